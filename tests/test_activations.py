@@ -8,7 +8,7 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import BUILTIN
+from harness import BUILTIN, raises
 from mpmath import mpf
 from torch import fx, nn
 
@@ -138,8 +138,7 @@ def test_the_forms_of_gelu_have_names_of_their_own():
 
 def test_names_and_get():
     assert {"relu", "gelu", "silu"} < set(BUILTIN) and list(activations.names()[: len(BUILTIN)]) == BUILTIN
-    with pytest.raises(ValueError, match=r"activation='swish' is not known: it is 'silu' here; accepted: relu"):
-        activations.get("swish")
+    raises(ValueError, r"activation='swish' is not known: it is 'silu' here; accepted: relu", activations.get, "swish")
 
 
 @pytest.fixture
@@ -185,8 +184,7 @@ def test_register_again(table):
     tfo.register_activation("mish", lambda x: x * torch.tanh(F.softplus(x)))  # the same computation
     assert activations.get("mish") is row
     for name, fn in (("mish", F.softsign), ("gelu", F.gelu), ("relu", torch.relu)):
-        with pytest.raises(ValueError, match=f"name='{name}' is taken"):
-            tfo.register_activation(name, fn)
+        raises(ValueError, f"name='{name}' is taken", tfo.register_activation, name, fn)
 
 
 @pytest.mark.slow
@@ -194,8 +192,7 @@ def test_register_in_place_of_another(table):
     """As a cell of a notebook is run again: what is the same does nothing, and what is another is asked for."""
     tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
     tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
-    with pytest.raises(ValueError, match="replace=True replaces it, or choose another name"):
-        tfo.register_activation("celled", mish)
+    raises(ValueError, "replace=True replaces it, or choose another name", tfo.register_activation, "celled", mish)
     before, x, w = activations.table_hash(), torch.randn(4, 8), torch.nn.Parameter(torch.randn(8, 8))
 
     def spelled(fn):
@@ -218,8 +215,7 @@ def test_register_in_place_of_another(table):
     torch.testing.assert_close(y.grad, torch.func.grad(lambda x: mish(x).sum())(x))
     with pytest.raises(ValueError, match="name='gelu' is taken by a built-in activation; choose another name"):
         tfo.register_activation("gelu", mish, replace=True)
-    with pytest.raises(TypeError, match="replace='yes'"):
-        tfo.register_activation("celled", mish, replace="yes")
+    raises(TypeError, "replace='yes'", tfo.register_activation, "celled", mish, replace="yes")
 
 
 def test_register_notifies(table, monkeypatch):
@@ -246,8 +242,7 @@ def test_register_notifies(table, monkeypatch):
 )
 def test_register_refuses(table, name, fn, derivative, error, message):
     before = dict(table)
-    with pytest.raises(error, match=message):
-        tfo.register_activation(name, fn, derivative)
+    raises(error, message, tfo.register_activation, name, fn, derivative)
     assert table == before
 
 

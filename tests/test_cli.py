@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from harness import raises
 
 import torch_fused_ops as tfo
 from torch_fused_ops.settings import environment
@@ -204,8 +205,7 @@ def test_figures_that_cannot_be_had_are_refused_before_the_model_is_made(models,
     ],
 )
 def test_options_that_are_not_known(capsys, arguments, command, hint):
-    with pytest.raises(SystemExit):
-        main(arguments)
+    raises(SystemExit, "", main, arguments)
     error = capsys.readouterr().err
     assert f"usage: python -m torch_fused_ops {command} [-h]" in error and f"unrecognized arguments: {hint}" in error
 
@@ -283,9 +283,8 @@ def test_what_takes_long_is_said_while_it_does(capsys):
 
 
 def test_version(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert stopped.value.code == 0 and capsys.readouterr().out == f"torch_fused_ops {tfo.__version__}\n"
+    assert raises(SystemExit, "", main, ["--version"]).code == 0
+    assert capsys.readouterr().out == f"torch_fused_ops {tfo.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["bench", "mlp", "--help"], ["plan"]])
@@ -300,9 +299,7 @@ def test_what_needs_no_torch_does_not_import_it(arguments):
 
 def test_help_and_no_command(capsys):
     for arguments, code in ((["--help"], 0), ([], 2)):
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-        assert stopped.value.code == code
+        assert raises(SystemExit, "", main, arguments).code == code
     help_text = capsys.readouterr().out
     for command in ("info", "check", "explain"):
         assert command in help_text
@@ -416,9 +413,7 @@ def test_run_replaces_the_process(models, monkeypatch):
 )
 def test_commands_with_nothing_and_with_nonsense(models, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(models)
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
+    assert raises(SystemExit, "", main, arguments).code == 2
     assert message in capsys.readouterr().err
 
 

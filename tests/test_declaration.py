@@ -4,12 +4,11 @@ They are tried in a process of their own, since operators are for good.
 """
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from harness import python
 
 from torch_fused_ops.declaration import OPERATORS, PointwiseOperator, above_zero, finite, one_of
 
@@ -138,9 +137,7 @@ def test_a_declared_operator_gets_everything() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (declared,) = (block for block in blocks if "register_pointwise" in block)
     script = "import torch\ntorch.manual_seed(0)\n" + declared + PACKED + TRIED
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split() == ["everything"]
+    assert python("-c", script).split() == ["everything"]
 
 
 @pytest.mark.parametrize(

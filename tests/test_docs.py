@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import python
 
 import torch_fused_ops
 from torch_fused_ops import FusionPolicy
@@ -134,12 +134,9 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
     script = write_program(page, tmp_path)
     if page.name in ("modules.md", "out-of-memory.md", "largest-batch.md"):
         pytest.importorskip("transformers")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    found = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
-    )
-    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
-    for (line, _, shown), printed in zip(blocks(page), found.stdout.split(f"{MARK}\n"), strict=False):
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    found = python(script, cwd=tmp_path, PYTHONPATH=path)
+    for (line, _, shown), printed in zip(blocks(page), found.split(f"{MARK}\n"), strict=False):
         if shown is not None and torch.__version__.startswith(TORCH.get(page.name, "")):
             assert without_errors(printed) == without_errors(shown), f"{page.name}:{line}"
 
@@ -186,8 +183,7 @@ def test_the_example_of_a_report_is_what_is_printed(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
     program, shown = re.findall(r"```(?:python)?\n(.*?)```", page.partition("## An example")[2], re.S)[:2]
     (tmp_path / "small_gpt.py").write_text(program, encoding="utf-8")
-    said = subprocess.run([sys.executable, "small_gpt.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert said.stdout == shown
+    assert python("small_gpt.py", cwd=tmp_path) == shown
 
 
 def test_the_readme_and_is_it_for_me_state_results() -> None:
@@ -329,9 +325,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     """Links and anchors that lead nowhere are errors (with --quiet mkdocs would not count its warnings)."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path, cwd=ROOT)
     assert "levels.png" in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 

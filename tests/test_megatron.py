@@ -8,7 +8,8 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import saving
+from harness import GELU_TANH as gelu_tanh
+from harness import raises, saving
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_fused_ops import megatron as mg
@@ -18,20 +19,16 @@ BACKENDS = ["eager", "aot_eager", *(pytest.param(b, marks=pytest.mark.slow) for 
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.bfloat16: {"rtol": 2e-2, "atol": 1e-3}}
 
 
-def gen(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def randn(*shape, dtype=torch.float32, seed=0, scale=1.0, requires_grad=False):
-    return (torch.randn(shape, generator=gen(seed)) * scale).to(dtype).requires_grad_(requires_grad)
+    return (
+        (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale)
+        .to(dtype)
+        .requires_grad_(requires_grad)
+    )
 
 
 def leaves(*tensors):
     return [t if t is None else t.detach().clone().requires_grad_() for t in tensors]
-
-
-def gelu_tanh(x):
-    return F.gelu(x, approximate="tanh")
 
 
 def quick(x):
@@ -171,7 +168,6 @@ def test_compiles_whole(name):
     args, _ = FORWARD[name]
     args = [t.detach().clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    torch.compiler.reset()
     out = torch.compile(function(name), backend="aot_eager", fullgraph=True)(*args)
     expected = function(name)(*args)
     torch.testing.assert_close(out, expected)
@@ -188,7 +184,6 @@ def test_compiles_once_for_all_sizes():
         b = mg.bias_dropout_add_fused_inference((a, None), a, 0.1)
         return b, softmax(AttnMaskType.causal, window=(4, 0))(scores, mask)
 
-    torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
     for n in (5, 6, 7):
@@ -245,10 +240,8 @@ def test_a_bias_that_is_no_vector():
 
 def test_weights_of_another_shape_are_refused():
     for weights in (randn(6), randn(1, 1), randn(6, 8), randn(3, 1)):
-        with pytest.raises(ValueError, match=r"weights has shape .*accepted: \(6, 1\), a number"):
-            mg.weighted_swiglu(X, weights)
-    with pytest.raises(TypeError, match=r"weights=1\.0 is not accepted"):
-        mg.weighted_swiglu(X, 1.0)
+        raises(ValueError, r"weights has shape .*accepted: \(6, 1\), a number", mg.weighted_swiglu, X, weights)
+    raises(TypeError, r"weights=1\.0 is not accepted", mg.weighted_swiglu, X, 1.0)
 
 
 # ---- upstream's unit tests' cases ------------------------------------------------------------------------------------
@@ -260,10 +253,8 @@ def test_weighted_and_clamped_swiglu(dtype, clamp):
     """The product of tokens by their routing weights, in float32 beside a bfloat16 input."""
     y, weights = leaves(randn(16, 256, dtype=dtype, scale=2), randn(16, 1).abs())
     plain = leaves(y.double(), weights.double())
-    out, expected = (
-        mg.weighted_bias_swiglu_impl(y, None, weights, False, clamp),
-        glu(F.silu, plain[0], None, plain[1], clamp=clamp),
-    )
+    out = mg.weighted_bias_swiglu_impl(y, None, weights, False, clamp)
+    expected = glu(F.silu, plain[0], None, plain[1], clamp=clamp)
     incoming = randn(16, 128, dtype=dtype, seed=1)
     out.backward(incoming)
     expected.backward(incoming.double())
@@ -289,12 +280,11 @@ def test_derivatives_on_the_bounds_are_those_of_clamp():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fp8_store_compiles(backend):
     y, weights = leaves(randn(6, 8), WEIGHTS)
-    torch.compiler.reset()
     out = torch.compile(mg.weighted_bias_swiglu_impl, backend=backend, fullgraph=True)(y, None, weights, True)
     expected = mg.weighted_bias_swiglu_impl(y, None, weights)
     torch.testing.assert_close(out, expected)
-    for g, e in zip(*(torch.autograd.grad(o.sum(), (y, weights)) for o in (out, expected)), strict=True):
-        torch.testing.assert_close(g, e, rtol=0.1, atol=0.05)  # of 8 bits, where the input is kept at all
+    gradients = (torch.autograd.grad(o.sum(), (y, weights)) for o in (out, expected))
+    torch.testing.assert_close(*gradients, rtol=0.1, atol=0.05)  # of 8 bits, where the input is kept at all
 
 
 def test_negative_tail():
@@ -329,8 +319,7 @@ def test_bias_geglu_can_clamp():
 
 
 def test_negative_clamps_are_refused():
-    with pytest.raises(ValueError, match=r"clamp=-1.* is not accepted"):
-        mg.bias_swiglu_impl(X, None, clamp_value=-1.0)
+    raises(ValueError, r"clamp=-1.* is not accepted", mg.bias_swiglu_impl, X, None, clamp_value=-1.0)
 
 
 def test_fp8_store_has_a_scale():
@@ -342,9 +331,8 @@ def test_fp8_store_has_a_scale():
     incoming = torch.tensor([[1.0, 1.0]])
     mg.bias_swiglu_impl(exact, None).backward(incoming)
     mg.bias_swiglu_impl(ours, None, fp8_input_store=True).backward(incoming)
-    torch.testing.assert_close(
-        ours.grad[:, 2:], exact.grad[:, 2:], rtol=2**-4, atol=0
-    )  # the gradient of up is silu(gate)
+    of_up, wanted = (t.grad[:, 2:] for t in (ours, exact))  # silu(gate)
+    torch.testing.assert_close(of_up, wanted, rtol=2**-4, atol=0)
 
 
 @pytest.mark.parametrize("name", ["bias_swiglu_impl", "weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl"])
@@ -451,7 +439,6 @@ def test_bias_dropout_add_compiled(backend):
         out = mg.get_bias_dropout_add(True, True)((x, bias), residual, 0.5)
         return mg.get_bias_dropout_add(False, True)((out, None), residual, 0.5), out
 
-    torch.compiler.reset()
     total, out = torch.compile(fn, backend=backend, fullgraph=True)(x, bias, residual)
     torch.testing.assert_close(total, out + residual)
     dropped = out == residual
@@ -524,8 +511,7 @@ def test_window_masks():
     assert torch.equal(mg.get_sliding_window_causal_mask(4, 6, (-1, 0)), causal(4, 6))
     assert torch.equal(mg.get_default_causal_mask(5), causal(5, 5))
     for window in ((1,), (1, -2)):
-        with pytest.raises(ValueError, match="window_size"):
-            softmax(window=window)
+        raises(ValueError, "window_size", softmax, window=window)
 
 
 @pytest.mark.parametrize("flags", [{"fp16": True}, {"bf16": True}, {}])
@@ -622,20 +608,15 @@ def test_is_kernel_available():
 
 
 def test_what_is_refused():
-    with pytest.raises(AssertionError, match="input_in_fp16=True and input_in_bf16=True"):
-        softmax(fp16=True, bf16=True)
-    with pytest.raises(AssertionError, match=r"scale=2\.0 with softmax_in_fp32=False"):
-        softmax(scale=2.0, fp32=False)
-    with pytest.raises(AssertionError, match=r"input has shape \(2, 3, 4\); accepted: four axes"):
-        softmax()(randn(2, 3, 4), None)
-    with pytest.raises(TypeError, match="attn_mask_type='causal' is not accepted"):
-        softmax("causal")
+    raises(AssertionError, "input_in_fp16=True and input_in_bf16=True", softmax, fp16=True, bf16=True)
+    raises(AssertionError, r"scale=2\.0 with softmax_in_fp32=False", softmax, scale=2.0, fp32=False)
+    raises(AssertionError, r"input has shape \(2, 3, 4\); accepted: four axes", softmax(), randn(2, 3, 4), None)
+    raises(TypeError, "attn_mask_type='causal' is not accepted", softmax, "causal")
     additive = torch.full((2, 1, 1, 9), -10000.0)
     for fusion in (True, False):
         with pytest.raises(TypeError, match=r"mask has dtype torch.float32; accepted: bool or uint8.*`mask < 0`"):
             softmax(fusion=fusion)(randn(2, 3, 6, 9), additive)
-    with pytest.raises(TypeError, match=r"mask has dtype torch\.float32"):
-        mg.ScaledMaskedSoftmax.apply(randn(2, 3, 6, 9), additive, 1.0)
+    raises(TypeError, r"mask has dtype torch\.float32", mg.ScaledMaskedSoftmax.apply, randn(2, 3, 6, 9), additive, 1.0)
     with pytest.raises(TypeError, match=r"mask has dtype torch\.int64"):
         mg.ScaledMaskedSoftmax.apply(randn(2, 3, 6, 9), additive.long(), 1.0)
 
@@ -673,7 +654,6 @@ def test_functions_compiled(backend):
         one = mg.SoftmaxOne()(x) + mg.SoftmaxOne(-1, torch.zeros(3))(x)
         return mg.ScaledMaskedSoftmax.apply(x, mask, 0.5) + mg.ScaledUpperTriangMaskedSoftmax.apply(x, 2.0) + one
 
-    torch.compiler.reset()
     out, expected = torch.compile(fn, backend=backend, fullgraph=True)(x, mask), fn(x, mask)
     torch.testing.assert_close(out, expected)
     incoming = randn(2, 3, 6, 6, seed=1)
@@ -695,10 +675,8 @@ def test_softmax_one():
     torch.testing.assert_close(out.double(), exact(x, sink=sink.detach()), rtol=1e-5, atol=1e-7)
     out[..., 0].sum().backward()
     assert sink.grad.abs().min() > 0
-    with pytest.raises(ValueError, match="dim=1 is not accepted"):
-        mg.SoftmaxOne(1)(x)
-    with pytest.raises(ValueError, match="denominator_offset=-1"):
-        mg.SoftmaxOne(-1, -1.0)
+    raises(ValueError, "dim=1 is not accepted", mg.SoftmaxOne(1), x)
+    raises(ValueError, "denominator_offset=-1", mg.SoftmaxOne, -1, -1.0)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -718,11 +696,8 @@ def test_softmax_module_names_what_is_wrong(fusion):
         return mg.FusedScaleMaskSoftmax(False, False, mg.AttnMaskType.padding, fusion, None, True, None, window)
 
     scores = torch.randn(2, 3, 4, 4)
-    with pytest.raises(
-        ValueError, match=r"mask has shape \(2, 1, 3, 4\); accepted: a shape that broadcasts to input's"
-    ):
-        module()(scores, torch.zeros(2, 1, 3, 4, dtype=torch.bool))
-    with pytest.raises(TypeError, match=r"input has dtype torch\.int64; accepted"):
-        module()(scores.long(), None)
-    with pytest.raises(ValueError, match="window_size=3 is not accepted"):
-        module(3)
+    mask = torch.zeros(2, 1, 3, 4, dtype=torch.bool)
+    words = r"mask has shape \(2, 1, 3, 4\); accepted: a shape that broadcasts to input's"
+    raises(ValueError, words, module(), scores, mask)
+    raises(TypeError, r"input has dtype torch\.int64; accepted", module(), scores.long(), None)
+    raises(ValueError, "window_size=3 is not accepted", module, 3)

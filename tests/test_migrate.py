@@ -1,27 +1,25 @@
 """The figures of docs/migrate*.md: each row of its tables is computed here, and must stand there."""
 
 import math
+from functools import partial
 from pathlib import Path
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import saving
-from torch.autograd.graph import saved_tensors_hooks
+from harness import GELU_TANH, saving
 
 from torch_fused_ops import functional, megatron, slapo
 
 PAGE = "".join(p.read_text(encoding="utf-8") for p in sorted((Path(__file__).parents[1] / "docs").glob("migrate*.md")))
 TOKENS, WIDTH, MLP = 8192, 4096, 16384
+meta = partial(harness.meta, requires_grad=True)
 
 
 def kept(fn, *tensors):
     """MiB of the storages that autograd keeps of this call."""
     return f"{saving(lambda: fn(*tensors))[1] / 2**20:.2f}"
-
-
-def meta(*shape):
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
 
 def bias_new_gelu(x, bias):
@@ -57,11 +55,7 @@ def memory_rows():
         return megatron.bias_dropout_add_fused_train((x, b), r, 0.1)
 
     return {
-        "bias + GELU: Slapo's `bias_new_gelu`": (
-            kept(bias_new_gelu, x, bias),
-            kept(slapo.bias_new_gelu, x, bias),
-            "",
-        ),
+        "bias + GELU: Slapo's `bias_new_gelu`": (kept(bias_new_gelu, x, bias), kept(slapo.bias_new_gelu, x, bias), ""),
         "bias + GELU: `F.gelu(x + bias)`": (
             kept(lambda x, b: F.gelu(x + b, approximate="tanh"), x, bias),
             kept(megatron.bias_gelu_impl, x, bias),
@@ -77,11 +71,7 @@ def memory_rows():
             kept(ours_dropout, *hidden),
             "",
         ),
-        "masked softmax: `FusedScaleMaskSoftmax`": (
-            kept(masked_softmax, *scores),
-            kept(ours_softmax, *scores),
-            "",
-        ),
+        "masked softmax: `FusedScaleMaskSoftmax`": (kept(masked_softmax, *scores), kept(ours_softmax, *scores), ""),
     }
 
 
@@ -92,10 +82,8 @@ def test_memory():
 
 
 def test_the_seed_is_all_that_dropout_keeps():
-    saved = []
-    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        megatron.bias_dropout_add_fused_train((meta(4, 8), meta(8)), meta(4, 8), 0.1)
-    assert sum(t.nbytes for t in saved) == 8 and "one seed of 8 bytes" in PAGE
+    _, saved = saving(lambda: megatron.bias_dropout_add_fused_train((meta(4, 8), meta(8)), meta(4, 8), 0.1))
+    assert saved == 8 and "one seed of 8 bytes" in PAGE
 
 
 def bias_gelu(x):
@@ -127,16 +115,12 @@ def test_what_liger_and_transformer_engine_compute():
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     a, b = x.chunk(2, -1)
     scale = torch.tensor([0.5, 1.0, 2.0])
-
-    def tanh(x):
-        return F.gelu(x, approximate="tanh")
-
     clamped = a.clamp(max=0.7) * torch.sigmoid(1.702 * a.clamp(max=0.7)) * (b.clamp(-0.7, 0.7) + 1)
     for got, expected in (
         (functional.swiglu(a, b), F.silu(a) * b),
-        (functional.geglu(a, b, approximate="tanh"), tanh(a) * b),
-        (functional.gelu(x, "tanh"), tanh(x)),
-        (functional.bias_geglu(x, approximate="tanh"), tanh(a) * b),
+        (functional.geglu(a, b, approximate="tanh"), GELU_TANH(a) * b),
+        (functional.gelu(x, "tanh"), GELU_TANH(x)),
+        (functional.bias_geglu(x, approximate="tanh"), GELU_TANH(a) * b),
         (functional.bias_relu(x), F.relu(x)),
         (functional.bias_reglu(x), F.relu(a) * b),
         (functional.bias_swiglu(x), F.silu(a) * b),

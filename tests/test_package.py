@@ -6,14 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from harness import python
 
 ROOT = Path(__file__).parents[1]
-
-
-def run(program: str, cwd: Path | None = None) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=cwd)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_importing_it_does_not_import_the_compiler() -> None:
@@ -28,7 +23,7 @@ heavy = ("torch._inductor", "torch._dynamo", "torch.distributed.tensor", "triton
 print([m for m in set(sys.modules) - before if m.startswith(heavy)])
 print(len(set(sys.modules) - before))
 """
-    heavy, count = run(program).splitlines()
+    heavy, count = python("-c", program).splitlines()
     assert heavy == "[]" and int(count) < 70
 
 
@@ -53,7 +48,7 @@ assert torch.ops.fused.glu_backward.default in lowering.lowerings
 assert torch.ops.fused.glu in partitioners.get_default_op_list().recomputable_ops
 assert torch.compiler.config.cache_key_tag.count("torch_fused_ops") == 1
 """
-    run(program)
+    python("-c", program)
 
 
 def test_a_clone_that_is_the_current_folder_is_whole() -> None:
@@ -65,7 +60,7 @@ from importlib.util import find_spec
 print(*(find_spec(f"torch_fused_ops.{part}").origin for part in ("functional", "lowerings", "benchmarks")), sep="\\n")
 """
     parts = ("functional.py", "lowerings/__init__.py", "benchmarks/__init__.py")
-    assert run(program, cwd=ROOT).splitlines() == [str(ROOT / "torch_fused_ops" / part) for part in parts]
+    assert python("-c", program, cwd=ROOT).splitlines() == [str(ROOT / "torch_fused_ops" / part) for part in parts]
 
 
 @pytest.mark.slow
@@ -100,7 +95,7 @@ except ImportError as e:
 else:
     raise SystemExit("imported under another name")
 """
-    run(program, cwd=ROOT)
+    python("-c", program, cwd=ROOT)
 
 
 def test_every_package_is_installed() -> None:
@@ -137,7 +132,7 @@ print(passes.active_policy(), passes._graphs)
 )
 def test_the_environment_asks_for_it(text: str, printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FUSED_OPS", text)
-    out = run(COMPILED)
+    out = python("-c", COMPILED)
     assert printed in out and (printed == "None 0" or out.endswith(") 1\n"))
 
 
@@ -157,4 +152,4 @@ import torch
 f = torch.compile(lambda x, w: torch.relu(x @ w) @ w, backend="fused", fullgraph=True)
 print(torch.allclose(f(torch.ones(2, 4), torch.eye(4)), torch.ones(2, 4)))
 """
-    assert run(program).strip() == "True"
+    assert python("-c", program).strip() == "True"

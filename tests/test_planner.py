@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import MLP, Net, Stack, SwiGLU, raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -29,15 +30,7 @@ from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.planner.model import CapturedModel, captured_model
 from torch_fused_ops.planner.plan import LevelRow, bytes_of
 from torch_fused_ops.planner.static_memory import Resident, check_shards, optimizer_memory, resident_tensors
-from torch_fused_ops.planner.step import (
-    Parts,
-    Piece,
-    Segment,
-    Step,
-    compiled_timeline,
-    cut,
-    policy_of,
-)
+from torch_fused_ops.planner.step import Parts, Piece, Segment, Step, compiled_timeline, cut, policy_of
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
 from torch_fused_ops.virtual_gpu import H100
@@ -67,14 +60,14 @@ def test_sizes(memory: str | int, nbytes: int) -> None:
 
 @pytest.mark.parametrize("memory", ["", "72", "72 gigs", "GiB", "-1GiB", "0MiB", "1e9", 0, -1, True, 1.5, None])
 def test_what_is_no_size(memory: Any) -> None:
-    with pytest.raises(ValueError, match=r"memory=.* is not accepted: it must be a size"):
-        bytes_of(memory)
+    raises(ValueError, r"memory=.* is not accepted: it must be a size", bytes_of, memory)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"memory": "lots"}, "memory='lots' is not accepted"),
+        ({"memory": "fp8"}, r"memory='fp8' is not accepted: .*; plan chooses the levels itself"),
         ({"gpu": "RTX9"}, "gpu='RTX9' is not known; accepted: A100, H100, H200, B200, MI300X"),
         ({"optimizer": "lion"}, "optimizer='lion' is not known; accepted: adamw, sgd, none"),
         ({"maximum": "width"}, "maximum='width' is not known; accepted: batch, tokens"),
@@ -84,8 +77,7 @@ def test_what_is_no_size(memory: Any) -> None:
     ],
 )
 def test_what_is_not_known(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tfo.plan(nn.Linear(2, 2), torch.empty(1, 2), **{"memory": "1GiB", **arguments})
+    raises(ValueError, message, tfo.plan, nn.Linear(2, 2), torch.empty(1, 2), **{"memory": "1GiB", **arguments})
 
 
 def test_a_plan_is_static_whatever_sizes_were_seen() -> None:
@@ -100,14 +92,9 @@ def test_a_plan_is_static_whatever_sizes_were_seen() -> None:
         assert all(type(size) is int for value in values if isinstance(value, torch.Tensor) for size in value.shape)
 
 
-def test_what_is_no_size_but_a_level() -> None:
-    with pytest.raises(ValueError, match=r"memory='fp8' is not accepted: .*; plan chooses the levels itself"):
-        bytes_of("fp8")
-
-
-def test_a_model_is_callable() -> None:
-    with pytest.raises(TypeError, match="model=3 is not callable"):
-        tfo.plan(3, memory="1GiB")  # type: ignore[arg-type]
+def test_what_cannot_be_planned() -> None:
+    raises(TypeError, "model=3 is not callable", tfo.plan, 3, memory="1GiB")
+    raises(ValueError, "nothing in it needs a gradient", tfo.plan, torch.relu, torch.empty(4, 4), memory="1GiB")
 
 
 def test_optimizers() -> None:
@@ -358,8 +345,7 @@ def test_what_cannot_be_sharded() -> None:
     model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
 
     def refused(message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            check_shards(model, lambda path: path, 8)
+        raises(ValueError, message, check_shards, model, lambda path: path, 8)
 
     check_shards(model, lambda path: path, 8)
     model.layers[0].bias.data = model.layers[0].bias.data.double()
@@ -368,8 +354,7 @@ def test_what_cannot_be_sharded() -> None:
     refused("dp=8 is not accepted: layers.1.bias is layers.0.bias, and FSDP2 does not shard a parameter in two layers")
     model.layers[0].bias = nn.Parameter(torch.tensor(0.0))
     refused("dp=8 is not accepted: layers.0.bias is a scalar")
-    with pytest.raises(ValueError, match=r"dp=8 is not accepted: model=.* is a function"):
-        check_shards(torch.relu, lambda path: path, 8)
+    raises(ValueError, r"dp=8 is not accepted: model=.* is a function", check_shards, torch.relu, lambda path: path, 8)
 
 
 def test_shards_by_hand() -> None:
@@ -465,9 +450,8 @@ def test_sizes_go_in_steps() -> None:
     fits, over = max_batch.bisected(sample, 1000, sample(384), 128)
     assert fits is not None and over is not None and (fits.size, over.size) == (896, 1024)
     assert all(size % 128 == 0 for size in asked)
-    assert [max_batch.step_of(n, "tokens") for n in (4096, 96, 7)] == [128, 32, 1] and max_batch.step_of(
-        32, "batch"
-    ) == 1
+    assert [max_batch.step_of(n, "tokens") for n in (4096, 96, 7)] == [128, 32, 1]
+    assert max_batch.step_of(32, "batch") == 1
 
 
 def test_a_model_that_does_not_run_with_more() -> None:
@@ -497,30 +481,13 @@ def test_arguments_of_another_size() -> None:
 # ---- real models -----------------------------------------------------------------------------------------------------
 
 
-class Loss(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.float().square().mean()
-
-
-class MLP(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x)))
-        return y
+def loss(x: Tensor) -> Tensor:
+    return x.float().square().mean()
 
 
 def on_meta(*layers: nn.Module) -> tuple[nn.Module, Tensor]:
     x = torch.empty(8192, 256, device="meta", dtype=torch.bfloat16)
-    return Loss(*layers).bfloat16().to("meta"), x
+    return Stack(layers, residual=True, end=loss).bfloat16().to("meta"), x
 
 
 @functools.cache
@@ -598,8 +565,7 @@ def test_a_plan_over_several_gpus() -> None:
     assert found.sent == sent and found.link_seconds == sent / 450e9
     assert f"one of {dp}: fits" in str(found) and "each GPU sends" in str(found)
     assert json.loads(found.to_json())["dp"] == dp
-    with pytest.raises(ValueError, match="dp=0 is not accepted"):
-        rich.within(limit, dp=0)
+    raises(ValueError, "dp=0 is not accepted", rich.within, limit, dp=0)
 
 
 def test_a_plan_as_json_and_as_a_page(tmp_path: Path) -> None:
@@ -607,7 +573,7 @@ def test_a_plan_as_json_and_as_a_page(tmp_path: Path) -> None:
     assert found["memory"] == "off" and found["peak_bytes"] == two_mlps().peak_bytes and found["fits"] is True
     two_mlps().to_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert page.count("<polyline") == 2 and 'class="limit"' in page and "Loss in 1.00 GiB of an NVIDIA H100" in page
+    assert page.count("<polyline") == 2 and 'class="limit"' in page and "Stack in 1.00 GiB of an NVIDIA H100" in page
 
 
 def test_a_model_without_mlps_is_planned_too() -> None:
@@ -617,21 +583,16 @@ def test_a_model_without_mlps_is_planned_too() -> None:
     assert found.help == ("No MLP is fused, so there is no level to choose.",)
 
 
-class Positions(nn.Module):
+def positions() -> nn.Module:
     """A linear layer over at most 2048 positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = nn.Parameter(torch.zeros(2048, 256)), nn.Linear(256, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x + self.table[: x.shape[1]])
-        return y.float().square().mean()
+    table, linear = nn.Parameter(torch.zeros(2048, 256)), nn.Linear(256, 256)
+    model = Net(lambda s, x: loss(s.linear(x + s.table[: x.shape[1]])), table=table, linear=linear)
+    return model.bfloat16().to("meta")
 
 
 @pytest.mark.slow
 def test_the_largest_batch_of_a_model(inductor: Any) -> None:
-    model, x = Positions().bfloat16().to("meta"), torch.empty(4, 512, 256, device="meta", dtype=torch.bfloat16)
+    model, x = positions(), torch.empty(4, 512, 256, device="meta", dtype=torch.bfloat16)
     settings: dict[str, Any] = {"gpu": "H100", "optimizer": "none"}
     found = tfo.plan(model, x, memory="64MiB", maximum="batch", **settings)
     assert found.largest is not None and (found.largest.dimension, found.largest.given) == ("batch", 4)
@@ -643,7 +604,7 @@ def test_the_largest_batch_of_a_model(inductor: Any) -> None:
 
 
 def test_the_longest_sequence_that_a_model_runs_with(tmp_path: Path, inductor: Any) -> None:
-    model, x = Positions().bfloat16().to("meta"), torch.empty(1, 512, 256, device="meta", dtype=torch.bfloat16)
+    model, x = positions(), torch.empty(1, 512, 256, device="meta", dtype=torch.bfloat16)
     found = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none", maximum="tokens")
     assert found.largest is not None
     (row,) = found.largest.rows
@@ -655,11 +616,6 @@ def test_the_longest_sequence_that_a_model_runs_with(tmp_path: Path, inductor: A
     assert "<h2>Tokens, at most</h2>" in (tmp_path / "plan.html").read_text(encoding="utf-8")
     small = tfo.plan(model, x, memory="1MiB", gpu="H100", maximum="tokens").largest  # parameters alone are more
     assert small is not None and small.rows[0].size == 0
-
-
-def test_nothing_to_train() -> None:
-    with pytest.raises(ValueError, match="nothing in it needs a gradient"):
-        tfo.plan(torch.relu, torch.empty(4, 4), memory="1GiB", gpu="H100")
 
 
 SMALL = models.Config(layers=8, width=256, hidden=1024, heads=4, context=128, vocabulary=256, kv_heads=2)
@@ -689,20 +645,10 @@ def test_a_plan_of_all_layers_is_exact() -> None:
             assert row.peak == plan.parameters + plan.optimizer_state + found.peak, row.level
 
 
-class Gated(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return y
-
-
 @pytest.mark.slow
 def test_what_is_missing_is_of_a_plan_that_was_compiled() -> None:
     """What the second layer writes lies where the first's gate and up were: that memory is neither's to keep."""
-    model, x = on_meta(Gated(256, 1024), Gated(256, 1024))
+    model, x = on_meta(*(SwiGLU(256, 1024, nn.Linear) for _ in range(2)))
     rich = tfo.plan(model, x, memory="1GiB", gpu="H100")
     lowest = rich.within("1MiB")
     for limit in (lowest.step_peak - 1, lowest.step_peak - MiB):
@@ -738,18 +684,6 @@ class Spread(nn.Module):
         return spread[0, :, :64, :64].flatten(1).T
 
 
-class Acts(nn.Module):
-    """An MLP with its activation in an attribute."""
-
-    def __init__(self, width: int, act: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up, self.down, self.act = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), act
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.act(self.up(x)))
-        return y
-
-
 def expensive(x: Tensor) -> Tensor:
     """Keeps a few tensors of its own for backward."""
     return torch.cumsum(torch.sin(torch.cumsum(x, 1)), 1) * torch.cumsum(torch.cos(x), 1)
@@ -761,8 +695,8 @@ class Odd(nn.Module):
     def __init__(self, kind: str, layers: int, odd: int, width: int = 128) -> None:
         super().__init__()
         self.kind, self.odd = kind, odd
-        made = [Acts(width, expensive if kind == "function" and i == odd else F.gelu) for i in range(layers)]
-        self.layers = nn.ModuleList(made)
+        acts = [expensive if kind == "function" and i == odd else F.gelu for i in range(layers)]
+        self.layers = nn.ModuleList(MLP(width, 4 * width, act) for act in acts)
         if kind == "stride":
             self.layers = nn.ModuleList(Spread(width, 1 + (i == odd)) for i in range(layers))
 
@@ -842,18 +776,10 @@ def architecture(name: str) -> tuple[nn.Module, Tensor]:
     prefix, config = ARCHITECTURES[name]
     config = getattr(transformers, f"{prefix}Config")(vocab_size=256, use_cache=False, **config)
     kinds = {"Gemma3Text": "Gemma3TextModel", "T5": "T5EncoderModel"}
-    body = getattr(transformers, kinds.get(prefix, f"{prefix}Model"))(config)
+    base = getattr(transformers, kinds.get(prefix, f"{prefix}Model"))(config)
 
-    class Trained(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = body
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            hidden: Tensor = self.body(input_ids=tokens).last_hidden_state
-            return hidden.float().square().mean()
-
-    return Trained().train(), torch.randint(256, (8, 256))
+    model = Net(lambda s, tokens: loss(s.base(input_ids=tokens).last_hidden_state), base=base)
+    return model.train(), torch.randint(256, (8, 256))
 
 
 @pytest.mark.slow
@@ -936,7 +862,7 @@ class Between(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.mask = kind, torch.ones(8)
-        self.layers = nn.ModuleList(Acts(8, F.gelu) for _ in range(2))
+        self.layers = nn.ModuleList(MLP(8, 32) for _ in range(2))
 
     @torch.compiler.disable
     def outside(self, x: Tensor, kind: str) -> Tensor:
@@ -961,7 +887,6 @@ class Between(nn.Module):
     ],
 )
 def test_what_is_in_no_graph_is_not_left_out_in_silence(kind: str, message: str) -> None:
-    torch._dynamo.reset()
     with pytest.raises(ValueError, match=f"torch.compile does not capture all of it: {message}"):
         captured_model(Between(kind), (torch.randn(4, 8),), {})
 
@@ -969,7 +894,6 @@ def test_what_is_in_no_graph_is_not_left_out_in_silence(kind: str, message: str)
 @pytest.mark.parametrize("kind", ["nothing", "loop"])
 def test_parameters_of_graphs_that_begin_inside_the_model(kind: str) -> None:
     """A graph break leaves graphs of layers' own forwards, whose paths would begin at the layer."""
-    torch._dynamo.reset()  # it skips a forward with a break in a loop ever after
     model = Between(kind)
     captured = captured_model(model, (torch.randn(4, 8),), {})
     assert len(captured.graphs) == 2

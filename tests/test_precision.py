@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import raises
 from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops import activations
@@ -198,8 +199,7 @@ def test_every_value_is_every_value():
     for dtype in (torch.bfloat16, torch.float16):
         x = precision.every_value(dtype)
         assert len(x) == 65534 and len(set(x.view(torch.int16).tolist())) == 65534
-    with pytest.raises(ValueError, match=r"dtype=torch.float64 is not accepted"):
-        precision.every_value(torch.float64)
+    raises(ValueError, r"dtype=torch.float64 is not accepted", precision.every_value, torch.float64)
 
 
 def test_the_runner_is_no_rubber_stamp():
@@ -234,8 +234,7 @@ def test_samples_are_named_once_and_always_the_same(op):
 
 
 def test_samples_refuse_an_unknown_operator():
-    with pytest.raises(ValueError, match="op='bias_gelu' is not known; accepted: bias_act, glu, bias_glu"):
-        next(samples("bias_gelu"))
+    raises(ValueError, "op='bias_gelu' is not known; accepted: bias_act, glu, bias_glu", next, samples("bias_gelu"))
 
 
 def test_the_truth_is_of_the_rounded_sum():

@@ -83,8 +83,7 @@ def test_rows_and_back_are_what_loops_give(case, merged: bool, seed: int) -> Non
     weights = torch.randn(truth.shape, dtype=torch.float64, generator=generator)
     got = torch.autograd.grad((y * weights).sum(), [x, probs], allow_unused=True, materialize_grads=True)
     want = torch.autograd.grad((truth * weights).sum(), [x, probs], allow_unused=True, materialize_grads=True)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, want)
 
 
 @settings(max_examples=40, deadline=None)
@@ -162,8 +161,7 @@ def test_one_graph(padded: bool) -> None:
     wanted, found = both(x, probs, routing_map), torch.compile(both, fullgraph=True)(x, probs, routing_map)
     torch.testing.assert_close(found, wanted)
     d = torch.randn_like(wanted)
-    for a, b in zip(*(torch.autograd.grad(y, [x, probs], d) for y in (found, wanted)), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(y, [x, probs], d) for y in (found, wanted)))
 
 
 X, MAP, PROBS = torch.zeros(4, 3), torch.ones(4, 2, dtype=torch.bool), torch.ones(4, 2)

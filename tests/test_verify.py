@@ -6,11 +6,13 @@ import functools
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import Net, raises
 from torch import Tensor
 
 import torch_fused_ops as tfo
@@ -20,27 +22,23 @@ from torch_fused_ops.tools.cli import main
 from torch_fused_ops.tools.verify import _apart
 
 
-class MLP(nn.Module):
-    def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        self.norm = nn.BatchNorm1d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+def mlp(s: Any, x: Tensor) -> Tensor:
+    return x + s.dropout(s.down(F.gelu(s.up(s.norm(x)))))  # type: ignore[no-any-return]
 
 
-class Pointwise(nn.Module):
+def MLP(body: Callable[..., Any] = mlp, dropout: float = 0.0, **more: Any) -> Any:
+    members = {"up": nn.Linear(16, 64), "down": nn.Linear(64, 16), "dropout": nn.Dropout(dropout)}
+    return Net(body, **members, norm=nn.BatchNorm1d(16), **more)
+
+
+def decayed(s: Any, x: Tensor) -> Tensor:
+    s.b.mul_(0.5)
+    return torch.tanh(x * s.b * s.w)
+
+
+def Pointwise(body: Callable[..., Any] = decayed) -> nn.Module:
     """Plain torch.compile is wrong here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.rand(16))
-        self.register_buffer("b", torch.rand(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.b.mul_(0.5)
-        return torch.tanh(x * self.b * self.w)
+    return Net(body, w=nn.Parameter(torch.rand(16)), b=torch.rand(16))
 
 
 def x_of(*shape: int) -> Tensor:
@@ -158,31 +156,23 @@ def test_shared_and_written_arguments() -> None:
 def test_without_float64_it_takes_float32() -> None:
     """As with grouped products, which have no kernels in float64."""
 
-    class NoDouble(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.dtype is torch.float64:
-                raise NotImplementedError("no kernel for Double")
-            return super().forward(x)
+    def no_double(s: Any, x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            raise NotImplementedError("no kernel for Double")
+        return mlp(s, x)
 
-    found = tfo.verify(NoDouble().bfloat16(), x_of(8, 16).bfloat16())
+    found = tfo.verify(MLP(no_double).bfloat16(), x_of(8, 16).bfloat16())
     assert found.ok and found.dtypes == ("bfloat16", "float32")
     assert any("float64, where eager raises NotImplementedError" in note for note in found.notes)
-    found = tfo.verify(NoDouble(), x_of(8, 16), policy=FusionPolicy(memory="fp8"))
+    found = tfo.verify(MLP(no_double), x_of(8, 16), policy=FusionPolicy(memory="fp8"))
     assert found.ok, str(found)
     assert found.dtypes == ("float32", "float32 unrounded")
 
 
 @pytest.mark.slow
 def test_sparse_gradients() -> None:
-    class Embedded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.mlp = nn.Embedding(20, 16, sparse=True), MLP()
-
-        def forward(self, i: Tensor) -> Tensor:
-            return self.mlp(self.table(i))  # type: ignore[no-any-return]
-
-    found = tfo.verify(Embedded(), torch.tensor([1, 7, 7, 3, 0, 19]))
+    embedded = Net(lambda s, i: s.mlp(s.table(i)), table=nn.Embedding(20, 16, sparse=True), mlp=MLP())
+    found = tfo.verify(embedded, torch.tensor([1, 7, 7, 3, 0, 19]))
     assert found.ok, str(found)
     assert ("gradient", "table.weight") in {(one.kind, one.name) for one in found.comparisons}
 
@@ -213,20 +203,13 @@ def test_a_loss_that_is_not_finite_is_not_ok() -> None:
 def test_what_is_nothing_but_rounding() -> None:
     """The mean of what a norm gives is 0: no two ways of summing agree."""
 
-    class Means(MLP):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer_norm = nn.LayerNorm(16)
-            self.register_buffer("mean", torch.zeros(8))
+    def means(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = s.layer_norm(mlp(s, x))
+        with torch.no_grad():
+            s.mean.lerp_(h.mean(-1), 0.1)
+        return h, s.layer_norm(h * 1e-4).mean()
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.layer_norm(super().forward(x))
-            with torch.no_grad():
-                self.mean.lerp_(h.mean(-1), 0.1)
-            return h, self.layer_norm(h * 1e-4).mean()
-
-    torch.manual_seed(0)
-    found = tfo.verify(Means(), x_of(8, 16))
+    found = tfo.verify(MLP(means, layer_norm=nn.LayerNorm(16), mean=torch.zeros(8)), x_of(8, 16))
     assert found.ok, str(found)
 
 
@@ -238,27 +221,24 @@ class Result:
 
 @pytest.mark.slow
 def test_results_in_objects() -> None:
-    class InObject(Pointwise):
-        def forward(self, x: Tensor) -> Any:
-            y = super().forward(x)
-            return Result(y, {"twice": y * 2})
+    def in_object(s: Any, x: Tensor) -> Any:
+        y = decayed(s, x)
+        return Result(y, {"twice": y * 2})
 
-    found = tfo.verify(InObject(), x_of(8, 16))
+    found = tfo.verify(Pointwise(in_object), x_of(8, 16))
     assert [one.name for one in found.comparisons if not one.plain_ok] == ["w", "w"]
     assert sum(one.kind == "output" for one in found.comparisons) == 4
-    with pytest.raises(ValueError, match="returned a NoneType without tensors"):
-        tfo.verify(lambda x: None, x_of(8, 16))
+    raises(ValueError, "returned a NoneType without tensors", tfo.verify, lambda x: None, x_of(8, 16))
 
 
 @pytest.mark.slow
 def test_what_was_not_compared_is_said() -> None:
-    class Cut(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            h = F.gelu(self.up(x))
-            torch._dynamo.graph_break()
-            return self.down(h)  # type: ignore[no-any-return]
+    def cut(s: Any, x: Tensor) -> Tensor:
+        h = F.gelu(s.up(x))
+        torch._dynamo.graph_break()
+        return s.down(h)  # type: ignore[no-any-return]
 
-    notes = " ".join(tfo.verify(Cut(), x_of(8, 16)).notes)
+    notes = " ".join(tfo.verify(MLP(cut), x_of(8, 16)).notes)
     assert "2 graphs were captured" in notes and "no MLP was fused" in notes
     model = MLP()
     notes = " ".join(tfo.verify(lambda x: model(x), x_of(8, 16)).notes)
@@ -291,18 +271,14 @@ def test_json() -> None:
     ],
 )
 def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
+    raises(error, message, call)
 
 
 @pytest.mark.slow
 def test_what_a_way_raises_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_fused_ops.lowerings import recognize
 
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("on purpose")
-
-    monkeypatch.setattr(recognize, "rewrite", broken)
+    monkeypatch.setattr(recognize, "rewrite", mock.Mock(side_effect=RuntimeError("on purpose")))
     found = tfo.verify(MLP(), x_of(8, 16), policy=FusionPolicy(strict=True))
     assert not found.ok and "on purpose" in found.failures["fused, float32"]
     assert "fused, float32: raised " in str(found)

@@ -5,18 +5,19 @@ type promotion would widen it to a later tensor's, a float32 bias that meets a b
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
@@ -269,9 +270,7 @@ def test_gradients_on_gpus(low: torch.dtype) -> None:
         grads = paper.backward.graph.graph.output_node().args[0]
         return [n.meta["val"].dtype for n in (result, *grads) if n is not None]
 
-    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-
+    meta = functools.partial(harness.meta, requires_grad=True)
     x, sink = meta(2, 64, 64, dtype=low), meta(2, dtype=low)
     assert dtypes(lambda x: torch.softmax(x, -1), x) == [FP32, low]
     assert dtypes(lambda x, s: FF.scaled_masked_softmax(x, None, s), x, sink) == [FP32, low, low]
@@ -280,18 +279,11 @@ def test_gradients_on_gpus(low: torch.dtype) -> None:
         assert dtypes(FF.bias_gelu, *args) == [first, first, second]
 
 
-class Net(nn.Module):
+def Net(body: Callable[[Any, Tensor], Tensor], dtype: torch.dtype) -> nn.Module:
     """Linears in float32 or ``dtype``, and ``body(self, x)`` between."""
-
-    def __init__(self, body: Callable[[Any, Tensor], Tensor], dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = (nn.Linear(*sizes, dtype=dtype) for sizes in SIZES)
-        self.bias = nn.Parameter(torch.randn(16, dtype=dtype))
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, x)
+    torch.manual_seed(0)
+    a, b, c = (nn.Linear(*sizes, dtype=dtype) for sizes in SIZES)
+    return harness.Net(body, a=a, b=b, c=c, bias=nn.Parameter(torch.randn(16, dtype=dtype)))
 
 
 def off(device: str, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -394,29 +386,17 @@ def test_picked_up_on_gpus(name: str, low: torch.dtype) -> None:
 # ---- weight casts, the user's own functions --------------------------------------------------------------------------
 
 
-class Casts(TorchDispatchMode):
-    """Counts casts of parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default:
-            self.of.append(tuple(args[0].shape))
-        return func(*args, **(kwargs or {}))
-
-
 def test_casts_of_weights_are_cached_as_without_us() -> None:
     """One cast of each weight in a region, however often it is used; none of a bias that the operator adds."""
     w, v, b = (torch.randn(s, requires_grad=True) for s in ((16, 8), (8, 16), (16,)))
     counts = []
     for act in (lambda h: F.gelu(h + b), lambda h: FF.bias_gelu(h, b)):
         x = torch.randn(4, 8)
-        with Casts() as casts, torch.autocast("cpu", BF16):
+        with harness.Calls() as calls, torch.autocast("cpu", BF16):
             for _ in range(3):
                 x = F.linear(act(F.linear(x, w)), v)
-        counts.append([sum(s == tuple(t.shape) for s in casts.of) for t in (w, v, b)])
+        casts = [args[0].shape for args in calls.of(torch.ops.aten._to_copy.default)]
+        counts.append([casts.count(t.shape) for t in (w, v, b)])
     assert counts[1] == [1, 1, 0] and counts[0][:2] == [1, 1]
 
 
@@ -449,9 +429,7 @@ def test_in_a_function_of_the_user_s_own(cast: torch.dtype | None) -> None:
         with torch.autocast("cpu", BF16):
             out = function(fn)(x, b)
         found.append([out, *torch.autograd.grad(out.float().sum(), (x, b))])
-    for ours, theirs in zip(*found, strict=True):
-        assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
 
 def test_backward_inside_a_region() -> None:

@@ -3,12 +3,13 @@
 import functools
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
+from harness import Net, Ran
 from torch import Tensor
 from torch.autograd.graph import (
     allow_mutation_on_saved_tensors,
@@ -16,8 +17,6 @@ from torch.autograd.graph import (
     save_on_cpu,
     saved_tensors_hooks,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torch_fused_ops as tfo
@@ -64,29 +63,6 @@ CASES = {
         0,
     ),
 }
-
-
-class Ran(TorchDispatchMode):
-    """Counts the operators that run, and knows which of the tensors that they made are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted: Counter[Any] = Counter()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counted[func.overloadpacket] += 1
-        given = {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple) else (out,):
-            if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in given:
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def kept(self, *but: Tensor) -> int:
-        """The bytes of what was made and is still there."""
-        gone = {t.untyped_storage()._cdata for t in but}
-        return sum(n for at, (ref, n) in self.made.items() if at not in gone and not ref.expired())
 
 
 def around(run: Fn) -> Fn:
@@ -145,7 +121,7 @@ def test_operators_run_as_often_and_keep_as_much_as_asked(way: str, name: str) -
         result = y.untyped_storage().nbytes()
         assert ran.counted[case.operator] == 1
         kept = {"none": result + case.keeps}.get(way, result if "selective" in way else 0)
-        assert ran.kept(y) == kept
+        assert ran.alive(y) == kept
         ran.counted.clear()
         grad = gradient(y, x)
     assert ran.counted[case.operator] == AGAIN.get(way, 0)
@@ -183,7 +159,7 @@ def test_fused_mlp(way: str, level: str) -> None:
         y = ways(mlp, fused.bias_glu)[way](x)
         ran.counted.clear()
         if way in ("reentrant", "not reentrant", "nested", "reentrant around"):
-            assert ran.kept(y) == 0
+            assert ran.alive(y) == 0
         mlp.zero_grad()
         grads = [gradient(y, x), *(p.grad for p in mlp.parameters())]
     if way != "none":  # by itself a level may run it again
@@ -261,7 +237,7 @@ def test_without_preserved_generators_a_seed_from_outside_still_decides() -> Non
 
 
 def mlp_of(w: Tensor, v: Tensor) -> Fn:
-    return lambda x: torch.nn.functional.gelu(x @ w) @ v
+    return lambda x: F.gelu(x @ w) @ v
 
 
 @pytest.mark.codegen_is_slow
@@ -371,29 +347,20 @@ def test_what_is_saved_may_be_mutated_where_that_is_allowed(name: str) -> None:
         torch.testing.assert_close(step(True), wanted)
 
 
-class Dropping(torch.nn.Module):
-    """Linear in the last weight, so that its gradient times it is the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(8, 64), torch.nn.Linear(64, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.nn.functional.dropout(torch.nn.functional.gelu(self.up(x)), 0.5, self.training)
-        return torch.nn.functional.dropout(self.down(h), 0.25, self.training)
-
-
 @pytest.mark.covering(every=4)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_around_a_compiled_model_drops_the_same_again(use_reentrant: bool) -> None:
     """A reentrant one runs forward without gradients, then again with them: two graphs, one mask."""
-    model, x = Dropping(), torch.randn(4, 8, requires_grad=True)
+    up, down = torch.nn.Linear(8, 64), torch.nn.Linear(64, 8, bias=False)
+    # Linear in the last weight, so that its gradient times it is the result.
+    model = Net(lambda s, x: F.dropout(s.down(F.dropout(F.gelu(s.up(x)), 0.5)), 0.25), up=up, down=down)
+    x = torch.randn(4, 8, requires_grad=True)
     compiled = torch.compile(model, backend="fused")
     torch.manual_seed(1)
     with tfo.record() as report:
         y = checkpoint(compiled, x, use_reentrant=use_reentrant)
         y.sum().backward()
     assert {site.op for site in report.sites} == {"fused::bias_act", "fused::dropout_add"}
-    assert model.down.weight.grad is not None
-    torch.testing.assert_close((model.down.weight.grad * model.down.weight).sum(), y.sum())
+    assert down.weight.grad is not None
+    torch.testing.assert_close((down.weight.grad * down.weight).sum(), y.sum())

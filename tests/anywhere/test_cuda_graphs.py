@@ -1,13 +1,13 @@
 """CUDA graphs: nothing of ours waits for the device, or leaves it; on a GPU, captured graphs replay bit for bit."""
 
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import GELU_TANH, Net, kernel_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,8 +19,6 @@ from torch_fused_ops.testing.samples import OPERATORS, backward_samples, samples
 
 launching = pytest.importorskip("torch_fused_ops.kernels.launching", reason="needs triton")
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
-
-KERNELS = {"scaled_masked_softmax": "softmax", "dropout_add": "dropout"}  # of those that are not declared formulas
 
 
 class Waits(TorchDispatchMode):
@@ -38,16 +36,12 @@ class Waits(TorchDispatchMode):
 
 def _launches(op: str, args: tuple[Any, ...]) -> Iterator[str]:
     """The kernels that a call on a GPU launches, none of them carried out."""
-    family = KERNELS.get(op.removesuffix("_backward"))
-    module = importlib.import_module(
-        f"torch_fused_ops.{f'families.{family}.kernels' if family else 'kernels.activation'}"
-    )
     there = [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t
         for t in args
     ]
     with launching.recorded() as launches, Waits():
-        (module.launch_of(op) if family is None else getattr(module, op))(*there)
+        kernel_of(op)(*there)
     yield from (launch.kernel.__name__ for launch in launches)
 
 
@@ -68,34 +62,27 @@ def test_the_test_above_sees_a_wait() -> None:
                 wait()
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.dropout(F.gelu(self.up(x), approximate="tanh"), 0.1, self.training)
-        return x + F.dropout(self.down(h), 0.1, self.training)
+def dropped(s: Any, x: Tensor) -> Tensor:
+    h = F.dropout(GELU_TANH(s.up(x)), 0.1, s.training)
+    return x + F.dropout(s.down(h), 0.1, s.training)
 
 
-class Operators(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = FF.bias_dropout_add(x, None, x, 0.1, training=self.training).chunk(2, -1)
-        y = FF.swiglu(gate, up)
-        return FF.scaled_masked_softmax(y.unflatten(-1, (4, -1)).transpose(0, 1).unsqueeze(0), scale=0.5)
+def operators(s: Any, x: Tensor) -> Tensor:
+    y = FF.swiglu(*FF.bias_dropout_add(x, None, x, 0.1, training=s.training).chunk(2, -1))
+    return FF.scaled_masked_softmax(y.unflatten(-1, (4, -1)).transpose(0, 1).unsqueeze(0), scale=0.5)
 
 
 @pytest.mark.covering(every=12)
 @pytest.mark.parametrize("memory", ["free", "fp8", "input"])
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("net", [Net, Operators])
-def test_compiled_graphs_can_be_captured(net: type[nn.Module], training: bool, memory: str) -> None:
+@pytest.mark.parametrize("body", [dropped, operators])
+def test_compiled_graphs_can_be_captured(body: Callable[..., Tensor], training: bool, memory: str) -> None:
     """Inductor's own conditions for ``mode="reduce-overhead"``: one device, no operator that a capture forbids."""
     from torch._inductor import cudagraph_utils
     from torch._inductor.graph import GraphLowering
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
-    if net is Operators and memory != "free":
+    if body is operators and memory != "free":
         pytest.skip("nothing here is of a linear layer")
     graphs: list[GraphLowering] = []
     codegen = GraphLowering.codegen
@@ -106,7 +93,7 @@ def test_compiled_graphs_can_be_captured(net: type[nn.Module], training: bool, m
 
     x = torch.empty(512, 256, dtype=torch.bfloat16, device="meta", requires_grad=training)
     with torch.device("meta"):
-        model = net().to(torch.bfloat16).train(training)
+        model = Net(body, up=nn.Linear(256, 1024), down=nn.Linear(1024, 256)).to(torch.bfloat16).train(training)
     with mock.patch.object(GraphLowering, "codegen", noting):
         virtual_gpu.compile_on_paper(
             model, x, training=training, config=compile_options(FusionPolicy(memory=memory, strict=True))
@@ -157,5 +144,4 @@ def test_reduce_overhead_trains_as_without() -> None:
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         found = [g.clone() for g in torch.autograd.grad(compiled(x).square().mean(), list(model.parameters()))]
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)

@@ -1,18 +1,16 @@
 """Devices: plain PyTorch on those that we have no kernels for, no mixtures, meta and fake ones."""
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import Calls, python
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops import functional as FF
@@ -59,11 +57,7 @@ def test_every_operator_has_a_kernel_for_every_kind_of_device() -> None:
 @pytest.mark.slow
 def test_plain_pytorch_where_we_have_no_kernels() -> None:
     """In a process of its own: a device's name is given once."""
-    found = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": ""}
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    ran = found.stdout.strip().splitlines()[-1].split()
+    ran = python(__file__, PYTHONPATH=str(Path(__file__).parents[1])).strip().splitlines()[-1].split()
     assert {"fused::bias_act", "fused::bias_act_backward", "fused::glu_backward",
             "fused::dropout_add_backward", "fused::scaled_masked_softmax_backward"} <= set(ran)  # fmt: skip
 
@@ -102,20 +96,11 @@ def _elsewhere() -> None:
             if known and not op._schema.is_mutable and not op.has_kernel_for_dispatch_key(composite):
                 implement(op)
 
-    class Recording(TorchDispatchMode):
-        """Calls of our operators, backward ones included, and what they gave."""
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if func.namespace == "fused":
-                calls.append((func, args, kwargs or {}, out))
-            return out
-
     # Autograd's engine knows no devices that Python has made, so backward operators are called as it would.
-    calls: list[Any] = []
-    for fn, args in CALLS.values():
-        with Recording():
+    with Calls() as every:
+        for fn, args in CALLS.values():
             fn(*(t.clone().requires_grad_(_float(t)) for t in args)).sum().backward()
+    calls = [call for call in every.made if call[0].namespace == "fused"]
     there = lambda t: Elsewhere(t.detach().clone()) if isinstance(t, Tensor) else t  # noqa: E731
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import MLP, Net, python
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -59,14 +59,6 @@ def export(model: nn.Module, strict: bool = False) -> torch.export.ExportedProgr
 
 def fused_calls(graph: torch.fx.Graph) -> list[str]:
     return [str(n.target) for n in graph.nodes if n.op == "call_function" and "fused." in str(n.target)]
-
-
-def in_a_new_process(program: str, *arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 PLAIN = {f"fused.{name}.default" for name in (*OPERATORS, "make_viewless")}
@@ -172,13 +164,12 @@ def test_decompositions_refuse_what_the_operators_refuse() -> None:
 def test_a_decomposed_program_may_be_trained(name: str) -> None:
     """At 0, too, where formulas with |x| have no derivative; and twice."""
 
-    class Act(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.ops.fused.bias_act(x, None, None, name)  # type: ignore[no-any-return]
-
-    x = torch.tensor([-9.0, -1.5, -0.0, 0.0, 0.7, 9.0], requires_grad=True)
-    program = torch.export.export(Act(), (x,)).run_decompositions({**tfo.decompositions()}).module()
-    first = [torch.autograd.grad(f(x).sum(), x, create_graph=True)[0] for f in (program, Act())]
+    act, x = (
+        Net(lambda s, x: torch.ops.fused.bias_act(x, None, None, name)),
+        torch.tensor([-9.0, -1.5, -0.0, 0.0, 0.7, 9.0], requires_grad=True),
+    )
+    program = torch.export.export(act, (x,)).run_decompositions({**tfo.decompositions()}).module()
+    first = [torch.autograd.grad(f(x).sum(), x, create_graph=True)[0] for f in (program, act)]
     torch.testing.assert_close(*first, rtol=2e-5, atol=1e-6)
     torch.testing.assert_close(*(torch.autograd.grad(g.sum(), x, allow_unused=True)[0] for g in first))
 
@@ -203,15 +194,9 @@ assert not hasattr(torch.ops.fused, "bias_act")
 """
 
 
-class Spelled(nn.Module):
+def spelled() -> nn.Module:
     """An MLP that has never heard of us, then the same by our operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.mlp = nn.Linear(8, 32), nn.Linear(32, 8), FusedMLP(8, 32, "silu", gated=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.down(nn.functional.gelu(self.up(x))))  # type: ignore[no-any-return]
+    return nn.Sequential(MLP(8, 32), FusedMLP(8, 32, "silu", gated=True))
 
 
 def packaged(program: torch.export.ExportedProgram, path: Path, how: str) -> str:
@@ -242,7 +227,7 @@ def test_what_runs_where_we_never_were(how: str, tmp_path: Path) -> None:
     cases: list[tuple[str, nn.Module, Path | str, int]] = [("program", model, path, 3)]
     if how == "options":
         cases.append(("package", model, packaged(program, tmp_path / "everything.pt2", how), 3))
-    model = Spelled()
+    model = spelled()
     with tfo.record() as report:
         program = torch.export.export(model, inputs(6)[:1], dynamic_shapes=SIZES[:1])
         cases.append(("package", model, packaged(program, tmp_path / "mlp.pt2", how), 1))
@@ -253,7 +238,7 @@ def test_what_runs_where_we_never_were(how: str, tmp_path: Path) -> None:
             for kind, model, path, count in cases
         ]
     torch.save(runs, tmp_path / "runs.pt")
-    in_a_new_process(WITHOUT_US, tmp_path / "runs.pt")
+    python("-c", WITHOUT_US, tmp_path / "runs.pt")
 
 
 MAIN = """
@@ -280,7 +265,7 @@ def test_packages_run_in_cpp(tmp_path: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None or not (headers / "torch/csrc/inductor/aoti_package/model_package_loader.h").exists():
         pytest.skip("needs a C++ compiler and torch's headers")
-    model = Spelled()
+    model = spelled()
     program = torch.export.export(model, inputs(6)[:1], dynamic_shapes=SIZES[:1])
     package = packaged(program, tmp_path / "mlp.pt2", "options")
     (tmp_path / "main.cpp").write_text(MAIN)

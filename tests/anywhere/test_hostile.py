@@ -10,15 +10,15 @@ import math
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
 import torch
+from harness import interpreting, kernel_of, raises
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
-from torch_fused_ops import activations, virtual_gpu
+from torch_fused_ops import activations
 from torch_fused_ops import functional as F
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import dropout, precision
@@ -350,19 +350,9 @@ def of_one_kind(draw: Any, op: str, dtype: torch.dtype) -> Sample:
 
 def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
     """Result and gradients by the GPU's kernels, in Triton's interpreter; what the dispatcher does first is done."""
-    from torch_fused_ops.families.dropout import kernels as dropout
-    from torch_fused_ops.families.softmax import kernels as softmax
-    from torch_fused_ops.kernels import activation, launching
-
     args = [a.detach().resolve_neg() if isinstance(a, Tensor) else a for a in sample.args]
-    kernels: Any = {"dropout_add": dropout, "scaled_masked_softmax": softmax}.get(sample.op)
-    of = activation.launch_of if kernels is None else functools.partial(getattr, kernels)
-    forward, backward = of(sample.op), of(f"{sample.op}_backward")
-
-    def launch(kernel: Any, grid: Any, device: torch.device, tensors: Any, integers: Any, constants: Any) -> None:
-        virtual_gpu.interpret(kernel, *tensors, *integers, grid=grid, **constants)
-
-    with mock.patch.object(launching, "launch", launch):
+    forward, backward = kernel_of(sample.op), kernel_of(f"{sample.op}_backward")
+    with interpreting():
         out = forward(*args)
         if sample.op == "dropout_add":
             x, bias, _, seed, p = args
@@ -431,7 +421,6 @@ def test_a_relu_stops_gradients_that_are_no_numbers(activation: str, op: str, dt
         "operator compiled": torch.compile(ours, fullgraph=True),
         "picked up": torch.compile(theirs, backend="fused", fullgraph=True),
     }[way]
-    torch.compiler.reset()
     x.requires_grad_()
     (wanted,) = torch.autograd.grad(theirs(activation, x), x, grad)
     (got,) = torch.autograd.grad(fn(activation, x), x, grad)
@@ -495,19 +484,16 @@ def test_writes_before_backward_raise_where_it_matters(name: str, write: str) ->
     wanted = gradients(None)
     for i in range(len(shapes) + 1):
         if i in kept or (i == len(shapes) and keeps_result):
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                gradients(i)
+            raises(RuntimeError, "modified by an inplace operation", gradients, i)
         else:
-            for a, b in zip(gradients(i), wanted, strict=True):
-                assert torch.equal(a, b), f"argument {i}"
+            assert all(map(torch.equal, gradients(i), wanted)), f"argument {i}"
 
 
 def test_a_seed_that_is_written_before_backward_raises() -> None:
     seed, x = torch.tensor([5]), torch.ones(3, 8, requires_grad=True)
     out = fused.dropout_add(x, None, None, seed, 0.5)
     seed.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+    raises(RuntimeError, "modified by an inplace operation", out.sum().backward)
 
 
 @quietly(60, derandomize=True)

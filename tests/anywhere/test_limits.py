@@ -1,6 +1,5 @@
 """At the limits: graphs that take long to read, constants at the end of float64, tensors past 2**31 elements."""
 
-import functools
 import itertools
 import math
 import mmap
@@ -8,11 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import interpreting, kernel_of, meta, without_code
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -53,13 +52,15 @@ class Built:
         return self.graph
 
 
-def pointwise(step: Callable[[Built, Node], Node]) -> Callable[[int], Graph]:
+def chain(step: Callable[[Built, Node], Node], begin: Any = None, end: Any = None) -> Callable[[int], Graph]:
+    """Graphs of n steps, behind a function and before another."""
+
     def build(n: int) -> Graph:
         g = Built()
-        h = g.h
+        h = g(begin, g.h) if begin else g.h
         for _ in range(n):
             h = step(g, h)
-        return g.read(h)
+        return g.read(g(end, h) if end else h)
 
     return build
 
@@ -82,15 +83,6 @@ def views_below(n: int, rejoined: bool = False) -> Graph:
     return g.read(g("mul", g(F.silu, sides[0]), sides[1]))
 
 
-def in_place(n: int) -> Graph:
-    """n calls in place on one tensor, and another reader of it at the end."""
-    g = Built()
-    h = g(F.gelu, g.h)
-    for _ in range(n):
-        h = g("relu_", h, inplace=True)
-    return g.read(h)
-
-
 def many_aliases(n: int) -> Graph:
     """An activation in place, and n views of its result."""
     g = Built()
@@ -104,23 +96,6 @@ def wide(n: int) -> Graph:
     """One activation, n GEMMs."""
     g = Built()
     return g.read(*[g(F.gelu, g.h)] * n)
-
-
-def layers(n: int) -> Graph:
-    g = Built()
-    h = g.h
-    for _ in range(n):
-        h = g("matmul", g(F.gelu, h), g.w)
-    return g.read(g(F.gelu, h))
-
-
-def sums(n: int) -> Graph:
-    """x + x + x + …, of n products."""
-    g = Built()
-    h = g.h
-    for _ in range(n):
-        h = g("add", h, g("matmul", g.x, g.w))
-    return g.read(g(F.gelu, h))
 
 
 def shared_bodies(n: int) -> Graph:
@@ -149,20 +124,20 @@ def shared_bodies(n: int) -> Graph:
 FUSED = "fused"
 CALLS = "more than 64 pointwise calls lie between the GEMMs"
 GRAPHS: dict[str, tuple[Callable[[int], Graph], str | None]] = {
-    "a subgraph of n functions": (pointwise(lambda g, h: g("sin", h)), CALLS),
-    "a subgraph of activations": (pointwise(lambda g, h: g(F.gelu, h)), CALLS),
-    "n times where": (pointwise(lambda g, h: g("where", g("gt", h, 0), h, g("sin", h))), CALLS),
-    "x·sin(x) of itself": (pointwise(lambda g, h: g("mul", h, g("sin", h))), CALLS),
-    "doubled n times": (pointwise(lambda g, h: g("add", h, h)), None),  # linear in a GEMM's result
-    "a sum of n products": (sums, FUSED),
+    "a subgraph of n functions": (chain(lambda g, h: g("sin", h)), CALLS),
+    "a subgraph of activations": (chain(lambda g, h: g(F.gelu, h)), CALLS),
+    "n times where": (chain(lambda g, h: g("where", g("gt", h, 0), h, g("sin", h))), CALLS),
+    "x·sin(x) of itself": (chain(lambda g, h: g("mul", h, g("sin", h))), CALLS),
+    "doubled n times": (chain(lambda g, h: g("add", h, h)), None),  # linear in a GEMM's result
+    "a sum of n products": (chain(lambda g, h: g("add", h, g("matmul", g.x, g.w)), end=F.gelu), FUSED),
     "n views above": (views_above, FUSED),
     "n views that join above": (lambda n: views_above(n, True), FUSED),
     "n views below": (views_below, "x^2·sigmoid(x) is not a supported activation"),
     "n views that join below": (lambda n: views_below(n, True), "x^2·sigmoid(x) is not a supported activation"),
-    "n calls in place": (in_place, CALLS),
+    "n calls in place": (chain(lambda g, h: g("relu_", h, inplace=True), begin=F.gelu), CALLS),
     "n aliases of a call in place": (many_aliases, FUSED),
     "n readers": (wide, FUSED),
-    "n layers": (layers, FUSED),
+    "n layers": (chain(lambda g, h: g("matmul", g(F.gelu, h), g.w), end=F.gelu), FUSED),
 }
 
 
@@ -265,43 +240,26 @@ def test_expressions_that_double_are_refused(name: str, gated: bool) -> None:
     assert found
 
 
-def joining(x: Tensor, w: Tensor) -> Tensor:
-    h = F.gelu(x @ w)
-    for _ in range(30):  # 2**30 ways down
-        h = h.view(8, 8).view_as(h.view(8, 8))
-    return h @ w
+def repeated(n: int, step: Callable[[Tensor], Tensor], begin: Any = lambda h: h) -> Callable[..., Tensor]:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        h = begin(x @ w)
+        for _ in range(n):
+            h = step(h)
+        return h @ w
 
-
-def growing(x: Tensor, w: Tensor) -> Tensor:
-    h = x @ w
-    for _ in range(32):  # a text of 2**32 names
-        h = h * torch.sin(h)
-    return h @ w
-
-
-def long(x: Tensor, w: Tensor) -> Tensor:
-    h = x @ w
-    for _ in range(100):
-        h = torch.sin(h)
-    return h @ w
-
-
-def no_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-    """A backend: Inductor's passes and AOTAutograd's partitioner, less the code."""
-    from functorch.compile import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(gm, example_inputs, inner_compile=lambda gm, *args, **rest: make_boxed_func(gm.forward))
+    return fn
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "wanted"),
     [
-        (joining, FUSED),
-        (growing, "a formula of more than 128 functions and variables is not a supported"),
-        (long, CALLS),
+        (repeated(30, lambda h: h.view(8, 8).view_as(h.view(8, 8)), F.gelu), FUSED),  # 2**30 ways down
+        # A text of 2**32 names.
+        (repeated(32, lambda h: h * h.sin()), "a formula of more than 128 functions and variables is not a supported"),
+        (repeated(100, torch.sin), CALLS),
     ],
+    ids=["joining", "growing", "long"],
 )
 def test_so_it_is_from_the_user_s_side(fn: Callable[..., Tensor], wanted: str) -> None:
     """explain(), and torch.compile."""
@@ -309,7 +267,7 @@ def test_so_it_is_from_the_user_s_side(fn: Callable[..., Tensor], wanted: str) -
     _, report = work(lambda: tfo.explain(fn, x, w), most=1_000_000)
     assert ends_in(report.sites, wanted), report.sites
     with tfo.enabled(), tfo.record() as recorded:
-        out = torch.compile(fn, backend=no_code)(x, w)
+        out = torch.compile(fn, backend=without_code)(x, w)
     assert ends_in(recorded.sites, wanted), recorded.sites
     torch.testing.assert_close(out, fn(x, w))
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, fn(x, w))))
@@ -336,7 +294,7 @@ def test_upstream_s_table_of_operators_is_not_made_for_each_node() -> None:
         sys.setprofile(count)
         try:
             with tfo.enabled():
-                torch.compile(mlps, backend=no_code)(x, x)
+                torch.compile(mlps, backend=without_code)(x, x)
         finally:
             sys.setprofile(None)
         return made
@@ -417,44 +375,34 @@ BF16, INT32_MAX = torch.bfloat16, 2**31 - 1
 EVERYTHING = (True, True, True)
 
 
-def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[str, tuple[Any, ...]]:
     """A call of each family's kernels, forward and backward, whose data are ``view``'s."""
     pytest.importorskip("triton")
-    from torch_fused_ops.families.dropout import kernels as dropout
-    from torch_fused_ops.families.softmax import kernels as softmax
-    from torch_fused_ops.kernels.activation import launch_of
-
     x, packed, bias, packed_bias, scale = view(rows, n), view(rows, 2 * n), meta(n), meta(2 * n), meta(rows)
     seed = meta(1, dtype=torch.int64)
     rest = ("silu", "interleaved", 0.0, None)
     hidden = view(rows, n).to(torch.bool).unsqueeze(0) if view is meta else meta(1, rows, n, dtype=torch.bool)
     scalars, mask = (1.0, True, -1, -1), (True, True)
     return {
-        "bias_act": (launch_of("bias_act"), x, bias, scale, "gelu"),
-        "bias_act backward": (launch_of("bias_act_backward"), x, x, bias, scale, "gelu", EVERYTHING),
-        "glu": (launch_of("glu"), x, x, scale, "silu"),
-        "glu backward": (launch_of("glu_backward"), x, x, x, scale, "silu", 0.0, None, EVERYTHING),
-        "bias_glu": (launch_of("bias_glu"), packed, packed_bias, scale, *rest),
-        "bias_glu backward": (launch_of("bias_glu_backward"), x, packed, packed_bias, scale, *rest, EVERYTHING),
-        "dropout_add": (dropout.dropout_add, x, bias, x, seed, 0.1),
-        "dropout_add backward": (dropout.dropout_add_backward, x, seed, 0.1, BF16, BF16, mask),
-        "softmax": (softmax.scaled_masked_softmax, x.unsqueeze(0), hidden, meta(1), *scalars),
-        "softmax backward": (
-            softmax.scaled_masked_softmax_backward, x.unsqueeze(0), x.unsqueeze(0), *scalars, BF16, mask,
-        ),
-    }  # fmt: skip
+        "bias_act": (x, bias, scale, "gelu"),
+        "bias_act_backward": (x, x, bias, scale, "gelu", EVERYTHING),
+        "glu": (x, x, scale, "silu"),
+        "glu_backward": (x, x, x, scale, "silu", 0.0, None, EVERYTHING),
+        "bias_glu": (packed, packed_bias, scale, *rest),
+        "bias_glu_backward": (x, packed, packed_bias, scale, *rest, EVERYTHING),
+        "dropout_add": (x, bias, x, seed, 0.1),
+        "dropout_add_backward": (x, seed, 0.1, BF16, BF16, mask),
+        "scaled_masked_softmax": (x.unsqueeze(0), hidden, meta(1), *scalars),
+        "scaled_masked_softmax_backward": (x.unsqueeze(0), x.unsqueeze(0), *scalars, BF16, mask),
+    }
 
 
-def launches(call: tuple[Any, ...]) -> list[Any]:
+def launches(operator: str, args: tuple[Any, ...]) -> list[Any]:
     """What a call would launch."""
     from torch_fused_ops.kernels import launching
 
     with launching.recorded() as found:
-        call[0](*call[1:])
+        kernel_of(operator)(*args)
     return found
 
 
@@ -485,24 +433,22 @@ FAR = {
 def test_kernels_count_in_64_bits_where_they_must(size: str) -> None:
     """Every family, float8 and dropout among them. Strides alone are enough, however few elements there are."""
     for name, call in FAR[size]().items():
-        for kernel, grid, given, _, constants in launches(call):
+        for kernel, grid, given, _, constants in launches(name, call):
             far = any(reach(t) > INT32_MAX for t in given if t is not None)
             # What adds up partial sums reads these alone, which are short.
             assert constants.get("WIDE", False) or not far, (name, kernel)
             assert grid[0] <= INT32_MAX and max(grid[1:]) <= 65535, (name, grid)
-        first = launches(call)[0]
-        assert first.constants["WIDE"], name
+        assert launches(name, call)[0].constants["WIDE"], name
 
 
 @pytest.mark.parametrize("size", NEAR)
 def test_kernels_count_in_32_bits_where_they_can(size: str) -> None:
     for name, call in NEAR[size]().items():
-        assert not any(constants.get("WIDE") for *_, constants in launches(call)), name
+        assert not any(constants.get("WIDE") for *_, constants in launches(name, call)), name
 
 
 def test_operators_on_paper_past_2_to_the_31() -> None:
-    x, up, seed = (meta(2**21, 2**11, dtype=d) for d in (BF16, torch.float32, BF16))
-    seed = meta(1, dtype=torch.int64)
+    x, up, seed = meta(2**21, 2**11), meta(2**21, 2**11, dtype=torch.float32), meta(1, dtype=torch.int64)
     ops = torch.ops.fused
     for out, shape in (
         (ops.bias_act(x.requires_grad_(), meta(2**11), meta(2**21), "gelu"), x.shape),
@@ -557,22 +503,7 @@ def by(way: str, name: str) -> Callable[..., Any]:
     if way == "operators":
         return getattr(torch.ops.fused, name)  # type: ignore[no-any-return]
     pytest.importorskip("triton")
-    from torch_fused_ops import virtual_gpu
-    from torch_fused_ops.families.dropout import kernels as dropout
-    from torch_fused_ops.families.softmax import kernels as softmax
-    from torch_fused_ops.kernels import activation, launching
-
-    family: Any = dropout if name.startswith("dropout") else softmax if name.startswith("scaled") else None
-    kernel_of = activation.launch_of if family is None else functools.partial(getattr, family)
-
-    def launch(kernel: Any, grid: Any, device: torch.device, tensors: Any, integers: Any, constants: Any) -> None:
-        virtual_gpu.interpret(kernel, *tensors, *integers, grid=grid, **constants)
-
-    def call(*args: Any) -> Any:
-        with mock.patch.object(launching, "launch", launch):
-            return kernel_of(name)(*args)
-
-    return call
+    return interpreting()(kernel_of(name))  # type: ignore[no-any-return]
 
 
 def tensors(result: Any) -> list[Tensor]:

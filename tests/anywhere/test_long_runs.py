@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from harness import MLP
+from harness import MLP, without_code
 from torch import Tensor
 
 import torch_fused_ops as tfo
@@ -83,17 +83,6 @@ def grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {key: (old, new) for key, (old, new) in there.items() if not isinstance(new, int) or new > (old or 0)}
 
 
-def cheap(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """Inductor's passes, AOTAutograd and its partitioner; the graphs then run as they are, without code."""
-    from functorch.compile import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx
-
-    def inner(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return make_boxed_func(gm.forward)
-
-    return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[no-any-return]
-
-
 def cycle(i: int, backend: Any) -> None:
     """One compilation with pick-up switched on in one of the ways, a training step, and everything off again."""
     torch._dynamo.reset()
@@ -130,7 +119,7 @@ def objects() -> Counter[str]:
 
 def plain_cycle() -> None:
     torch._dynamo.reset()
-    torch.compile(MLP(4, 8), backend=cheap)(torch.randn(3, 4)).sum().backward()
+    torch.compile(MLP(4, 8), backend=without_code)(torch.randn(3, 4)).sum().backward()
 
 
 def blocks(cycles: Iterable[Callable[[], None]]) -> int:
@@ -152,7 +141,7 @@ def test_1000_compilations_leave_nothing_behind() -> None:
     rounds = [range(start, start + 200) for start in range(0, 1000, 200)]
 
     def ours(numbers: range) -> int:
-        return blocks(functools.partial(cycle, i, cheap) for i in numbers)
+        return blocks(functools.partial(cycle, i, without_code) for i in numbers)
 
     ours(range(24)), blocks([plain_cycle] * 24)  # what is made once
     before, alive = state(), objects()
@@ -197,7 +186,7 @@ def test_a_compiled_model_can_be_freed() -> None:
 
     model = Model(4, 8)
     with tfo.enabled():
-        torch.compile(model, backend=cheap)(torch.randn(3, 4)).sum().backward()
+        torch.compile(model, backend=without_code)(torch.randn(3, 4)).sum().backward()
     gone = weakref.ref(model), weakref.ref(model.up.weight)
     del model
     settled()

@@ -1,8 +1,6 @@
 """Torch as it is and as it may become: what we take from inside it is listed, probed, and may be missing."""
 
 import ast
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import python
 
 import torch_fused_ops
 from torch_fused_ops import lowerings
@@ -177,19 +176,11 @@ MISSING = {
 }
 
 
-def _run(code: str) -> str:
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": ""}
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MISSING)
 def test_without_an_internal_pick_up_is_off_and_the_rest_works(case: str) -> None:
     before, after, names = MISSING[case]
-    assert "done" in _run(OFF.format(before=before, after=after, names=names))
+    assert "done" in python("-c", OFF.format(before=before, after=after, names=names), PYTHONPATH="")
 
 
 @pytest.mark.codegen_is_slow
@@ -210,8 +201,7 @@ def test_the_backend_without_torchs_own_wrapper(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_a_newer_torch_is_told_once_and_works() -> None:
-    out = _run(
-        textwrap.dedent("""
+    program = textwrap.dedent("""
             import warnings
             import torch
             torch.__version__ = torch.torch_version.TorchVersion("9.1.0a0+git")
@@ -226,7 +216,7 @@ def test_a_newer_torch_is_told_once_and_works() -> None:
             assert len(ours) == 1 and "9.1.0a0" in ours[0] and "tested with torch 2.11 to" in ours[0], ours
             print("done")
         """)
-    )
+    out = python("-c", program, PYTHONPATH="")
     assert "done" in out
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import raises
 from stand_in import StandIn, stand_in
 from torch import Tensor
 
@@ -41,8 +42,7 @@ def test_relative_error() -> None:
     truth = [torch.tensor([3.0, 4.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
     assert harness.relative_error([torch.tensor([3.0, 4.5]), torch.zeros(2)], truth) == pytest.approx(0.1)
     assert harness.relative_error([torch.tensor([3.0, math.nan]), torch.zeros(2)], truth) == math.inf
-    with pytest.raises(ValueError, match="shape"):
-        harness.relative_error([torch.zeros(3), torch.zeros(2)], truth)
+    raises(ValueError, "shape", harness.relative_error, [torch.zeros(3), torch.zeros(2)], truth)
 
 
 def test_saved_bytes() -> None:
@@ -54,8 +54,7 @@ def test_saved_bytes() -> None:
 def test_numbers() -> None:
     assert harness.numbers("8192x4096", (2, 3), "") == (8192, 4096)
     for wrong in ("8192", "8x0", "axb", "1x2x3x4"):
-        with pytest.raises(UsageError, match="not accepted: it must be a size"):
-            harness.numbers(wrong, (2, 3), "a size")
+        raises(UsageError, "not accepted: it must be a size", harness.numbers, wrong, (2, 3), "a size")
 
 
 def row(name: str, ratio: float, low: float = 0.0, high: float = 9.0) -> dict[str, Any]:
@@ -223,11 +222,9 @@ def test_resuming(tmp_path: Path) -> None:
 
 def test_reading_what_is_no_result(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
-    with pytest.raises(UsageError, match="cannot be read"):
-        harness.read(path, "mlp")
+    raises(UsageError, "cannot be read", harness.read, path, "mlp")
     path.write_text('{"benchmark": "mlp", "schema": 0}')
-    with pytest.raises(UsageError, match="holds no results"):
-        harness.read(path, "mlp")
+    raises(UsageError, "holds no results", harness.read, path, "mlp")
 
 
 def test_the_stand_in_is_like_torch_cuda() -> None:
@@ -272,8 +269,7 @@ def test_grids_for_gpus() -> None:
     assert {s.tokens for _, s, _, _ in mlp.inference_grid(gpu, False, [], [])} >= {1, 4, 16}
     large = [c for c in pointwise.grid(gpu, False, [], []) if c[2] * c[3] >= pointwise.LARGE]
     assert {str(c[1]) for c in large} == set(map(str, [*pointwise.OPERATORS, *pointwise.OTHERS]))
-    with pytest.raises(UsageError, match="takes sequences of 1024"):
-        model.grid(gpu, False, [(1, 2048)], [])
+    raises(UsageError, "takes sequences of 1024", model.grid, gpu, False, [(1, 2048)], [])
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import meta
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy
@@ -20,16 +21,12 @@ BF16, MIB = torch.bfloat16, 2**20
 ROWS, COLUMNS = 8192, 4096
 
 
-def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
-
-
 def x() -> Tensor:
-    return tensor(ROWS, COLUMNS)
+    return meta(ROWS, COLUMNS)
 
 
 def seed() -> Tensor:
-    return tensor(1, dtype=torch.int64)
+    return meta(1, dtype=torch.int64)
 
 
 def kernel(fn: Callable[..., Any], *args: Tensor) -> tuple[float, Any]:
@@ -44,7 +41,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]], float]] =
     "input": (lambda x, s: fused.dropout_add(x, None, None, s, 0.1), lambda: [x(), seed()], 23),
     "residual": (lambda x, r, s: fused.dropout_add(x, None, r, s, 0.1), lambda: [x(), x(), seed()], 25),
     "bias, residual": (
-        lambda x, b, r, s: fused.dropout_add(x, b, r, s, 0.1), lambda: [x(), tensor(COLUMNS), x(), seed()], 29,
+        lambda x, b, r, s: fused.dropout_add(x, b, r, s, 0.1), lambda: [x(), meta(COLUMNS), x(), seed()], 29,
     ),
     "backward": (
         lambda g, s: fused.dropout_add_backward(g, s, 0.1, BF16, None, [True, False])[0], lambda: [x(), seed()], 23,
@@ -67,8 +64,8 @@ def test_instructions_per_element(name: str) -> None:
 @pytest.mark.slow
 def test_fewer_instructions_than_upstream() -> None:
     assert kernel(FORMS["input"][0], x(), seed())[0] < kernel(lambda x: F.dropout(x, 0.1), x())[0]
-    ours = kernel(FORMS["bias, residual"][0], x(), tensor(COLUMNS), x(), seed())[0]
-    assert ours < kernel(lambda x, b, r: r + F.dropout(x + b, 0.1), x(), tensor(COLUMNS), x())[0]
+    ours = kernel(FORMS["bias, residual"][0], x(), meta(COLUMNS), x(), seed())[0]
+    assert ours < kernel(lambda x, b, r: r + F.dropout(x + b, 0.1), x(), meta(COLUMNS), x())[0]
 
 
 @cache
@@ -79,7 +76,12 @@ def step(ours: bool) -> Any:
     def mine(x: Tensor, b: Tensor, r: Tensor, s: Tensor) -> Tensor:
         return fused.dropout_add(x, b, r, s, 0.1)  # type: ignore[no-any-return]
 
-    args = tensor(ROWS, COLUMNS, grad=True), tensor(COLUMNS, grad=True), tensor(ROWS, COLUMNS, grad=True), seed()
+    args = (
+        meta(ROWS, COLUMNS, requires_grad=True),
+        meta(COLUMNS, requires_grad=True),
+        meta(ROWS, COLUMNS, requires_grad=True),
+        seed(),
+    )
     return virtual_gpu.compile_on_paper(mine if ours else theirs, *args)
 
 
@@ -125,7 +127,7 @@ def picked_up(dropout: bool | None) -> Any:
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block()).to(BF16)
     config = {} if dropout is None else compile_options(FusionPolicy(dropout=dropout))
-    return virtual_gpu.compile_on_paper(model, tensor(4096, 1024, grad=True), config=config)
+    return virtual_gpu.compile_on_paper(model, meta(4096, 1024, requires_grad=True), config=config)
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import harness
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import GELU_TANH, MLP, WITHOUT_BIAS, GeluMLP, SwiGLU, named
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy
@@ -33,14 +33,8 @@ def tensor(*shape: int, grad: bool = True) -> Tensor:
     return torch.empty(*shape, dtype=BF16, device="meta", requires_grad=grad)
 
 
-class GeluMLP(harness.MLP):
-    def __init__(self, width: int = WIDTH, ffn: int = FFN) -> None:
-        super().__init__(width, ffn, harness.GELU_TANH)
-
-
-class SwigluMLP(harness.SwiGLU):
-    def __init__(self, width: int = WIDTH, ffn: int = FFN) -> None:
-        super().__init__(width, ffn)
+# F.glu, and diffusers' GEGLU: up and gate in one tensor, the gate second.
+Glu = named("Glu", MLP, activation=F.glu, halves=2, linear=WITHOUT_BIAS)
 
 
 class LlamaBlock(nn.Module):
@@ -51,7 +45,7 @@ class LlamaBlock(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.mlp = SwigluMLP(width, ffn)
+        self.mlp = SwiGLU(width, ffn)
 
     @staticmethod
     def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -70,7 +64,7 @@ class LoRA(nn.Module):
 
     def __init__(self, width: int = WIDTH, ffn: int = FFN, rank: int = 16) -> None:
         super().__init__()
-        self.base = SwigluMLP(width, ffn).requires_grad_(False)
+        self.base = SwiGLU(width, ffn).requires_grad_(False)
         self.down = nn.ModuleDict({n: nn.Linear(m.in_features, rank, bias=False) for n, m in self.linears()})
         self.up = nn.ModuleDict({n: nn.Linear(rank, m.out_features, bias=False) for n, m in self.linears()})
 
@@ -83,29 +77,13 @@ class LoRA(nn.Module):
         return self.base.down(h) + 2 * self.up["down"](self.down["down"](h))
 
 
-class Dropped(GeluMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.dropout(self.activation(self.up(x)), 0.1, self.training))
-
-
-class Glu(nn.Module):
-    """F.glu, and diffusers' GEGLU: up and gate in one tensor, the gate second."""
-
-    def __init__(self, width: int = WIDTH, ffn: int = FFN // 2) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * ffn, bias=False), nn.Linear(ffn, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.glu(self.up(x)))
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "GELU MLP": (GeluMLP, (TOKENS, WIDTH)),
-    "SwiGLU MLP": (SwigluMLP, (TOKENS, WIDTH)),
+    "GELU MLP": (lambda: GeluMLP(WIDTH, FFN), (TOKENS, WIDTH)),
+    "SwiGLU MLP": (lambda: SwiGLU(WIDTH, FFN), (TOKENS, WIDTH)),
     "Llama-7B block": (LlamaBlock, (4, 2048, 4096)),
     "LoRA": (LoRA, (TOKENS, WIDTH)),
-    "dropout": (Dropped, (TOKENS, WIDTH)),
-    "GLU": (Glu, (TOKENS, WIDTH)),
+    "dropout": (lambda: MLP(WIDTH, FFN, lambda h: F.dropout(GELU_TANH(h), 0.1)), (TOKENS, WIDTH)),
+    "GLU": (lambda: Glu(WIDTH, FFN), (TOKENS, WIDTH)),
 }
 POLICY = FusionPolicy(strict=True)
 WAYS: dict[str, dict[str, Any]] = {
@@ -258,7 +236,7 @@ def test_the_page_lists_what_each_level_saves(column: int, level: str) -> None:
     for dtype, size in re.findall(r"(\w+), ([\d.]+) MiB", "\n".join(cells)):
         stated[dtype.replace("bf16", "bfloat16")] += float(size)
     paper = virtual_gpu.compile_on_paper(
-        SwigluMLP(4096, 14336).to("meta", BF16), tensor(8192, 4096), config=compile_options(FusionPolicy(memory=level))
+        SwiGLU(4096, 14336).to("meta", BF16), tensor(8192, 4096), config=compile_options(FusionPolicy(memory=level))
     )
     counted: Counter[str] = Counter()
     for saved in paper.saved:

@@ -12,7 +12,8 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from test_figures import GeluMLP, Glu, LlamaBlock, SwigluMLP
+from harness import MLP, GeluMLP, Net, SwiGLU, meta, named
+from test_figures import Glu, LlamaBlock
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -24,10 +25,7 @@ virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs t
 
 BF16 = torch.bfloat16
 aten, fused = torch.ops.aten, torch.ops.fused
-
-
-def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
+Model = Callable[[int, int], nn.Module]  # of a width and a hidden size
 
 
 def options(**policy: Any) -> dict[str, Any]:
@@ -39,15 +37,16 @@ def kernels(graph: Any) -> list[str]:
     return sorted([k.name.split("_")[1] for k in graph.kernels for _ in range(k.launches)] + list(graph.extern))
 
 
-class ReluMLP(GeluMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(x)))  # type: ignore[no-any-return]
+ReluMLP = named("ReluMLP", MLP, activation=F.relu)
+PackedWithBias = named(
+    "PackedWithBias", MLP, activation=F.glu, halves=2, linear=lambda n, m: nn.Linear(n, m, bias=m > n)
+)
 
 
-def inference(model: type[nn.Module], *shape: int, dtype: torch.dtype = BF16, **arguments: Any) -> Any:
+def inference(model: Model, *shape: int, dtype: torch.dtype = BF16, **arguments: Any) -> Any:
     with torch.device("meta"):
         made = model(256, 512).to(dtype)
-    return virtual_gpu.compile_on_paper(made, tensor(*shape, dtype=dtype), training=False, **arguments).inference
+    return virtual_gpu.compile_on_paper(made, meta(*shape, dtype=dtype), training=False, **arguments).inference
 
 
 @pytest.mark.covering(every=3)
@@ -61,10 +60,10 @@ def inference(model: type[nn.Module], *shape: int, dtype: torch.dtype = BF16, **
         (GeluMLP, (64, 256), torch.float32, False),
         (GeluMLP, (1, 256), BF16, False),
         (ReluMLP, (64, 256), torch.float64, False),
-        (SwigluMLP, (64, 256), BF16, False),
+        (SwiGLU, (64, 256), BF16, False),
     ],
 )
-def test_library(model: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype, taken: bool) -> None:
+def test_library(model: Model, shape: tuple[int, ...], dtype: torch.dtype, taken: bool) -> None:
     graph = inference(model, *shape, dtype=dtype, config=options(epilogues="library"))
     off = inference(model, *shape, dtype=dtype, config=options(epilogues="off"))
     assert graph.extern.count("aten._addmm_activation") == int(taken)
@@ -81,24 +80,19 @@ def test_not_in_training_and_not_on_amd() -> None:
     with torch.device("meta"):
         mlp = GeluMLP(256, 512).to(BF16)
     config = options(epilogues="library")
-    training = virtual_gpu.compile_on_paper(mlp, tensor(64, 256), config=config)
-    amd = virtual_gpu.compile_on_paper(mlp, tensor(64, 256), config=config, training=False, gpu=virtual_gpu.MI300X)
+    training = virtual_gpu.compile_on_paper(mlp, meta(64, 256), config=config)
+    amd = virtual_gpu.compile_on_paper(mlp, meta(64, 256), config=config, training=False, gpu=virtual_gpu.MI300X)
     assert not any("activation" in call for graph in (training.forward, amd.inference) for call in graph.extern)
 
 
 def test_excluded_modules() -> None:
     """Here, one that calls the operator itself."""
 
-    class Own(nn.Module):
-        def __init__(self, *sizes: int) -> None:
-            super().__init__()
-            self.mlp = nn.Linear(*sizes)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return fused.bias_act(self.mlp(x), None, None, "relu")  # type: ignore[no-any-return]
+    def own(*sizes: int) -> nn.Module:
+        return Net(lambda s, x: fused.bias_act(s.mlp(x), None, None, "relu"), mlp=nn.Linear(*sizes))
 
     for exclude, taken in (((), 1), (("other.*",), 1), (("*",), 0)):
-        graph = inference(Own, 64, 256, config=options(epilogues="library", exclude=exclude))
+        graph = inference(own, 64, 256, config=options(epilogues="library", exclude=exclude))
         assert graph.extern.count("aten._addmm_activation") == taken
 
 
@@ -113,7 +107,7 @@ def test_measured_against_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epilogues, "_times", lambda work: (1.0, 3.0))
     monkeypatch.setattr(ir.MultiTemplateBuffer, "choice_timings", lambda self, *_: dict.fromkeys(self.choices, 2.0))
     config = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
-    inputs = tensor(64, 256), tensor(512, 256), tensor(512)
+    inputs = meta(64, 256), meta(512, 256), meta(512)
     paper = virtual_gpu.compile_on_paper(gelu_linear, *inputs, training=False, config={**config, **options()})
     assert kernels(paper.inference) == ["aten._addmm_activation"]
 
@@ -126,12 +120,12 @@ def test_unmeasured_is_upstreams() -> None:
 
 
 @cache
-def by_templates(model: Callable[[], nn.Module], ours: bool, training: bool = True) -> Any:
+def by_templates(model: Model, ours: bool, training: bool = True) -> Any:
     with torch.device("meta"):
-        made = model().to(BF16)
+        made = model(4096, 16384).to(BF16)
     config = options() if ours else {}
     return virtual_gpu.compile_on_paper(
-        made, tensor(8192, 4096, grad=training), training=training, gemm="triton", config=config
+        made, meta(8192, 4096, requires_grad=training), training=training, gemm="triton", config=config
     )
 
 
@@ -145,27 +139,16 @@ def kernel_with(graph: Any, operator: str) -> Any:
     return kernel
 
 
-def packed_with_bias() -> nn.Module:
-    class Packed(Glu):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(4096, 16384)
-
-    return Packed()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "inference", "forward", "backward"),
     [
         (GeluMLP, ["tem"] * 2, ["tem"] * 2, ["per", "red", "red", "tem", "tem", "tem", "tem"]),
-        (SwigluMLP, ["tem"] * 3, ["tem"] * 3, ["tem"] * 5),
+        (SwiGLU, ["tem"] * 3, ["tem"] * 3, ["tem"] * 5),
         (Glu, ["poi", "tem", "tem"], ["poi", "tem", "tem"], ["poi", "tem", "tem", "tem", "tem"]),
     ],
 )
-def test_what_fuses_into_templates(
-    model: Callable[[], nn.Module], inference: list[str], forward: list[str], backward: list[str]
-) -> None:
+def test_what_fuses_into_templates(model: Model, inference: list[str], forward: list[str], backward: list[str]) -> None:
     """Exactly what fuses upstream's: activations and their derivatives, but for packed gate and up, whose halves are no
     epilogue of one tile; and not the bias gradient, a reduction.
     """
@@ -188,16 +171,16 @@ def test_gelu_in_the_gemms_epilogues() -> None:
 
 def test_swiglu_in_the_gemms_epilogues() -> None:
     """Backward: gradients of gate and up, and the product again, from one GEMM."""
-    paper = by_templates(SwigluMLP, True)
+    paper = by_templates(SwiGLU, True)
     assert sum(map(stores, paper.forward.kernels)) == 4  # gate, up and the product, and the second linear
     assert stores(kernel_with(paper.backward, "glu_glu_backward")) == 3
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 2, 16])
-@pytest.mark.parametrize("model", [GeluMLP, SwigluMLP])
+@pytest.mark.parametrize("model", [GeluMLP, SwiGLU])
 @pytest.mark.parametrize("settings", [{}, {"config": {"coordinate_descent_tuning": True}}, {"gemm": "triton"}], ids=str)
-def test_decoding_takes_no_more_kernels(model: type[nn.Module], rows: int, settings: dict[str, Any]) -> None:
+def test_decoding_takes_no_more_kernels(model: Model, rows: int, settings: dict[str, Any]) -> None:
     config = settings.get("config", {})
     plain, ours = (
         inference(model, rows, 256, **{**settings, "config": {**config, **ours}}) for ours in ({}, options())
@@ -211,7 +194,7 @@ def test_decoding_with_products_as_sums() -> None:
     def times(x: Tensor, w: Tensor) -> Tensor:
         return (x.unsqueeze(2) * w.t().unsqueeze(0)).sum(dim=1)
 
-    x, up, down = tensor(1, 1024), tensor(4096, 1024), tensor(1024, 4096)
+    x, up, down = meta(1, 1024), meta(4096, 1024), meta(1024, 4096)
     pairs: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = [
         (lambda h, _: F.gelu(h, approximate="tanh"), lambda h, _: fused.bias_act(h, None, None, "gelu_tanh")),
         (lambda g, u: F.silu(g) * u, lambda g, u: fused.glu(g, u, None, "silu")),
@@ -253,18 +236,18 @@ def test_freezing_merges_gate_and_up() -> None:
         g, u = (x @ gate_up).split([4096, 4096], dim=1)
         return fused.glu(g, u, None, "silu") @ down  # type: ignore[no-any-return]
 
-    inputs = tensor(8, 1024), tensor(1024, 8192), tensor(4096, 1024)
+    inputs = meta(8, 1024), meta(1024, 8192), meta(4096, 1024)
     graph = virtual_gpu.compile_on_paper(merged, *inputs, training=False).inference
     assert kernels(graph) == ["mm", "mm", "poi"]
 
 
 @pytest.mark.covering(every=10)
-@pytest.mark.parametrize("model", [GeluMLP, SwigluMLP, Glu, LlamaBlock, packed_with_bias])
+@pytest.mark.parametrize("model", [GeluMLP, SwiGLU, Glu, LlamaBlock, PackedWithBias])
 @pytest.mark.parametrize("gemm", ["library", "triton"])
-def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) -> None:
+def test_nothing_is_added_atomically(model: Model, gemm: str) -> None:
     with torch.device("meta"):
-        made = model().to(BF16)
-    paper = virtual_gpu.compile_on_paper(made, tensor(2, 1024, 4096, grad=True), gemm=gemm, config=options())
+        made = model(4096, 16384).to(BF16)
+    paper = virtual_gpu.compile_on_paper(made, meta(2, 1024, 4096, requires_grad=True), gemm=gemm, config=options())
     assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())
 
 
@@ -273,7 +256,7 @@ def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) 
 def test_no_gradient_is_added_atomically(name: str) -> None:
     """Of any argument: biases and token scales too."""
     n = {"bias_act": 512, "glu": 512, "bias_glu": 1024}[name]
-    x, scale = tensor(4, 64, n, grad=True), tensor(4, 64, grad=True)
-    second = tensor(4, 64, n, grad=True) if name == "glu" else tensor(n, grad=True)
+    x, scale = meta(4, 64, n, requires_grad=True), meta(4, 64, requires_grad=True)
+    second = meta(4, 64, n, requires_grad=True) if name == "glu" else meta(n, requires_grad=True)
     paper = virtual_gpu.compile_on_paper(lambda *t: getattr(fused, name)(*t, "silu"), x, second, scale)
     assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())

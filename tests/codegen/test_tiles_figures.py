@@ -1,5 +1,6 @@
 """What memory="tiled" keeps alive and moves on an H200, on paper."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from harness import MLP, WITHOUT_BIAS, Net, named, of_halves
 
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP
@@ -22,7 +23,7 @@ MIB = 2**20
 
 
 @cache
-def compiled(way: str, model: type[nn.Module], *sizes: int) -> tuple[PaperCompilation, Timeline]:
+def compiled(way: str, model: Callable[[int, int], nn.Module], *sizes: int) -> tuple[PaperCompilation, Timeline]:
     tokens, hidden, ffn = sizes
     with torch.device("meta"):
         module, x = model(hidden, ffn).bfloat16(), torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
@@ -53,21 +54,15 @@ def test_a_tile_of_the_hidden_layer_is_alive_at_a_time(model: type[nn.Module], m
     assert products(tiled[0]) == products(whole[0]) == round(more * products(plain[0]))
 
 
-class NormedMLP(nn.Module):
+def normed(norm: type[nn.Module], width: int, hidden: int) -> nn.Module:
     """A block's MLP: between the residual and the linear layers stands a norm."""
-
-    kind: type[nn.Module] = nn.RMSNorm
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm, self.mlp = self.kind(width), SwiGLUMLP(width, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+    return Net(lambda s, x: x + s.mlp(s.norm(x)), norm=norm(width), mlp=SwiGLUMLP(width, hidden))
 
 
-class LayerNormedMLP(NormedMLP):
-    kind = nn.LayerNorm
+NormedMLP = named("NormedMLP", normed, nn.RMSNorm)
+LayerNormedMLP = named("LayerNormedMLP", normed, nn.LayerNorm)
+# Gate and up from one linear layer.
+PackedMLP = named("PackedMLP", MLP, activation=of_halves(F.silu), halves=2, linear=WITHOUT_BIAS)
 
 
 @pytest.mark.slow
@@ -83,15 +78,14 @@ def test_behind_a_norm_tiles_keep_what_input_keeps(model: type[nn.Module], numbe
     assert peak(tiled[1]) < 0.7 * peak(whole[1]) and products(tiled[0]) == products(whole[0])
 
 
-class Layers(nn.Sequential):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__(*(NormedMLP(width, hidden) for _ in range(3)))
+def layers(width: int, hidden: int) -> nn.Module:
+    return nn.Sequential(*(NormedMLP(width, hidden) for _ in range(3)))
 
 
 @pytest.mark.slow
 def test_the_budget_lowers_the_peak_of_several_layers_alone() -> None:
     """What all layers keep makes the peak there; what one works with makes that of a single MLP."""
-    plain, budget, ours = (peak(compiled(way, Layers, 4096, 256, 1024)[1]) for way in ("plain", "budget", "free"))
+    plain, budget, ours = (peak(compiled(way, layers, 4096, 256, 1024)[1]) for way in ("plain", "budget", "free"))
     assert ours <= budget < plain
     plain, budget, ours = (peak(compiled(way, SwiGLUMLP, 4096, 256, 1024)[1]) for way in ("plain", "budget", "free"))
     assert ours < plain < budget
@@ -125,23 +119,11 @@ def test_the_figures_of_the_page(row: str) -> None:
         assert "16" in row or paper.bytes_moved <= 1.5 * plain[0].bytes_moved
 
 
-class PackedMLP(nn.Module):
-    """SwiGLU with gate and up from one linear layer."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.both, self.down = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.both(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("row", WAYS)
 def test_other_peaks_of_the_page(row: str) -> None:
     """With biases, whose gradients are sums over all tiles: they must not bring these together."""
-    models = ((PackedMLP, 14336), (GELUMLP, 16384))
+    models = ((PackedMLP, 2 * 14336), (GELUMLP, 16384))
     packed, gelu = (peak(compiled(WAYS[row], model, 65536, 4096, hidden)[1]) // MIB for model, hidden in models)
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     assert f"| {row} | {packed} | {gelu} |" in page

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import raises
 from processes import in_processes, main
 from test_tensor_parallel import FFN, HIDDEN, build, config, cut, local, parts, tokens
 from torch import nn
@@ -12,12 +13,19 @@ from torch import nn
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 
+from dataclasses import replace
+
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from torch_fused_ops import distributed
 from torch_fused_ops.distributed.checkpoint import ShardedTensor, apply_swiglu_sharded_factory
-from torch_fused_ops.nn import MLPConfig
+from torch_fused_ops.nn import FusedMLP, MLPConfig
 
 
 def optimizer_of(mlp, lr=1e-2):
@@ -80,8 +88,6 @@ def matrix(rank, ranks, folder):
 
 def plain(where, file, truth):
     """A checkpoint as torch.load reads it: one process's state dict."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     dcp_to_torch_save(where, file)
     state = torch.load(file, weights_only=False)
     assert set(state["model"]) == {name for name, what in truth if not what}
@@ -99,18 +105,12 @@ def mismatched(rank, ranks, folder):
     wider = build(config(gated_linear_unit=False), dist.group.WORLD)
     for key, other in (("linear_fc1.weight", wider), ("more.weight", nn.ModuleDict({"more": nn.Linear(2, 2)}))):
         before = [p.clone() for p in other.parameters()]
-        with pytest.raises(CheckpointException, match=key.replace(".", r"\.")):
-            distributed.load(where, other)
+        raises(CheckpointException, key.replace(".", r"\."), distributed.load, where, other)
         assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
 
 
 def other_ways(rank, ranks, folder):
     """DTensors of parallelize_module, and stacked layers, each in another process."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh = init_device_mesh("cpu", (ranks,))
     mlp = build(config())
     mlp = parallelize_module(mlp, mesh, distributed.tensor_parallel_plan(mlp))
@@ -148,12 +148,6 @@ def other_ways(rank, ranks, folder):
 
 def planned(rank, ranks, folder):
     """``nn.FusedMLP`` under ``tensor_parallel_plan``, packed weights and all: each level, one process's checkpoint."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from torch_fused_ops.nn import FusedMLP
-
     mesh = init_device_mesh("cpu", (ranks,))
     for gated, memory in itertools.product((False, True), ("off", "free", "fp8", "input")):
         made = [FusedMLP(HIDDEN, FFN, "silu", gated, memory=memory, dtype=torch.float64) for _ in range(3)]
@@ -241,16 +235,14 @@ def test_one_process_writes_the_same_keys_and_layout(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="metadata"):
-        distributed.load(tmp_path, build(config()))
+    raises(CheckpointException, "metadata", distributed.load, tmp_path, build(config()))
 
 
 def test_optimizer_state_of_unknown_parts_is_refused(tmp_path: Path) -> None:
     mlp = build(config())
     optimizer = optimizer_of(mlp)
     optimizer.state[mlp.linear_fc1.weight] = {"step": torch.tensor(1.0), "row": torch.zeros(3)}
-    with pytest.raises(ValueError, match=r"linear_fc1\.weight\.row has shape \(3,\)"):
-        distributed.save(tmp_path, mlp, optimizer)
+    raises(ValueError, r"linear_fc1\.weight\.row has shape \(3,\)", distributed.save, tmp_path, mlp, optimizer)
 
 
 def test_factory_places_gate_and_up() -> None:
@@ -258,8 +250,6 @@ def test_factory_places_gate_and_up() -> None:
     whole = torch.arange(8.0).view(8, 1)
     part = torch.cat([whole[2:4], whole[6:8]])
     layout = ShardedTensor.of_parameter("w", part).sharding
-    from dataclasses import replace
-
     layout = replace(layout, shape=torch.Size((8, 1)), runs=(layout.runs[0]._replace(place=4),))
     packed = ShardedTensor("w", part, layout)
     (sharded,) = apply_swiglu_sharded_factory(packed, ()).values()

@@ -5,40 +5,27 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from harness import MLP, Stack, SwiGLU
 from processes import in_processes, main
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_fused_ops as tfo
+from torch_fused_ops import nn as fnn
 
 WIDTH, FFN, BLOCKS, STEPS, BATCHES = 128, 512, 4, 3, 2
+TILED = {"policy": tfo.FusionPolicy(memory="tiled:2", strict=True)}
 
 
-class MLP(nn.Module):
-    def __init__(self, gated):
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, FFN, bias=False) if gated else None
-        self.up, self.down = nn.Linear(WIDTH, FFN, bias=not gated), nn.Linear(FFN, WIDTH)
-
-    def forward(self, x):
-        h = self.up(x)
-        return self.down(F.gelu(h) if self.gate is None else F.silu(self.gate(x)) * h)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(MLP(gated=i % 2 == 1) for i in range(BLOCKS))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+def linear(inputs, outputs):
+    return nn.Linear(inputs, outputs, bias=outputs == WIDTH)
 
 
 def net():
     torch.manual_seed(0)
-    return Net()
+    return Stack((SwiGLU(WIDTH, FFN, linear) if i % 2 else MLP(WIDTH, FFN) for i in range(BLOCKS)), residual=True)
 
 
 def data(step, batch):
@@ -82,20 +69,19 @@ def fused(report):
     return sum(site.op is not None for site in report.sites)
 
 
-def ddp(rank, ranks, folder, optimize_too=(True,)):
+def ddp(rank, ranks, folder, optimize_too=(True,), options=None):
     """Split between buckets by Dynamo's DDPOptimizer."""
-    from torch.nn.parallel import DistributedDataParallel
-
     expected = truth()
     for optimize in optimize_too:
         torch._dynamo.reset()
         model = DistributedDataParallel(net(), bucket_cap_mb=1.0)  # a block has 0.5 MiB or 0.75
-        compiled = torch.compile(model, backend="fused")
+        compiled = torch.compile(model, backend="fused", options=options)
         with torch._dynamo.config.patch(optimize_ddp=optimize), tfo.record() as report:
             train(compiled, model.parameters(), ranks, rank, model.no_sync)
         assert report.graphs > 1 if optimize else report.graphs == 1, (optimize, report.graphs)
         # A cut between buckets may lie inside an MLP, which then is none to any backend (test_composition.py).
         assert 0 < fused(report) <= BLOCKS if optimize else fused(report) == BLOCKS, (optimize, str(report))
+        assert {site.tiles for site in report.sites} == {2 if options is TILED else 0}, str(report)
         assert_trained_alike(model, expected)
 
 
@@ -106,8 +92,6 @@ def ddp_whole(rank, ranks, folder):
 
 def ddp_of_compiled(rank, ranks, folder):
     """DistributedDataParallel around a compiled module."""
-    from torch.nn.parallel import DistributedDataParallel
-
     expected = truth()
     torch._dynamo.reset()
     model = DistributedDataParallel(torch.compile(net(), backend="fused"))
@@ -117,18 +101,15 @@ def ddp_of_compiled(rank, ranks, folder):
     assert_trained_alike(model, expected)
 
 
-def fsdp(rank, ranks, folder, ways=("blocks",)):
+def fsdp(rank, ranks, folder, ways=("blocks",), options=None):
     """Each block compiled and then sharded, as torchtitan does."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     expected, mesh = truth(), init_device_mesh("cpu", (ranks,))
     for way in ways:
         torch._dynamo.reset()
         model = net()
-        for block in model.blocks:
+        for block in model.layers:
             if way == "blocks":
-                block.compile(backend="fused")
+                block.compile(backend="fused", options=options)
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         called = torch.compile(model, backend="fused") if way == "whole" else model
@@ -142,6 +123,7 @@ def fsdp(rank, ranks, folder, ways=("blocks",)):
         with tfo.record() as report:
             train(called, model.parameters(), ranks, rank, no_sync)
         assert fused(report) > 0 and not [site for site in report.sites if site.op is None], (way, str(report))
+        assert {site.tiles for site in report.sites} == {2 if options is TILED else 0}, str(report)
         assert_trained_alike(model, expected)
 
 
@@ -152,12 +134,6 @@ def fsdp_whole(rank, ranks, folder):
 
 def modules(rank, ranks, folder):
     """nn.FusedMLP, and what replace_mlps compiles, under DistributedDataParallel and FSDP2."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    from torch_fused_ops import nn as fnn
-
     expected, mesh = truth(), init_device_mesh("cpu", (ranks,))
     for sharded in (False, True):
         model = net()
@@ -184,40 +160,8 @@ def modules(rank, ranks, folder):
 
 def in_tiles(rank, ranks, folder):
     """MLPs in tiles: a parameter has one gradient a step, so each is reduced once."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    expected, options = truth(), {"policy": tfo.FusionPolicy(memory="tiled:2", strict=True)}
-
-    def tiles(report):
-        return [site.tiles for site in report.sites]
-
-    torch._dynamo.reset()
-    model = DistributedDataParallel(net())
-    compiled = torch.compile(model, backend="fused", options=options)
-    with torch._dynamo.config.patch(optimize_ddp=False), tfo.record() as report:
-        train(compiled, model.parameters(), ranks, rank, model.no_sync)
-    assert tiles(report) == [2] * BLOCKS, str(report)
-    assert_trained_alike(model, expected)
-
-    torch._dynamo.reset()
-    model, mesh = net(), init_device_mesh("cpu", (ranks,))
-    for block in model.blocks:
-        block.compile(backend="fused", options=options)
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-    @contextlib.contextmanager
-    def no_sync():
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
-    with tfo.record() as report:
-        train(model, model.parameters(), ranks, rank, no_sync)
-    assert set(tiles(report)) == {2}, str(report)
-    assert_trained_alike(model, expected)
+    ddp(rank, ranks, folder, (False,), TILED)
+    fsdp(rank, ranks, folder, options=TILED)
 
 
 GROUPS = {

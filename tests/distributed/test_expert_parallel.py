@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import raises
 from processes import in_processes, main
 from test_checkpoint import is_truth, optimizer_of
 from test_tensor_parallel import SUM, Counted, cut, local, parts, tokens
@@ -14,23 +15,26 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
 
 from torch_fused_ops import distributed
+from torch_fused_ops.nn import MLP, GroupedMLP, MLPConfig
 
 HIDDEN, FFN, EXPERTS = 16, 24, 4
 COUNTS = [3, 0, 2, 1]
 
 
 def config(**flags):
-    from torch_fused_ops.nn import MLPConfig
-
     given = {"activation_func": F.silu, "gated_linear_unit": True, "params_dtype": torch.float64, **flags}
     return MLPConfig(HIDDEN, moe_ffn_hidden_size=FFN, **given)
 
 
 def build(given, tp_group=None, ep_group=None, experts=EXPERTS, seed=0):
-    from torch_fused_ops.nn import GroupedMLP
-
     torch.manual_seed(seed)
     return GroupedMLP(experts, given, tp_group=tp_group, ep_group=ep_group)
 
@@ -45,8 +49,6 @@ def step(mlp, x, probs, d, counts=COUNTS):
 
 def tensor_parallel(rank, ranks, folder):
     """Every flag with every other: numbers, weights at the start, collectives."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
     x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
     for gated, bias, delay, memory, blocks in itertools.product(
         (False, True), (False, True), (False, True), ("off", "free", "input"), (None, 2)
@@ -68,8 +70,7 @@ def tensor_parallel(rank, ranks, folder):
             mlp.backward_dw()
             assert counted() == {}
         mlp.zero_grad()
-        for a, b in zip(step(mlp, x, probs, d), step(one, x, probs, d), strict=True):
-            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(step(mlp, x, probs, d), step(one, x, probs, d), atol=1e-12, rtol=1e-12)
         for (name, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
             assert torch.equal(p, cut(whole, part, rank, ranks)), name
             torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks), atol=1e-12, rtol=1e-12)
@@ -77,17 +78,13 @@ def tensor_parallel(rank, ranks, folder):
 
 def plan(rank, ranks, folder):
     """parallelize_module: parameters are DTensors of all experts, packed ones half by half."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh = init_device_mesh("cpu", (ranks,))
     x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
     for delay in (False, True):
         given = config(delay_wgrad_compute=delay)
         one, mlp = build(given), build(given)
         mlp = parallelize_module(mlp, mesh, distributed.tensor_parallel_plan(mlp))
-        for a, b in zip(step(mlp, x, probs, d), step(one, x, probs, d), strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(step(mlp, x, probs, d), step(one, x, probs, d))
         for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
             assert p.shape == whole.shape and torch.equal(local(p), cut(whole, part, rank, ranks))
             torch.testing.assert_close(local(p.grad), cut(whole.grad, part, rank, ranks))
@@ -101,9 +98,6 @@ def plan(rank, ranks, folder):
 
 def refused(rank, ranks, folder):
     """Each with its reason."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
     for words, flags in (
         ("sequence_parallel=True .* Gather", {"sequence_parallel": True}),
         (r"ffn_hidden_size=25 .* tp_group", {"ffn": 25}),
@@ -111,12 +105,10 @@ def refused(rank, ranks, folder):
     ):
         given = config(**{name: value for name, value in flags.items() if name != "ffn"})
         given.moe_ffn_hidden_size = flags.get("ffn", FFN)
-        with pytest.raises(ValueError, match=words):
-            build(given, dist.group.WORLD)
+        raises(ValueError, words, build, given, dist.group.WORLD)
     mlp = build(config(sequence_parallel=True))  # alone, there is nothing to share
     mesh = init_device_mesh("cpu", (ranks,))
-    with pytest.raises(ValueError, match="sequence_parallel=True"):
-        parallelize_module(mlp, mesh, distributed.tensor_parallel_plan(mlp))
+    raises(ValueError, "sequence_parallel=True", parallelize_module, mlp, mesh, distributed.tensor_parallel_plan(mlp))
 
 
 def truths(mlp, ep_rank, tp_size):
@@ -168,11 +160,6 @@ def round_trips(rank, ranks, folder):
 
 def as_many_mlps(rank, ranks, folder):
     """Checkpoints of ``nn.MLP``s, stacked, and of a ``GroupedMLP`` are read for each other; so are layers of them."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from torch_fused_ops.nn import MLP
-
     given, layer = config(params_dtype=torch.float32), ((0, 0, 1),)
     whole = build(given, experts=ranks, seed=9)
     alone = dist.new_group([rank], use_local_synchronization=True)
@@ -216,16 +203,12 @@ def same_start(rank, ranks, folder):
 
 def wrapped(rank, ranks, folder):
     """FSDP2, which shares out experts: numbers, and what it saves."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (ranks,))
     x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
     for memory in ("free", "input"):
         one, mlp = build(config(memory=memory)), build(config(memory=memory))
         fully_shard(mlp, mesh=mesh)
-        for a, b in zip(step(mlp, x, probs, d), step(one, x, probs, d), strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(step(mlp, x, probs, d), step(one, x, probs, d))
         for p, whole in zip(mlp.parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), whole.grad)
         distributed.save(folder / f"fsdp{memory}", mlp)

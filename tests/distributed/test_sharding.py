@@ -1,15 +1,27 @@
 """The operators on DTensors: two gloo processes on the CPU, in which every function of ``GROUPS`` runs."""
 
-import subprocess
-import sys
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+from harness import SwiGLU, python
 from processes import in_processes, main
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_map
+
+import torch_fused_ops as tfo
+from torch_fused_ops import functional
+from torch_fused_ops.families.float8.recipes import RECIPES
 
 P = 0.5
 
@@ -18,8 +30,6 @@ P = 0.5
 
 
 def leaf(mesh, t, placements):
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(t, mesh, placements).requires_grad_()
 
 
@@ -30,10 +40,6 @@ def numbers(*shape):
 
 def fronts(mesh, rank):
     """functional.bias_dropout_add: masks differ between shards and agree between replicas; gradients are right."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    from torch_fused_ops import functional
-
     cases = {
         "rows": ([Shard(0)], [Shard(0)]),
         "columns": ([Shard(1)], [Shard(1)]),
@@ -67,8 +73,6 @@ def fronts(mesh, rank):
                     assert d.shape == t.shape
                     torch.testing.assert_close(d.full_tensor(), e)
     # Partial sums are added up before anything is dropped, and evaluation drops nothing.
-    from torch.distributed.tensor import DTensor
-
     part = DTensor.from_local(numbers(4, 6), mesh, [Partial()])
     y = functional.bias_dropout_add(part, None, None, P)
     assert set((y.full_tensor() / (2 * numbers(4, 6))).flatten().tolist()) <= {0.0, 2.0}
@@ -78,10 +82,6 @@ def fronts(mesh, rank):
 
 def rules(mesh, rank):
     """The operator itself on DTensors: every rank's own shard, with the seed that it was given."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    from torch_fused_ops import functional
-
     fused = torch.ops.fused
     seed = torch.tensor([99])
     own = functional.shard_seed(seed, rank)
@@ -114,9 +114,6 @@ def rules(mesh, rank):
 
 def compiled(mesh, rank):
     """The front under torch.compile: the same guarantees."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    from torch_fused_ops import functional
 
     def step(x, b, r):
         return functional.bias_dropout_add(x, b, r, P)
@@ -142,8 +139,6 @@ def placed(mesh, tensors, placements):
 
 def counted(expected, fn, *args):
     """fn's result, having used so many collectives, by name."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
     with CommDebugMode() as comm:
         result = fn(*args)
     found = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
@@ -151,14 +146,16 @@ def counted(expected, fn, *args):
     return result
 
 
+def full(t):
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
 def same(got, truth):
-    torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got, truth, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(tree_map(full, got), truth, atol=1e-6, rtol=1e-5)
 
 
 def activations(mesh, rank):
     """The activation family: any axis shards, without any communication; what cannot be is brought together."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
     fused, whole = torch.ops.fused, Replicate()
     t, n = 4, 8
     x, scale, g = torch.randn(2, t, n), torch.randn(2, t), torch.randn(2, t, n)
@@ -221,8 +218,6 @@ def activations(mesh, rank):
     reduced = {"reduce_scatter_tensor": 1}
     same(counted(reduced, fused.bias_act, part, None, None, "silu"), fused.bias_act(x, None, None, "silu"))
     # A linear whose packed weight is sharded half by half hands its result on as it is.
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     tokens, rows = leaf(mesh, x[..., :6].contiguous(), [whole]), torch.arange(2.0 * n * 6).view(2 * n, 6).sin()
     try:
         weight = leaf(mesh, rows, [_StridedShard(0, split_factor=2)])
@@ -239,8 +234,6 @@ def activations(mesh, rank):
 
 def softmax(mesh, rank):
     """fused::scaled_masked_softmax: batch and heads shard, queries where their place means nothing, keys never."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
     op, whole = torch.ops.fused.scaled_masked_softmax, Replicate()
     g = torch.Generator().manual_seed(1)
     x, d = torch.randn(2, 4, 6, 8, generator=g), torch.randn(2, 4, 6, 8, generator=g)
@@ -260,8 +253,6 @@ def softmax(mesh, rank):
                 sharded = [leaf(mesh, x, [axis]), leaf(mesh, sink, [of_sink])]
                 m = None
                 if mask is not None:
-                    from torch.distributed.tensor import distribute_tensor
-
                     m = distribute_tensor(mask, mesh, [of_mask])
                 y = counted(gathers or {}, op, sharded[0], m, sharded[1], *scalars)
                 plain = [x.clone().requires_grad_(), sink.clone().requires_grad_()]
@@ -271,15 +262,13 @@ def softmax(mesh, rank):
                 grads = counted({}, torch.autograd.grad, y, sharded, leaf(mesh, d, list(y.placements)).detach())
                 if gathers is None:
                     assert grads[1].placements[0] == (Shard(0) if axis == Shard(1) else Partial())
-                for one, expected in zip(grads, truths, strict=True):
-                    same(one, expected)
+                same(grads, truths)
     y = counted({"all_gather_into_tensor": 1}, op, leaf(mesh, x, [Shard(3)]), None, None)
     same(y, x.softmax(-1))
 
 
 def compiled_activations(mesh, rank):
     """The operators on DTensors under torch.compile, backward among them."""
-    from torch.distributed.tensor import Replicate, Shard
 
     def step(x, bias, scale):
         return torch.ops.fused.bias_glu(x, bias, scale, "silu", "interleaved")
@@ -293,22 +282,16 @@ def compiled_activations(mesh, rank):
         y = torch.compile(step, backend="aot_eager", fullgraph=True)(*sharded)
         assert y.placements == places[:1]
         same(y, truth)
-        for got, expected in zip(torch.autograd.grad(y.sum(), sharded), truths, strict=True):
-            same(got, expected)
+        same(torch.autograd.grad(y.sum(), sharded), truths)
 
 
 def nearly(got, truth):
     """In float8 a sum's order may move what is rounded next, of few elements."""
-    got = got.full_tensor() if hasattr(got, "full_tensor") else got
-    assert (got - truth).norm() <= 1e-6 * truth.norm()
+    assert (full(got) - truth).norm() <= 1e-6 * truth.norm()
 
 
 def float8_layers(mesh, rank):
     """A column and a row of linear layers in float8: what one process computes, without communication but the sums'."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    from torch_fused_ops.families.float8.recipes import RECIPES
-
     linear = torch.ops.fused.linear_fp8
     x, first, bias, _ = tensors = [torch.randn(s) for s in ((4, 24, 256), (512, 256), (512,), (256, 512))]
     for one in tensors:
@@ -344,21 +327,6 @@ def float8_layers(mesh, rank):
 
 def float8_tensor_parallel(mesh, rank):
     """PyTorch's tensor parallelism under torch.compile with products in float8: the very same as in one process."""
-    import copy
-
-    from torch import nn
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    import torch_fused_ops as tfo
-
-    class MLP(nn.Module):
-        def __init__(self, hidden):
-            super().__init__()
-            self.gate, self.up = nn.Linear(256, hidden, bias=False), nn.Linear(256, hidden, bias=False)
-            self.down = nn.Linear(hidden, 256)
-
-        def forward(self, x):
-            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
     def step(model, x, recipe, memory):
         torch._dynamo.reset()
@@ -378,7 +346,7 @@ def float8_tensor_parallel(mesh, rank):
         (512, "fp8-rowwise", "free", "tensor subclasses are not fused"),
     ):
         torch.manual_seed(0)
-        alone = MLP(hidden)
+        alone = SwiGLU(256, hidden, lambda n, m: nn.Linear(n, m, bias=m == 256))
         parallel = parallelize_module(copy.deepcopy(alone), mesh, plan)
         y, site = step(parallel, x, recipe, memory)
         assert (site.gemm == "") == bool(said) and said in site.gemm_reason, site
@@ -390,11 +358,6 @@ def float8_tensor_parallel(mesh, rank):
 
 def two_dimensions(rank, ranks, folder):
     """Tokens over one mesh dimension, columns over the other."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-    import torch_fused_ops  # noqa: F401
-
     mesh = init_device_mesh("cpu", (2, 2))
     tensors = numbers(6, 8), numbers(8), numbers(6)
     places = [Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0), Replicate()]
@@ -406,8 +369,7 @@ def two_dimensions(rank, ranks, folder):
     grads = counted({}, torch.autograd.grad, y, sharded, distribute_tensor(numbers(6, 8), mesh, places[0]))
     same(y, op(*tensors, *scalars))
     assert [g.placements for g in grads] == [tuple(places[0]), (Partial(), Shard(0)), (Shard(0), Partial())]
-    for got, truth in zip(grads, truths, strict=True):
-        same(got, truth)
+    same(grads, truths)
     # Rows that no rank has an equal share of.
     uneven = leaf(mesh, numbers(5, 8), [Shard(0), Shard(0)])
     (got,) = torch.autograd.grad(op(uneven, None, None, *scalars).sum(), uneven)
@@ -419,10 +381,6 @@ def on_a_line(body):
     """A check of what runs on a one-dimensional mesh of all processes."""
 
     def check(rank, ranks, folder):
-        from torch.distributed.device_mesh import init_device_mesh
-
-        import torch_fused_ops  # noqa: F401 - registers the operators and their rules
-
         torch.manual_seed(0)
         body(init_device_mesh("cpu", (ranks,)), rank)
 
@@ -455,7 +413,7 @@ def test_rules_are_registered_with_dtensor_and_not_before() -> None:
         "assert all(any(getattr(torch.ops.fused, n).default in t for t in tables) for n in sharding.rules())"
     )
     for first in (late, "import torch.distributed.tensor; "):
-        subprocess.run([sys.executable, "-W", "ignore", "-c", first + found], check=True)
+        python("-c", first + found)
 
 
 if __name__ == "__main__":

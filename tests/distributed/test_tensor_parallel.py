@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import Net, Ran, raises
 from processes import in_processes, main
 from test_sharding import two_dimensions
 from torch import nn
@@ -15,21 +16,28 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 
 import torch.distributed as dist
+from mlp_figures import mlp_figures
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torch_fused_ops import functional
+from torch_fused_ops.distributed import load, save, tensor_parallel_plan
+from torch_fused_ops.nn import MLP, ColumnParallelLinear, MLPConfig, RowParallelLinear
 
 HIDDEN, FFN = 16, 24
 SUM, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 def config(**flags):
-    from torch_fused_ops.nn import MLPConfig
-
     given = {"activation_func": F.silu, "gated_linear_unit": True, "params_dtype": torch.float64, **flags}
     return MLPConfig(HIDDEN, ffn_hidden_size=FFN, **given)
 
 
 def build(given, tp_group=None, seed=0):
-    from torch_fused_ops.nn import MLP
-
     torch.manual_seed(seed)
     return MLP(given, tp_group=tp_group)
 
@@ -79,8 +87,6 @@ def output(mlp, x, scale=None):
 
 def flags(rank, ranks, folder):
     """Every flag with every other: numbers, weights at the start, collectives."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
     switches = (False, True)
     for gated, bias, sequence, scaled, delay, memory in itertools.product(
         switches, switches, switches, switches, switches, ("off", "free", "fp8", "input")
@@ -156,13 +162,6 @@ def training(rank, ranks, folder):
 
 def plan(rank, ranks, folder):
     """parallelize_module: parameters are DTensors of the whole, packed ones half by half."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.debug import CommDebugMode
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from torch_fused_ops import functional
-    from torch_fused_ops.distributed import tensor_parallel_plan
-
     mesh = init_device_mesh("cpu", (ranks,))
     x = tokens(2 * ranks, 3, HIDDEN)
     for gated, sequence, delay in itertools.product((False, True), repeat=3):
@@ -192,21 +191,11 @@ def plan(rank, ranks, folder):
         mlp.linear_fc1.reset_parameters()
         torch.testing.assert_close(output(mlp, mine).shape, mine.shape)
 
-    class Plain(nn.Module):
-        """Somebody else's."""
-
-        def __init__(self, packed):
-            super().__init__()
-            self.packed = packed
-            self.fc1, self.fc2 = nn.Linear(HIDDEN, FFN * (1 + packed)), nn.Linear(FFN, HIDDEN)
-
-        def forward(self, x):
-            h = self.fc1(x)
-            return self.fc2(functional.bias_swiglu(h) if self.packed else functional.silu(h))
-
-    for packed in (False, True):
+    for packed in (False, True):  # somebody else's
         torch.manual_seed(0)
-        mlp = Plain(packed).double()
+        fc1, fc2 = nn.Linear(HIDDEN, FFN * (1 + packed)), nn.Linear(FFN, HIDDEN)
+        act = functional.bias_swiglu if packed else functional.silu
+        mlp = Net(lambda s, x, act=act: s.fc2(act(s.fc1(x))), fc1=fc1, fc2=fc2).double()
         truth = mlp(x)
         try:
             shared = parallelize_module(copy.deepcopy(mlp), mesh, tensor_parallel_plan(mlp))
@@ -219,8 +208,6 @@ def plan(rank, ranks, folder):
 
 def odds(rank, ranks, folder):
     """Seeds that differ, meta tensors, frozen weights, copies, micro-batches in flight, and what is refused."""
-    from torch_fused_ops.nn import MLP, ColumnParallelLinear, RowParallelLinear
-
     world, x = dist.group.WORLD, tokens(4, HIDDEN)
     one = build(config())
     mlp = build(config(), world, seed=rank)
@@ -248,14 +235,10 @@ def odds(rank, ranks, folder):
             if whole.grad is not None:
                 torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks))
     given = {"config": config(), "tp_group": world}
-    for refused, words in (
-        (lambda: MLP(config(), ffn_hidden_size=ranks + 1, tp_group=world), "ffn_hidden_size"),
-        (lambda: ColumnParallelLinear(8, 8, gather_output=True, **given), "gather_output"),
-        (lambda: RowParallelLinear(8, 8, input_is_parallel=False, **given), "input_is_parallel"),
-        (lambda: RowParallelLinear(2 * ranks + 1, 8, **given), "divide"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            refused()
+    raises(ValueError, "ffn_hidden_size", MLP, config(), ffn_hidden_size=ranks + 1, tp_group=world)
+    raises(ValueError, "gather_output", ColumnParallelLinear, 8, 8, gather_output=True, **given)
+    raises(ValueError, "input_is_parallel", RowParallelLinear, 8, 8, input_is_parallel=False, **given)
+    raises(ValueError, "divide", RowParallelLinear, 2 * ranks + 1, 8, **given)
     alone = ColumnParallelLinear(4, 2 * ranks, bias=True, **given)  # as a module of its own, bias and all
     row = RowParallelLinear(2 * ranks, 4, **given)
     assert alone(x[:, :4])[0].shape == (4, 2) and row(alone(x[:, :4])[0])[1] is None
@@ -263,8 +246,6 @@ def odds(rank, ranks, folder):
 
 def selective_checkpointing(rank, ranks, folder):
     """A tensor that a policy saves is neither recomputed nor communicated again."""
-    from torch.distributed.tensor.debug import CommDebugMode
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     def policy(save):
         def choose(ctx, op, *args, **kwargs):
@@ -275,10 +256,10 @@ def selective_checkpointing(rank, ranks, folder):
 
     one, mlp, x = build(config()), build(config(), dist.group.WORLD), tokens(4, HIDDEN)
     output(one, x).square().sum().backward()
-    for save, reductions in ((("fused.", "c10d"), 1), (("fused.",), 2)):
+    for saves, reductions in ((("fused.", "c10d"), 1), (("fused.",), 2)):
         mlp.zero_grad()
         with CommDebugMode() as comm:
-            y = checkpoint(lambda x: output(mlp, x), x, use_reentrant=False, context_fn=policy(save))
+            y = checkpoint(lambda x: output(mlp, x), x, use_reentrant=False, context_fn=policy(saves))
             y.square().sum().backward()
         assert comm.get_total_counts() <= reductions
         for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
@@ -287,32 +268,19 @@ def selective_checkpointing(rank, ranks, folder):
 
 def on_paper(rank, ranks, folder):
     """Saved bytes, collectives and GEMMs are those of the arithmetic."""
-    from mlp_figures import mlp_figures
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Seen(TorchDispatchMode):
+    class Seen(Ran):
         def __init__(self):
             super().__init__()
-            self.gemms, self.collectives, self.storages = [], [], {}
+            self.collectives = []
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
+            out = super().__torch_dispatch__(func, types, args, kwargs)
             name = str(func).split(".")[1]
-            if name == "mm":
-                self.gemms.append((args[0].shape[0], args[0].shape[1], args[1].shape[1]))
             if name in (SUM, GATHER, SCATTER):
                 large = max(args[0].numel(), out.numel())
                 self.collectives.append((name.removesuffix("_into_tensor").removesuffix("_tensor"), large * 4))
-            for t in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(t, torch.Tensor) and type(t) is torch.Tensor:
-                    storage = t.untyped_storage()
-                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
             return out
-
-        def alive(self, *others):
-            known = {t.untyped_storage()._cdata for t in others}
-            return sum(n for at, (ref, n) in self.storages.items() if at not in known and not ref.expired())
 
     t = 8
     for gated, memory, sequence, tp in itertools.product(
@@ -340,11 +308,6 @@ def on_paper(rank, ranks, folder):
 
 def compiled(rank, ranks, folder, backend="fused"):
     """torch.compile(backend="fused"): one graph, the same numbers."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from torch_fused_ops.distributed import tensor_parallel_plan
-
     mesh, x = init_device_mesh("cpu", (ranks,)), tokens(4 * ranks, HIDDEN)
     for sequence, as_dtensors in itertools.product((False, True), repeat=2):
         torch._dynamo.reset()
@@ -370,13 +333,6 @@ def traced(rank, ranks, folder):
 
 def data_parallel(rank, ranks, folder):
     """On a mesh of two dimensions: DistributedDataParallel or FSDP2 over one, tensor parallelism over the other."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import parallelize_module
-    from torch.nn.parallel import DistributedDataParallel
-
-    from torch_fused_ops.distributed import load, save, tensor_parallel_plan
-
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
     place = tp.get_local_rank()
@@ -422,26 +378,15 @@ def data_parallel(rank, ranks, folder):
             for p in mlp.parameters():
                 local(p).zero_()
         load(where, mlp, again)
-        for p, b in zip(mlp.parameters(), before, strict=True):
-            assert torch.equal(local(p), b)
+        assert all(map(torch.equal, map(local, mlp.parameters()), before))
 
 
 def wrapped(rank, ranks, folder):
     """FSDP2 frees parameters after forward: a bias that is handed on to whom it does not wrap outlives that."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    class Block(nn.Module):
-        def __init__(self, memory):
-            super().__init__()
-            self.mlp = build(config(memory=memory))
-
-        def forward(self, x):
-            return output(self.mlp, x)
 
     mesh, x = init_device_mesh("cpu", (ranks,)), tokens(4, HIDDEN)
     for inside, memory in itertools.product((False, True), ("free", "fp8", "input")):
-        one, block = Block(memory), Block(memory)
+        one, block = (Net(lambda s, x: output(s.mlp, x), mlp=build(config(memory=memory))) for _ in range(2))
         for module in [block.mlp.linear_fc1, block.mlp.linear_fc2] if inside else [block.mlp]:
             fully_shard(module, mesh=mesh)
         fully_shard(block, mesh=mesh)
@@ -483,8 +428,6 @@ def test_in_more_processes(group: str, ranks: int, tmp_path: Path) -> None:
 
 
 def test_plan_names_what_it_does_not_know() -> None:
-    from torch_fused_ops.distributed import tensor_parallel_plan
-
     with pytest.raises(ValueError, match=r"first \(Linear\), second \(Linear\)"):
         tensor_parallel_plan(nn.ModuleDict({"first": nn.Linear(2, 4), "second": nn.Linear(4, 2)}))
 

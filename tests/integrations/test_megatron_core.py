@@ -78,31 +78,15 @@ def setting(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    sizes |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    parallel_state.initialize_model_parallel(**sizes)
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        ffn_hidden_size=64,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        pipeline_dtype=torch.float32,
-        deallocate_pipeline_outputs=True,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
+        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, gated_linear_unit=True,
+        activation_func=F.silu, use_cpu_initialization=True, gradient_accumulation_fusion=False, hidden_dropout=0.0,
+        attention_dropout=0.0, pipeline_dtype=torch.float32, deallocate_pipeline_outputs=True, **sizes,
         **{"bias_activation_fusion": False, **flags},
-    )
+    )  # fmt: skip
     return config, ProcessGroupCollection.use_mpu_process_groups()
 
 
@@ -348,8 +332,7 @@ def permutes(rank: int, ranks: int, folder: Path) -> None:
             chunks, of_probs = those.sort_chunks_by_idxs(rows, sizes, torch.tensor([1, 0]), row_probs)
             total = y.square().sum() + (chunks * of_probs[:, None] * torch.arange(limit)[:, None]).sum()
             results.append([rows, row_probs, indices, y, chunks, of_probs, *torch.autograd.grad(total, [x, probs])])
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(*results)
 
 
 class Trained:

@@ -6,7 +6,6 @@ that ran, what was fused, and what is kept for backward. Each runs where its pac
 import importlib.metadata
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import saving
+from harness import MLP, Stack, python, saving
 from torch import Tensor, nn
 
 import torch_fused_ops as tfo
@@ -171,24 +170,15 @@ def test_accelerate() -> None:
     states("accelerate", of_mlps(report), plain, ours)
 
 
-class Stack(nn.Module):
-    """A stack of MLPs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def stack() -> nn.Module:
+    return Stack(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_leaves_names_of_modules_as_they_are(precision: str) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
-    model = accelerate.Accelerator(mixed_precision=precision, cpu=True).prepare(Stack())
+    model = accelerate.Accelerator(mixed_precision=precision, cpu=True).prepare(stack())
     assert names_when_compiled(model) == ["layers.0", "layers.1"]
     accelerate.state.AcceleratorState._reset_state(True)
 
@@ -210,7 +200,7 @@ def test_wrappers_for_data_parallel_leave_names_of_modules_as_they_are(wrapper: 
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model: nn.Module = Stack()
+        model: nn.Module = stack()
         if wrapper == "DDP":
             model = nn.parallel.DistributedDataParallel(model)
         else:
@@ -222,7 +212,7 @@ def test_wrappers_for_data_parallel_leave_names_of_modules_as_they_are(wrapper: 
 
 def test_peft_s_names_of_modules_are_its_model_s() -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(Stack(), peft.LoraConfig(target_modules=r"layers\.\d\.0", r=2))
+    model = peft.get_peft_model(stack(), peft.LoraConfig(target_modules=r"layers\.\d\.0", r=2))
     (first, second) = names_when_compiled(model)
     assert {first, second} <= {name for name, _ in model.named_modules()}
     assert (first, second) == ("base_model.model.layers.0", "base_model.model.layers.1")
@@ -234,17 +224,6 @@ def names_when_compiled(model: nn.Module) -> list[str]:
     return [site.module for site in report.sites if site.is_mlp]
 
 
-class Network(nn.Module):
-    """An MLP, as a class of its own: torch skips the code of ``nn.Sequential``, whose ``compile`` captures nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
-
-
 def test_lightning(tmp_path: Path) -> None:
     """Compile the network inside. If compiling the module passes here, the page need not advise against it."""
     lightning = pytest.importorskip("lightning")
@@ -253,7 +232,7 @@ def test_lightning(tmp_path: Path) -> None:
     class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
-            self.net = Network()
+            self.net = MLP(16, 32)  # torch skips the code of nn.Sequential, whose compile captures nothing
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             loss: Tensor = self.net(batch).square().mean()
@@ -409,16 +388,7 @@ def test_torchtitan(tmp_path: Path) -> None:
     )
 
     def run(asked: str, *arguments: str) -> Any:
-        done = subprocess.run(
-            [sys.executable, "measured.py", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "TORCH_FUSED_OPS": asked},
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(python("measured.py", *arguments, cwd=tmp_path, TORCH_FUSED_OPS=asked).splitlines()[-1])
 
     (nothing, plain), (found, ours) = run("off"), run("memory=input")
     assert nothing == "0 of 0"
@@ -426,9 +396,9 @@ def test_torchtitan(tmp_path: Path) -> None:
     # What is kept under its selective checkpointing is what its policy says, and MLPs are fused all the same.
     (_, plain), (found, ours) = run("off", "checkpointed"), run("memory=input", "checkpointed")
     assert found == "1 of 1" and plain == ours
-    command = [sys.executable, "-m", "torch_fused_ops", "run", "--memory", "input", "--report", "report.json"]
+    command = ["-m", "torch_fused_ops", "run", "--memory", "input", "--report", "report.json"]
     (tmp_path / "train.py").write_text("from titan import step\nstep()\n")
-    subprocess.run([*command, "train.py"], cwd=tmp_path, check=True, capture_output=True, timeout=500)
+    python(*command, "train.py", cwd=tmp_path)
     assert '"fused::glu"' in (tmp_path / "report.json").read_text()
 
 

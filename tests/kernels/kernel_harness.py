@@ -1,6 +1,6 @@
 """What the kernels' tests share: a device that is a GPU or Triton's interpreter, and machine code on paper."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,8 +85,9 @@ def recorded(operator: Callable[..., Any], *args: Any) -> list[launching.Launch]
     return launches
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def wide(args: Sequence[Any]) -> list[Any]:
+    """Arguments with float64 in place of narrower numbers."""
+    return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
 
 
 GPUS = [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X]

@@ -12,12 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import BUILTIN
+from harness import BUILTIN, meta
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernel_harness import GPUS, Device, assemble, assert_close, meta, recorded
+from kernel_harness import GPUS, Device, assemble, assert_close, recorded, wide
 
 from torch_fused_ops import activations, declaration, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
@@ -27,17 +27,13 @@ from torch_fused_ops.operators import activation as declared
 from torch_fused_ops.operators import reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-EVERYTHING = (True, True, True)
+EVERYTHING, OF_DATA = (True, True, True), (True, False, False)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter meets infinities
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> Tensor:
     return (torch.randn(shape, dtype=torch.float64) * scale).to(dtype)
-
-
-def wide(args: Sequence[Any]) -> list[Any]:
-    return [a.double() if isinstance(a, Tensor) else a for a in args]
 
 
 def check(device: Device, name: str, args: Sequence[Any], grad: Tensor, mask: Sequence[bool] = EVERYTHING) -> None:
@@ -114,9 +110,7 @@ def test_every_bfloat16_value(device: Device, activation: str) -> None:
     tile = 8192 if device.name == "cpu" else kernels._THREADS  # larger, for the interpreter's sake
     with mock.patch.object(kernels, "_THREADS", tile):
         y = device.run(launch_of("bias_act"), x, None, None, activation)
-        dx, _, _ = device.run(
-            launch_of("bias_act_backward"), torch.ones_like(x), x, None, None, activation, (True, False, False)
-        )
+        dx, _, _ = device.run(launch_of("bias_act_backward"), torch.ones_like(x), x, None, None, activation, OF_DATA)
     assert_close(y[finite], table.value(x[finite].double()))
     assert_close(dx[finite], table.derivative(x[finite].double()), gradient=True)
     special = x[~finite].float()
@@ -132,9 +126,7 @@ def test_wide_types_keep_their_tails(device: Device, activation: str, dtype: tor
     x = torch.cat((magnitude, -magnitude))
     table = activations.get(activation)
     assert_close(device.run(launch_of("bias_act"), x, None, None, activation), table.value(x.double()))
-    dx, _, _ = device.run(
-        launch_of("bias_act_backward"), torch.ones_like(x), x, None, None, activation, (True, False, False)
-    )
+    dx, _, _ = device.run(launch_of("bias_act_backward"), torch.ones_like(x), x, None, None, activation, OF_DATA)
     near_zero = 4 * torch.finfo(dtype).eps * ((x > -2) & (x < 0)).double()  # derivatives cross zero there
     assert_close(dx, table.derivative(x.double()), gradient=True, absolute=near_zero)
 
@@ -308,9 +300,8 @@ def test_sums_round_like_short_ones(device: Device, shape: tuple[int, int]) -> N
     bias, scale = torch.zeros(shape[1]), torch.ones(shape[0])
     mask = (False, True, True)
     _, d_bias, d_scale = device.run(launch_of("bias_act_backward"), grad, x, bias, scale, "relu", mask)
-    assert device.names in (
-        ["_backward"] + ["_add_rows"] * n for n in (1, 2)
-    )  # a sum of one part needs no second kernel
+    # A sum of one part needs no second kernel.
+    assert device.names in (["_backward"] + ["_add_rows"] * n for n in (1, 2))
     _, *sums = reference.bias_act_backward(grad.double(), x.double(), bias.double(), scale.double(), "relu", mask)
     for actual, expected in zip((d_bias, d_scale), sums, strict=True):
         assert expected is not None
@@ -321,8 +312,7 @@ def test_results_are_the_same_in_every_run(device: Device) -> None:
     args = arguments("bias_glu", (300, 40), torch.bfloat16, bias=True, scale=True)
     grad = normal(300, 40, dtype=torch.bfloat16)
     first, second = (device.run(launch_of("bias_glu_backward"), grad, *args, EVERYTHING) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, first, second))
 
 
 # ---- large tensors ---------------------------------------------------------------------------------------------------
@@ -344,6 +334,7 @@ def test_wide_offsets_give_the_same(device: Device, name: str, layout: str, monk
 @pytest.mark.parametrize("rows", [2**15, 2**18])
 def test_wide_offsets_are_used_where_needed_and_only_there(rows: int) -> None:
     x, bias, packed = meta(rows, 2**14), meta(2**14), meta(rows // 2, 2**15)
+    plain = (None, "silu", "halves", 0.0, None)
     large = rows * 2**14 > 2**31
     for call in (
         (launch_of("bias_act"), x, None, None, "silu"),
@@ -352,18 +343,7 @@ def test_wide_offsets_are_used_where_needed_and_only_there(rows: int) -> None:
         (launch_of("bias_act"), meta(2**14, rows).t(), None, None, "silu"),
         (launch_of("bias_act_backward"), x, x, bias, None, "silu", (True, True, False)),
         (launch_of("glu_backward"), x, x, x, meta(rows), "silu", 0.0, None, EVERYTHING),
-        (
-            launch_of("bias_glu_backward"),
-            x[: rows // 2],
-            packed,
-            meta(2**15),
-            None,
-            "silu",
-            "halves",
-            0.0,
-            None,
-            EVERYTHING,
-        ),
+        (launch_of("bias_glu_backward"), x[: rows // 2], packed, meta(2**15), *plain, EVERYTHING),
     ):
         kernel, grid, *_, constants = recorded(*call)[0]
         assert constants["WIDE"] == large, kernel

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BUILTIN
+from harness import BUILTIN, meta
 
 pytest.importorskip("triton")
 
@@ -13,7 +13,7 @@ import test_activation_kernels
 import test_dropout_kernels
 import test_float8_machine_code
 import test_softmax_kernels
-from kernel_harness import meta, recorded
+from kernel_harness import recorded
 
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.families.float8 import kernels as float8

@@ -1,7 +1,6 @@
 """The eager GPU kernels of ``fused::dropout_add``, without a GPU: as test_activation_kernels.py."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from kernel_harness import GPUS, Device, assemble, assert_close, meta, recorded
+from harness import meta
+from kernel_harness import GPUS, Device, assemble, assert_close, recorded, wide
 
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.families.dropout import formulas, kernels
@@ -24,10 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, wh
 
 SEED = torch.tensor([-3141592653589793238])
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-def wide(args: Sequence[Any]) -> list[Any]:
-    return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
 
 
 def check(device: Device, x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor) -> None:
@@ -46,9 +42,8 @@ def check(device: Device, x: Tensor, bias: Tensor | None, residual: Tensor | Non
             continue
         rest = seed, p, x.dtype, bias_dtype, mask
         got = device.run(kernels.dropout_add_backward, grad, *rest)
-        truth = reference.dropout_add_backward(
-            grad.double(), seed, p, torch.float64, None if bias is None else torch.float64, mask
-        )
+        wide_bias = None if bias is None else torch.float64
+        truth = reference.dropout_add_backward(grad.double(), seed, p, torch.float64, wide_bias, mask)
         assert device.names.count("_backward") == (1 if x.numel() else 0) and len(device.launches) <= 2
         assert [g is not None for g in got] == list(mask)
         if mask[0]:
@@ -181,11 +176,11 @@ def test_nothing_random_costs_nothing() -> None:
 
 def test_offsets_are_wide_where_they_must_be() -> None:
     s, bf16 = meta(1, dtype=torch.int64), torch.bfloat16
-    for rows, wide in ((2**18, False), (2**20, True)):
+    for rows, far in ((2**18, False), (2**20, True)):
         x = meta(rows, 4096)
         for operator, args in (
             (kernels.dropout_add, (x, None, x, s, 0.1)),
             (kernels.dropout_add, (x[:1].expand(rows, 4096), meta(4096), None, s, 0.1)),
             (kernels.dropout_add_backward, (x[:1, :1].expand(rows, 4096), s, 0.1, bf16, bf16, (False, True))),
         ):
-            assert recorded(operator, *args)[0].constants["WIDE"] is wide
+            assert recorded(operator, *args)[0].constants["WIDE"] is far

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from harness import raises
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 pytest.importorskip("triton")
 
-from kernel_harness import Device, meta, recorded
+from harness import meta
+from kernel_harness import Device, recorded
 
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8 import kernels
@@ -302,8 +304,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: kernels.scaled_mm(*float8.quantize(wide, 1), *float8.quantize(wide, 1), None, 1, BF16),
     )
     for call in refused:
-        with pytest.raises(NotImplementedError, match="not accepted on AMD GPUs"):
-            call()
+        raises(NotImplementedError, "not accepted on AMD GPUs", call)
 
 
 class Library:

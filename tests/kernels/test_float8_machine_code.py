@@ -10,7 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernel_harness import assemble, meta
+from harness import meta
+from kernel_harness import assemble
 
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.families.float8 import kernels

@@ -12,7 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernel_harness import GPUS, Device, assemble, meta, recorded
+from harness import meta
+from kernel_harness import GPUS, Device, assemble, recorded, wide
 
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.families.softmax import kernels
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, wh
 
 @pytest.fixture(autouse=True)
 def fresh_plans() -> Iterator[None]:
-    torch.manual_seed(0)
     kernels._plan.cache_clear()
     yield
     kernels._plan.cache_clear()
@@ -42,10 +42,6 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
         monkeypatch.setattr(kernels, "_WIDEST_ROW", 1)
         monkeypatch.setattr(kernels, "_LONG_BLOCK", 16)
     return bool(request.param == "in registers")
-
-
-def wide(args: tuple[Any, ...]) -> list[Any]:
-    return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
 
 
 def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, wanted: tuple[bool, bool] = BOTH) -> None:

@@ -1,7 +1,17 @@
-"""Activations written as ``torch.autograd.Function``, for several test files."""
+"""Activations written as ``torch.autograd.Function``, and order of evaluation, for several test files."""
 
 import torch
 import torch.nn.functional as F
+
+
+def first(value, *_):
+    """``value``, after the other arguments were evaluated."""
+    return value
+
+
+def within(context, fn, *args):
+    with context():
+        return fn(*args)
 
 
 class Swish(torch.autograd.Function):

@@ -3,34 +3,28 @@
 Each is fused as what it is, at every site, and computes with pick-up what it computes without, gradients included.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import compare
+from harness import MLP, Net, SwiGLU
 from torch import Tensor
 from torch.func import functional_call
 
 
-class MLP(harness.MLP):
-    def __init__(self, act: Callable[[Tensor], Tensor], width: int = 8, ffn: int = 16, halves: int = 1) -> None:
-        super().__init__(width, ffn, act, halves=halves)
-
-
-class Mixer(nn.Module):
+def mixer() -> nn.Module:
     """MLP-Mixer: one MLP over tokens, one over channels."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.channels, self.norm = MLP(nn.GELU(), 4, 12), MLP(nn.GELU(), 8, 16), nn.LayerNorm(8)
+    def body(s: Any, x: Tensor) -> Tensor:
+        x = x + s.tokens(s.norm(x).transpose(1, 2)).transpose(1, 2)
+        return x + s.channels(s.norm(x))  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.tokens(self.norm(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.channels(self.norm(x))
+    return Net(body, tokens=MLP(4, 12, nn.GELU()), channels=MLP(8, 16, nn.GELU()), norm=nn.LayerNorm(8))
 
 
 class ConvNeXt(nn.Module):
@@ -50,20 +44,14 @@ class ConvNeXt(nn.Module):
         return x + self.down(F.gelu(self.up(y.permute(0, 3, 1, 2))))
 
 
-class Experts(nn.Module):
-    """Experts in one tensor, multiplied by ``bmm`` or ``einsum``."""
+def weights(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
 
-    def __init__(self, einsum: bool) -> None:
-        super().__init__()
-        self.einsum = einsum
-        self.gate, self.up = (nn.Parameter(torch.randn(3, 8, 16)) for _ in range(2))
-        self.down = nn.Parameter(torch.randn(3, 16, 8))
 
-    def forward(self, x: Tensor) -> Tensor:
-        def product(x: Tensor, w: Tensor) -> Tensor:
-            return torch.einsum("ecd,edf->ecf", x, w) if self.einsum else torch.bmm(x, w)
-
-        return product(F.silu(product(x, self.gate)) * product(x, self.up), self.down)
+def experts(product: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """Experts in one tensor."""
+    gate, up, down = weights((3, 8, 16), (3, 8, 16), (3, 16, 8))
+    return Net(lambda s, x: product(F.silu(product(x, s.gate)) * product(x, s.up), s.down), gate=gate, up=up, down=down)
 
 
 class Adapted(nn.Linear):
@@ -78,40 +66,34 @@ class Adapted(nn.Linear):
 
 
 ENCODER: dict[str, Any] = dict(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0, batch_first=True)
+EINSUM = functools.partial(torch.einsum, "ecd,edf->ecf")
 X, IMAGE, ROWS = (4, 8), (2, 8, 4, 4), (2, 4, 8)
 
 # What to build, the input's shape, and what each site becomes.
 FUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[tuple[str, str]]]] = {
     "Sequential": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), X, [("bias_act", "gelu")]),
-    "dropout in front": (lambda: MLP(nn.Sequential(nn.Dropout(0.5), nn.GELU())), X, [("bias_act", "gelu")]),
+    "dropout in front": (lambda: MLP(8, 16, nn.Sequential(nn.Dropout(0.5), nn.GELU())), X, [("bias_act", "gelu")]),
     "TransformerEncoder": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(activation="gelu", **ENCODER), 2),
         ROWS,
         [("bias_act", "gelu")] * 2,
     ),
     "TransformerDecoderLayer": (
-        lambda: Twice(nn.TransformerDecoderLayer(activation=F.silu, **ENCODER)),
+        lambda: Net(lambda s, x: s.layer(x, x), layer=nn.TransformerDecoderLayer(activation=F.silu, **ENCODER)),
         ROWS,
         [("bias_act", "silu")],
     ),
-    "MLP-Mixer": (Mixer, ROWS, [("bias_act", "gelu")] * 2),
+    "MLP-Mixer": (mixer, ROWS, [("bias_act", "gelu")] * 2),
     "ConvNeXt, linear": (lambda: ConvNeXt(True), IMAGE, [("bias_act", "gelu")]),
     "ConvNeXt, pointwise convolutions": (lambda: ConvNeXt(False), IMAGE, [("bias_act", "gelu")]),
-    "experts by bmm": (lambda: Experts(False), (3, 4, 8), [("glu", "silu")]),
-    "experts by einsum": (lambda: Experts(True), (3, 4, 8), [("glu", "silu")]),
-    "LoRA": (lambda: harness.SwiGLU(8, 16, Adapted), X, [("glu", "silu")]),
+    "experts by bmm": (lambda: experts(torch.bmm), (3, 4, 8), [("glu", "silu")]),
+    "experts by einsum": (
+        lambda: experts(functools.partial(torch.einsum, "ecd,edf->ecf")),
+        (3, 4, 8),
+        [("glu", "silu")],
+    ),
+    "LoRA": (lambda: SwiGLU(8, 16, Adapted), X, [("glu", "silu")]),
 }
-
-
-class Twice(nn.Module):
-    """A decoder layer whose memory is its input."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x)
 
 
 @pytest.mark.covering(every=2)
@@ -144,20 +126,15 @@ def test_grouped_products() -> None:
     assert (site.op, site.activation) == ("fused::glu", "silu")
 
 
-class GatheredExperts(nn.Module):
+def test_gathered_experts() -> None:
     """Each token's expert, gathered by a router's choice: weights stay weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(8, 3)
-        self.up, self.down = nn.Parameter(torch.randn(3, 32, 8)), nn.Parameter(torch.randn(3, 8, 16))
+    def body(s: Any, x: Tensor) -> Tensor:
+        expert = s.router(x).argmax(-1)
+        gate, up = torch.bmm(s.up[expert], x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        return torch.bmm(s.down[expert], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        expert = self.router(x).argmax(-1)
-        gate, up = torch.bmm(self.up[expert], x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
-        return torch.bmm(self.down[expert], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
-
-
-def test_gathered_experts() -> None:
-    (site,) = compare(GatheredExperts().double(), [torch.randn(4, 8, dtype=torch.float64, requires_grad=True)])
+    up, down = weights((3, 32, 8), (3, 8, 16))
+    model = Net(body, router=nn.Linear(8, 3), up=up, down=down).double()
+    (site,) = compare(model, [torch.randn(4, 8, dtype=torch.float64, requires_grad=True)])
     assert (site.op, site.activation) == ("fused::bias_glu", "silu")

@@ -126,16 +126,6 @@ def square() -> Tensor:
     return torch.randn(32, 32)
 
 
-def turned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    x = a @ b
-    return both(x, x.t())
-
-
-def returned(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    x = a @ b
-    return *both(x, b @ a), x
-
-
 def read_later(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     x = a @ b
     r, s = both(x, b @ a)
@@ -146,9 +136,9 @@ WHAT: dict[str, tuple[Callable[..., Any], list[int]]] = {
     "both inputs": (lambda a, b: both(a @ b, b @ a), [2]),
     "a graph's inputs are not": (lambda a, b: both(a, b), [0]),
     "one is a graph's": (lambda a, b: both(a @ b, b), [1]),
-    "one is returned": (returned, [1]),
+    "one is returned": (lambda a, b: (*both(x := a @ b, b @ a), x), [1]),
     "one is read later": (read_later, [1]),
-    "read at another index": (turned, [0]),
+    "read at another index": (lambda a, b: both(x := a @ b, x.t()), [0]),
     "results of another dtype": (lambda a, b: [r.half() for r in both(a @ b, b @ a)], [0]),
     "one is smaller": (lambda a, b: both(a @ b, (b @ a)[:1].expand(32, 32)), [1]),
     "a part of a buffer": (lambda a, b: both((a @ b)[:16], (b @ a)[16:]), [0]),
@@ -204,11 +194,6 @@ def joined_with_a_part(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     x, gradient = a @ b, a @ b[:, :16]
     two = [fused.glu(gradient, x[:, :16], None, name) for name in ("silu", "gelu")]
     return torch.cat([two[0], gradient @ b[:16, :16]], -1) @ a, two[1] @ a[:16]
-
-
-def split_again(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    x = a @ b
-    return joined(*x.chunk(2, -1)) @ a, x @ b
 
 
 def backward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +267,7 @@ VIEWS: dict[str, tuple[Callable[..., Any], int]] = {
     "read in another turn": (turned_half, 0),
     "joined with what another kernel writes": (joined_with_another, 0),
     "joined with what is there before": (joined_with_a_part, 0),
-    "read later": (split_again, 0),
+    "read later": (lambda a, b: (joined(*(x := a @ b).chunk(2, -1)) @ a, x @ b), 0),
     "returned": (lambda a, b: joined(*(a @ b).chunk(2, -1)), 0),
     "a graph's input": (lambda a, b: joined(*a.chunk(2, -1)) @ b, 0),
     "what only others read": (used, 2),

@@ -1,15 +1,13 @@
 """What a cache is asked for is served under no other version and no other policy, and under its own it is."""
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import python
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import autograd_cache
@@ -55,20 +53,11 @@ def package(tmp_path: Path) -> Path:
 
 
 def run(package: Path, cache: Path, *arguments: str) -> tuple[float, float, str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(package.parent),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    caches |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     # -I would drop PYTHONPATH; the copy must come before an editable install's finder, which PYTHONPATH does.
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, env=environment, cwd=cache.parent
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    value, grad, hit = done.stdout.split()[-3:]
+    printed = python("-c", PROGRAM, *arguments, cwd=cache.parent, PYTHONPATH=str(package.parent), **caches)
+    value, grad, hit = printed.split()[-3:]
     return float(value), float(grad), hit
 
 
@@ -297,11 +286,8 @@ for which in sys.argv[2].split(","):
 @pytest.mark.slow
 def test_another_process_is_served_its_own_policy_s_code(tmp_path: Path) -> None:
     def lines(order: str) -> list[str]:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-        command = [sys.executable, "-c", PATHS, str(Path(__file__).parent), order]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.splitlines()
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+        return python("-c", PATHS, Path(__file__).parent, order, **environment).splitlines()
 
     assert lines("enc,dec") == ["enc rounded miss", "dec exact miss"]
     assert lines("dec,enc") == ["dec exact hit", "enc rounded hit"]

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torch_fused_ops as tfo
@@ -57,13 +57,10 @@ PASS_SLOTS = (
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     compat.update_everywhere(torch.compiler.config, "force_disable_caches", lambda _: True)
     yield
     compat.update_everywhere(torch.compiler.config, "force_disable_caches", lambda _: False)
     tfo.disable()
-    torch._dynamo.reset()
     for slot in (*PASS_SLOTS, "custom_partitioner_fn"):
         setattr(inductor_config, slot, None)
 
@@ -213,31 +210,20 @@ class Int8(nn.Module):
         return self.linear(F.relu(self.linear(x, "up")), "down")
 
 
-class Experts(nn.Module):
+def experts() -> nn.Module:
     """Five MLPs of one shape, each after a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms, self.mlps = (nn.ModuleList(kind(64) for _ in range(5)) for kind in (nn.LayerNorm, self.mlp))
-
-    @staticmethod
-    def mlp(width: int) -> nn.Module:
-        return MLP(width=width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([mlp(norm(x)) for norm, mlp in zip(self.norms, self.mlps, strict=True)])
+    layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), MLP()) for _ in range(5))
+    return harness.Net(lambda s, x: torch.cat([layer(x) for layer in s.layers]), layers=layers)
 
 
-class Packed(nn.Module):
+def packed() -> nn.Module:
     """A gated MLP whose gate and up are one projection, cut by split."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up, self.down = nn.Linear(64, 512), nn.Linear(256, 64)
+    def swiglu(h: Tensor) -> Tensor:
+        gate, up = torch.split(h, 256, dim=-1)
+        return F.silu(gate) * up
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = torch.split(self.gate_up(x), 256, dim=-1)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+    return harness.MLP(64, 512, swiglu, halves=2)
 
 
 FREEZING = {"freezing": True}
@@ -263,19 +249,19 @@ FUSIONS = {
     "SDPA, inference": Fusion(Attention, (2, 16, 64), ("fuse_attention",), 1),
     "int8 weights": Fusion(Int8Weights, (2, 16, 64), ("woq_matcher_count",), 1, BF16),
     "batched linears after grad": Fusion(
-        Experts, (16, 64), ("batch_linear_post_grad",), 5, training=True,
+        experts, (16, 64), ("batch_linear_post_grad",), 5, training=True,
         config={POST_GRAD: {"batch_linear_post_grad": {}}},
     ),
     "batched norms": Fusion(
-        Experts, (16, 64), ("batch_layernorm",), 5, training=True, config={PRE_GRAD: {"batch_layernorm": {}}}
+        experts, (16, 64), ("batch_layernorm",), 5, training=True, config={PRE_GRAD: {"batch_layernorm": {}}}
     ),
     "normalized splits": Fusion(
-        Packed, (16, 64), ("normalization_pass",), 1, training=True,
+        packed, (16, 64), ("normalization_pass",), 1, training=True,
         config={PRE_GRAD: {"normalization_pass": {}, "remove_split_with_size_one_pass": {}, "split_cat_pass": {}}},
     ),
     # It runs before our pass and stacks what the second linears read: no GEMM reads an activation any more.
     "batched linears before grad": Fusion(
-        Experts, (16, 64), ("batch_linear",), 0, training=True, config={PRE_GRAD: {"batch_linear": {}}}
+        experts, (16, 64), ("batch_linear",), 0, training=True, config={PRE_GRAD: {"batch_linear": {}}}
     ),
     # CPU inference under freezing: we stand aside.
     "oneDNN linear + gelu": Fusion(
@@ -371,18 +357,6 @@ def selective(table: dict[Any, CheckpointPolicy], seen: set[Any] | None = None) 
     return functools.partial(create_selective_checkpoint_contexts, policy)
 
 
-class Calls(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counted[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
 # An MLP by hand, the same by our operators, and the operator.
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Any]] = {
     "bias_act": (
@@ -406,12 +380,11 @@ def test_eager_selective_checkpointing_names_our_operators(name: str, match: Che
     gemms = dict.fromkeys((aten.mm.default, aten.addmm.default), ALWAYS)
     seen: set[Any] = set()
     out = checkpoint(mlp, x, *ws, use_reentrant=False, context_fn=selective({operator: match, **gemms}, seen))
-    with Calls() as ran:
+    with harness.Calls() as ran:
         grads = torch.autograd.grad(out.square().sum(), [x, ws[0], ws[2]])
     assert operator in seen
-    assert ran.counted[operator] == (match is NEVER)
-    for got, wanted in zip(grads, torch.autograd.grad(mlp(x, *ws).square().sum(), [x, ws[0], ws[2]]), strict=True):
-        torch.testing.assert_close(got, wanted)
+    assert len(ran.of(operator)) == (match is NEVER)
+    torch.testing.assert_close(grads, torch.autograd.grad(mlp(x, *ws).square().sum(), [x, ws[0], ws[2]]))
 
 
 @pytest.mark.covering(2)
@@ -437,7 +410,6 @@ def test_compiled_selective_checkpointing_names_our_operators(name: str, match: 
 
 
 def test_a_checkpoint_policy_is_asked_about_our_operator_in_place_of_what_it_replaced() -> None:
-    """What such a policy is asked about."""
     mlp = SPELLINGS["bias_act"][0]
     x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
     seen: set[Any] = set()
@@ -539,17 +511,7 @@ def test_ddp_cuts_graphs_into_buckets_and_whole_mlps_are_picked_up() -> None:
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs gloo")
 
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(MLP(width=256) for _ in range(4))  # 2 MiB each
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model, x = Blocks(), torch.randn(4, 256)
+    model, x = harness.Stack(MLP(width=256) for _ in range(4)), torch.randn(4, 256)  # 2 MiB each
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         sharded = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=4.3)
@@ -735,15 +697,6 @@ def in_threads(*fns: Callable[[], Any]) -> list[Any]:
     return [results[i] for i in range(len(fns))]
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = MLP(width=16), MLP(width=16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x))  # type: ignore[no-any-return]
-
-
 @contextmanager
 def sites() -> Iterator[dict[int, list[str]]]:
     """What pick-up logs, by thread."""
@@ -771,7 +724,8 @@ def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
             options = None if way == "enabled" else fused_with(policy)
             for _ in range(3):
                 barrier.wait()
-                result = compiled(Pair(), torch.randn(4, 16, requires_grad=True), options=options)
+                pair = harness.Net(lambda s, x: s.two(s.one(x)), one=MLP(width=16), two=MLP(width=16))
+                result = compiled(pair, torch.randn(4, 16, requires_grad=True), options=options)
                 found.append(sum(calls(result.graphs[-1].graph)[f"fused.{n}.default"] for n in ("bias_act", "glu")))
             barrier.wait()
         return found, seen[threading.get_ident()]

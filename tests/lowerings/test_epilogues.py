@@ -29,13 +29,10 @@ AUTOTUNE = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     epilogues._measured.clear()
     # Which calls there are is asked, not how C++ is written: without vector instructions gcc takes a sixth of the time.
     with inductor_config.patch({"fx_graph_cache": False, "cpp.simdlen": 1}):
         yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from test_operators import leaf
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -15,10 +16,6 @@ from torch_fused_ops import functional as FF
 
 BF16 = torch.bfloat16
 MIB = 1 << 20
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape).to(dtype).requires_grad_()
 
 
 CASES: dict[str, Any] = {
@@ -51,9 +48,7 @@ CASES: dict[str, Any] = {
 @pytest.mark.parametrize("dynamic", [True])
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_equals_eager(name: str, dynamic: bool) -> None:
-    torch.manual_seed(0)
     fn, args = CASES[name]()
-    torch.compiler.reset()
 
     def step(f: Any) -> list[Tensor]:
         y = f(*args)
@@ -99,7 +94,6 @@ def test_kernels_and_bytes(name: str, kernels: tuple[int, int], forward: int, ba
         "halves": (lambda x: FF.bias_swiglu(x, memory="fp8"), [tensor(2 * N)]),
         "interleaved": (lambda x: FF.bias_swiglu(x, layout="interleaved", memory="fp8"), [tensor(2 * N)]),
     }[name]
-    torch.compiler.reset()
     paper = virtual_gpu.compile_on_paper(fn, *args, gpu=virtual_gpu.H200)
     graphs = paper.graphs
     assert (len(graphs["forward"].kernels), len(graphs["backward"].kernels)) == kernels

@@ -175,9 +175,8 @@ def neighbor(r: random.Random, e: Expression) -> Expression:
     if number(node):
         return put(e, path, node * (1 + r.choice(WRONG)))
     if isinstance(node, str):
-        return put(
-            e, path, r.choice([neg(node), ("mul", node, 1 + r.choice(WRONG)), ("add", node, r.choice(WRONG[2:])), "y"])
-        )
+        others = [neg(node), ("mul", node, 1 + r.choice(WRONG)), ("add", node, r.choice(WRONG[2:])), "y"]
+        return put(e, path, r.choice(others))
     if isinstance(node, tuple):
         if node[0] in SWAPS and r.randrange(3):
             name = r.choice(SWAPS[node[0]])
@@ -191,9 +190,7 @@ def scrap(r: random.Random, depth: int) -> Expression:
     if not depth or not r.randrange(5):
         return r.choice(["x", "x", "x", "y", "y", 1.0, 0.5, 2.0, -1.0, 1.702, 0.044715, C])
     name = r.choice(sorted(SPELLINGS))
-    arity = {"gelu_tanh": 1, "pow": 1, "clamp": 1, "clamp_min": 1, "clamp_max": 1, "leaky_relu": 1}.get(
-        name, ARITY[name]
-    )
+    arity = 1 if name in ("gelu_tanh", "pow", "clamp", "clamp_min", "clamp_max", "leaky_relu") else ARITY[name]
     args = [scrap(r, depth - 1) for _ in range(arity)]
     if all(number(a) for a in args):
         args[0] = "x"
@@ -504,11 +501,8 @@ class Program:
             return made[e]
         args = [self._value(a, names, chance, made) for a in e[1:]]
         if not any(character.isalpha() and character != "e" for a in args for character in a):
-            return (
-                "(" + SPELLINGS[e[0]][0].format(*args) + ")"
-                if e[0] in ("add", "sub", "mul", "div", "neg", "pow")
-                else "1.0"
-            )
+            arithmetic = e[0] in ("add", "sub", "mul", "div", "neg", "pow")
+            return "(" + SPELLINGS[e[0]][0].format(*args) + ")" if arithmetic else "1.0"
         texts = SPELLINGS[e[0]]
         own = args[0].startswith("t") and args[0] not in made.values()
         if e[0] in IN_PLACE and r.randrange(100) < (25 if own else chance // 4):
@@ -585,11 +579,8 @@ class Program:
             up = ("clamp_max", ("clamp_min", "y", -limit), limit * r.choice([1, 1, 1, 1.01]))
         if gated:
             up = r.choice([up, up, up, ("add", up, 1.0), ("add", up, 0.5), ("square", up)])
-            e = (
-                r.choice([("mul", e, up), ("mul", up, e)])
-                if r.randrange(10)
-                else (r.choice(["add", "div", "sub"]), e, up)
-            )
+            products = [("mul", e, up), ("mul", up, e)]
+            e = r.choice(products) if r.randrange(10) else (r.choice(["add", "div", "sub"]), e, up)
         e = equivalent(r, e, r.choice([0, 1, 3, 6]), 40)
         return e if r.randrange(4) else neighbor(r, e)
 
@@ -618,11 +609,8 @@ class Program:
         if any("autocast" in block for *_, block in self.blocks):
             values.append(torch.bfloat16)
         text = "".join(self.lines)
-        values += [
-            d
-            for word, d in (("bfloat16", torch.bfloat16), ("half", torch.float16), ("float()", torch.float32))
-            if word in text
-        ]
+        words = {"bfloat16": torch.bfloat16, "half": torch.float16, "float()": torch.float32}
+        values += [dtype for word, dtype in words.items() if word in text]
         return min(values, key=lambda d: (d.itemsize, d == torch.float16))
 
 
@@ -671,28 +659,25 @@ NOT_AOT = ("0.5)", "0.5, True", "inference_mode")
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-def randoms() -> Any:
-    return st.randoms(use_true_random=False, note_method_calls=False)
+def run_on_randoms(examples: int, part: int | None = None) -> Callable[[Callable[[random.Random], None]], None]:
+    """Call a function with so many generators of random numbers: the same ones each time, or a part's own."""
+    quietly = settings(
+        max_examples=examples, derandomize=part is None, database=None, deadline=None,
+        phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
 
+    def run(fn: Callable[[random.Random], None]) -> None:
+        each = quietly(given(st.randoms(use_true_random=False, note_method_calls=False))(fn))
+        (each if part is None else seed(part)(each))()
 
-def quietly(examples: int, seeded: bool = False) -> Any:
-    return settings(
-        max_examples=examples,
-        derandomize=not seeded,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
+    return run
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch._dynamo.reset()
         yield
-        torch._dynamo.reset()
 
 
 def check_share(counts: Counter[str], share: float) -> None:
@@ -710,12 +695,10 @@ def check_kinds(counts: Counter[str]) -> None:
 def test_programs():
     counts: Counter[str] = Counter()
 
-    @quietly(32)
-    @given(randoms())
-    def run(r):
+    @run_on_randoms(32)
+    def _(r):
         fuzzed(r, counts, ("eager", "eager", "aot_eager")[counts["programs"] % 3])
 
-    run()
     check_share(counts, 0.25)
     check_kinds(counts)
 
@@ -728,13 +711,10 @@ TOTAL: Counter[str] = Counter()
 def test_many_programs(part):
     counts: Counter[str] = Counter()
 
-    @seed(part)
-    @quietly(100, seeded=True)
-    @given(randoms())
-    def run(r):
+    @run_on_randoms(100, part)
+    def _(r):
         fuzzed(r, counts, "aot_eager" if part % 6 == 5 else "eager")
 
-    run()
     TOTAL.update(counts)
     check_share(counts, 0.2)
 
@@ -763,7 +743,6 @@ def test_through_inductor(part):
         if any(site.op for site in sites):
             programs.append(p)
     fn, arguments = together(programs)
-    torch._dynamo.reset()
     compare(fn, arguments, way="inductor")
 
 
@@ -849,9 +828,8 @@ def agree(e: Expression, f: Expression, variables: dict[str, Tensor], tolerance:
 def test_equal_forms_are_equal_functions():
     counts: Counter[str] = Counter()
 
-    @quietly(300)
-    @given(randoms())
-    def run(r):
+    @run_on_randoms(300)
+    def _(r):
         e = scrap(r, 4) if r.randrange(2) else ACTIVATIONS[r.choice(sorted(ACTIVATIONS))]
         if r.randrange(2):
             e = ("mul", e, scrap(r, 2))
@@ -870,7 +848,6 @@ def test_equal_forms_are_equal_functions():
         counts["told apart"] += not equal and not agreeing
         assert agreeing or not equal, (e, f)
 
-    run()
     assert counts["equal"] > 75 and counts["told apart"] > 30 and counts["known"] > 150, counts
 
 
@@ -881,9 +858,8 @@ def test_equivalent_spellings_are_proved():
     """Completeness, for what ``equivalent`` spells; and one constant off by 1e-5 is another function, or a scale."""
     counts: Counter[str] = Counter()
 
-    @quietly(200)
-    @given(randoms())
-    def run(r):
+    @run_on_randoms(200)
+    def _(r):
         name = r.choice(sorted(ACTIVATIONS))
         e = equivalent(r, ACTIVATIONS[name], r.choice([1, 2, 4, 8]))
         found = match(e, 1)
@@ -905,19 +881,15 @@ def test_equivalent_spellings_are_proved():
                 # Neither: where it makes no difference, relu(x)·relu(x - relu(-1.01·x)).
                 counts["no difference" if v.gate_scale == v.scale == 1 else "a scale"] += 1
 
-    run()
-    assert (
-        counts["perturbed"] - counts["no difference"] - counts["a scale"] > 50 and counts.keys() >= ACTIVATIONS.keys()
-    ), counts
-    assert counts["cautious"] <= 20, counts
+    assert counts["perturbed"] - counts["no difference"] - counts["a scale"] > 50, counts
+    assert counts.keys() >= ACTIVATIONS.keys() and counts["cautious"] <= 20, counts
 
 
 def test_equivalent_gates_are_proved():
     counts: Counter[str] = Counter()
 
-    @quietly(150)
-    @given(randoms())
-    def run(r):
+    @run_on_randoms(150)
+    def _(r):
         name, limit = r.choice(sorted(ACTIVATIONS)), r.choice([None, None, None, 7.0, 0.5])
         offset = r.choice([0.0, 0.0, 1.0, -0.5])
         gate, up = ACTIVATIONS[name], "y"
@@ -936,5 +908,4 @@ def test_equivalent_gates_are_proved():
         other = match(substitute(e, {"x": "y", "y": "x"}), 2)
         assert (other.activation, other.gate, other.up) == (name, 1, 0), e
 
-    run()
     assert counts.keys() >= ACTIVATIONS.keys() and counts["cautious"] <= 15, counts

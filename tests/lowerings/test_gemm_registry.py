@@ -151,8 +151,7 @@ def test_an_activation_between_custom_products_is_fused(function: Any) -> None:
     # The input is kept for the weights' gradients; and silu(gate), gate, up and the product; gate and up; neither.
     for memory, columns in {"free": D + 2 * H, "input": D}.items():
         got, kept = saving_step(compiled(module, memory), module, x)
-        for mine, exact in zip(got, eager, strict=True):
-            torch.testing.assert_close(mine, exact)
+        torch.testing.assert_close(got, eager)
         recomputable = memory != "input" or function is Visible
         assert kept == ELEMENTS * (columns if recomputable else D + 2 * H)
 
@@ -164,8 +163,7 @@ def test_a_registered_operator_is_computed_again() -> None:
     tfo.register_gemm(opaque)
     module, x = MLP(Hidden), data()
     (got, kept), (eager, _) = saving_step(compiled(module, "input"), module, x), saving_step(module, module, x)
-    for mine, exact in zip(got, eager, strict=True):
-        torch.testing.assert_close(mine, exact)
+    torch.testing.assert_close(got, eager)
     assert kept == ELEMENTS * D
 
 
@@ -234,7 +232,6 @@ def test_what_can_be_registered() -> None:
 @pytest.mark.parametrize("recipe", ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
 def test_torchao(recipe: str) -> None:
     float8 = pytest.importorskip("torchao.float8")
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)).bfloat16()
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
     module = float8.convert_to_float8_training(module, config=config)
@@ -252,7 +249,6 @@ def test_torchao(recipe: str) -> None:
 @pytest.mark.parametrize("bits", (4, 8))
 def test_bitsandbytes(bits: int) -> None:
     layers = pytest.importorskip("bitsandbytes.nn")
-    torch.manual_seed(0)
     kind, settings = {
         4: (layers.Linear4bit, {"compute_dtype": torch.float32, "quant_type": "nf4"}),
         8: (layers.Linear8bitLt, {"has_fp16_weights": False, "threshold": 0.0}),
@@ -262,5 +258,4 @@ def test_bitsandbytes(bits: int) -> None:
     assert [site.op for site in tfo.explain(module, x).sites] == ["fused::bias_act"]
     for memory in ("free", "input"):
         got, eager = saving_step(compiled(module, memory), module, x)[0], saving_step(module, module, x)[0]
-        for mine, exact in zip(got, eager, strict=True):
-            torch.testing.assert_close(mine, exact)
+        torch.testing.assert_close(got, eager)

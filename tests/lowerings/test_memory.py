@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from harness import MLP, Net, meta
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy
@@ -44,32 +45,24 @@ class Residual(nn.Module):
         return x
 
 
-def linear() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
-
-
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """Attention spelled out, with a bias on its scores, and an MLP: T5's."""
 
-    def __init__(self, width: int = 512, heads: int = 8) -> None:
-        super().__init__()
-        self.heads = heads
-        self.bias = nn.Parameter(torch.zeros(heads, 512, 512))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def body(s: Any, x: Tensor) -> Tensor:
+        q, k, v = s.qkv(x).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
+        scores = torch.softmax((q @ k.transpose(-1, -2) + s.bias).float(), -1).to(x.dtype)
+        x = x + s.out((scores @ v).transpose(1, 2).flatten(2))
+        return x + s.mlp(x)  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        scores = torch.softmax((q @ k.transpose(-1, -2) + self.bias).float(), -1).to(x.dtype)
-        x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+    members = {"qkv": nn.Linear(512, 3 * 512), "out": nn.Linear(512, 512), "mlp": MLP(512, 2048)}
+    return Net(body, bias=nn.Parameter(torch.zeros(8, 512, 512)), **members)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "attention": Attention,
+    "attention": attention,
     "gelu": lambda: Residual(False),
     "swiglu": lambda: Residual(True),
-    "linear": linear,
+    "linear": lambda: nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))),
 }
 # Four blocks take 7 s of processor time for each way of compiling, attention 3. By default codegen/test_figures.py has
 # smaller ones, and test_memory_levels.py an attention that is not compiled on paper.
@@ -80,7 +73,7 @@ NAMES = [pytest.param(name, marks=() if name == "linear" else pytest.mark.slow) 
 def on_paper(name: str, memory: str | None = None, budget: float | None = None) -> Any:
     with torch.device("meta"):
         model = MODELS[name]().to(torch.bfloat16)
-    x = torch.empty(4, 512, 512, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    x = meta(4, 512, 512, requires_grad=True)
     config = compile_options(FusionPolicy(memory=memory)) if memory else {}
     return virtual_gpu.compile_on_paper(model, x, config=config, memory_budget=budget)
 
@@ -134,9 +127,6 @@ def test_operators_called_directly_are_rebuilt_too() -> None:
     def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return torch.nn.functional.linear(torch.ops.fused.bias_act(x @ w, None, None, "silu"), v)
 
-    x, w, v = (
-        torch.empty(s, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        for s in ((64, 32), (32, 128), (32, 128))
-    )
+    x, w, v = (meta(*s, requires_grad=True) for s in ((64, 32), (32, 128), (32, 128)))
     paper = virtual_gpu.compile_on_paper(mlp, x, w, v, memory_budget=0.99)
     assert not any("bias_act" in s.name for s in paper.saved)

@@ -11,6 +11,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import MLP, Stack, raises
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -296,17 +297,23 @@ def also_read(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) 
     return F.linear(h, v) + F.linear(F.linear(scaled, a), b) + scaled.softmax(-1)[..., :32]
 
 
-def checkpointed(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """A policy that keeps products of elements."""
+def checkpointed(fn: Callable[..., Tensor], *keeps: Any) -> Callable[..., Tensor]:
+    """The function in a checkpoint whose policy keeps what these operators compute."""
 
     def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mul.Tensor else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    context = functools.partial(create_selective_checkpoint_contexts, decide)
-    return checkpoint(adapted, x, w, v, s, a, b, use_reentrant=False, context_fn=context)  # type: ignore[no-any-return]
+    context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, decide)} if keeps else {}
+    return lambda *inputs: checkpoint(fn, *inputs, use_reentrant=False, **context)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("fn", "there"), [(also_returned, 0), (also_read, 0), (checkpointed, 1)])
+PRODUCTS_KEPT = checkpointed(adapted, torch.ops.aten.mul.Tensor)
+
+
+CASES_AT_FREE = [(also_returned, 0), (also_read, 0), pytest.param(PRODUCTS_KEPT, 1, id="products kept")]
+
+
+@pytest.mark.parametrize(("fn", "there"), CASES_AT_FREE)
 def test_what_is_left_as_it_is_at_free(fn: Any, there: int) -> None:
     """What something else reads, what selective checkpointing keeps; and what is a result is right all the same."""
     inputs = behind_a_product((3, 17), True)
@@ -387,32 +394,17 @@ def test_float64_stays_exact() -> None:
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_checkpointed_regions_stay_checkpointed(level: str) -> None:
-    def region(*inputs: Tensor) -> Tensor:
-        return checkpoint(gelu, *inputs, use_reentrant=False)  # type: ignore[return-value]
-
-    inputs = tensors("gelu")
-    got, kept = step(compiled(region, level), inputs)
-    assert apart(got, step(gelu, inputs)[0]) < 1e-5
-    assert not any(t.numel() == 51 * 96 for t in kept)
+GEMMS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_selective_checkpointing_keeps_is_kept(level: str) -> None:
-    gemms = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-
-    def save_the_gemms(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in gemms else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def region(*inputs: Tensor) -> Tensor:
-        context = functools.partial(create_selective_checkpoint_contexts, save_the_gemms)
-        return checkpoint(gelu, *inputs, use_reentrant=False, context_fn=context)  # type: ignore[return-value]
-
+@pytest.mark.parametrize("keeps", [(), GEMMS], ids=["all of it", "selective"])
+def test_checkpointed_regions_stay_checkpointed(keeps: tuple[Any, ...], level: str) -> None:
+    """What selective checkpointing keeps is kept."""
     inputs = tensors("gelu")
-    got, kept = step(compiled(region, level), inputs)
+    got, kept = step(compiled(checkpointed(gelu, *keeps), level), inputs)
     assert apart(got, step(gelu, inputs)[0]) < 1e-5
-    assert [t.dtype for t in kept if t.numel() == 51 * 96] == [torch.float32]
+    assert [t.dtype for t in kept if t.numel() == 51 * 96] == ([torch.float32] if keeps else [])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -453,42 +445,20 @@ def test_a_failure_leaves_free(level: str, monkeypatch: pytest.MonkeyPatch, capl
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
     assert all(torch.equal(a, b) for a, b in zip(got, step(compiled(swiglu, "free"), inputs)[0], strict=True))
     calls.clear()
-    with pytest.raises(Exception, match="on purpose"):
-        step(compiled(swiglu, level, strict=True), inputs)
+    raises(Exception, "on purpose", step, compiled(swiglu, level, strict=True), inputs)
 
 
 # ---- by module -------------------------------------------------------------------------------------------------------
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))  # type: ignore[no-any-return]
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(MLP() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
 def test_a_level_for_each_module() -> None:
-    model, x = Stack(), normal(4, 32)
-    _, kept = step(compiled(model, {"layers.0": "fp8", "layers.[12].act": "input"}), [x])
+    model, x = Stack((MLP(32, 96, nn.GELU()) for _ in range(3)), residual=True), normal(4, 32)
+    _, kept = step(compiled(model, {"layers.0": "fp8", "layers.[12].activation": "input"}), [x])
     hidden = [t for t in kept if t.shape == (4, 96)]
     assert [t.dtype for t in hidden] == [torch.float8_e4m3fn]
     _, kept = step(compiled(model, {"layers.1.*": "input", "*": "fp8"}), [x])
     assert [t.dtype for t in kept if t.shape == (4, 96)] == [torch.float8_e4m3fn] * 2
-    with pytest.raises(Exception, match="memory='nothing' matches no site's modules"):
-        step(compiled(model, {"nothing": "input"}), [x])
+    raises(Exception, "memory='nothing' matches no site's modules", step, compiled(model, {"nothing": "input"}), [x])
     _, kept = step(compiled(model, {"nothing": "input"}, strict=False), [x])
     assert [t.dtype for t in kept if t.shape == (4, 96)] == [torch.float32] * 3
 
@@ -514,15 +484,13 @@ def test_policies_with_levels_compare_and_hash() -> None:
     ],
 )
 def test_values_that_are_not_accepted(value: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message.replace("(", r"\(")):
-        FusionPolicy(memory=value)
+    raises(error, message.replace("(", r"\("), FusionPolicy, memory=value)
 
 
 @pytest.mark.parametrize("pattern", ["[", "a.[!", "a[]", "[!]", "[0-9].["])
 def test_patterns_that_are_not_accepted(pattern: str) -> None:
     for given in ({"memory": {pattern: "fp8"}}, {"exclude": (pattern,)}):
-        with pytest.raises(ValueError, match=r"has a \[ without a \]"):
-            FusionPolicy(**given)  # type: ignore[arg-type]
+        raises(ValueError, r"has a \[ without a \]", FusionPolicy, **given)
 
 
 def test_patterns_with_sets_are_accepted() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import Recorder, compare, compiled, fits
-from functions import Clipped, StraightThrough
+from functions import Clipped, StraightThrough, first, within
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +34,9 @@ NO_ACTIVATION = r"is not a supported activation( \(register_activation can add i
 NO_GATE = "is not a supported gated activation$"
 ANOTHER = "another tensor takes part: (L_)?"
 MASK = "a mask takes part: "
+NOT_LAST = "cut on axis {} of {}, not on the last".format
+BROADCAST, PARTS = "a broadcast changes the shape", "stands between the activation's parts"
+TWO_COMPUTED = "not an MLP: read by a GEMM of two computed tensors"
 
 
 def one(act: Callable[[Tensor], Tensor]) -> Case:
@@ -56,16 +59,6 @@ def spatial(u: Tensor, v: Tensor) -> Tensor:
     """gMLP's gate: one part times a linear layer over the tokens of the other's norm."""
     mixes = torch.linspace(-1, 1, 16, dtype=v.dtype).view(4, 4)
     return u * (F.linear(F.layer_norm(v, (16,)).t(), mixes) + 1).t()
-
-
-def first(value: Any, *_: Any) -> Any:
-    """``value``, after the other arguments were evaluated."""
-    return value
-
-
-def within(context: Callable[[], Any], fn: Callable[..., Any], *args: Any) -> Any:
-    with context():
-        return fn(*args)
 
 
 def between(write: Callable[[Tensor, Tensor], Any]) -> Case:
@@ -397,67 +390,43 @@ LEARNED: dict[str, tuple[Case, str]] = {
 # ---- not where a GEMM reads it, or not pointwise ---------------------------------------------------------------------
 
 SHAPES: dict[str, tuple[Case, str]] = {
-    "broadcast of up": (two(lambda h, u: F.silu(h) * u[:, :1]), "a broadcast changes the shape"),
-    "broadcast of the gate": (two(lambda h, u: F.silu(h[:1]) * u), "a broadcast changes the shape"),
-    "one row of itself": (one(lambda h: F.silu(h) * h[:1]), "a broadcast changes the shape"),
-    "a new axis": (two(lambda h, u: F.silu(h) * u[:, None]), "a broadcast changes the shape"),
-    "outer product": (
-        lambda h, u, p, w, m: F.linear(F.silu(h)[:, None] * u[None], w),
-        "a broadcast changes the shape|stands between",
-    ),
-    "expanded": (two(lambda h, u: F.silu(h[:, :1]).expand(4, 16) * u), "a broadcast changes the shape|stands between"),
+    "broadcast of up": (two(lambda h, u: F.silu(h) * u[:, :1]), BROADCAST),
+    "broadcast of the gate": (two(lambda h, u: F.silu(h[:1]) * u), BROADCAST),
+    "one row of itself": (one(lambda h: F.silu(h) * h[:1]), BROADCAST),
+    "a new axis": (two(lambda h, u: F.silu(h) * u[:, None]), BROADCAST),
+    "outer product": (lambda h, u, p, w, m: F.linear(F.silu(h)[:, None] * u[None], w), BROADCAST + "|stands between"),
+    "expanded": (two(lambda h, u: F.silu(h[:, :1]).expand(4, 16) * u), BROADCAST + "|stands between"),
     "transposed inside": (
         lambda h, u, p, w, m: F.linear(torch.sigmoid(h[:, :4]).t() * h[:, :4], w[:, :4]),
-        "stands between the activation's parts|order|transpos",
+        PARTS + "|order|transpos",
     ),
     "rows exchanged inside": (
         two(lambda h, u: F.silu(h).view(4, 4, 4).transpose(0, 1).reshape(4, 16) * u),
-        "stands between the activation's parts|order|transpos",
+        PARTS + "|order|transpos",
     ),
-    "chunk on the first axis": (
-        packed(lambda p: swiglu(*p[:, :16].chunk(2, 0))),
-        "cut on axis 0 of 2, not on the last",
-    ),
+    "chunk on the first axis": (packed(lambda p: swiglu(*p[:, :16].chunk(2, 0))), NOT_LAST(0, 2)),
     "hsplit of three axes": (
         lambda h, u, p, w, m: F.linear(swiglu(*p.view(2, 2, 32)[..., :16].hsplit(2)), w),
-        "cut on axis 1 of 3, not on the last",
+        NOT_LAST(1, 3),
     ),
-    "vsplit": (packed(lambda p: swiglu(*p[:, :16].vsplit(2))), "cut on axis 0 of 2, not on the last"),
+    "vsplit": (packed(lambda p: swiglu(*p[:, :16].vsplit(2))), NOT_LAST(0, 2)),
     "dsplit of four axes": (
         lambda h, u, p, w, m: F.linear(swiglu(*p.view(2, 1, 2, 32)[..., :16].dsplit(2)), w),
-        "cut on axis 2 of 4, not on the last",
+        NOT_LAST(2, 4),
     ),
-    "unequal hsplit": (
-        lambda h, u, p, w, m: F.linear(swiglu(*p.hsplit([31])), m.new_ones(8, 31)),
-        "a broadcast changes the shape",
-    ),
-    "rows as gate and up": (
-        lambda h, u, p, w, m: F.linear(swiglu(h[:2], h[2:]), w),
-        "cut on axis 0 of 2, not on the last",
-    ),
-    "F.glu of rows": (packed(lambda p: F.glu(p[:, :16], 0)), "cut on axis 0 of 2, not on the last"),
-    "linear attention": (
-        lambda h, u, p, w, m: F.relu(h) @ torch.softmax(u, -1).t(),
-        "not an MLP: read by a GEMM of two computed tensors",
-    ),
-    "reshaped inside": (
-        one(lambda x: torch.sigmoid(x).view(2, 2, 16).view(4, 16) * x),
-        "stands between the activation's parts",
-    ),
-    "unequal split": (
-        lambda h, u, p, w, m: F.linear(swiglu(*p.split([31, 1], -1)), m.new_ones(8, 31)),
-        "a broadcast changes the shape",
-    ),
+    "unequal hsplit": (lambda h, u, p, w, m: F.linear(swiglu(*p.hsplit([31])), m.new_ones(8, 31)), BROADCAST),
+    "rows as gate and up": (lambda h, u, p, w, m: F.linear(swiglu(h[:2], h[2:]), w), NOT_LAST(0, 2)),
+    "F.glu of rows": (packed(lambda p: F.glu(p[:, :16], 0)), NOT_LAST(0, 2)),
+    "linear attention": (lambda h, u, p, w, m: F.relu(h) @ torch.softmax(u, -1).t(), TWO_COMPUTED),
+    "reshaped inside": (one(lambda x: torch.sigmoid(x).view(2, 2, 16).view(4, 16) * x), PARTS),
+    "unequal split": (lambda h, u, p, w, m: F.linear(swiglu(*p.split([31, 1], -1)), m.new_ones(8, 31)), BROADCAST),
     "integers": (lambda h, u, p, w, m: torch.relu(m.int() @ w.int().t()) @ w.int(), "torch.int32: only real floating"),
     "complex": (
         lambda h, u, p, w, m: torch.view_as_real(torch.tanh(m.cfloat() @ w.t().cfloat()) @ w.cfloat()),
         "torch.complex64: only real floating",
     ),
-    "reads its own product": (lambda h, u, p, w, m: (lambda y: y @ y.t())(F.silu(h)), "read by a GEMM of two computed"),
-    "attention's values": (
-        lambda h, u, p, w, m: torch.softmax(h @ u.t(), -1) @ F.silu(u),
-        "not an MLP: read by a GEMM of two computed tensors",
-    ),
+    "reads its own product": (lambda h, u, p, w, m: (lambda y: y @ y.t())(F.silu(h)), TWO_COMPUTED),
+    "attention's values": (lambda h, u, p, w, m: torch.softmax(h @ u.t(), -1) @ F.silu(u), TWO_COMPUTED),
     "an attention gate": (
         lambda h, u, p, w, m: F.linear(torch.softmax(h @ u.t(), -1) @ u * torch.sigmoid(h), w),
         "not an MLP: combined with the result of matmul",
@@ -950,18 +919,19 @@ def test_a_view_that_is_written_after_the_graph_read_it():
     sites(case, "")
 
 
+def silu_mlp(x, w1, w2):
+    return F.linear(F.silu(F.linear(x, w1)), w2)
+
+
 def test_subclasses_are_left_alone():
     from torch.testing._internal.two_tensor import TwoTensor
 
-    def fn(x, w1, w2):
-        return F.linear(F.silu(F.linear(x, w1)), w2)
-
     x, w1, w2 = TwoTensor(torch.randn(4, 8), torch.randn(4, 8)), torch.randn(16, 8), torch.randn(8, 16)
     found: list[Any] = []
-    y = compiled(fn, "eager", found)(x, w1, w2)
+    y = compiled(silu_mlp, "eager", found)(x, w1, w2)
     (site,) = found
     assert site.op is None and "TwoTensor: tensor subclasses are not fused" in site.reason
-    torch.testing.assert_close((y.a, y.b), (fn(x.a, w1, w2), fn(x.b, w1, w2)))
+    torch.testing.assert_close((y.a, y.b), (silu_mlp(x.a, w1, w2), silu_mlp(x.b, w1, w2)))
 
 
 HOOKS: dict[str, Case] = {
@@ -989,15 +959,12 @@ class Spy(torch.Tensor):
 
 
 def test_a_subclass_that_computes_something_else():
-    def fn(x, w1, w2):
-        return F.linear(F.silu(F.linear(x, w1)), w2)
-
     x, w1, w2 = torch.randn(4, 8).as_subclass(Spy), torch.randn(16, 8), torch.randn(8, 16)
     found: list[Any] = []
-    y = compiled(fn, "eager", found)(x, w1, w2)
+    y = compiled(silu_mlp, "eager", found)(x, w1, w2)
     (site,) = found
     assert site.op and site.reason.endswith("as 2·silu(x)")
-    wanted = fn(x, w1, w2)  # which in 2.11 is not what Dynamo's graph gives: there it doubles twice
+    wanted = silu_mlp(x, w1, w2)  # which in 2.11 is not what Dynamo's graph gives: there it doubles twice
     torch.testing.assert_close(y.as_subclass(torch.Tensor), wanted.as_subclass(torch.Tensor))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from harness import raises
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
@@ -199,10 +200,8 @@ def test_errors_have_the_same_text_under_compile() -> None:
         (lambda x: fused.glu(x, x, None, "silu", 0.0, -1.0), r"clamp=-1.0 is not accepted"),
     ):
         torch._dynamo.reset()
-        with pytest.raises((ValueError, TypeError), match=text):
-            fn(leaf(4, 4))
-        with pytest.raises(Exception, match=text):
-            torch.compile(fn, fullgraph=True)(leaf(4, 4))
+        raises((ValueError, TypeError), text, fn, leaf(4, 4))
+        raises(Exception, text, torch.compile(fn, fullgraph=True), leaf(4, 4))
 
 
 @pytest.mark.codegen_is_slow

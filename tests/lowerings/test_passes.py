@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from harness import raises
 from torch import Tensor
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -46,10 +48,8 @@ class Other(CustomGraphPass):
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    torch._dynamo.reset()
     yield
     tfo.disable()
-    torch._dynamo.reset()
     for slot in SLOTS:
         left = compat.passes_in(getattr(inductor_config, slot))
         assert not any(isinstance(one, passes.Stage) for one in left), "one of ours was left behind"
@@ -187,21 +187,11 @@ def test_a_pass_added_after_enable_survives_disable() -> None:
 
 
 def test_somebody_elses_partitioner_decides_alone() -> None:
-    class Theirs(CustomPartitionerFn):
-        calls = 0
-
-        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
-            Theirs.calls += 1
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> str:
-            return "theirs"
-
-    theirs = Theirs()
+    theirs = Partitioner()
     options = tfo.compile_options(options={"custom_partitioner_fn": theirs})
     assert options["custom_partitioner_fn"] is theirs
     torch.compile(mlp, fullgraph=True, options=options)(*arguments())
-    assert Theirs.calls == 1
+    assert theirs.calls == 1
 
 
 def test_compile_options_keep_what_was_set() -> None:
@@ -215,19 +205,20 @@ def test_compile_options_keep_what_was_set() -> None:
     assert other.seen == 1
 
 
-def test_compile_options_pick_up() -> None:
-    x, w, v = arguments()
-    compiled = torch.compile(mlp, fullgraph=True, options=tfo.compile_options(tfo.FusionPolicy(strict=True)))
-    torch.testing.assert_close(compiled(x, w, v), mlp(x, w, v))
-
-
 @pytest.mark.parametrize(
-    "arguments_", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": False}}]
+    "how",
+    [
+        {"options": tfo.compile_options(tfo.FusionPolicy(strict=True))},
+        {"backend": "fused"},
+        {"backend": "fused", "mode": "max-autotune-no-cudagraphs"},
+        {"backend": "fused", "options": {"epilogue_fusion": False}},
+    ],
 )
-def test_backend_takes_mode_and_options(arguments_: dict[str, Any]) -> None:
+def test_backend_takes_mode_and_options(how: dict[str, Any]) -> None:
     x, w, v = arguments()
-    compiled = torch.compile(mlp, fullgraph=True, backend="fused", **arguments_)
-    torch.testing.assert_close(compiled(x, w, v), mlp(x, w, v))
+    with tfo.record() as report:
+        torch.testing.assert_close(torch.compile(mlp, fullgraph=True, **how)(x, w, v), mlp(x, w, v))
+    assert [site.op for site in report.sites] == ["fused::bias_act"]
 
 
 def test_backend_rejects_what_inductor_rejects() -> None:
@@ -266,10 +257,7 @@ def test_saved_tensor_hooks_of_the_user_see_no_fake_tensors() -> None:
 def test_a_failing_pass_leaves_the_graph_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("broken on purpose")
-
-    monkeypatch.setattr(passes.Recognize, "run", broken)
+    monkeypatch.setattr(passes.Recognize, "run", mock.Mock(side_effect=RuntimeError("broken on purpose")))
     monkeypatch.setattr(passes, "_logged", set())
     x, w, v = arguments()
     for _ in range(2):
@@ -303,27 +291,18 @@ def test_passes_and_policies_copy_and_pickle() -> None:
 
 def test_bad_policies_are_named() -> None:
     for fn in (tfo.enable, tfo.compile_options):
-        with pytest.raises(TypeError, match="policy='free'"):
-            fn("free")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"options=\[1\]"):
-        tfo.compile_options(options=[1])  # type: ignore[arg-type]
+        raises(TypeError, "policy='free'", fn, "free")
+    raises(TypeError, r"options=\[1\]", tfo.compile_options, options=[1])
     with pytest.raises(TypeError, match="policy='free'"), tfo.enabled("free"):  # type: ignore[arg-type]
         pass
-    with pytest.raises(ValueError, match=r"memory='fast'.*off, free, fp8, input"):
-        tfo.FusionPolicy(memory="fast")
-    with pytest.raises(TypeError, match="exclude='a'"):
-        tfo.FusionPolicy(exclude="a")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="strict=1"):
-        tfo.FusionPolicy(strict=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="FusionPolicy's 'memroy' is not known; did you mean 'memory'"):
-        tfo.FusionPolicy(memroy="fp8")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"policy='fp8' .*FusionPolicy\(memory='fp8'\) or FusionPolicy\(gemm='fp8'\)"):
-        tfo.enable("fp8")  # type: ignore[arg-type]
+    raises(ValueError, r"memory='fast'.*off, free, fp8, input", tfo.FusionPolicy, memory="fast")
+    raises(TypeError, "exclude='a'", tfo.FusionPolicy, exclude="a")
+    raises(TypeError, "strict=1", tfo.FusionPolicy, strict=1)
+    raises(TypeError, "FusionPolicy's 'memroy' is not known; did you mean 'memory'", tfo.FusionPolicy, memroy="fp8")
+    raises(TypeError, r"policy='fp8' .*FusionPolicy\(memory='fp8'\) or FusionPolicy\(gemm='fp8'\)", tfo.enable, "fp8")
     for fn in (tfo.enable, tfo.enabled, tfo.compile_options):
-        with pytest.raises(TypeError, match=f"{fn.__name__}: both a policy and memory are given"):
-            fn(tfo.FusionPolicy(), memory="fp8")
-        with pytest.raises(TypeError, match="'memroy' is not known; did you mean 'memory'"):
-            fn(memroy="fp8")
+        raises(TypeError, f"{fn.__name__}: both a policy and memory are given", fn, tfo.FusionPolicy(), memory="fp8")
+        raises(TypeError, "'memroy' is not known; did you mean 'memory'", fn, memroy="fp8")
 
 
 def test_a_policy_s_fields_do_for_a_policy() -> None:
@@ -379,21 +358,16 @@ def test_policies_are_read_from_text() -> None:
     )
     assert read("1") == read("on") == tfo.FusionPolicy() and not read("dropout=off").dropout
     for text, error in (("", ValueError), ("fp8", ValueError), ("memory=", ValueError), ("strict=perhaps", ValueError)):
-        with pytest.raises(error, match="is not accepted"):
-            read(text)
-    with pytest.raises(TypeError, match="'memroy' is not known"):
-        read("memroy=fp8")
+        raises(error, "is not accepted", read, text)
+    raises(TypeError, "'memroy' is not known", read, "memroy=fp8")
     for text in ("memory=fp8,memory=input", "memory=fp8,memory=*=input", "memory=*=input,memory=fp8"):
-        with pytest.raises(ValueError, match="memory occurs twice"):
-            read(text)
+        raises(ValueError, "memory occurs twice", read, text)
     levels = {"layers.[0,1].*": "input", "*": "fp8"}
     assert read("memory=layers.[0,1].*=input, *=fp8") == read("memory=layers.[0,1].*=input,memory=*=fp8")
     mixed = read("memory=layers.[0,1].*=input,*=fp8,gemm=mlp=fp8,exclude=a.*")
     assert mixed == tfo.FusionPolicy(memory=levels, gemm={"mlp": "fp8"}, exclude=("a.*",))
-    with pytest.raises(TypeError, match="'gem' is not known"):
-        read("memory=*=fp8,gem=fp8")
-    with pytest.raises(ValueError, match=re.escape("memory='fp9' for '*' is not accepted")):
-        read("memory=layers.0=input,*=fp9")
+    raises(TypeError, "'gem' is not known", read, "memory=*=fp8,gem=fp8")
+    raises(ValueError, re.escape("memory='fp9' for '*' is not accepted"), read, "memory=layers.0=input,*=fp9")
 
 
 def test_enable_says_once_that_what_is_compiled_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -425,7 +399,10 @@ def test_enable_says_once_that_what_is_compiled_stays_as_it_is(caplog: pytest.Lo
 
 
 class Partitioner(CustomPartitionerFn):
+    calls = 0
+
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        self.calls += 1
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
@@ -498,15 +475,11 @@ def test_code_that_is_saved_by_its_source_alone_is_refused() -> None:
     backend = torch._dynamo.lookup_backend("fused")
     with torch._dynamo.config.patch(caching_precompile=True):
         for call in (tfo.enable, tfo.compile_options, tfo.enabled().__enter__):
-            with pytest.raises(RuntimeError, match=refused):
-                call()
+            raises(RuntimeError, refused, call)
         graph = torch.fx.symbolic_trace(mlp)
-        with pytest.raises(RuntimeError, match=refused):
-            backend(graph, [x, w, v])
-        with pytest.raises(RuntimeError, match=refused):
-            passes.Recognize(tfo.FusionPolicy())(graph.graph)
-        with pytest.raises(RuntimeError, match=refused):
-            importlib.reload(sys.modules["torch_fused_ops.lowerings.backend"])
+        raises(RuntimeError, refused, backend, graph, [x, w, v])
+        raises(RuntimeError, refused, passes.Recognize(tfo.FusionPolicy()), graph.graph)
+        raises(RuntimeError, refused, importlib.reload, sys.modules["torch_fused_ops.lowerings.backend"])
     assert passes.active_policy() is None
 
 

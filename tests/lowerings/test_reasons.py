@@ -14,7 +14,8 @@ import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import REASONS, fits, traced
-from functions import Spread, StraightThrough
+from functions import Spread, StraightThrough, first, within
+from harness import MLP, raises
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -49,26 +50,10 @@ def mlp(act: Callable[..., Tensor], policy: FusionPolicy | None = None) -> Progr
 
     def program(patch: Patch) -> Site:
         x, w, u, d, m = (nn.Parameter(torch.randn(s)) for s in ((4, 8), (16, 8), (16, 8), (8, 16), (4, 16)))
-        return one(
-            explain(
-                lambda x, m: F.linear(act(F.linear(x, w), F.linear(x, u), m), d),
-                x.detach(),
-                m.detach(),
-                policy=policy or FusionPolicy(dropout=False),
-            )
-        )
+        fn = lambda x, m: F.linear(act(F.linear(x, w), F.linear(x, u), m), d)  # noqa: E731
+        return one(explain(fn, x.detach(), m.detach(), policy=policy or FusionPolicy(dropout=False)))
 
     return program
-
-
-def first(value: Any, *_: Any) -> Any:
-    """``value``, after the other arguments were evaluated."""
-    return value
-
-
-def within(context: Callable[[], Any], fn: Callable[..., Any], *args: Any) -> Any:
-    with context():
-        return fn(*args)
 
 
 def kink_of_another(patch: Patch) -> Site:
@@ -105,32 +90,25 @@ def devices(patch: Patch) -> Site:
 
 
 def unrecorded(patch: Patch) -> Site:
-    graph = traced(
-        lambda x, w, d: F.linear(F.silu(F.linear(x, w)), d), torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
-    )
+    graph = traced(two_linears(F.silu), torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16))
     for node in graph.nodes:
         node.meta.clear()
     (site,) = recognize.rewrite(graph, FusionPolicy())
     return site
 
 
-def site_of(body: Callable[[Tensor, Tensor, Tensor], Any]) -> Program:
+def site_of(body: Callable[[Tensor, Tensor, Tensor], Any], listed: str = "sites") -> Program:
     """The one site of body(x, w, d), of an input and two weights."""
 
     def program(patch: Patch) -> Site:
         w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
-        return one(explain(lambda x: body(x, w, d), torch.randn(4, 8)))
+        (site,) = getattr(explain(lambda x: body(x, w, d), torch.randn(4, 8)), listed)
+        return site  # type: ignore[no-any-return]
 
     return program
 
 
-def unread(body: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Program:
-    def program(patch: Patch) -> Site:
-        w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
-        (site,) = explain(lambda x: body(x, w, d), torch.randn(4, 8)).unread
-        return site
-
-    return program
+unread = functools.partial(site_of, listed="unread")
 
 
 def dropout(setting: Callable[[], Any], policy: FusionPolicy, p: float | None = 0.5) -> Program:
@@ -162,17 +140,6 @@ def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-class Mlp(nn.Module):
-    """down(gelu(up(x)))"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
-
-
 class OfNoParameters(nn.Module):
     """A graph break, and a module with an MLP of global tensors behind it."""
 
@@ -198,15 +165,13 @@ def module(make: Callable[[], nn.Module]) -> Program:
 
 
 def compiled() -> nn.Module:
-    model = Mlp()
+    model = MLP(8, 16)
     model.compile(backend="eager")
     return model
 
 
 def refusal(call: Callable[..., Any], *args: Any) -> Reason:
-    with pytest.raises(Rejection) as info:
-        call(*args)
-    return info.value.reason
+    return raises(Rejection, "", call, *args).reason
 
 
 # ---- memory levels ---------------------------------------------------------------------------------------------------

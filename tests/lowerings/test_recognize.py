@@ -5,12 +5,14 @@ import operator
 from collections.abc import Callable
 from unittest import mock
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import traced
 from functions import Swish
+from harness import Stack, captured, raises
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,20 +26,11 @@ POLICY = FusionPolicy()
 PointwiseOperator = Callable[[Tensor], Tensor]
 
 
-class Net(nn.Module):
+def Net(body, packed=False):
     """x → body(self, x), with four linears to use; the last one is body's to call."""
-
-    def __init__(self, body, packed=False, bias=True):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a = nn.Linear(8, 32 if packed else 16, bias=bias)
-        self.u = nn.Linear(8, 16, bias=bias)
-        self.b = nn.Linear(16, 8)
-        self.c = nn.Linear(16, 8)
-        self.body = body
-
-    def forward(self, x):
-        return self.body(self, x)
+    torch.manual_seed(0)
+    a, u, b, c = (nn.Linear(*sizes) for sizes in ((8, 32 if packed else 16), (8, 16), (16, 8), (16, 8)))
+    return harness.Net(body, a=a, u=u, b=b, c=c)
 
 
 def capture(fn, *args, policy=POLICY):
@@ -45,17 +38,15 @@ def capture(fn, *args, policy=POLICY):
     sites: list[Site] = []
     graphs: list[torch.fx.Graph] = []
 
-    def backend(gm, example_inputs):
+    def note(gm):
         for module in gm.modules():
             if isinstance(module, torch.fx.GraphModule):
                 sites.extend(rewrite(module.graph, policy))
                 module.graph.lint()
                 module.recompile()
                 graphs.append(module.graph)
-        return gm.forward
 
-    torch._dynamo.reset()
-    result = torch.compile(fn, backend=backend)(*args)
+    result, _ = captured(fn, *args, each=note)
     return result, sites, graphs
 
 
@@ -70,8 +61,7 @@ def check(model: nn.Module, x: Tensor, tolerance: float = 1e-8):
     y, sites, graphs = capture(model, x)
     got = torch.autograd.grad(y.square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
     torch.testing.assert_close(y, model(x), rtol=tolerance, atol=tolerance)
-    for g, w in zip(got, wanted, strict=True):
-        torch.testing.assert_close(g, w, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
     return sites, graphs
 
 
@@ -476,18 +466,9 @@ def test_exported_aten_graph():
     """AOTInductor runs the pre-grad slot on aten graphs, with values under another key."""
     spellings = {k: v for k, v in SPELLINGS.items() if "_" not in k and "inplace" not in k}
 
-    class Every(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.acts = nn.ModuleList(Net(lambda s, x, act=act: s.b(act(s.a(x)))) for _, act in spellings.values())
-            self.glus = nn.ModuleList(Net(lambda s, x, act=act: s.b(act(s.a(x))), True) for _, act in PACKED.values())
-
-        def forward(self, x):
-            for layer in (*self.acts, *self.glus):
-                x = F.layer_norm(x, (8,)) + layer(x)
-            return x
-
-    model, x = Every().eval(), torch.randn(4, 8)
+    acts = [(False, act) for _, act in spellings.values()] + [(True, act) for _, act in PACKED.values()]
+    layers = [Net(lambda s, x, act=act: F.layer_norm(x, (8,)) + s.b(act(s.a(x))), packed) for packed, act in acts]
+    model, x = Stack(layers).eval(), torch.randn(4, 8)
     gm = torch.export.export(model, (x,)).module()
     wanted = gm(x)
     sites = rewrite(gm.graph, POLICY)
@@ -521,20 +502,6 @@ def test_tensor_parallel():
 
 
 # ---- near misses ---------------------------------------------------------------------------------------------------
-
-
-def alone(fn, *args, policy=POLICY) -> str:
-    """The reason why fn's one site is left alone; its graph, traced without Dynamo, must be as it was."""
-    graph = traced(fn, *args)
-    before = str(graph)
-    site = the(rewrite(graph, policy))
-    assert site.op is None
-    assert str(graph) == before
-    return site.reason
-
-
-def two_linears(act):
-    return lambda x, w1, w2: F.linear(act(F.linear(x, w1)), w2)
 
 
 X, V1, V2 = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
@@ -588,10 +555,9 @@ def test_spelled_differently(name):
     result = torch.fx.GraphModule({}, graph)(x, w1, w)
     expected = fn(x, w1, w)
     torch.testing.assert_close(result, expected, check_stride=True)
-    for got, want in zip(
-        torch.autograd.grad(result.sum(), (x, w1, w)), torch.autograd.grad(expected.sum(), (x, w1, w)), strict=True
-    ):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(
+        torch.autograd.grad(result.sum(), (x, w1, w)), torch.autograd.grad(expected.sum(), (x, w1, w))
+    )
 
 
 def test_copies_of_a_tensor_that_changes_are_two_operands():
@@ -655,38 +621,33 @@ def test_residual_streams_are_no_sites():
 # ---- policy, safety, cost ------------------------------------------------------------------------------------------
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+def two():
+    return Stack((nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)), residual=True)
 
 
 @pytest.mark.parametrize("pattern", ["layers.0", "*.0", "layers.[01]*", "layers"])
 def test_exclude(pattern):
-    _, sites, _ = capture(Two(), torch.randn(4, 8), policy=FusionPolicy(exclude=(pattern,)))
+    _, sites, _ = capture(two(), torch.randn(4, 8), policy=FusionPolicy(exclude=(pattern,)))
     excluded = [site.reason for site in sites if site.op is None]
     assert excluded == [f"the policy excludes {pattern!r}"] * (2 if "[" in pattern or pattern == "layers" else 1)
 
 
 def test_sources():
-    _, sites, _ = capture(Two(), torch.randn(4, 8))
+    _, sites, _ = capture(two(), torch.randn(4, 8))
     assert [site.source.split(" in ")[1] for site in sites] == ["layers.0", "layers.1"]
-    assert all(site.source.startswith("test_recognize.py:") for site in sites)
+    assert all(site.source.startswith("harness.py:") for site in sites)
 
 
 def test_freezing_on_cpu():
     import torch._inductor.config as config
 
-    body = two_linears(F.gelu)
+    graph = traced(lambda x, w1, w2: F.linear(F.gelu(F.linear(x, w1)), w2), X, V1, V2)
+    before = str(graph)
     with config.patch(freezing=True):
         with torch.no_grad():
-            assert "oneDNN" in alone(body, X, V1, V2)
-        assert the(rewrite(traced(body, X, V1, V2), POLICY)).op == "fused::bias_act"
+            site = the(rewrite(graph, POLICY))
+        assert site.op is None and "oneDNN" in site.reason and str(graph) == before
+        assert the(rewrite(graph, POLICY)).op == "fused::bias_act"
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
@@ -708,8 +669,7 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch, fails_at):
         return write_call(*args)
 
     monkeypatch.setitem(recognize.rewrite.__globals__["replace"].__globals__, "write_call", failing)
-    with pytest.raises(RuntimeError, match="made to fail"):
-        rewrite(graph, POLICY)
+    raises(RuntimeError, "made to fail", rewrite, graph, POLICY)
     assert str(graph) == before and list(graph.nodes) == nodes
     graph.lint()
 
@@ -723,8 +683,7 @@ def test_a_failing_dropout_leaves_the_mlps_too_as_they_were(monkeypatch):
     graph = traced(fn, X, *(v.detach().requires_grad_() for v in (V1, V2)))
     before, nodes = str(graph), list(graph.nodes)
     monkeypatch.setattr(dropout, "write_call", mock.Mock(side_effect=RuntimeError("made to fail")))
-    with pytest.raises(RuntimeError, match="made to fail"):
-        rewrite(graph, POLICY)
+    raises(RuntimeError, "made to fail", rewrite, graph, POLICY)
     assert str(graph) == before and list(graph.nodes) == nodes
     monkeypatch.undo()
     assert [site.op for site in rewrite(graph, POLICY)] == ["fused::bias_act", "fused::dropout_add"]
@@ -732,7 +691,7 @@ def test_a_failing_dropout_leaves_the_mlps_too_as_they_were(monkeypatch):
 
 
 def test_metadata():
-    _, _, graphs = capture(Two(), torch.randn(4, 8))
+    _, _, graphs = capture(two(), torch.randn(4, 8))
     for node in graphs[0].nodes:
         if "fused" in str(node.target):
             assert {"stack_trace", "nn_module_stack", "source_fn_stack", "example_value"} <= node.meta.keys()

@@ -4,7 +4,6 @@ Each of these gave wrong gradients, or an error that eager does not have, before
 """
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import GELU_TANH, Net, of_halves, raises
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -27,97 +27,76 @@ LEVELS = ("off", "free", "fp8", "input")
 WIDTH, HIDDEN = 16, 64
 
 
-class MLP(nn.Module):
-    def __init__(self, state: Tensor) -> None:
-        super().__init__()
-        self.up, self.down, self.skip = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
-        self.register_buffer("state", state)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+def mlp(s: Any, x: Tensor) -> Tensor:
+    return s.down(F.gelu(s.up(x)))  # type: ignore[no-any-return]
 
 
-class Centered(MLP):
+def centered(s: Any, x: Tensor) -> Tensor:
     """The running mean is updated, then subtracted."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state.mul_(0.5).add_(0.5)
-        return self.mlp(x - self.state) + self.skip(x)  # type: ignore[no-any-return]
+    s.state.mul_(0.5).add_(0.5)
+    return mlp(s, x - s.state) + s.skip(x)  # type: ignore[no-any-return]
 
 
-class Counted(MLP):
+def counted(s: Any, x: Tensor) -> Tensor:
     """A step counter that scales."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state.add_(1.0)
-        return self.mlp(x * self.state)
+    s.state.add_(1.0)
+    return mlp(s, x * s.state)
 
 
-class Weighted(MLP):
+def weighted(s: Any, x: Tensor) -> Tensor:
     """A weight that is a buffer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state.mul_(0.5)
-        return self.mlp(F.linear(x, self.state))
+    s.state.mul_(0.5)
+    return mlp(s, F.linear(x, s.state))
 
 
-class Pointwise(MLP):
+def pointwise(s: Any, x: Tensor) -> Tensor:
     """Nothing is materialized: plain torch.compile is wrong here, too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state.mul_(0.5)
-        return torch.tanh(x * self.state * self.scale)
+    s.state.mul_(0.5)
+    return torch.tanh(x * s.state * s.scale)
 
 
-class Before(MLP):
+def before(s: Any, x: Tensor) -> Tensor:
     """The value before the update is read, by something that keeps nothing of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.mlp(torch.sin(x + self.state))
-        self.state.mul_(0.5)
-        return y
+    y = mlp(s, torch.sin(x + s.state))
+    s.state.mul_(0.5)
+    return y
 
 
-class Viewed(MLP):
+def viewed(s: Any, x: Tensor) -> Tensor:
     """It is written, and read, through views."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state.view(-1)[:4].mul_(0.5)
-        return self.mlp(x * self.state.unsqueeze(0).flip(-1))
+    s.state.view(-1)[:4].mul_(0.5)
+    return mlp(s, x * s.state.unsqueeze(0).flip(-1))
 
 
-class Argument(MLP):
+def argument(s: Any, x: Tensor) -> Tensor:
     """An argument that needs a gradient, (tokens, 1), is written: AOTAutograd does it once forward has run."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.mlp(torch.tanh(x * self.state * self.scale))
-        x.add_(y.mean())
-        return y + x
+    y = mlp(s, torch.tanh(x * s.state * s.scale))
+    x.add_(y.mean())
+    return y + x
 
 
-WRITTEN: dict[str, tuple[type[MLP], Callable[[], Tensor]]] = {
-    "centered": (Centered, lambda: torch.rand(WIDTH)),
-    "counted": (Counted, lambda: torch.ones(())),
-    "weighted": (Weighted, lambda: torch.rand(WIDTH, WIDTH)),
-    "pointwise": (Pointwise, lambda: torch.rand(WIDTH)),
-    "before": (Before, lambda: torch.rand(WIDTH)),
-    "viewed": (Viewed, lambda: torch.rand(WIDTH)),
-    "argument": (Argument, lambda: torch.rand(WIDTH)),
-}
+WRITTEN = {fn.__name__: fn for fn in (centered, counted, weighted, pointwise, before, viewed, argument)}
+SHAPES: dict[str, tuple[int, ...]] = {"counted": (), "weighted": (WIDTH, WIDTH)}  # of the state
 
 
-def model_of(name: str) -> MLP:
+def net(body: Callable[..., Any], **members: Any) -> nn.Module:
+    """A model with the linear layers of an MLP."""
+    return Net(body, up=nn.Linear(WIDTH, HIDDEN), down=nn.Linear(HIDDEN, WIDTH), **members)
+
+
+def model_of(name: str) -> Any:
     torch.manual_seed(0)
-    kind, state = WRITTEN[name]
-    return kind(state())
+    shape = SHAPES.get(name, (WIDTH,))
+    scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+    state = torch.rand(shape) if shape else torch.ones(())
+    return net(WRITTEN[name], skip=nn.Linear(WIDTH, WIDTH), scale=scale, state=state)
 
 
 def step(model: nn.Module, fn: Callable[..., Any] | None = None) -> dict[str, Tensor]:
     """The gradients and the buffers of a step on a copy, called through ``fn(model, x)``."""
     model = copy.deepcopy(model)
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).to(next(model.parameters())).requires_grad_()
-    given = x.mean(-1, keepdim=True) if isinstance(model, Argument) else x
+    given = x.mean(-1, keepdim=True) if getattr(model, "body", None) is argument else x
     (model(given) if fn is None else fn(model, given)).square().sum().backward()
     seen = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert x.grad is not None
@@ -182,15 +161,7 @@ def graphs_of(model: nn.Module, level: str = "free") -> partition.Graphs:
 
 
 def test_a_buffer_that_backward_does_not_need_costs_nothing() -> None:
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(self.norm(x))  # type: ignore[no-any-return]
-
-    forward, _ = graphs_of(Norm())
+    forward, _ = graphs_of(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)))
     assert not forward.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
 
 
@@ -205,14 +176,12 @@ def test_a_value_made_of_it_is_kept_where_it_is_no_larger() -> None:
 # ---- what the caller writes ------------------------------------------------------------------------------------------
 
 
-class HandsOut(nn.Module):
-    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up, self.down, self.activation = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), activation
+def hands_out(activation: Callable[[Tensor], Tensor]) -> nn.Module:
+    def body(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = s.up(x)
+        return s.down(activation(h)), h
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.up(x)
-        return self.down(self.activation(h)), h
+    return net(body)
 
 
 # What PyTorch keeps is their result (or nothing): the caller may write what they read.
@@ -253,7 +222,7 @@ def assert_same_when_written(model: nn.Module, level: str, what: Any = given) ->
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", FREE_TO_WRITE)
 def test_results_may_be_written(name: str, level: str) -> None:
-    assert_same_when_written(HandsOut(FREE_TO_WRITE[name]), level)
+    assert_same_when_written(hands_out(FREE_TO_WRITE[name]), level)
 
 
 PARTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
@@ -270,12 +239,11 @@ PARTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
 def test_results_of_three_dimensions_and_parts_of_them_may_be_written(parts: str, level: str) -> None:
     """What is kept of them is a view then; and not every view is on upstream's list."""
 
-    class Cubes(HandsOut):
-        def forward(self, x: Tensor) -> Any:
-            h = self.up(x.view(2, 4, WIDTH))
-            return self.down(torch.tanh(h)), *PARTS[parts](h)
+    def cubes(s: Any, x: Tensor) -> Any:
+        h = s.up(x.view(2, 4, WIDTH))
+        return s.down(torch.tanh(h)), *PARTS[parts](h)
 
-    assert_same_when_written(Cubes(torch.tanh), level)
+    assert_same_when_written(net(cubes), level)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -297,58 +265,42 @@ RELU2: dict[str, Callable[[Tensor], Tensor]] = {
 def test_views_of_results_may_be_written(activation: str, view: str, shape: tuple[int, ...], level: str | None) -> None:
     """Autograd keeps relu's result, PyTorch's cut the pre-activation: a view, over which no version check stands."""
 
-    class Seen(HandsOut):
-        def __init__(self) -> None:
-            super().__init__(RELU2[activation])
-            self.mix = nn.Linear(WIDTH + HIDDEN, WIDTH)
+    def seen(s: Any, x: Tensor) -> Any:
+        x = x.view(shape)
+        h = s.up(x)
+        y = s.down(RELU2[activation](h)) + torch.sin(s.mix(torch.cat([h, x], -1)))
+        return y, VIEWS[view](h)
 
-        def forward(self, x: Tensor) -> Any:
-            x = x.view(shape)
-            h = self.up(x)
-            y = self.down(self.activation(h)) + torch.sin(self.mix(torch.cat([h, x], -1)))
-            return y, VIEWS[view](h)
-
-    model = Seen()
+    model = net(seen, mix=nn.Linear(WIDTH + HIDDEN, WIDTH))
     fused = interpreted(None if level is None else FusionPolicy(memory=level), exact=True)
     off = apart(step(model, writing(given)), step(model, writing(given, fused)))
     assert off < 1e-5 if level else off > 0.01
-
-
-class Frozen(HandsOut):
-    """PyTorch keeps its pre-activation alone: no weight's gradient needs what the first product reads."""
-
-    def __init__(self, first: nn.Module) -> None:
-        super().__init__(functools.partial(F.gelu, approximate="tanh"))
-        self.first = first
-        self.up.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.first(x)
-        return self.down(self.activation(self.up(h))), h
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("level", [*LEVELS, "tiled:2"])
 @pytest.mark.parametrize("name", ["result", "argument"])
 def test_what_is_not_kept_for_a_frozen_layer_may_be_written(name: str, level: str) -> None:
-    model = Frozen(nn.Linear(WIDTH, WIDTH) if name == "result" else nn.Identity())
+    """PyTorch keeps its pre-activation alone: no weight's gradient needs what the first product reads."""
+
+    def frozen(s: Any, x: Tensor) -> Any:
+        h = s.first(x)
+        return s.down(GELU_TANH(s.up(h))), h
+
+    model: Any = net(frozen, first=nn.Linear(WIDTH, WIDTH) if name == "result" else nn.Identity())
+    model.up.weight.requires_grad_(False)
     assert_same_when_written(model, level, given if name == "result" else lambda x, others: [x])
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_buffers_that_are_read_by_parts_and_written(level: str) -> None:
-    class Parts(HandsOut):
-        def __init__(self) -> None:
-            super().__init__(F.gelu)
-            self.register_buffer("both", torch.rand(2 * WIDTH))
+    def parts(s: Any, x: Tensor) -> Tensor:
+        y = mlp(s, torch.tanh(x + s.both.split([WIDTH, WIDTH])[0]))
+        s.both.mul_(0.25)
+        return y
 
-        def forward(self, x: Tensor) -> Any:
-            y = self.down(self.activation(self.up(torch.tanh(x + self.both.split([WIDTH, WIDTH])[0]))))
-            self.both.mul_(0.25)
-            return y
-
-    model, fused = Parts(), interpreted(FusionPolicy(memory=level), exact=True)
+    model, fused = net(parts, both=torch.rand(2 * WIDTH)), interpreted(FusionPolicy(memory=level), exact=True)
     assert apart(step(model), step(model, fused)) < 1e-5
 
 
@@ -367,16 +319,11 @@ class Stashes(torch.autograd.Function):
 
 @pytest.mark.parametrize("level", ["input", "fp8"])
 def test_what_is_checked_stays_what_is_checked(level: str) -> None:
-    class Model(HandsOut):
-        def __init__(self) -> None:
-            super().__init__(F.gelu)
-            self.scale = nn.Parameter(torch.rand(HIDDEN))
+    def stashed(s: Any, x: Tensor) -> Tensor:
+        h = s.up(torch.tanh(x))
+        return s.down(F.gelu(h)) + Stashes.apply(h, s.scale)[..., :WIDTH]  # type: ignore[no-any-return,no-untyped-call]
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.up(torch.tanh(x))
-            return self.down(F.gelu(h)) + Stashes.apply(h, self.scale)[..., :WIDTH]  # type: ignore[no-any-return,no-untyped-call]
-
-    model = Model()
+    model = net(stashed, scale=nn.Parameter(torch.rand(HIDDEN)))
     forward, _ = graphs_of(model, level)
     kept = [n for n in forward.graph.output_node().args[0][1:] if isinstance(n.meta["val"], Tensor)]  # type: ignore[index,union-attr]
     marks = [bool(node.meta.get("saved_tensor_with_no_vc_check")) for node in kept]
@@ -389,27 +336,17 @@ def test_what_is_checked_stays_what_is_checked(level: str) -> None:
 def test_a_result_is_not_kept_in_the_place_of_others(level: str) -> None:
     """Three products that PyTorch keeps are three times as large."""
 
-    class Multiples(HandsOut):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.up(x)
-            return self.down(h * 2.0) + self.down(h * 3.0).sin() + self.down(h * 0.5).cos(), h
+    def multiples(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = s.up(x)
+        return s.down(h * 2.0) + s.down(h * 3.0).sin() + s.down(h * 0.5).cos(), h
 
-    assert_same_when_written(Multiples(F.relu), level)
+    assert_same_when_written(net(multiples), level)
 
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("level", LEVELS)
 def test_arguments_may_be_written(level: str) -> None:
     """PyTorch keeps the product, as it keeps nothing else of a tensor times a number."""
-
-    class Doubled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(WIDTH, HIDDEN)
-            self.register_buffer("row", torch.rand(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.up(x * self.row)  # type: ignore[no-any-return]
 
     def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
         column = x[:, :1] * 1.0
@@ -419,19 +356,16 @@ def test_arguments_may_be_written(level: str) -> None:
         return y  # type: ignore[no-any-return]
 
     fused = interpreted(FusionPolicy(memory=level), exact=True)
-    model = Doubled()
+    model = Net(lambda s, x: s.up(x * s.row), up=nn.Linear(WIDTH, HIDDEN), row=torch.rand(WIDTH))
     assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
 
 
-class Packed(HandsOut):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.up(x)
-        return F.linear(torch.tanh(h[..., :32]) * h[..., 32:], self.down.weight[:, :32]), h
+def packed(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    h = s.up(x)
+    return F.linear(torch.tanh(h[..., :32]) * h[..., 32:], s.down.weight[:, :32]), h
 
 
-@pytest.mark.parametrize(
-    "model", [HandsOut(F.gelu), HandsOut(F.silu), Packed(torch.tanh)], ids=["gelu", "silu", "tanh"]
-)
+@pytest.mark.parametrize("model", [hands_out(F.gelu), hands_out(F.silu), net(packed)], ids=["gelu", "silu", "tanh"])
 def test_what_pytorch_keeps_is_fused_all_the_same(model: nn.Module) -> None:
     """Eager raises, too, where its caller writes it; and the pre-activation is not kept twice."""
     (site,) = tfo.explain(model, torch.randn(8, WIDTH)).sites
@@ -439,27 +373,21 @@ def test_what_pytorch_keeps_is_fused_all_the_same(model: nn.Module) -> None:
 
 
 def test_the_reason() -> None:
-    (site,) = tfo.explain(HandsOut(torch.tanh), torch.randn(8, WIDTH)).sites
+    (site,) = tfo.explain(hands_out(torch.tanh), torch.randn(8, WIDTH)).sites
     assert site.op is None and "a result of the graph" in site.reason
     with torch.no_grad():
-        (site,) = tfo.explain(HandsOut(torch.tanh), torch.randn(8, WIDTH)).sites
+        (site,) = tfo.explain(hands_out(torch.tanh), torch.randn(8, WIDTH)).sites
     assert site.op, "nothing is kept"
 
 
 def test_a_result_that_upstream_keeps_is_kept_alone() -> None:
     """The normalized stream is rebuilt from it, as plain and eager keep the stream, too."""
 
-    class Stream(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+    def normalized(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        stream = s.first(x)
+        return mlp(s, s.norm(stream)), stream
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            stream = self.first(x)
-            return self.down(F.gelu(self.up(self.norm(stream)))), stream
-
-    forward, _ = graphs_of(Stream())
+    forward, _ = graphs_of(net(normalized, first=nn.Linear(WIDTH, WIDTH), norm=nn.LayerNorm(WIDTH)))
     kept = forward.graph.output_node().args[0][2:]  # type: ignore[index]
     assert [n.meta["val"].shape for n in kept if n.op == "call_function"].count((8, WIDTH)) == 1
 
@@ -467,28 +395,16 @@ def test_a_result_that_upstream_keeps_is_kept_alone() -> None:
 # ---- mixed levels ----------------------------------------------------------------------------------------------------
 
 
-class Half(nn.Module):
+def half(out: int, up: nn.Module) -> nn.Module:
     """A packed GLU and the linear layer behind it."""
-
-    def __init__(self, out: int, width: int | None = None) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, HIDDEN) if width else nn.Identity()
-        self.d = nn.Linear(HIDDEN // 2, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up(x).chunk(2, -1)
-        return self.d(F.silu(gate) * up)  # type: ignore[no-any-return]
+    glu = of_halves(F.silu)
+    return Net(lambda s, x: s.d(glu(s.up(x))), up=up, d=nn.Linear(HIDDEN // 2, out))
 
 
-class Chain(nn.Module):
+def chain() -> nn.Module:
     """Each one's linear layer gives what the next one's activation reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = Half(HIDDEN, WIDTH), Half(HIDDEN), Half(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(self.a(x)))  # type: ignore[no-any-return]
+    a, b, c = half(HIDDEN, nn.Linear(WIDTH, HIDDEN)), half(HIDDEN, nn.Identity()), half(WIDTH, nn.Identity())
+    return Net(lambda s, x: s.c(s.b(s.a(x))), a=a, b=b, c=c)
 
 
 MIXTURES = [
@@ -504,14 +420,14 @@ MIXTURES = [
 @pytest.mark.parametrize("levels", MIXTURES, ids=str)
 def test_mixed_levels(levels: dict[str, str]) -> None:
     """An inlined operator brings names that backward has for other values."""
-    model = Chain().double()
+    model = chain().double()
     policy = FusionPolicy(memory=levels, strict=True)
     assert apart(step(model), step(model, interpreted(policy, exact=True))) < 1e-12
 
 
 def test_what_is_computed_again_is_not_made_of_what_is_rounded() -> None:
     """``b`` asks for exact gradients: its pre-activation is not computed again from ``a``'s rounded one."""
-    model = Chain()
+    model = chain()
     wanted, got = step(model), step(model, interpreted(FusionPolicy(memory={"a": "fp8", "b": "input"}, strict=True)))
     exact = [name for name in wanted if name.startswith(("b", "c"))]
     assert apart({n: wanted[n] for n in exact}, {n: got[n] for n in exact}) < 1e-5
@@ -529,19 +445,12 @@ READERS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 def test_fp8_is_seen_by_nothing_else(reader: str) -> None:
     """A checkpoint computes its GEMM again from what it reads: it has to be exact."""
 
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-            self.other, self.wide = nn.Linear(HIDDEN + WIDTH, WIDTH), nn.Linear(HIDDEN, WIDTH)
+    def shared(s: Any, x: Tensor) -> Tensor:
+        h = s.up(x)
+        read = checkpoint(lambda h, x: READERS[reader](s, h, x), h, x, use_reentrant=False)
+        return s.down(F.gelu(h)) + read  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.up(x)
-            read = checkpoint(lambda h, x: READERS[reader](self, h, x), h, x, use_reentrant=False)
-            return self.down(F.gelu(h)) + read  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    model = Shared()
+    model = net(shared, other=nn.Linear(HIDDEN + WIDTH, WIDTH), wide=nn.Linear(HIDDEN, WIDTH))
     assert apart(step(model), step(model, interpreted(FusionPolicy(memory="fp8", strict=True)))) < 1e-5
 
 
@@ -565,21 +474,17 @@ def test_graphs_are_found_unsound() -> None:
     )
     swapped = [{first: second, second: first}.get(n, n) for n in both.returned()]
     both.output.args = (tuple(swapped),)
-    with pytest.raises(UnsoundGraphs, match="is another value"):
-        both.check()
-    with pytest.raises(UnsoundGraphs, match="is another value"):
-        SavedTensors(both.forward, both.backward, 1)
+    raises(UnsoundGraphs, "is another value", both.check)
+    raises(UnsoundGraphs, "is another value", SavedTensors, both.forward, both.backward, 1)
 
     both = both_of(model)  # something is kept no longer
     both.output.args = (tuple(both.returned()[:-1]),)
-    with pytest.raises(UnsoundGraphs, match="does not save"):
-        both.check()
+    raises(UnsoundGraphs, "does not save", both.check)
 
     both = both_of(model)  # backward rebuilds another function
     rebuilt = next(n for n in both.same.values() if n.target is torch.ops.fused.bias_act.default)
     rebuilt.update_arg(3, "relu")
-    with pytest.raises(UnsoundGraphs, match="is not forward's"):
-        both.check()
+    raises(UnsoundGraphs, "is not forward's", both.check)
 
 
 def test_an_input_that_is_written_is_found_out() -> None:
@@ -616,8 +521,7 @@ def test_unsound_edits_are_failures_of_the_pass(
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).double()
     fused = interpreted(FusionPolicy(memory="input", strict=strict))
     if strict:
-        with pytest.raises(Exception, match="another value"):
-            step(model, fused)
+        raises(Exception, "another value", step, model, fused)
         return
     caplog.set_level(logging.WARNING, "torch_fused_ops")
     assert apart(step(model), step(model, fused)) < 1e-12

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import Net, raises
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
@@ -25,17 +26,10 @@ STRICT = tfo.FusionPolicy(strict=True)
 break_here = torch._dynamo.graph_break
 
 
-class Body(nn.Module):
+def Body(body: Callable[[Any, Tensor], Tensor]) -> nn.Module:
     """x → body(self, x), with linear layers to use."""
-
-    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
-        self.norm, self.fused = nn.LayerNorm(16), FusedMLP(8, 16)
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, x)
+    layers = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "head": nn.Linear(8, 8), "norm": nn.LayerNorm(16)}
+    return Net(body, **layers, fused=FusedMLP(8, 16))
 
 
 def mlp(s: Any, x: Tensor) -> Tensor:
@@ -143,13 +137,8 @@ def test_however_it_is_compiled(way: str, pieces: int) -> None:
 
 
 def test_the_models_own_error_is_the_one_that_is_raised() -> None:
-    def fails(s: Any, x: Tensor) -> Tensor:
-        x = normed(s, x)
-        break_here()
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        torch.compile(Body(fails), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
+    fails = Body(broken(normed, lambda s, x: {}["mine"]))
+    raises(KeyError, "mine", torch.compile(fails, backend="fused", options={"policy": STRICT}), torch.randn(4, 8))
 
 
 def test_inside_of_a_handler_it_is_said_too() -> None:
@@ -161,11 +150,7 @@ def test_inside_of_a_handler_it_is_said_too() -> None:
 
 
 def test_a_part_that_is_compiled_anew_does_not_speak_for_the_rest() -> None:
-    def pieces(s: Any, x: Tensor) -> Tensor:
-        x = normed(s, x)
-        break_here()
-        return mlp(s, x[:2])  # of one shape: it is compiled once
-
+    pieces = broken(normed, lambda s, x: mlp(s, x[:2]))  # the second of one shape: it is compiled once
     model = torch.compile(Body(pieces), backend="fused", options={"policy": STRICT})
     for rows in (4, 5, 6):
         model(torch.randn(rows, 8))
@@ -175,8 +160,7 @@ def test_exported_graphs_are_whole() -> None:
     exported = torch.export.export(Body(normed), (torch.randn(4, 8),)).module()
     from torch_fused_ops.lowerings import strict
 
-    with pytest.raises(tfo.UnfusedError, match="no MLP was found between 2 linear layers"):
-        strict.check(exported.graph, (), STRICT)  # type: ignore[arg-type]
+    raises(tfo.UnfusedError, "no MLP was found between 2 linear layers", strict.check, exported.graph, (), STRICT)
 
 
 @pytest.fixture
@@ -219,7 +203,7 @@ def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Cal
     for rows in (4, 4, 6):
         model(torch.randn(rows, 8))
     (text,) = warnings()
-    assert text.startswith("nothing was fused in Body: 0 MLP sites; no MLP was found between ")
+    assert text.startswith("nothing was fused in Net: 0 MLP sites; no MLP was found between ")
     assert "torch_fused_ops.explain(model, *args) lists all" in text
 
 
@@ -291,7 +275,7 @@ def test_others_are_not(name: str, warnings: Callable[[], list[str]]) -> None:
 def test_the_first_reason_is_given(warnings: Callable[[], list[str]]) -> None:
     torch.compile(Body(unfused), options=tfo.compile_options())(torch.randn(4, 8))
     (text,) = warnings()
-    assert text.startswith("nothing was fused in Body: 1 MLP site, the first test_strict.py:")
+    assert text.startswith("nothing was fused in Net: 1 MLP site, the first test_strict.py:")
 
 
 def test_nothing_is_said_of_a_choice(warnings: Callable[[], list[str]]) -> None:
@@ -324,21 +308,12 @@ def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Calla
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("pattern", "fits"), [("second.*", True), ("third.*", False)])
 def test_a_pattern_may_fit_a_site_of_a_later_graph(pattern: str, fits: bool, warnings: Callable[[], list[str]]) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Body(mlp), Body(mlp)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            break_here()
-            return self.second(x)  # type: ignore[no-any-return]
-
+    model = Net(broken(lambda s, x: s.first(x), lambda s, x: s.second(x)), first=Body(mlp), second=Body(mlp))
     for strict in (False, True):
         torch._dynamo.reset()
         options = {"memory": {pattern: "input"}, "strict": strict}
         with pytest.raises(tfo.UnfusedError, match=r"third.\*") if strict and not fits else contextlib.nullcontext():
-            torch.compile(Model(), backend="fused", options=options)(torch.randn(4, 8))
+            torch.compile(model, backend="fused", options=options)(torch.randn(4, 8))
         assert len(warnings()) == (not fits and not strict)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import saving, step
+from harness import MLP, WITHOUT_BIAS, Net, captured, of_halves, saving, step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -30,49 +30,29 @@ class SwiGLU(harness.SwiGLU):
         super().__init__(hidden, ffn, functools.partial(nn.Linear, bias=bias))
 
 
-class Packed(nn.Module):
-    """Gate and up in one product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.both, self.down = nn.Linear(HIDDEN, 2 * FFN), nn.Linear(FFN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.both(x).chunk(2, -1)
-        return self.down(F.gelu(gate) * up)  # type: ignore[no-any-return]
-
-
-class Adapted(nn.Module):
+def adapted() -> nn.Module:
     """LoRA on both linear layers; the first weight is frozen. Dropouts that do nothing; views between."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
-        self.a, self.b = nn.Linear(HIDDEN, 2, bias=False), nn.Linear(2, FFN, bias=False)
-        self.up.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def body(s: Any, x: Tensor) -> Tensor:
         rows = x.reshape(-1, HIDDEN)
-        h = self.up(rows) + 2 * self.b(self.a(F.dropout(rows, 0.5, training=False)))
-        return self.down(F.gelu(h.view(*x.shape[:-1], FFN))) + x  # type: ignore[no-any-return]
+        h = s.up(rows) + 2 * s.b(s.a(F.dropout(rows, 0.5, training=False)))
+        return s.down(F.gelu(h.view(*x.shape[:-1], FFN))) + x  # type: ignore[no-any-return]
+
+    up, down = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+    up.weight.requires_grad_(False)
+    return Net(body, up=up, down=down, a=WITHOUT_BIAS(HIDDEN, 2), b=WITHOUT_BIAS(2, FFN))
 
 
-class Conv1D(nn.Module):
+def conv1d() -> nn.Module:
     """As GPT-2's: addmm with a weight of (in, out), and the residual behind."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.randn(HIDDEN, FFN) / 3), nn.Parameter(torch.randn(FFN) / 3)
-        self.v, self.c = nn.Parameter(torch.randn(FFN, HIDDEN) / 3), nn.Parameter(torch.randn(HIDDEN) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.addmm(self.b, x.view(-1, x.size(-1)), self.w).view(*x.shape[:-1], FFN)
+    def body(s: Any, x: Tensor) -> Tensor:
+        h = torch.addmm(s.b, x.view(-1, x.size(-1)), s.w).view(*x.shape[:-1], FFN)
         h = 0.5 * h * (1.0 + torch.tanh(0.7978845608028654 * (h + 0.044715 * torch.pow(h, 3.0))))
-        return x + torch.addmm(self.c, h.view(-1, h.size(-1)), self.v).view(x.shape)
+        return x + torch.addmm(s.c, h.view(-1, h.size(-1)), s.v).view(x.shape)
 
-
-def gelu_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(HIDDEN, FFN), nn.GELU(), nn.Linear(FFN, HIDDEN))
+    shapes = {"w": (HIDDEN, FFN), "b": (FFN,), "v": (FFN, HIDDEN), "c": (HIDDEN,)}
+    return Net(body, **{name: nn.Parameter(torch.randn(shape) / 3) for name, shape in shapes.items()})
 
 
 def normed() -> nn.Module:
@@ -94,10 +74,10 @@ class Detached(SwiGLU):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "swiglu": SwiGLU,
-    "gelu": gelu_mlp,
-    "packed": Packed,
-    "adapted": Adapted,
-    "conv1d": Conv1D,
+    "gelu": lambda: nn.Sequential(nn.Linear(HIDDEN, FFN), nn.GELU(), nn.Linear(FFN, HIDDEN)),
+    "packed": lambda: MLP(HIDDEN, 2 * FFN, of_halves(F.gelu), halves=2),
+    "adapted": adapted,
+    "conv1d": conv1d,
     "normed": normed,
     "reversed": Reversed,
     "detached": Detached,
@@ -372,15 +352,7 @@ def test_a_miss_is_strict_where_it_is_no_choice() -> None:
 
 def test_a_failure_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = SwiGLU(), torch.randn(50, HIDDEN)
-    captured: list[torch.fx.GraphModule] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        captured.append(gm)
-        return gm
-
-    torch._dynamo.reset()
-    torch.compile(module, backend=backend)(x)
-    (gm,) = captured
+    _, (gm,) = captured(module, x)
     before = str(gm.graph)
     calls = 0
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import WITHOUT_BIAS, Net, Stack
 from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -32,7 +33,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class MLP(nn.Module):
+class Drawn(nn.Module):
+    """Its repr says what was drawn."""
+
+    def extra_repr(self) -> str:
+        drawn = {name: value for name, value in vars(self).items() if isinstance(value, (str, bool))}
+        return ", ".join(f"{name}={value}" for name, value in drawn.items() if name != "training")
+
+
+class MLP(Drawn):
     """A plain MLP; its pre-activation can be had."""
 
     def __init__(self, r: random.Random) -> None:
@@ -49,9 +58,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, with_hidden: bool = False) -> Any:
         h = self.hidden(x)
         return (self.of_hidden(h), h) if with_hidden else self.of_hidden(h)
-
-    def extra_repr(self) -> str:
-        return f"activation={getattr(self, 'activation', '')}, layout={getattr(self, 'layout', '')}"
 
 
 class GLU(MLP):
@@ -89,7 +95,7 @@ def gated(h: Tensor, layout: str, activation: Callable[[Tensor], Tensor]) -> Ten
     return activation(up) * gate if layout == "swapped" else activation(gate) * up
 
 
-class Half(nn.Module):
+class Half(Drawn):
     """A GLU whose second linear layer gives what the next one's activation reads."""
 
     def __init__(self, r: random.Random, width: int, out: int, first: bool) -> None:
@@ -104,30 +110,19 @@ class Half(nn.Module):
         return self.down(gated(h, self.layout, ACTIVATIONS[self.activation]))  # type: ignore[no-any-return]
 
 
-class Chain(nn.Module):
-    def __init__(self, r: random.Random) -> None:
-        super().__init__()
-        self.a, self.b = Half(r, WIDTH, 2 * HIDDEN, True), Half(r, WIDTH, 2 * HIDDEN, False)
-        self.c = Half(r, WIDTH, WIDTH, False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(self.a(x)))  # type: ignore[no-any-return]
+def chain(r: random.Random) -> nn.Module:
+    shapes = ((WIDTH, 2 * HIDDEN, True), (WIDTH, 2 * HIDDEN, False), (WIDTH, WIDTH, False))
+    return nn.Sequential(*(Half(r, *shape) for shape in shapes))
 
 
-class Adapted(nn.Module):
+def adapted(r: random.Random) -> nn.Module:
     """LoRA on the first linear layer, the weights under it frozen."""
-
-    def __init__(self, r: random.Random) -> None:
-        super().__init__()
-        self.mlp = MLP(r)
-        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, HIDDEN, bias=False)
-        self.mlp.requires_grad_(r.random() < 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp.of_hidden(self.mlp.up(x) + 2.0 * self.b(self.a(x)))
+    mlp, a, b = MLP(r), WITHOUT_BIAS(WIDTH, 2), WITHOUT_BIAS(2, HIDDEN)
+    mlp.requires_grad_(r.random() < 0.3)
+    return Net(lambda s, x: s.mlp.of_hidden(s.mlp.up(x) + 2.0 * s.b(s.a(x))), mlp=mlp, a=a, b=b)
 
 
-class Updated(nn.Module):
+class Updated(Drawn):
     """A buffer that forward updates, and what reads it, before and afterwards."""
 
     UPDATES: ClassVar[dict[str, Callable[[Tensor, Tensor], Any]]] = {
@@ -161,11 +156,8 @@ class Updated(nn.Module):
             before = torch.tanh(x * state * self.scale)
         return self.inner(before) + x * self.scale  # type: ignore[no-any-return]
 
-    def extra_repr(self) -> str:
-        return f"update={self.update}, use={self.use}"
 
-
-class Weighted(nn.Module):
+class Weighted(Drawn):
     """An MLP whose result a number for each row multiplies, as a router's weight does."""
 
     def __init__(self, r: random.Random) -> None:
@@ -180,24 +172,16 @@ class Weighted(nn.Module):
         weighted = y * torch.sigmoid(self.router(given))
         return weighted + y if self.twice else weighted
 
-    def extra_repr(self) -> str:
-        return f"of={self.of}, twice={self.twice}"
 
-
-class Twice(nn.Module):
+def twice(r: random.Random) -> nn.Module:
     """One module called twice, or two that share a parameter."""
-
-    def __init__(self, r: random.Random) -> None:
-        super().__init__()
-        self.a = MLP(r)
-        self.b = MLP(r) if r.random() < 0.5 else self.a
-        self.b.down.weight = self.a.down.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(x + self.a(x))  # type: ignore[no-any-return]
+    a = MLP(r)
+    b = MLP(r) if r.random() < 0.5 else a
+    b.down.weight = a.down.weight
+    return Net(lambda s, x: s.b(x + s.a(x)), a=a, b=b)
 
 
-class Residual(nn.Module):
+class Residual(Drawn):
     """The stream, written in place or not, behind a norm or not."""
 
     def __init__(self, r: random.Random, depth: int) -> None:
@@ -223,22 +207,12 @@ class Residual(nn.Module):
             stream[..., :4] += y[..., :4]
         return stream
 
-    def extra_repr(self) -> str:
-        return f"how={self.how}"
+
+def sequence(r: random.Random, depth: int) -> nn.Module:
+    return Stack(block(r, depth - 1) for _ in range(r.choice((2, 2, 3))))
 
 
-class Sequence(nn.Module):
-    def __init__(self, r: random.Random, depth: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block(r, depth - 1) for _ in range(r.choice((2, 2, 3))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for one in self.blocks:
-            x = one(x)
-        return x
-
-
-class Concatenated(nn.Module):
+class Concatenated(Drawn):
     """A linear layer over an activation's input or result and something else."""
 
     def __init__(self, r: random.Random) -> None:
@@ -258,9 +232,6 @@ class Concatenated(nn.Module):
             return self.mlp.down(y) + checkpoint(mixed, source, x, use_reentrant=False)  # type: ignore[no-any-return]
         return self.mlp.down(y) + mixed(source, x)  # type: ignore[no-any-return]
 
-    def extra_repr(self) -> str:
-        return f"of={self.of}, checkpointed={self.checkpointed}"
-
 
 aten = torch.ops.aten
 GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
@@ -270,7 +241,7 @@ def _save_gemms(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if operator in GEMMS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Drawn):
     """A checkpoint, selective or not, maybe inside another."""
 
     def __init__(self, r: random.Random, depth: int) -> None:
@@ -285,29 +256,12 @@ class Checkpointed(nn.Module):
             more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _save_gemms)
         return checkpoint(self.inner, x, use_reentrant=False, **more)  # type: ignore[return-value]
 
-    def extra_repr(self) -> str:
-        return f"selective={self.selective}"
 
-
-class Scaled(nn.Module):
-    """A parametrization of a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.rand(1) + 0.5)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return torch.tanh(weight) * self.gain
-
-
-class Parametrized(nn.Module):
-    def __init__(self, r: random.Random) -> None:
-        super().__init__()
-        self.mlp = MLP(r)
-        parametrize.register_parametrization(self.mlp.up if r.random() < 0.5 else self.mlp.down, "weight", Scaled())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x)  # type: ignore[no-any-return]
+def parametrized(r: random.Random) -> nn.Module:
+    mlp, gain = MLP(r), nn.Parameter(torch.rand(1) + 0.5)
+    scaled = Net(lambda s, weight: torch.tanh(weight) * s.gain, gain=gain)
+    parametrize.register_parametrization(mlp.up if r.random() < 0.5 else mlp.down, "weight", scaled)
+    return mlp
 
 
 class Configured(nn.Module):
@@ -325,8 +279,8 @@ class Configured(nn.Module):
         return self.down(ACTIVATIONS[name](self.up(x)))  # type: ignore[no-any-return]
 
 
-LEAVES = (MLP, GLU, GLU, Chain, Adapted, Weighted, Twice, Concatenated, Parametrized, Configured)
-NODES = (Residual, Residual, Sequence, Checkpointed)
+LEAVES = (MLP, GLU, GLU, chain, adapted, Weighted, twice, Concatenated, parametrized, Configured)
+NODES = (Residual, Residual, sequence, Checkpointed)
 
 
 def block(r: random.Random, depth: int, without: tuple[type, ...] = ()) -> nn.Module:
@@ -339,7 +293,7 @@ def block(r: random.Random, depth: int, without: tuple[type, ...] = ()) -> nn.Mo
     return leaf(r)  # type: ignore[no-any-return]
 
 
-class Tree(nn.Module):
+class Tree(Drawn):
     """Of (tokens, WIDTH) and (tokens, 1): a first MLP, whose pre-activation others read or get, and blocks behind it.
 
     Attributes:
@@ -382,9 +336,6 @@ class Tree(nn.Module):
             y = one(y)
         given = {"hidden": h, "view": h.view(-1), "double": h * 2.0, "stream": y * 1.0}.get(self.hands_out)
         return (y,) if given is None else (y, given)
-
-    def extra_repr(self) -> str:
-        return f"hands_out={self.hands_out}, reads={self.reads}, writes={self.writes}"
 
 
 def tree(seed: int) -> Tree:

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -10,35 +9,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_mlp import Seen
+from harness import Net, Ran, of_halves, raises
+from test_mlp import one_thread  # noqa: F401 - a fixture
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_fused_ops as tfo
-from torch_fused_ops.nn import (
-    MLP,
-    GroupedColumnParallelLinear,
-    GroupedMLP,
-    GroupedMLPSubmodules,
-    GroupedRowParallelLinear,
-    MLPConfig,
-    MLPSubmodules,
-    _gemms,
-    _memory,
-    permute,
-    unpermute,
-)
+from torch_fused_ops import nn as fnn
+from torch_fused_ops.nn import MLP, GroupedMLP, GroupedMLPSubmodules, MLPConfig, _gemms, _memory, permute, unpermute
 
 HIDDEN, FFN, EXPERTS = 16, 24, 3
 LEVELS = ("off", "free", "fp8", "input")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config(**flags):
@@ -117,8 +98,7 @@ def test_is_as_many_mlps(counts: list[int], dtype: torch.dtype) -> None:
         found, expected = gradients(y, d, grouped, *others), gradients(truth, d, alone, *others)
         # Rounded gradients: h is rounded with its bias, or without it.
         rough = {"atol": 0.3, "rtol": 0.3} if memory == "fp8" else close
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, **rough)
+        torch.testing.assert_close(found, expected, **rough)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -194,10 +174,9 @@ def test_gradients_of_gradients() -> None:
         def loss(parameters, grouped=grouped, args=(x, counts, probs), d=d):
             return (torch.func.functional_call(grouped, parameters, args)[0] * d).sum()
 
-        for a, b in zip(
-            torch.func.grad(loss)(names).values(), torch.autograd.grad(loss(names), parameters), strict=True
-        ):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(
+            [*torch.func.grad(loss)(names).values()], torch.autograd.grad(loss(names), parameters)
+        )
 
 
 def test_the_operators_are_what_they_say() -> None:
@@ -231,24 +210,23 @@ def test_a_level_keeps_what_it_says(memory: str, bias: bool, gated: bool) -> Non
     x, probs, d = inputs([4, 0, 6], torch.float32)
     wide = FFN * 2 if gated else FFN
     between = {"off": 4 * (wide + FFN), "free": 4 * wide, "fp8": wide + 4, "input": 0}[memory]
-    with Seen() as seen:
+    with Ran() as ran:
         y, _ = grouped(x, counts, probs)
-        kept = seen.alive(x, probs, counts, y, *grouped.parameters())
+        kept = ran.alive(x, probs, counts, y, *grouped.parameters())
         y.backward(d)
     assert kept == 10 * between + 4 * EXPERTS  # where each expert's rows end
     del y
-    with Seen() as seen, torch.no_grad():
+    with Ran() as ran, torch.no_grad():
         y, _ = grouped(x, counts, probs)
-        assert seen.alive(x, probs, counts, y, *grouped.parameters()) == 0
+        assert ran.alive(x, probs, counts, y, *grouped.parameters()) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_backward_dw_is_bit_for_bit_what_backward_would_have_added(dtype: torch.dtype) -> None:
     batches = [[2, 0, 3], [0, 4, 1], [0, 0, 2]]
     for gated, frozen, scaled in itertools.product((False, True), (None, "linear_fc1", "linear_fc2"), (False, True)):
-        given = config(gated_linear_unit=gated, params_dtype=dtype)
-        pair = [build(given), build(copy.copy(given))]
-        pair[1] = build(config(gated_linear_unit=gated, params_dtype=dtype, delay_wgrad_compute=True))
+        flags = {"gated_linear_unit": gated, "params_dtype": dtype}
+        pair = [build(config(**flags, delay_wgrad_compute=delay)) for delay in (False, True)]
         found = []
         for mlp in pair:
             if frozen:
@@ -303,13 +281,9 @@ def test_autocast(delay: bool, grouped: bool) -> None:
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 
-class Glu(nn.Module):
-    def __init__(self, *, config):
-        super().__init__()
-
-    def forward(self, x):
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
+def Glu(*, config):
+    glu = of_halves(F.silu)
+    return Net(lambda s, x: glu(x))
 
 
 def in_blocks(t, n):
@@ -337,17 +311,16 @@ def test_gate_and_up_in_blocks(n: int, how: str) -> None:
             results.append([y, *gradients(y, d, mlp, x, probs)])
         for at in (3, 4) if bias else (3,):  # fc1's
             results[0][at] = in_blocks(results[0][at], n)
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(*results)
 
 
 def test_blocks_are_not_copied() -> None:
     grouped = build(config(moe_mlp_glu_interleave_size=4, add_bias_linear=False, params_dtype=torch.float32))
     x, probs, _ = inputs([4, 0, 6], torch.float32)
     counts = torch.tensor([4, 0, 6])
-    with Seen() as seen:
+    with Ran() as ran:
         y, _ = grouped(x, counts, probs)
-        assert seen.alive(x, probs, counts, y, *grouped.parameters()) == 10 * 4 * 2 * FFN + 4 * EXPERTS
+        assert ran.alive(x, probs, counts, y, *grouped.parameters()) == 10 * 4 * 2 * FFN + 4 * EXPERTS
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -359,15 +332,14 @@ def test_probabilities_on_the_input(bias: bool) -> None:
     y, _ = grouped(x, counts, probs)
     truth = run(alone := separate(grouped), x * probs[:, None], counts, None)
     torch.testing.assert_close(y, truth)
-    for a, b in zip(gradients(y, d, grouped, x, probs), gradients(truth, d, alone, x, probs), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(gradients(y, d, grouped, x, probs), gradients(truth, d, alone, x, probs))
     torch.testing.assert_close(grouped(x, counts)[0], run(alone, x, counts, None))
 
 
 def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
     asked = {}
 
-    class First(GroupedColumnParallelLinear):
+    class First(fnn.GroupedColumnParallelLinear):
         def __init__(self, *sizes, **arguments):
             asked["fc1"] = sizes, set(arguments), arguments["skip_bias_add"]
             super().__init__(*sizes, **arguments)
@@ -378,7 +350,7 @@ def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
         def __init__(self, *sizes, **arguments):
             super().__init__()
             asked["fc2"] = sizes, set(arguments), arguments["skip_bias_add"]
-            self.own = GroupedRowParallelLinear(*sizes, **arguments)
+            self.own = fnn.GroupedRowParallelLinear(*sizes, **arguments)
 
         def forward(self, x, tokens_per_expert):
             asked["counts"] = tokens_per_expert
@@ -486,8 +458,7 @@ def test_what_an_activation_of_several_functions_keeps_is_moved_and_not_mixed_up
         y, _ = mlp(x, counts, probs)
         results.append([y, *gradients(y, d, mlp, x, probs)])
     assert len(Counting.sent) == {"off": 5, "free": 4}[memory]
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(
@@ -511,28 +482,20 @@ def test_what_an_activation_of_several_functions_keeps_is_moved_and_not_mixed_up
     ],
 )
 def test_the_constructor_refuses(flags: dict, error: type, words: str) -> None:
-    with pytest.raises(error, match=words):
-        GroupedMLP(EXPERTS, config(**flags))
+    raises(error, words, GroupedMLP, EXPERTS, config(**flags))
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_so_many_experts_are_refused(count: object, error: type) -> None:
-    for made in (
-        lambda: GroupedMLP(count, config()),
-        lambda: GroupedColumnParallelLinear(count, 4, 4, config=config()),
-    ):
-        with pytest.raises(
-            error, match=f"num_local_experts={count!r} is not accepted: it must be an integer from 1 on"
-        ):
-            made()
+    words = f"num_local_experts={count!r} is not accepted: it must be an integer from 1 on"
+    raises(error, words, GroupedMLP, count, config())
+    raises(error, words, fnn.GroupedColumnParallelLinear, count, 4, 4, config=config())
     assert GroupedMLP(np.int64(2), config()).num_local_experts == 2
 
 
 def test_arguments_in_each_others_places_are_refused() -> None:
-    with pytest.raises(TypeError, match="config=8 is not accepted: it must be an MLPConfig"):
-        GroupedMLP(config(), 8)
-    with pytest.raises(TypeError, match="submodules=8 is not accepted"):
-        GroupedMLP(2, config(), 8)
+    raises(TypeError, "config=8 is not accepted: it must be an MLPConfig", GroupedMLP, config(), 8)
+    raises(TypeError, "submodules=8 is not accepted", GroupedMLP, 2, config(), 8)
 
 
 @pytest.mark.parametrize("name", ["tp_group", "ep_group"])
@@ -555,13 +518,11 @@ def test_a_group_is_a_process_group(name: str, group: object) -> None:
 def test_another_precision_is_refused(flags: dict, grouped_alone: bool) -> None:
     (name,) = flags
     given = SimpleNamespace(**vars(config(ffn_hidden_size=FFN)), **flags)
-    with pytest.raises(ValueError, match=f"{name}=.* is not accepted"):
-        GroupedMLP(EXPERTS, given)
+    raises(ValueError, f"{name}=.* is not accepted", GroupedMLP, EXPERTS, given)
     if grouped_alone:
         MLP(given)
     else:
-        with pytest.raises(ValueError, match=f"{name}=.* is not accepted"):
-            MLP(given)
+        raises(ValueError, f"{name}=.* is not accepted", MLP, given)
     GroupedMLP(EXPERTS, SimpleNamespace(**vars(config()), fp8=None, moe_dispatch_fwd_dtype="bf16", fp4=False))
 
 
@@ -570,12 +531,9 @@ def test_dense_mlps_do_not_read_what_is_for_experts_and_experts_refuse_blocks() 
     plain, other = (build_mlp(c) for c in (config(ffn_hidden_size=FFN), given))
     x, _, _ = inputs([5])
     assert torch.equal(plain(x)[0], other(x)[0])
-    with pytest.raises(ValueError, match="Megatron's MLP ignores it, GroupedMLP does not"):
-        MLP(given, is_expert=True)
-    with pytest.raises(ValueError, match="there is nothing to offload"):
-        MLP(config(cpu_offloading=True, memory="input"))
-    with pytest.raises(ValueError, match=r"MLPSubmodules\.activation_func"):
-        MLP(config(use_te_activation_func=True), MLPSubmodules())
+    raises(ValueError, "Megatron's MLP ignores it, GroupedMLP does not", MLP, given, is_expert=True)
+    raises(ValueError, "there is nothing to offload", MLP, config(cpu_offloading=True, memory="input"))
+    raises(ValueError, r"MLPSubmodules\.activation_func", MLP, config(use_te_activation_func=True), fnn.MLPSubmodules())
 
 
 def build_mlp(given):
@@ -603,8 +561,7 @@ def build_mlp(given):
     ],
 )
 def test_a_call_refuses(arguments: tuple, error: type, words: str) -> None:
-    with pytest.raises(error, match=words):
-        GroupedMLP(EXPERTS, config())(*arguments)
+    raises(error, words, GroupedMLP(EXPERTS, config()), *arguments)
 
 
 def group_of(size, rank):
@@ -713,8 +670,7 @@ def test_permute_and_unpermute(tokens: int, k: int, experts: int) -> None:
 )
 def test_permute_refuses(call, error: type, words: str) -> None:
     chosen = torch.tensor([[0, 3]] * 5)
-    with pytest.raises(error, match=words):
-        call(torch.zeros(5, 3), chosen, torch.ones(5, 2))
+    raises(error, words, call, torch.zeros(5, 3), chosen, torch.ones(5, 2))
 
 
 class MoE(nn.Module):
@@ -742,7 +698,6 @@ def test_is_mixtrals_experts(dtype: torch.dtype) -> None:
         hidden_size=HIDDEN, intermediate_size=FFN, num_local_experts=4, num_experts_per_tok=2,
         router_jitter_noise=0.0, experts_implementation="eager",
     )  # fmt: skip
-    torch.manual_seed(0)
     block = MixtralSparseMoeBlock(theirs).to(dtype)
     with torch.no_grad():
         for p in block.parameters():
@@ -768,8 +723,7 @@ def test_is_mixtrals_experts(dtype: torch.dtype) -> None:
     close = {"atol": 1e-6, "rtol": 1e-6}  # transformers' router computes in float32
     close = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else close
     torch.testing.assert_close(mine, y, **close)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, **(close if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-5}))
+    torch.testing.assert_close(found, expected, **close if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-5})
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
@@ -784,8 +738,7 @@ def compare(moe, x, backend, dynamic=None):
         results.append([y, *torch.autograd.grad(y.sum(), [x, *moe.parameters()])])
     close = {"atol": 1e-12, "rtol": 1e-12} if x.dtype == torch.float64 else {"atol": 2e-4, "rtol": 1e-3}
     close = {"atol": 0.05, "rtol": 0.05} if x.dtype == torch.bfloat16 else close
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, **close)
+    torch.testing.assert_close(*results, **close)
     return fn
 
 
@@ -815,7 +768,6 @@ def test_compiled_experts_are_fused_and_keep_what_the_policy_says() -> None:
     grouped = build(config(params_dtype=torch.bfloat16, activation_func=own_silu, add_bias_linear=False))
     x, _, d = inputs([4, 0, 6], torch.bfloat16)
     counts = torch.tensor([4, 0, 6])
-    torch._dynamo.reset()
     fn = torch.compile(lambda x, counts: grouped(x, counts)[0], fullgraph=True, backend="fused")
     kept = []
     with (
@@ -827,8 +779,7 @@ def test_compiled_experts_are_fused_and_keep_what_the_policy_says() -> None:
     assert [site.op for site in report.sites] == ["fused::bias_glu"]
     assert (10, 2 * FFN) in kept and (10, FFN) not in kept
     eager, _ = grouped(x, counts)
-    for a, b in zip((y, *found), (eager, *gradients(eager, d, grouped, x)), strict=True):
-        torch.testing.assert_close(a, b, atol=0.05, rtol=0.05)
+    torch.testing.assert_close((y, *found), (eager, *gradients(eager, d, grouped, x)), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import SwiGLU, raises
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,14 +20,9 @@ from torch_fused_ops.graphs.reasons import Kind
 HIDDEN, FFN = 128, 256
 
 
-class Gated(nn.Module):
+class Gated(SwiGLU):
     def __init__(self, hidden: int = HIDDEN, ffn: int = FFN) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(hidden, ffn) for _ in range(2))
-        self.down = nn.Linear(ffn, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        super().__init__(hidden, ffn, nn.Linear)
 
     def by_hand(self, x: Tensor, recipe: str) -> Tensor:
         gate, up = (FF.linear_fp8(x, one.weight, one.bias, recipe=recipe) for one in (self.gate, self.up))
@@ -200,19 +196,14 @@ def test_experts_without_rows_and_under_autocast() -> None:
     assert all(gradient.dtype == torch.float32 and gradient.isfinite().all() for gradient in gradients)
     with pytest.raises(TypeError, match=r"gemm='fp8-rowwise' is not accepted of experts in torch\.float32: rows and"):
         wide(x, counts, probs)
-    with pytest.raises(TypeError, match=r"not accepted of experts in torch\.bfloat16 and torch\.float32"):
-        wide(x.to(BF16), counts, probs)
+    raises(TypeError, r"not accepted of experts in torch\.bfloat16 and torch\.float32", wide, x.to(BF16), counts, probs)
 
 
 def test_experts_say_what_they_do_not_take() -> None:
     for recipe, each in RECIPES.items():
         if not each.scaling.grouped:
-            with pytest.raises(
-                ValueError, match=f"gemm='{recipe}' is not accepted of experts: .*; accepted: bf16, fp8-"
-            ):
-                experts(recipe)
-    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
-        experts("int8")
+            raises(ValueError, f"gemm='{recipe}' is not accepted of experts: .*; accepted: bf16, fp8-", experts, recipe)
+    raises(ValueError, "gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise", experts, "int8")
     with pytest.raises(ValueError, match="moe_ffn_hidden_size=72 is not accepted with gemm='fp8-rowwise'"):
         fnn.GroupedMLP(2, fnn.MLPConfig(WIDTH, moe_ffn_hidden_size=72), gemm="fp8-rowwise")
     with pytest.raises(ValueError, match="hidden_size=40 is not accepted with gemm='fp8-rowwise'"):

@@ -18,18 +18,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from harness import raises
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torch_fused_ops import distributed
-from torch_fused_ops.nn import (
-    MLP,
-    ColumnParallelLinear,
-    GroupedColumnParallelLinear,
-    GroupedMLP,
-    MLPSubmodules,
-    RowParallelLinear,
-)
+from torch_fused_ops.nn import MLP, ColumnParallelLinear, GroupedColumnParallelLinear, GroupedMLP, MLPSubmodules
+from torch_fused_ops.nn import RowParallelLinear as Row
 
 HIDDEN, FFN, EXPERTS = 8, 12, 4
 KINDS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
@@ -37,19 +32,10 @@ KINDS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduc
 
 def config(**flags: Any) -> Any:
     """The attributes of Megatron's ``TransformerConfig`` that our modules read."""
-    given = {
-        "hidden_size": HIDDEN,
-        "ffn_hidden_size": FFN,
-        "moe_ffn_hidden_size": FFN,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": True,
-        "tensor_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "params_dtype": torch.float32,
-    }
-    return SimpleNamespace(**{**given, **flags})
+    given = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN, "activation_func": F.silu}
+    given |= {"gated_linear_unit": True, "add_bias_linear": True, "params_dtype": torch.float32}
+    sizes = ("tensor_model_parallel_size", "expert_tensor_parallel_size", "expert_model_parallel_size")
+    return SimpleNamespace(**{**given, **dict.fromkeys(sizes, 1), **flags})
 
 
 def group(size: int, rank: int) -> Any:
@@ -95,19 +81,14 @@ def test_own_linears_get_the_name_and_the_groups() -> None:
         (lambda: MLP(config(tensor_model_parallel_size=2)), ValueError, "tensor_model_parallel_size=2 .* tp_group"),
         (lambda: GroupedMLP(2, config(expert_model_parallel_size=2)), ValueError, "expert_model_parallel_size=2 .* ep"),
         (lambda: GroupedMLP(2, config(expert_tensor_parallel_size=2)), ValueError, "expert_tensor_parallel_size=2"),
-        (
-            lambda: RowParallelLinear(4, 4, config=config(tensor_model_parallel_size=2)),
-            ValueError,
-            "tensor_model_parallel_size=2",
-        ),
+        (lambda: Row(4, 4, config=config(tensor_model_parallel_size=2)), ValueError, "tensor_model_parallel_size=2"),
         (lambda: MLP(config(), pg_collection=3), TypeError, "pg_collection=3 is not accepted: .* process group tp"),
         (lambda: GroupedMLP(2, config(), None, group(1, 0)), TypeError, "must have the process group expt_tp"),
         (lambda: MLP(config(), name=3), TypeError, "name=3 is not accepted: it must be a string"),
     ],
 )
 def test_what_is_refused(build: Any, error: type, words: str) -> None:
-    with pytest.raises(error, match=words):
-        build()
+    raises(error, words, build)
 
 
 def test_parameters_are_marked_as_megatrons_training_reads_them() -> None:
@@ -141,8 +122,7 @@ def test_a_state_dict_of_megatrons_loads() -> None:
     experts.load_state_dict(theirs)
     assert all(torch.equal(p, whole[name]) for name, p in experts.named_parameters())
     del theirs["linear_fc1.weight2"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*linear_fc1.weight"):
-        experts.load_state_dict(theirs)
+    raises(RuntimeError, r"Missing key.*linear_fc1.weight", experts.load_state_dict, theirs)
 
 
 class Boxes(torch.Tensor):
@@ -407,8 +387,7 @@ def test_grouped_linears_in_megatrons_experts(megatron: None) -> None:
 def test_what_state_is_refused(megatron: None) -> None:
     metadata = {"dp_cp_group": group(1, 0)}
     experts = GroupedMLP(2, config(), ep_group=group(2, 0))
-    with pytest.raises(ValueError, match=r"an ep_group alone .* pg_collection.expt_dp"):
-        experts.sharded_state_dict("", (), metadata)
+    raises(ValueError, r"an ep_group alone .* pg_collection.expt_dp", experts.sharded_state_dict, "", (), metadata)
     entry = MLP(config()).linear_fc1.sharded_state_dict("", (), metadata)["weight"]
     with pytest.raises(TypeError, match=r"original_sh_ten of type .*Sharded is not accepted"):
         distributed.apply_swiglu_sharded_factory(entry, ())

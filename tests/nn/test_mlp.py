@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import Net, Ran, of_halves, raises
 from mlp_figures import mlp_figures
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fused_ops import functional, megatron
 from torch_fused_ops.nn import MLP, ColumnParallelLinear, MLPConfig, MLPSubmodules, RowParallelLinear
@@ -116,30 +115,6 @@ def test_every_flag_with_every_other_is_its_formula(name: str) -> None:
                 assert (t.grad - expected).norm() <= (0.2 if memory == "fp8" else 1e-12) * expected.norm()
 
 
-class Seen(TorchDispatchMode):
-    """Matrix products, and what is alive of all that was computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.gemms, self.storages = [], {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default:
-            self.gemms.append((args[0].shape[0], args[0].shape[1], args[1].shape[1]))
-        for t in out if isinstance(out, tuple) else [out]:
-            if isinstance(t, torch.Tensor):
-                self.storages[t.untyped_storage()._cdata] = (
-                    StorageWeakRef(t.untyped_storage()),
-                    t.untyped_storage().nbytes(),
-                )
-        return out
-
-    def alive(self, *others):
-        known = {t.untyped_storage()._cdata for t in others}
-        return sum(n for at, (ref, n) in self.storages.items() if at not in known and not ref.expired())
-
-
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("delay", [False, True])
@@ -152,17 +127,17 @@ def test_a_level_keeps_what_it_says_and_computes_no_product_twice_but_one(
     )  # fmt: skip
     mlp, x = build(given), tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()
     paper = mlp_figures(HIDDEN, FFN, 10, gated=gated, memory=memory, dtype=torch.float32)
-    with Seen() as seen:
+    with Ran() as ran:
         y, _ = mlp(x)
-        kept = seen.alive(x, y, *mlp.parameters()) + x.nbytes
+        kept = ran.alive(x, y, *mlp.parameters()) + x.nbytes
         y.sum().backward()
         mlp.backward_dw()
     assert kept == paper.saved
-    assert sorted(map(sorted, seen.gemms)) == sorted(map(sorted, paper.gemms))
+    assert sorted(map(sorted, ran.gemms)) == sorted(map(sorted, paper.gemms))
     del y
-    with Seen() as seen, torch.no_grad():
+    with Ran() as ran, torch.no_grad():
         y, _ = mlp(x)
-        assert seen.alive(x, y, *mlp.parameters()) == 0 and len(seen.gemms) == 2
+        assert ran.alive(x, y, *mlp.parameters()) == 0 and len(ran.gemms) == 2
 
 
 def test_backward_dw_is_bit_for_bit_what_backward_would_have_added() -> None:
@@ -251,8 +226,7 @@ def test_sizes() -> None:
     ],
 )
 def test_the_constructor_refuses(flags: dict, words: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        MLP(config(**flags))
+    raises((ValueError, TypeError), words, MLP, config(**flags))
 
 
 WRONG_SIZES = [(7.5, TypeError), ("256", TypeError), (True, TypeError), (0, ValueError), (-1, ValueError)]
@@ -273,13 +247,11 @@ def test_a_size_is_an_integer_from_1_on(size: object, error: type) -> None:
         ("input_size", lambda: linear(ColumnParallelLinear, size, 4)),
         ("output_size", lambda: linear(RowParallelLinear, 4, size)),
     ):
-        with pytest.raises(error, match=re.escape(f"{name}={size!r} is not accepted: it must be an integer from 1 on")):
-            made()
+        raises(error, re.escape(f"{name}={size!r} is not accepted: it must be an integer from 1 on"), made)
 
 
 def test_what_is_not_given_and_what_is_as_good() -> None:
-    with pytest.raises(TypeError, match="hidden_size=None is not accepted"):
-        MLP(MLPConfig(None))
+    raises(TypeError, "hidden_size=None is not accepted", MLP, MLPConfig(None))
     none = dict.fromkeys(("ffn_hidden_size", "init_method", "params_dtype", "activation_func_clamp_value"))
     assert MLP(MLPConfig(8, **none), input_size=None, ffn_hidden_size=None, tp_group=None).ffn_hidden_size == 32
     mlp = MLP(MLPConfig(np.int64(8), np.int32(12), gated_linear_unit=1, add_bias_linear=0, glu_linear_offset=1))
@@ -289,12 +261,9 @@ def test_what_is_not_given_and_what_is_as_good() -> None:
 
 def test_arguments_in_each_others_places() -> None:
     for other in (64, None, {"hidden_size": 64}, MLPConfig, SimpleNamespace(ffn_hidden_size=3)):
-        with pytest.raises(TypeError, match=r"config=.* is not accepted: it must be an MLPConfig, or an object"):
-            MLP(other, 256)
-    with pytest.raises(TypeError, match="submodules=256 is not accepted: it must be an object with the attributes of"):
-        MLP(config(), 256)
-    with pytest.raises(TypeError, match="is_expert=256 is not accepted: it must be True or False"):
-        MLP(config(), None, 256)
+        raises(TypeError, r"config=.* is not accepted: it must be an MLPConfig, or an object", MLP, other, 256)
+    raises(TypeError, "submodules=256 is not accepted: it must be an object with the attributes of", MLP, config(), 256)
+    raises(TypeError, "is_expert=256 is not accepted: it must be True or False", MLP, config(), None, 256)
 
 
 @pytest.mark.parametrize("group", ["tp", [0, 1], 2], ids=str)
@@ -304,8 +273,7 @@ def test_a_group_is_a_process_group(group: object) -> None:
         lambda: ColumnParallelLinear(4, 4, config=config(), tp_group=group),
         lambda: RowParallelLinear(4, 4, config=config(), tp_group=group),
     ):
-        with pytest.raises(TypeError, match=r"tp_group=.* is not accepted: .*ProcessGroup; mesh\.get_group\(\) gives"):
-            made()
+        raises(TypeError, r"tp_group=.* is not accepted: .*ProcessGroup; mesh\.get_group\(\) gives", made)
 
 
 @pytest.mark.parametrize("act", [F.gelu, F.mish], ids=["fused", "spelled"])
@@ -323,8 +291,7 @@ def test_a_call_refuses(act, compiled: bool) -> None:
         ((x[0], tokens(2)), ValueError, "per_token_scale of shape (2,) is not accepted: it must be (3,)"),
         ((x, 2.0), TypeError, "per_token_scale of type float is not accepted: it must be a tensor"),
     ):
-        with pytest.raises((error, torch._dynamo.exc.TorchRuntimeError), match=re.escape(words)):
-            called(*arguments)
+        raises((error, torch._dynamo.exc.TorchRuntimeError), re.escape(words), called, *arguments)
 
 
 @pytest.mark.covering(every=2)
@@ -382,7 +349,7 @@ def test_any_object_with_megatrons_names_is_a_config() -> None:
 
 
 def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
-    asked = {}
+    asked, swiglu = {}, of_halves(F.silu)
 
     class First(ColumnParallelLinear):
         def __init__(self, *sizes, **arguments):
@@ -394,13 +361,8 @@ def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
             asked["fc2"] = sizes, set(arguments)
             super().__init__(*sizes, **arguments)
 
-    class Act(nn.Module):
-        def __init__(self, *, config):
-            super().__init__()
-
-        def forward(self, x):
-            gate, up = x.chunk(2, -1)
-            return F.silu(gate) * up
+    def Act(*, config):
+        return Net(lambda s, x: swiglu(x))
 
     given = config(use_te_activation_func=True, gated_linear_unit=True)
     mlp = build(given, submodules=MLPSubmodules(First, Second, Act))
@@ -410,11 +372,8 @@ def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
     x, scale = tokens(3, HIDDEN), tokens(3, seed=4)
     for s in (None, scale):
         torch.testing.assert_close(output(mlp, x, s), plain(mlp, F.silu, x, s))
-    with pytest.raises(ValueError, match="use_te_activation_func"):
-        MLP(
-            config(use_te_activation_func=True, gated_linear_unit=True, glu_linear_offset=1.0),
-            MLPSubmodules(activation_func=Act),
-        )
+    given = config(use_te_activation_func=True, gated_linear_unit=True, glu_linear_offset=1.0)
+    raises(ValueError, "use_te_activation_func", MLP, given, MLPSubmodules(activation_func=Act))
 
 
 def test_linears_alone() -> None:
@@ -443,8 +402,7 @@ def test_parameters_of_functional_call_are_those_of_backward_too(memory: str) ->
         for p in same.parameters():
             p.mul_(1.5)
     wanted = torch.autograd.grad(output(same, x).square().sum(), [x, *same.parameters()])
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_second_derivatives_of_delayed_gradients_raise() -> None:

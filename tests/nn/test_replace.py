@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import saving
+from harness import Net, Stack, SwiGLU, raises, saving, step
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -27,10 +27,8 @@ H, N, ROWS = 16, 24, 6
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
+def nothing_counted() -> None:
     counters.clear()
-    torch.manual_seed(0)
 
 
 class Mlp(nn.Module):
@@ -42,15 +40,6 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(self.act(self.up(x)))
         return y if self.number is None else y + self.number
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(H, N), nn.Linear(H, N), nn.Linear(N, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -67,15 +56,8 @@ class Block(nn.Module):
         return x + self.mlp(h)
 
 
-class Model(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(layers), nn.Linear(H, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def Model(*layers: nn.Module) -> Any:
+    return Stack(layers, end=nn.Linear(H, 4))
 
 
 def sequential(act: nn.Module | None = None) -> nn.Sequential:
@@ -86,19 +68,8 @@ def rows(**options: Any) -> Tensor:
     return torch.randn(ROWS, H, **options)
 
 
-def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """The result, and the gradients of x and of all parameters that have one."""
-    x = x.detach().clone().requires_grad_()
-    y = model(x)
-    (y.float() * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    return [y.detach(), x.grad, *grads]
-
-
 def assert_alike(model: nn.Module, reference: nn.Module, x: Tensor, tolerance: float = 1e-5) -> None:
-    for got, wanted in zip(step(model, x), step(reference, x), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(step(model, model, x), step(reference, reference, x), rtol=tolerance, atol=tolerance)
 
 
 def kept(model: nn.Module, x: Tensor) -> int:
@@ -204,7 +175,7 @@ def test_what_a_forward_writes_is_written() -> None:
 
 
 def test_a_frozen_gated_mlp_and_a_sum_in_place() -> None:
-    mlp = Gated().requires_grad_(False)
+    mlp = SwiGLU(H, N).requires_grad_(False)
     reference, x = copy.deepcopy(mlp), rows()
     assert replace_mlps(mlp, x).replaced
     results = []
@@ -293,17 +264,15 @@ def test_layers_behind_graph_breaks() -> None:
 # ---- which module, and its policy ------------------------------------------------------------------------------------
 
 
-class Inline(nn.Module):
+def Inline() -> nn.Module:
     """Two MLPs in one forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.ModuleList([nn.Linear(H, N), nn.Linear(N, H)])
-        self.up, self.down = nn.Linear(H, N), nn.Linear(N, H)
+    def body(s: Any, x: Tensor) -> Tensor:
+        x = x + s.fc[1](F.gelu(s.fc[0](x)))
+        return x + s.down(F.relu(s.up(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.fc[1](F.gelu(self.fc[0](x)))
-        return x + self.down(F.relu(self.up(x)))
+    fc = nn.ModuleList([nn.Linear(H, N), nn.Linear(N, H)])
+    return Net(body, fc=fc, up=nn.Linear(H, N), down=nn.Linear(N, H))
 
 
 @pytest.mark.parametrize(
@@ -352,11 +321,11 @@ def test_patterns_fit_paths_of_the_model() -> None:
     report = replace_mlps(
         model,
         x,
-        memory={"layers.0.*": "input", "head": "fp8", "again": "input", "layers.2.mlp.up": "input"},
+        memory={"layers.0.*": "input", "end": "fp8", "again": "input", "layers.2.mlp.up": "input"},
         exclude=("layers.2.mlp.fc.1",),
     )
     assert report.notes == (
-        "memory='head' names no module that was compiled",
+        "memory='end' names no module that was compiled",
         "memory='layers.2.mlp.up' names no module that was compiled",
     )
     assert [kept(layer.mlp, x) for layer in model.layers][:2] == [0, 0]
@@ -428,8 +397,7 @@ def test_composes() -> None:
         torch.testing.assert_close(program.module()(x), expected)
     y = model(x.requires_grad_())
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        gradient.sum().backward()
+    raises(RuntimeError, "double backward", gradient.sum().backward)
 
 
 # ---- the call itself -------------------------------------------------------------------------------------------------
@@ -461,9 +429,8 @@ def test_report() -> None:
 def test_errors(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     given = {"model": Mlp(), "args": (rows(),), **arguments}
     model, args = given.pop("model"), given.pop("args")
-    with pytest.raises(error) as caught:
-        replace_mlps(model, *args, **given)
-    assert any(word in str(caught.value) for word in words.split("|"))
+    said = str(raises(error, "", replace_mlps, model, *args, **given))
+    assert any(word in said for word in words.split("|"))
     assert not isinstance(model, nn.Module) or is_as_it_was(model)
 
 
@@ -495,8 +462,7 @@ def test_without_a_compiler(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
         else:
             stack.enter_context(torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}))
-        with pytest.raises(RuntimeError, match=words):
-            replace_mlps(model, rows())
+        raises(RuntimeError, words, replace_mlps, model, rows())
     assert is_as_it_was(model)
 
 
@@ -512,8 +478,7 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
         return compile_as_it_is(*args, **kwargs)
 
     monkeypatch.setattr(torch, "compile", fails)
-    with pytest.raises(RuntimeError, match="no more compilations"):
-        replace_mlps(model, rows())
+    raises(RuntimeError, "no more compilations", replace_mlps, model, rows())
     assert is_as_it_was(model)
 
 

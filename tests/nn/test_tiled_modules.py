@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import saving
+from harness import Calls, saving
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fused_ops import nn as fnn
 
@@ -27,20 +26,12 @@ MODULES: dict[str, Callable[[str], nn.Module]] = {
 }
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that any operator's result has, and how many matrix products there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = self.products = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.out)
-        self.products += func is torch.ops.aten.addmm.out
-        if isinstance(result, Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
+def figures(module: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Of a step: the most elements that any operator's result has, and how many matrix products there are."""
+    with Calls() as calls:
+        step(module, x)
+    products = [func for func, *_ in calls.made if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)]
+    return max(result.numel() for *_, result in calls.made if isinstance(result, Tensor)), len(products)
 
 
 def step(module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -72,12 +63,8 @@ def test_a_step_is_the_plain_one(name: str) -> None:
 def test_the_hidden_layer_is_never_whole(name: str) -> None:
     tiled, plain = pair(name)
     x = torch.randn(600, HIDDEN, dtype=torch.double)
-    with Largest() as one:
-        step(tiled, x)
-    with Largest() as two:
-        step(plain, x)
-    assert one.elements < 600 * FFN <= two.elements
-    assert one.products > two.products
+    (in_tiles, products), (whole, fewer) = figures(tiled, x), figures(plain, x)
+    assert in_tiles < 600 * FFN <= whole and products > fewer
 
 
 @pytest.mark.parametrize("name", MODULES)

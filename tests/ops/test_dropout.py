@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from harness import Calls, raises
 
 from torch_fused_ops import functional
 from torch_fused_ops.families.dropout import cpu as dropout_cpu
@@ -241,17 +241,10 @@ def test_gradcheck(has, p):
 
 @pytest.mark.parametrize("has", list(itertools.product((True, False), repeat=3))[:-1])
 def test_frozen_arguments_cost_nothing(has):
-    masks = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is fused.dropout_add_backward.default:
-                masks.append(tuple(args[-1]))
-            return func(*args, **(kwargs or {}))
-
     tensors = [t.requires_grad_(h) for t, h in zip(tensors_for(), has, strict=True)]
-    with Recorder():
+    with Calls() as calls:
         operator()(*tensors).sum().backward()
+    masks = [tuple(args[-1]) for args in calls.of(fused.dropout_add_backward.default)]
     assert masks == ([has[:2]] if any(has[:2]) else [])  # the residual's gradient is the incoming one: no work at all
     assert tuple(t.grad is not None for t in tensors) == has
 
@@ -278,13 +271,10 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_errors(name):
     args, kind, text = BAD[name]
-    with pytest.raises(kind, match=text):
-        fused.dropout_add(*args)
+    raises(kind, text, fused.dropout_add, *args)
     if "elsewhere" in name:
         return  # on fake tensors torch itself may notice first
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=text):
-        torch.compile(lambda: fused.dropout_add(*args), fullgraph=True, backend="eager")()
+    raises(Exception, text, torch.compile(lambda: fused.dropout_add(*args), fullgraph=True, backend="eager"))
 
 
 # ---- the Python front ------------------------------------------------------------------------------------------------
@@ -300,10 +290,8 @@ def test_functional_names_what_is_wrong():
         (lambda: functional.bias_dropout_add(None, None, X, 0.5), "x=None is not accepted"),
         (lambda: functional.bias_dropout_add(X, None, X, True), "p=True is not accepted"),
     ):
-        with pytest.raises(TypeError, match=text):
-            call()
-    with pytest.raises(ValueError, match=r"p=1.5 is not accepted"):
-        functional.bias_dropout_add(X, None, X, 1.5, training=False)
+        raises(TypeError, text, call)
+    raises(ValueError, r"p=1.5 is not accepted", functional.bias_dropout_add, X, None, X, 1.5, training=False)
 
 
 def test_bias_dropout_add():

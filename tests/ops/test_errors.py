@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import BUILTIN
+from harness import BUILTIN, raises
 from torch._subclasses import FakeTensorMode
 
 from torch_fused_ops import functional as F
@@ -83,10 +83,8 @@ def call(name):
 @pytest.mark.parametrize("name", BAD)
 def test_eager(name):
     fn, args, error, fragments = call(name)
-    with pytest.raises(error) as caught:
-        fn(*args)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
+    said = str(raises(error, "", fn, *args))
+    assert all(fragment in said for fragment in fragments), said
 
 
 @pytest.mark.covering(every=4)
@@ -94,12 +92,8 @@ def test_eager(name):
 def test_compiled(name):
     """torch wraps the error into one of its own; our text is inside."""
     fn, args, _, fragments = call(name)
-    torch.compiler.reset()
-    with pytest.raises(Exception) as caught:
-        torch.compile(lambda: fn(*args), backend="eager", fullgraph=True)()
-    text = str(caught.value).replace("\\'", "'")
-    for fragment in fragments:
-        assert fragment in text
+    said = str(raises(Exception, "", torch.compile(lambda: fn(*args), backend="eager", fullgraph=True)))
+    assert all(fragment in said.replace("\\'", "'") for fragment in fragments), said
 
 
 def has_derivatives(name):
@@ -117,8 +111,7 @@ def test_under_transforms(name):
         lambda: torch.vmap(lambda x: fn(x, *rest))(first.expand(2, *first.shape)),
     )
     for attempt in attempts:
-        with pytest.raises(error, match=re.escape(fragments[0])):
-            attempt()
+        raises(error, re.escape(fragments[0]), attempt)
 
 
 def test_each_example_s_bias_is_checked_under_vmap():
@@ -200,9 +193,7 @@ def test_what_is_no_dense_floating_tensor_is_refused_by_name(name, argument, kin
     fn, given = wrong(name, argument, kind)
     # torch.ops checks types itself, in its own words, which name the argument and what it got, too.
     by_torch = name.startswith("torch.ops") and kind in NO_TENSORS
-    with pytest.raises(RuntimeError if by_torch else (TypeError, ValueError)) as caught:
-        fn(**given)
-    text = str(caught.value)
+    text = str(raises(RuntimeError if by_torch else (TypeError, ValueError), "", fn, **given))
     if by_torch:
         assert f"argument '{argument}'" in text
     else:
@@ -222,10 +213,7 @@ DYNAMO = [
 @pytest.mark.parametrize(("name", "argument", "kind"), DYNAMO)
 def test_so_it_is_under_the_compiler(name, argument, kind):
     fn, given = wrong(name, argument, kind)
-    torch.compiler.reset()
-    with pytest.raises(Exception) as caught:
-        torch.compile(lambda: fn(**given), backend="eager", fullgraph=True)()
-    assert argument in str(caught.value)
+    raises(Exception, argument, torch.compile(lambda: fn(**given), backend="eager", fullgraph=True))
 
 
 def test_a_fake_gpu_s_tensor_beside_one_of_the_cpu_is_refused():

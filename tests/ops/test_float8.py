@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -351,16 +352,14 @@ def test_the_operators_of_one_pass_are_those_of_several(
     ],
 )
 def test_what_is_not_accepted_is_named(call: Callable[..., Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        call(torch.randn(4, 128), torch.randn(256, 128))
+    raises((ValueError, TypeError), message, call, torch.randn(4, 128), torch.randn(256, 128))
 
 
 def test_second_derivatives_and_transforms_raise() -> None:
     x, w = torch.randn(4, 128, requires_grad=True), torch.randn(128, 128, requires_grad=True)
     with pytest.raises(RuntimeError, match="a second derivative through fused::linear_fp8 is not accepted"):
         torch.autograd.grad(FF.linear_fp8(x, w).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda x: FF.linear_fp8(x, w).sum())(x)
+    raises(RuntimeError, "functorch transforms", torch.func.grad(lambda x: FF.linear_fp8(x, w).sum()), x)
 
 
 def in_tiles(x: Tensor) -> tuple[Tensor, Tensor]:

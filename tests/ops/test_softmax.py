@@ -8,10 +8,10 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
+from harness import Calls, raises
 from hypothesis import given, settings
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fused_ops import functional as F
 from torch_fused_ops.operators import reference
@@ -282,18 +282,10 @@ def test_gradcheck(name, sink):
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
 def test_frozen_arguments_cost_nothing(wanted):
-    masks = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is backward.default:
-                masks.append(tuple(args[-1]))
-            return func(*args, **(kwargs or {}))
-
     x, sink = (t.requires_grad_(w) for t, w in zip(tensors(2, 3, 4), wanted, strict=True))
-    with Recorder():
+    with Calls() as calls:
         softmax(x, None, sink).sin().sum().backward()
-    assert masks == [wanted]
+    assert [tuple(args[-1]) for args in calls.of(backward.default)] == [wanted]
     assert (x.grad is not None, sink.grad is not None) == wanted
     found = backward(torch.ones(2, 3, 4), torch.ones(2, 3, 4), 1.0, False, -1, -1, torch.float16, list(wanted))
     assert tuple(f is not None for f in found) == wanted
@@ -359,12 +351,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_errors(name):
     fn, args, error, fragments = BAD[name]
-    with pytest.raises(error) as caught:
-        fn(*args)
-    torch.compiler.reset()
-    with pytest.raises(Exception) as compiled:
-        torch.compile(lambda: fn(*args), backend="eager", fullgraph=True)()
-    for text in (str(caught.value), str(compiled.value).replace("\\'", "'")):
+    compiled = torch.compile(lambda: fn(*args), backend="eager", fullgraph=True)
+    for text in (str(raises(error, "", fn, *args)), str(raises(Exception, "", compiled)).replace("\\'", "'")):
         assert all(fragment in text for fragment in fragments), text
     first, *rest = args
     if fn is softmax and first.is_floating_point():
@@ -373,8 +361,7 @@ def test_errors(name):
             lambda: grad(lambda x: fn(x, *rest).sum())(first),
             lambda: vmap(lambda x: fn(x, *rest))(first.expand(2, *first.shape)),
         ):
-            with pytest.raises(error, match=re.escape(fragments[0])):
-                attempt()
+            raises(error, re.escape(fragments[0]), attempt)
 
 
 def test_sample_is_what_the_registry_builds():

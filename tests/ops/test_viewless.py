@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from harness import Calls, Net, raises
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -68,12 +69,8 @@ def test_subclasses_modes_checkpoint_and_export():
         assert make_viewless_tensor(fake.view(24), True, True)._base is None
     (g,) = torch.autograd.grad(checkpoint(lambda x: make_viewless(x.t()).square(), x, use_reentrant=False).sum(), x)
     torch.testing.assert_close(g, 2 * x)
-
-    class Module(torch.nn.Module):
-        def forward(self, x):
-            return make_viewless_tensor(x.t(), True, True) * 2
-
-    assert torch.equal(torch.export.export(Module(), (x,)).module()(x), x.t() * 2)
+    module = Net(lambda _, x: make_viewless_tensor(x.t(), True, True) * 2)
+    assert torch.equal(torch.export.export(module, (x,)).module()(x), x.t() * 2)
 
 
 CASES = list(itertools.product((True, False), repeat=4))
@@ -122,7 +119,6 @@ def test_table_compiled(backend):
             outs.append((assert_viewless_tensor(out), out.sin()))
         return outs
 
-    torch.compiler.reset()
     outs = torch.compile(fn, backend=backend, fullgraph=True)(plain, asking)
     for i, ((out, after), (_, expected), case) in enumerate(zip(outs, fn(plain, asking), CASES, strict=True)):
         _, keep_graph, requires_grad, source = case
@@ -185,8 +181,7 @@ def test_writes_that_backward_would_feel_raise():
         return x.grad
 
     assert torch.equal(run(upstream_viewless), torch.full((4,), 5.0))  # silently wrong
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        run(lambda v: make_viewless_tensor(v, True, False))
+    raises(RuntimeError, "modified by an inplace operation", run, lambda v: make_viewless_tensor(v, True, False))
 
     for keep_graph in (True, False):
         source = (torch.zeros(4, requires_grad=True) * 1).exp()
@@ -194,8 +189,7 @@ def test_writes_that_backward_would_feel_raise():
         with torch.no_grad():
             out.mul_(5)
         assert out._version == source._version > 0
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            source.sum().backward()
+        raises(RuntimeError, "modified by an inplace operation", source.sum().backward)
 
 
 def test_other_writes_are_fine():
@@ -208,13 +202,8 @@ def test_other_writes_are_fine():
 
 def test_under_a_dispatch_mode_the_counter_is_its_own():
     """The docstring's limit: there the operator is aten._unsafe_view."""
-
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
     source = torch.ones(4)
-    with Mode():
+    with Calls():
         out = make_viewless(source.view(2, 2))
     out.add_(1)
     assert out._base is None and source[0] == 2 and source._version == 0
@@ -233,9 +222,7 @@ def test_compiled_writes():
 
     compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
     x = torch.zeros(4, requires_grad=True)
-    torch.compiler.reset()
-    with pytest.raises(Exception, match="modified by an inplace operation"):
-        compiled(x, False)
+    raises(Exception, "modified by an inplace operation", compiled, x, False)
     out = compiled(x, True)
     assert torch.equal(out.detach(), torch.full((4,), 5.0))  # the source sees the write
     assert torch.autograd.grad(out.sum(), x)[0][0] == 5  # and so does exp's derivative
@@ -258,14 +245,12 @@ def test_safely_set_viewless_tensor_data():
     assert out.data_ptr() == new.data_ptr() and out.grad_fn is not None
     with pytest.raises(AssertionError, match=r"view of a tensor of shape \(4, 6\).*shape \(1,\)"):
         safely_set_viewless_tensor_data(x.detach().clone().view(24), new)
-    with pytest.raises(TypeError, match="new_data_tensor=None is not accepted"):
-        safely_set_viewless_tensor_data(out, None)
+    raises(TypeError, "new_data_tensor=None is not accepted", safely_set_viewless_tensor_data, out, None)
 
     def fn(x, new):
         safely_set_viewless_tensor_data(x, new)
         return x * 2
 
-    torch.compiler.reset()
     x = torch.randn(3)
     assert torch.equal(torch.compile(fn, backend="aot_eager", fullgraph=True)(x, torch.ones(3)), torch.full((3,), 2.0))
     assert torch.equal(x, torch.ones(3))
@@ -290,7 +275,6 @@ def test_setting_data_frees_the_memory(only_new_garbage):
 
 @pytest.mark.parametrize("call", [make_viewless_tensor, lambda inp, rg, kg: MakeViewlessTensor.apply(inp, rg)])
 def test_errors(call):
-    with pytest.raises(TypeError, match=r"inp=\[1\] is not accepted: it must be a tensor, not list"):
-        call([1], True, True)
+    raises(TypeError, r"inp=\[1\] is not accepted: it must be a tensor, not list", call, [1], True, True)
     with pytest.raises(ValueError, match=r"requires_grad=True is not accepted where inp has dtype torch.int64"):
         call(torch.arange(4).view(2, 2), True, True)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch._inductor.config as inductor_config
+from harness import raises
 
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import buffer_reuse, passes, split_reductions
@@ -99,9 +100,7 @@ def test_values() -> None:
     parse = switches._parse
     assert parse("") == () and parse(" split_reductions, kernels,") == ("kernels", "split_reductions")
     for value in ("torch", "kernels,kernel", "all"):
-        with pytest.raises(ValueError) as raised:
-            parse(value)
-        message = str(raised.value)
+        message = str(raises(ValueError, "", parse, value))
         assert f"TORCH_FUSED_OPS_WITHOUT={value!r} is not accepted: {value.split(',')[-1]!r} is not" in message
         assert all(part in message for part in switches.PARTS)
 

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
+from harness import MLP, Net, Stack, raises
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -13,36 +15,15 @@ virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs t
 pytest.importorskip("triton")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
-        self.register_buffer("scale", torch.ones(64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x)))) * self.scale  # type: ignore[no-any-return]
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def block() -> nn.Module:
+    """With a buffer."""
+    return Net(
+        lambda s, x: x + s.mlp(s.norm(x)) * s.scale, norm=nn.LayerNorm(64), mlp=MLP(64, 256), scale=torch.ones(64)
+    )
 
 
 def captured(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> Any:
-    graphs = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(virtual_gpu.set_aside(gm))
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
+    _, graphs = harness.captured(fn, *args, each=virtual_gpu.set_aside, dynamic=dynamic, fullgraph=True)
     torch._dynamo.reset()
     return graphs[-1]
 
@@ -52,11 +33,11 @@ def measured(paper: Any) -> Any:
     return paper.saved_bytes(), paper.saved_bytes(include_inputs=False, include_parameters=True), counts
 
 
-BLOCK, BLOCKS = Block(), Blocks()
+BLOCK, BLOCKS = block(), Stack(block() for _ in range(2))
 
 
 def twice(x: Tensor) -> Tensor:
-    one, two = BLOCKS.blocks
+    one, two = BLOCKS.layers
     return checkpoint(two, checkpoint(one, x, use_reentrant=False), use_reentrant=False)  # type: ignore[no-any-return]
 
 
@@ -143,16 +124,13 @@ def test_sizes_that_depend_on_data_are_refused() -> None:
         and not isinstance(n.meta["example_value"].shape[0], int)
     )
     placeholder.meta["example_value"] = made_inside.meta["example_value"]
-    with pytest.raises(ValueError, match="depends on data"):
-        virtual_gpu.compile_graph_on_paper(graph)
+    raises(ValueError, "depends on data", virtual_gpu.compile_graph_on_paper, graph)
 
 
 def test_inputs_that_are_no_plain_tensors_are_refused() -> None:
     graph = captured(lambda x: x + 1, torch.randn(8))
     (placeholder,) = graph.gm.graph.find_nodes(op="placeholder")
     placeholder.meta["example_value"] = torch.nested.nested_tensor([torch.randn(2)], layout=torch.jagged)
-    with pytest.raises(TypeError, match="NestedTensor, expected a plain tensor"):
-        virtual_gpu.compile_graph_on_paper(graph)
+    raises(TypeError, "NestedTensor, expected a plain tensor", virtual_gpu.compile_graph_on_paper, graph)
     placeholder.meta["example_value"] = object()
-    with pytest.raises(TypeError, match="got object, expected a tensor or a number"):
-        virtual_gpu.compile_graph_on_paper(graph)
+    raises(TypeError, "got object, expected a tensor or a number", virtual_gpu.compile_graph_on_paper, graph)

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import Net, SwiGLU
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,15 +36,8 @@ class Loss(nn.Module):
         return x.float().square().mean()
 
 
-class GLU(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.gate, self.up, self.down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+def glu(width: int, hidden: int) -> nn.Module:
+    return Net(lambda s, x: x + s.mlp(s.norm(x)), norm=nn.LayerNorm(width), mlp=SwiGLU(width, hidden, nn.Linear))
 
 
 class Transformer(nn.Module):
@@ -83,28 +78,27 @@ def convolutions(channels: int) -> nn.Module:
     return nn.Sequential(*first, nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(1))
 
 
-def rows(n: int, width: int) -> Tensor:
-    return torch.randn(n, width)
-
-
 def ids() -> Tensor:
     return torch.randint(0, 512, (2, 256))
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "GELU MLP": lambda: (Loss(gelu_mlp(128, 512)), rows(1024, 128)),
+    "GELU MLP": lambda: (Loss(gelu_mlp(128, 512)), torch.randn(1024, 128)),
     "GELU MLPs, checkpointed": lambda: (
         Loss(*(gelu_mlp(128, 512) for _ in range(3)), checkpointed=True),
-        rows(1024, 128),
+        torch.randn(1024, 128),
     ),
     "ReLU MLPs": lambda: (
         Loss(*(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)) for _ in range(4))),
-        rows(512, 128),
+        torch.randn(512, 128),
     ),
-    "SwiGLU": lambda: (Loss(*(GLU(128, 384) for _ in range(3))), rows(1024, 128)),
-    "SwiGLU, checkpointed": lambda: (Loss(*(GLU(128, 384) for _ in range(3)), checkpointed=True), rows(1024, 128)),
+    "SwiGLU": lambda: (Loss(*(glu(128, 384) for _ in range(3))), torch.randn(1024, 128)),
+    "SwiGLU, checkpointed": lambda: (
+        Loss(*(glu(128, 384) for _ in range(3)), checkpointed=True),
+        torch.randn(1024, 128),
+    ),
     "convolutions": lambda: (Loss(convolutions(16)), torch.randn(8, 3, 32, 32)),
-    "dropout": lambda: (Loss(gelu_mlp(128, 512), nn.Dropout(0.5), GLU(128, 256)), rows(1024, 128)),
+    "dropout": lambda: (Loss(gelu_mlp(128, 512), nn.Dropout(0.5), glu(128, 256)), torch.randn(1024, 128)),
     "attention": lambda: (
         Loss(nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True, norm_first=True)),
         torch.randn(4, 256, 128),
@@ -205,8 +199,7 @@ def test_the_profiler_sees_the_same_peak(name: str, record_property: Any) -> Non
     assert -0.01 * profiler <= profiler - on_meta <= unseen * profiler, (profiler / MiB, on_meta / MiB)
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = True) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+meta = functools.partial(harness.meta, requires_grad=True)
 
 
 def test_a_gelu_mlp_by_hand() -> None:
