@@ -77,9 +77,9 @@ def _one_kernel(counted: _Counted, in_place: bool) -> Callable[..., Tensor]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Any:
-            inputs, gradients = ctx.saved_tensors, [gradient.contiguous() for gradient in gradients]
+            inputs, incoming = ctx.saved_tensors, [gradient.contiguous() for gradient in gradients]
             results = [x.detach() if in_place else torch.empty_like(x) for x in inputs]
-            counted.kernel([gradients, inputs], results, vectorized=True)
+            counted.kernel([incoming, inputs], results, vectorized=True)
             return tuple(results)
 
     return Kernel.apply
@@ -93,7 +93,7 @@ class _MLP(nn.Module):
         self.activation, self.one, self.tiles = activation, one, tiles
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Tiled.apply(x, self) if self.tiles > 1 else self.part(x)
+        return _Tiled.apply(x, self) if self.tiles > 1 else self.part(x)  # type: ignore[no-untyped-call]
 
     def part(self, x: Tensor) -> Tensor:
         if self.one is None:
@@ -139,7 +139,8 @@ def _program(row: dict[str, str], counted: _Counted) -> tuple[Callable[[Tensor],
     config, size = json.loads(row["config"]), int(float(row["size"]))
     dtype = torch.float32 if "float32" in config.get("dtype", "") else torch.bfloat16
     kernel, provider = row["kernel"], row["provider"]
-    shape, is_mlp = (), kernel.removeprefix("tiled_") in ("swiglu", "geglu")
+    shape: tuple[Any, ...] = ()
+    is_mlp = kernel.removeprefix("tiled_") in ("swiglu", "geglu")
     fn: Callable[[Tensor], Tensor] = _one_kernel(counted, provider == "liger_in_place" or is_mlp)
     if kernel in ("relu_squared", "softmax"):
         # Their memory is that of one row; the allocator's unit is 512 bytes.
@@ -227,7 +228,7 @@ def _costs(rows: Sequence[dict[str, Any]], columns: Sequence[int]) -> list[float
     for _ in range(100):
         costs = torch.linalg.lstsq(work / scale * weights, weights).solution.flatten() / scale
         weights = (work @ costs - 1).abs().clamp(min=0.005).rsqrt()[:, None]
-    return costs.tolist()
+    return list(map(float, costs))
 
 
 def _fitted(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
