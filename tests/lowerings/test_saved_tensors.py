@@ -1,6 +1,6 @@
 """Backward computes with forward's values: inputs that forward writes, results that are written, mixed memory levels.
 
-Each of these gave wrong gradients, or an error that eager does not have, before ``partition`` and ``handover``.
+Each of these gave wrong gradients, or an error that eager does not have, before ``partition`` and ``SavedTensors``.
 """
 
 import copy
