@@ -1,8 +1,8 @@
 """Stage 2, second half: what is saved for backward at ``memory="free"`` (``rebuild``) and below (``keep_less``).
 
 What is left there, besides the GEMMs' own inputs, is what the activations read. Two levels go below that, by editing
-the two graphs that the partitioner made (``saved_tensors.SavedTensors``): each tensor that an MLP's activation reads and that is kept
-becomes something smaller, from which the backward graph makes it again.
+the two graphs that the partitioner made (``saved_tensors.SavedTensors``): each saved tensor that an MLP's activation
+reads becomes something smaller, from which the backward graph computes it again.
 
 ``"fp8"``    float8_e4m3fn and a scale for each row, made where forward computes the activation; backward's kernels read
              that. Only where nothing else in backward reads the tensor: whatever does would see the rounding.

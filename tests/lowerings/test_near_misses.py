@@ -281,7 +281,10 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
     "x**x": (one(lambda x: x.abs() ** x), "a power with a variable exponent"),
     "infinite": (one(lambda x: F.gelu(x) * math.inf), "the constant inf in it"),
     "a rounded division": (one(lambda x: torch.div(F.relu(x), 1.0, rounding_mode="floor")), "a rounded division"),
-    "where at 0": (one(lambda x: torch.where(x > 0, x, 0.0)), "cannot be proved: it compares, and comparisons handle NaN differently"),
+    "where at 0": (
+        one(lambda x: torch.where(x > 0, x, 0.0)),
+        "cannot be proved: it compares, and comparisons handle NaN differently",
+    ),
     "underflow": (one(lambda x: F.silu(x * 1e-300 * 1e300)), "large terms cancel"),
     "softplus' threshold": (one(lambda x: x * torch.tanh(F.softplus(x, 1, 0.5))), "softplus with the threshold 0.5"),
     "many calls": (one(lambda x: sum(torch.sigmoid(x) for _ in range(70))), "more than 64 pointwise calls"),
