@@ -542,7 +542,7 @@ It runs each one and captures it in training and in evaluation mode, with torch 
 | built and run without downloads or more packages | {len(built)} |
 | with MLP sites | {len(having)} |
 | with all MLP sites fused | {len(whole)} |
-| MLP sites | {mlps} |
+| MLP sites, in training and evaluation together | {mlps} |
 | fused | **{every["fused"]}, {_share(every):.1f} %** |
 | not an MLP, such as a gate on attention's output | {every["not an MLP"]} |
 

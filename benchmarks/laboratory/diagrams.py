@@ -20,7 +20,7 @@ from torch_fused_ops.benchmarks import models
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 SAVED, EIGHT_BITS, AGAIN, NOTHING, INK = "#9ec5fe", "#a3e4c1", "#ffffff", "#eceff3", "#1f2933"
-LIMIT = 12e9
+LIMIT = 10 << 30
 
 # What becomes of an MLP's tensors, from its input to its activation's result, at each level.
 LEVELS = {
@@ -70,8 +70,8 @@ def saved() -> Any:
 
 STAGES = (
     ("Dynamo", "captures graphs", ""),
-    ("pre-grad graph", "", "match MLPs,\ncall fused operators"),
-    ("joint graph", "AOTAutograd\ndifferentiates", "decide what is saved:\nmemory levels, tiles"),
+    ("pre-grad graph", "", "match MLPs,\ncall fused operators,\nsplit tiles"),
+    ("joint graph", "AOTAutograd\ndifferentiates", "decide what is saved:\nmemory levels"),
     ("Inductor", "lowers, fuses\nneighbors", "lower operators,\nsplit reductions,\nepilogues"),
     ("scheduler", "orders kernels", "reuse buffers"),
     ("kernels", "Triton, C++", ""),
@@ -100,7 +100,7 @@ def pipeline() -> Any:
 
 
 def timeline() -> Any:
-    """Live bytes of a training step, plain and at two levels, beside a card's capacity."""
+    """Live bytes of a training step, plain and at two levels, beside a limit."""
     from matplotlib.figure import Figure
 
     from torch_fused_ops import virtual_gpu
@@ -120,7 +120,7 @@ def timeline() -> Any:
         name = level if level == "plain" else f'"{level}"'
         ax.plot(at, live, color=color, linewidth=2, label=f"{name}, peak {max(live):.1f} GiB")
     ax.axhline(LIMIT / 2**30, color="#b91c1c", linewidth=1.5, linestyle="--")
-    ax.text(0.01, LIMIT / 2**30 + 0.3, "a card of 12 GB", color="#b91c1c", fontsize=11)
+    ax.text(0.01, LIMIT / 2**30 + 0.3, "a limit of 10 GiB", color="#b91c1c", fontsize=11)
     ax.set_xlabel("a training step, call by call: forward, then backward", fontsize=11)
     ax.set_ylabel("GiB alive, with weights", fontsize=11)
     ax.set_title("Four layers of Llama-3-8B, 16,384 tokens, bf16, estimated for an H200, no optimizer", fontsize=11)
