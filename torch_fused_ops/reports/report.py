@@ -204,8 +204,8 @@ class Report:
             )
         if not self.graphs and self._other_graphs is not None:
             return (
-                "Nothing was compiled in this block. torch.compile compiles a model at its first call only: put that\n"
-                "call into the block, or call torch._dynamo.reset() before it."
+                "Nothing was compiled. The program must call torch.compile, which transformers' Trainer does with\n"
+                "torch_compile=True. It compiles a model at its first call: in a block, that call belongs into the block."
             )
         if not self.graphs:
             return (

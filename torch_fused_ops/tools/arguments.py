@@ -80,7 +80,7 @@ _SPEC: dict[str, Any] = {
 _POLICY: dict[str, dict[str, Any]] = {
     "--memory": {
         "type": _field("memory"), "default": "free", "metavar": "LEVEL",
-        "help": f"{LEVELS}; or PATTERN=LEVEL,… for some MLPs: 'layers.[0-3].*=input,*=fp8'; free by default",
+        "help": f"{LEVELS}; or PATTERN=LEVEL,… for some MLPs: '*.layers.[0-3].*=input,*=fp8'; free by default",
     },
     "--gemm": {
         "type": _field("gemm"), "default": "bf16", "metavar": "RECIPE",
