@@ -382,11 +382,11 @@ def _budget() -> list[str]:
     peaks = [int(n) for n in re.findall(r"^\| .*? \| \d+ \| (\d+) \| \d+ \|$", text, re.M)[:4]]
     t5 = blocks["T5 v1.1 XL block 16×512"]
     times = [f", {_change(_seconds(t5[way]) / _seconds(t5['plain']))}" if way != "plain" else "" for way in ways]
-    blocks_saved = [f"{_saved(t5[way])} MiB{time}" for way, time in zip(ways, times, strict=True)]
+    t5_cells = [f"{int(_saved(t5[way])):,} MiB{time}" for way, time in zip(ways, times, strict=True)]
     rows = [
         ("saved by a GELU MLP, 8,192 tokens, 4096 → 16384", *saved),
         ("peak of a SwiGLU MLP without weights, 65,536 tokens, 4096 → 14336", *(f"{peak:,} MiB" for peak in peaks)),
-        ("saved by a T5 v1.1 XL block, whose attention the budget recomputes; its time", *blocks_saved),
+        ("saved by a T5 v1.1 XL block, whose attention the budget recomputes; its time", *t5_cells),
     ]
     head = ['| | plain `torch.compile` | budget 0.99 | `"free"` | `"fp8"` |', "|---|---|---|---|---|"]
     return [*head, *(f"| {' | '.join(row)} |" for row in rows)]
@@ -467,7 +467,8 @@ def _recipes() -> list[str]:
         return {(1, None): "row", (None, None): "tensor"}.get(b, f"{b.rows} × {b.columns}")
 
     heads = ("`gemm=`", "a scale for each, of input and gradient", "of a weight", "of its transpose",
-             "weight's gradient", "a layer's input is saved as", "in and out features", "NVIDIA", "AMD", "experts")  # fmt: skip
+             "weight's gradient", "a layer's input is saved as", "in and out features", "NVIDIA",
+             "AMD", "experts")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     lines.append(
         f"| `\"bf16\"`, the default {'| – ' * 3}| the model's dtype | the model's dtype | any | any | any | any |"
