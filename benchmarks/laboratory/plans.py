@@ -136,7 +136,8 @@ def picture(name: str, case: dict[str, Any]) -> Any:
     plan, (batch, length) = case["plans"][0], case["tokens"]
     bars: dict[tuple[int, float], list[str]] = {}
     for row in plan["levels"]:
-        figures = round(row["peak"] / 2**30), round(row["seconds"] / plan["off_seconds"] - 1, 3)
+        peak = max(row["peak"], plan["optimizer_peak"])
+        figures = round(peak / 2**30), round(row["seconds"] / plan["off_seconds"] - 1, 3)
         bars.setdefault(figures, []).append(row["level"])
     rows = sorted(bars, reverse=True)
     theirs = {"off": "plain torch.compile", "checkpoint": "checkpoint each layer"}
