@@ -218,7 +218,8 @@ def test_the_page_on_memory_states_the_roofline() -> None:
     rates = roofline.rates_of(H200)
     assert len(rows) == 6 and rates is not None
     assert f"{rates.flop / 1e12:g} TFLOP/s" in text and f"{rates.nbytes / 1e12:g} TB/s" in text
-    narrow, shares = [], {}
+    narrow = []
+    shares: dict[str, set[str]] = {}
     for name, width, hidden, *stated in rows:
         size, kind = mlp.Size(8192, int(width), int(hidden)), "swiglu" if name == "SwiGLU" else "gelu_tanh"
         ways = ("compile", "fused-free", "fused-fp8", "fused-input")
