@@ -243,6 +243,8 @@ def test_what_was_not_compared_is_said() -> None:
     model = MLP()
     notes = " ".join(tfo.verify(lambda x: model(x), x_of(8, 16)).notes)
     assert "closes over" in notes
+    notes = " ".join(tfo.verify(MLP(), x_of(8, 16), policy=FusionPolicy(gemm="fp8")).notes)
+    assert "1 of 1 MLP sites have GEMMs without float8" in notes and "(64, 16): not multiples of 128" in notes
 
 
 @pytest.mark.slow

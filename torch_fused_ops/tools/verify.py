@@ -238,6 +238,11 @@ def verify(
                     mlps = [site for site in report.sites if site.is_mlp]
                     sites = (sum(site.op is not None for site in mlps), len(mlps))
                     notes += report.notes
+                    if wide_gemms := [site for site in mlps if site.op and site.gemm_kind is not None]:
+                        first = f"{wide_gemms[0].source}: {wide_gemms[0].gemm_reason}"
+                        notes.append(
+                            f"{len(wide_gemms)} of {len(mlps)} MLP sites have GEMMs without float8, first {first}"
+                        )
                     if report.graphs > 1:
                         notes.append(f"{report.graphs} graphs were captured: an MLP across a graph break is not a site")
         jittered = step(runs[-1].dtype, _call_with_jitter)
