@@ -205,7 +205,7 @@ class Report:
         if not self.graphs and self._other_graphs is not None:
             return (
                 "Nothing was compiled. The program must call torch.compile, which transformers' Trainer does with\n"
-                "torch_compile=True. It compiles a model at its first call: in a block, that call belongs into the block."
+                "torch_compile=True. It compiles a model at its first call: a block must have that call in it."
             )
         if not self.graphs:
             return (
