@@ -621,9 +621,9 @@ def kernel(out, bias={bias}, BLOCK: tl.constexpr = 4):
 
 
 def test_errors_name_argument_value_and_choice():
-    kernel = elementwise(copied, 1)
-    x = torch.ones(4)
+    kernel, x = elementwise(copied, 1), torch.ones(4)
     raises(ValueError, r"name='H300' is not known; accepted: A100, H100", virtual_gpu.by_name, "H300")
+    raises(ValueError, r"gpu='H300' is not known; accepted: A100, H100", compile_on_paper, torch.sin, x, gpu="H300")
     raises(TypeError, r"fn: got int", compile_on_paper, 3)
     raises(ValueError, r"memory_budget: got 2, expected", compile_on_paper, lambda x: x, x, memory_budget=2)
     with pytest.raises(ValueError, match=r"gemm: got 'cutlass', expected one of 'library', 'triton'"):

@@ -244,9 +244,7 @@ def plan(
     from torch_fused_ops.virtual_gpu import gpus
 
     model = check_model(model)
-    limit, described = bytes_of(memory), gpus.GPUS.get(str(gpu).upper())
-    if described is None:
-        raise ValueError(f"gpu={gpu!r} is not known; accepted: {', '.join(gpus.GPUS)}")
+    limit, described = bytes_of(memory), gpus.by_name(gpu, "gpu")
     accepted: Sequence[tuple[str, object, Sequence[object]]] = (
         ("optimizer", optimizer, tuple(OPTIMIZERS)),
         ("maximum", maximum, (*max_batch.DIMENSIONS, None)),

@@ -136,9 +136,9 @@ class Report:
         Raises:
             ValueError: gpu is not known.
         """
-        from torch_fused_ops.virtual_gpu import GPU, by_name
+        from torch_fused_ops.virtual_gpu import by_name
 
-        described = gpu if isinstance(gpu, GPU) else by_name(gpu, "gpu")
+        described = by_name(gpu, "gpu")
         measured = self.figures
         if measured is None or measured.target != described.name or (levels and not measured.levels):
             self.figures, self.figures_missing = None, ""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .accesses import Fault, Memory, described, faults, traffic
-from .gpus import GPU, H200
+from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, load, written_sizes
 from .machine_code import MachineCode, assemble_configuration, cost, lowered, specialization, with_signature
 from .registers import unwritten
@@ -100,7 +100,7 @@ class _Launch(NamedTuple):
 def audit(
     paper_or_kernel: Any,
     *args: Any,
-    gpu: GPU | None = None,
+    gpu: GPU | str | None = None,
     grid: Sequence[int] | Callable[..., Sequence[int]] | None = None,
     all_configurations: bool = False,
     **constexprs: Any,
@@ -128,7 +128,7 @@ def audit(
         TypeError: when it is neither a program nor a kernel.
         ValueError: for arguments that do not fit, or a program that does not run without data.
     """
-    gpu = gpu or (paper_or_kernel.gpu if isinstance(paper_or_kernel, PaperCompilation) else H200)
+    gpu = by_name(gpu or (paper_or_kernel.gpu if isinstance(paper_or_kernel, PaperCompilation) else H200), "gpu")
     if isinstance(paper_or_kernel, PaperCompilation):
         if args or constexprs or grid is not None:
             raise ValueError("args, grid: a program has its own; give them with a hand-written kernel")

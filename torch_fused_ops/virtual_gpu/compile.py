@@ -20,7 +20,7 @@ from torch_fused_ops.graphs.modules import is_parameter
 from . import emulation
 from .captured import CapturedGraph, concrete
 from .generated import generated_graph, graph_input, is_number, is_tensor, saved_tensor
-from .gpus import GPU, H200
+from .gpus import GPU, H200, by_name
 from .results import GeneratedGraph, PaperCompilation, SavedTensor
 from .work import nbytes_moved
 from .wrapper import mark
@@ -38,7 +38,7 @@ GEMM: dict[str, dict[str, Any]] = {
 def compile_on_paper(
     fn: Callable[..., Any],
     *inputs: Any,
-    gpu: GPU = H200,
+    gpu: GPU | str = H200,
     training: bool = True,
     joint_passes: Sequence[GraphPass] = (),
     pre_grad_passes: Sequence[GraphPass] = (),
@@ -58,7 +58,7 @@ def compile_on_paper(
         fn: a function or an `nn.Module`, which may close over other modules.
         *inputs: its arguments. Tensors (real, meta or fake, on any device) count by shape, strides, dtype and
             `requires_grad`; so do parameters and buffers.
-        gpu: the GPU to generate code for.
+        gpu: the GPU to generate code for, or its name (``by_name``).
         training: False compiles under `torch.no_grad()`.
         joint_passes: run on the joint FX graph, after `torch._inductor.config.joint_custom_pre_pass`.
         pre_grad_passes: run on the FX graph that Dynamo captured (and on its subgraphs: checkpoint bodies), after
@@ -77,7 +77,7 @@ def compile_on_paper(
     Raises:
         ModuleNotFoundError: when Triton is not installed.
         TypeError: when `fn` is not callable, or a class.
-        ValueError: when `memory_budget` is not in [0, 1], or `gemm` is not known.
+        ValueError: when `memory_budget` is not in [0, 1], or `gemm` or `gpu` is not known.
         torch._dynamo.exc.Unsupported: when `fn` does not capture as one graph.
     """
     if not callable(fn) or isinstance(fn, type):
@@ -91,7 +91,7 @@ def compile_on_paper(
         **_append_passes("joint_custom_pre_pass", joint_passes),
         **_append_passes("pre_grad_custom_pass", pre_grad_passes),
     }
-    return _Paper(gpu, memory_budget, settings).compile(fn, inputs, kwargs, training, dynamic)
+    return _Paper(by_name(gpu, "gpu"), memory_budget, settings).compile(fn, inputs, kwargs, training, dynamic)
 
 
 def compile_graph_on_paper(

@@ -84,17 +84,17 @@ MI300X = GPU(
 GPUS = {"A100": A100, "H100": H100, "H200": H200, "B200": B200, "MI300X": MI300X}
 
 
-def by_name(name: str, argument: str = "name") -> GPU:
+def by_name(name: str | GPU, argument: str = "name") -> GPU:
     """The described GPU called `name`.
 
     Args:
-        name: "A100", "H100", "H200", "B200" or "MI300X", in any case.
+        name: "A100", "H100", "H200", "B200" or "MI300X", in any case; or a GPU, which is returned.
         argument: its name in messages.
 
     Raises:
         ValueError: for any other name.
     """
-    gpu = GPUS.get(str(name).upper())
+    gpu = name if isinstance(name, GPU) else GPUS.get(str(name).upper())
     if gpu is None:
         raise ValueError(f"{argument}={name!r} is not known; accepted: {', '.join(GPUS)}, or a GPU(…)")
     return gpu
