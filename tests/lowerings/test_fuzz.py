@@ -659,16 +659,16 @@ NOT_AOT = ("0.5)", "0.5, True", "inference_mode")
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-def run_on_randoms(examples: int, part: int | None = None) -> Callable[[Callable[[random.Random], None]], None]:
-    """Call a function with so many generators of random numbers: the same ones each time, or a part's own."""
+def run_on_randoms(examples: int, part: int = 100) -> Callable[[Callable[[random.Random], None]], None]:
+    """Call a function with so many generators of random numbers: a part's own, the same ones each time."""
     quietly = settings(
-        max_examples=examples, derandomize=part is None, database=None, deadline=None,
+        max_examples=examples, database=None, deadline=None,
         phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 
     def run(fn: Callable[[random.Random], None]) -> None:
         each = quietly(given(st.randoms(use_true_random=False, note_method_calls=False))(fn))
-        (each if part is None else seed(part)(each))()
+        seed(part)(each)()
 
     return run
 
