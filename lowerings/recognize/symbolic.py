@@ -204,10 +204,12 @@ class Algebra:
                 raise Unprovable("a power with a variable exponent")
             return self.exp(self.mul(exponent, math.log(base)))
         if n == int(n) and abs(n) <= MAX_POWER:
-            result = self.lift(1.0)
+            result, factor = self.lift(1.0), p if n >= 0 else self.reciprocal(p)
             for _ in range(abs(int(n))):
-                result = self.mul(result, p)
-            return result if n >= 0 else self.reciprocal(result)
+                result = self.mul(result, factor)
+            return result
+        if n < 0:
+            return self.reciprocal(self.power(p, -n))
         return self._function("pow", p, lambda v: v**n, exponent)
 
     # Functions, each in its canonical form
@@ -229,18 +231,22 @@ class Algebra:
 
     def reciprocal(self, p: Operand) -> Poly:
         p = self.lift(p)
-        if all(len(m) == 0 or (len(m) == 1 and self.atoms[m[0][0]][0] == "exp") for m in p) and 1 <= len(p) <= 2:
-            exponents = [self.atoms[m[0][0]][1][0] if m else {} for m in p]
-            coefficients = list(p.values())
-            b, d = exponents[-1], coefficients[-1]
-            if len(p) == 1:
-                return self.mul(self.exp(self.mul(b, -1.0)), 1 / d)
-            a, c = exponents[0], coefficients[0]
+        if not p:
+            raise Unprovable("a division by zero")
+        if len(p) == 1:  # 1/(c·a·b) = 1/c · 1/a · 1/b
+            ((m, c),) = p.items()
+            inverse = self.lift(1 / c)
+            for atom, k in m:
+                function, args = self.atoms[atom]
+                value: Poly = {((atom, 1),): 1.0}
+                one = self.exp(self.mul(args[0], -1.0)) if function == "exp" else self._atom("reciprocal", value)
+                inverse = self.mul(inverse, self.power(one, float(k)))
+            return inverse
+        if len(p) == 2 and all(not m or (len(m) == 1 and self.atoms[m[0][0]][0] == "exp") for m in p):
+            (a, c), (b, d) = ((self.atoms[m[0][0]][1][0] if m else {}, c) for m, c in p.items())
             if c * d > 0:  # 1/(c·exp(a) + d·exp(b)) = exp(-b)/d · sigmoid(b - a - log(c/d))
                 inner = self.add(self.sub(b, a), -math.log(c / d))
                 return self.mul(self.exp(self.mul(b, -1.0)), self.mul(self.sigmoid(inner), 1 / d))
-        if not p:
-            raise Unprovable("a division by zero")
         scale = self._lead(p)
         return self.mul(self._function("reciprocal", self.mul(p, 1 / scale), lambda v: 1 / v), 1 / scale)
 

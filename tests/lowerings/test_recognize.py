@@ -723,6 +723,16 @@ def test_readable_forms():
     assert a.text({}) == "0"
 
 
+def test_equal_quotients_have_one_form():
+    a = symbolic.Algebra()
+    x, square = a.variable("x"), symbolic.RULES["square"]
+    d = a.add(a.exp(x), a.add(square(a, x), 1.0))
+    root, inverse_root = symbolic.RULES["sqrt"](a, d), symbolic.RULES["rsqrt"](a, d)
+    assert a.div(x, root) == a.mul(x, inverse_root) == a.mul(x, a.power(d, -0.5)) != a.mul(x, root)
+    assert a.div(a.div(x, d), d) == a.mul(x, a.power(d, -2)) == a.mul(x, square(a, a.reciprocal(d)))
+    assert a.div(1.0, a.mul(a.mul(x, root), 2.0)) == a.mul(a.div(0.5, x), inverse_root)
+
+
 @pytest.mark.parametrize("name", sorted(symbolic.RULES))
 def test_rules_are_what_torch_computes(name):
     """Each rule's canonical form, evaluated, is torch's function: on one, two or three arguments."""
