@@ -430,8 +430,10 @@ def test_without_triton_the_report_says_how_to_get_it(
 def test_levels_beside_upstreams_knob() -> None:
     """Every level, and PyTorch's own budget, is the step compiled so; which MLPs a level does not change is said."""
     model, x = mlp(), batch(grad=True)
-    found = tfo.explain(model, x).measure(levels=True)
-    assert found is not None
+    report = tfo.explain(model, x)
+    slower, found = (report.measure(gpu, levels=True) for gpu in ("A100", "H200"))
+    assert found is not None and slower is not None
+    assert all(row.seconds < on_a100.seconds for row, on_a100 in zip(found.levels, slower.levels, strict=True))
     rows = {row.name: row for row in found.levels}
     assert list(rows) == [PLAIN, FUSED, KNOB, *MEMORY]
     knob = virtual_gpu.compile_on_paper(model, x, memory_budget=0.99)

@@ -87,8 +87,8 @@ class LevelFigures:
         name: "torch.compile", with or without PyTorch's own ``activation_memory_budget``, "fused", or a level of
             ``FusionPolicy(memory=…)``.
         saved: bytes saved for backward, without parameters and buffers.
-        seconds: the least time for FLOP, bytes and instructions, one kernel after the other, at this GPU's measured
-            rates (``virtual_gpu.roofline``); None for a GPU without measured rates.
+        seconds: the least time for FLOP and bytes, and instructions on an H200, one kernel after the other, at this
+            GPU's rates (``virtual_gpu.roofline``); None for a GPU without rates.
         peak: the most bytes alive at once in forward and backward, without parameters, with gradients
             (``PaperCompilation.timeline``); None for several graphs, whose timelines are not joined, and for a graph
             with operators that do not run without data.
@@ -269,19 +269,20 @@ def _notes(paper: PaperCompilation, sites: Sequence[Site]) -> Iterator[str]:
 
 
 def _level_figures(variants: Variants) -> dict[str, LevelFigures]:
-    """The figures of a graph's variants by name; with times if their GPU has measured rates."""
+    """The figures of a graph's variants by name; with times if their GPU has rates, instructions if measured."""
     from torch_fused_ops.virtual_gpu import roofline
 
     papers = [paper for paper, _ in variants.values()]
-    rates = roofline.rates_of(papers[0].gpu)
-    if rates:
+    rates = roofline.estimated_rates(papers[0].gpu)
+    measured = roofline.rates_of(papers[0].gpu) is not None
+    if measured:
         roofline.prepare(graph for paper in papers for graph in paper.graphs.values())
     figures = {}
     for name, (paper, sites) in variants.items():
         seconds: float | None = None
         peak: int | None = None
         if rates:
-            seconds = rates.seconds([work for graph in paper.graphs.values() for work in roofline.works_of(graph)])
+            seconds = rates.seconds(w for graph in paper.graphs.values() for w in roofline.works_of(graph, measured))
         with contextlib.suppress(ValueError):
             peak = paper.peak_bytes()
         untiled = Counter(site.tiles_reason for site in sites if site.tiles_reason and name in MEMORY)

@@ -187,9 +187,9 @@ def levels_table(figures: Figures) -> str:
         rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *most, *times))
     lines = aligned(rows)
     if base.seconds is None:
-        text = f"not known: the rates of {figures.target} are not measured; `plan` estimates them"
+        text = f"not known: there are no rates of {figures.target}"
     else:
-        text = "the time for FLOP, bytes and instructions at this GPU's measured rates, a lower bound"
+        text = "the time for FLOP, bytes and (on an H200) instructions at this GPU's rates, a lower bound"
     lines.append(f"at least: {text}")
     lines += [f"{level.name}: {level.note}" for level in figures.levels if level.note]
     return "\n".join(lines)

@@ -201,13 +201,19 @@ def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) ->
     return count(node.target.overloadpacket, args, kwargs, node.meta.get("val"))
 
 
-def works_of(graph: GeneratedGraph) -> list[Work]:
-    """The work of a whole graph: each generated kernel's launches, each GEMM, and the bytes of all other calls."""
-    runs = kernel_runs(graph)
+def works_of(graph: GeneratedGraph, instructions: bool = True) -> list[Work]:
+    """The work of a whole graph: each generated kernel's launches, each GEMM, and the bytes of all other calls.
+
+    ``instructions`` assembles the kernels, for an H200, to count their instructions.
+    """
+    if instructions:
+        launches = [work for run in kernel_runs(graph) for work in run.works]
+    else:
+        launches = [Work(nbytes=k.bytes_moved / k.launches) for k in graph.kernels for _ in range(k.launches)]
     counted = ((node, flops_of_node(node, flop_of_bf16)) for node in graph.graph.graph.nodes)
     products = [Work(flop, nbytes_of_node(node)) for node, flop in counted if flop]
-    others = graph.bytes_moved - sum(run.nbytes for run in runs) - sum(product.nbytes for product in products)
-    return [*(work for run in runs for work in run.works), *products, *([Work(nbytes=others)] if others > 0 else [])]
+    others = graph.bytes_moved - sum(work.nbytes for work in (*launches, *products))
+    return [*launches, *products, *([Work(nbytes=others)] if others > 0 else [])]
 
 
 def nbytes_of_node(call: torch.fx.Node) -> int:
