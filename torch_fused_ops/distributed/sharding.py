@@ -115,7 +115,7 @@ def register() -> None:
 
 
 def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A backward operator on DTensors; its second argument, which forward saved, keeps its placements.
+    """A backward operator on DTensors; what forward saved, or else the gradient, keeps its placements.
 
     DTensor dispatches below autograd, where DTensor.redistribute cannot run.
     """
@@ -123,10 +123,11 @@ def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
-    data = args[1]
+    at = int(args[1].is_floating_point())  # else it is dropout's seed
+    data = args[at]
     mesh = data.device_mesh
     shardings = rules()[op._schema.name.removeprefix("fused::")](*(getattr(a, "_spec", a) for a in args))
-    chosen = [next((s for s in shardings if s[1][1] == here), shardings[0]) for here in data.placements]
+    chosen = [next((s for s in shardings if s[1][at] == here), shardings[0]) for here in data.placements]
 
     def local(i: int, a: Any) -> Any:
         if not isinstance(a, DTensor):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
-from torch_fused_ops.families.dropout import cpu, formulas, sharding
+from torch_fused_ops.families.dropout import cpu, formulas, sharding  # noqa: F401
 from torch_fused_ops.operators import checks
 from torch_fused_ops.operators.autograd import SavePolicy
 from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
@@ -79,10 +79,8 @@ def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 
     def called(grad: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         *rest, mask = args
-        wanted, by = mask[:2], backward
-        if hasattr(grad, "device_mesh"):  # a DTensor
-            by = sharding.dropout_add_backward_by_shards
-        d_input, d_bias = by(grad, *rest, wanted) if any(wanted) else (None, None)
+        wanted = mask[:2]
+        d_input, d_bias = backward(grad, *rest, wanted) if any(wanted) else (None, None)
         return d_input, d_bias, grad if mask[2] else None, None
 
     return called
