@@ -469,19 +469,6 @@ def _bias_dropout_add_func(
     return functional.bias_dropout_add(x, bias, residual, prob, training=training)
 
 
-def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
-    """A function ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, dropping while training.
-
-    The same operator as the fused names. In evaluation upstream's ``bias_dropout_add_unfused`` writes its result into
-    the caller's x; this does not.
-    """
-
-    def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-        return _bias_dropout_add_func(x_with_bias, residual, prob, training)
-
-    return bias_dropout_add
-
-
 def bias_dropout_add_fused_train(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
     """``residual + dropout(x + bias)``, in residual's dtype; ``x_with_bias`` is (x, bias), bias may be None.
 
@@ -498,10 +485,17 @@ def bias_dropout_add_fused_inference(
     return _bias_dropout_add_func(x_with_bias, residual, prob, False)
 
 
+def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
+    """A function ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, dropping while training.
+
+    The same operator as the fused names. In evaluation upstream's ``bias_dropout_add_unfused`` writes its result into
+    the caller's x; this does not.
+    """
+    return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
+
+
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
     """The function ``((x, bias), residual, prob)`` to train or evaluate; fused or not is the same here."""
-    if fused:
-        return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
     return bias_dropout_add_unfused(training)
 
 
