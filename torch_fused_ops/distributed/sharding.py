@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.declaration import Signature, elementwise
+from torch_fused_ops.declaration import OPERATORS, Signature
 
 Placements = Sequence[Any]  # one per tensor argument or result, None for other arguments
 Sharding = tuple[Placements, Placements]  # (results, arguments)
@@ -32,7 +32,7 @@ def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
 
     Packed data is sharded so that gate and up of a column stay together. A vector over the columns is replicated beside
     shards of another axis, a vector over the rows beside shards of the last; their gradients are sums over those
-    shards.
+    shards. A seed counts as replicated.
     """
     kinds, results = [argument.kind for argument in signature.arguments], signature.results
 
@@ -45,7 +45,7 @@ def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
 
         def of(kind: str, axis: int | None, elsewhere: Any) -> Any:
             along = axis == last
-            if axis is None:
+            if axis is None or kind == "seed":
                 return Replicate()
             if kind in ("per_column", "per_row") and along != (kind == "per_column"):
                 return elsewhere
@@ -88,10 +88,8 @@ def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
 @functools.cache
 def rules() -> dict[str, Callable[..., list[Sharding]]]:
     """The rule of each operator, by name."""
-    return {
-        **{s.name: _elementwise(s) for op in elementwise() for s in op.signatures},
-        **RULES,
-    }
+    declared = {s.name: _elementwise(s) for op in OPERATORS.values() if op.pointwise for s in op.signatures}
+    return {**declared, **RULES}
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
-from torch_fused_ops.families.dropout import cpu, formulas, sharding  # noqa: F401
+from torch_fused_ops.families.dropout import cpu, formulas
 from torch_fused_ops.operators import checks
 from torch_fused_ops.operators.autograd import SavePolicy
 from torch_fused_ops.operators.registration import KernelSet, imported, register_pair

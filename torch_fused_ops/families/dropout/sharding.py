@@ -14,39 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.distributed.sharding import RULES, Sharding
-
-
-def _dropout_add(input: Any, bias: Any, residual: Any, seed: Any, p: float) -> list[Sharding]:
-    from torch.distributed.tensor import Replicate, Shard
-
-    whole, last = Replicate(), input.ndim - 1
-
-    def sharding(here: Any, of_bias: Any) -> Sharding:
-        arguments = [here, None if bias is None else of_bias, None if residual is None else here, whole, None]
-        return [here], arguments
-
-    axes = range(input.ndim)
-    return [sharding(whole, whole), *(sharding(Shard(i), Shard(0) if i == last else whole) for i in axes)]
-
-
-def _dropout_add_backward(
-    grad: Any, seed: Any, p: float, dtype: Any, bias_dtype: Any, output_mask: Sequence[bool]
-) -> list[Sharding]:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    def sharding(here: Any, of_bias: Any) -> Sharding:
-        results = zip((here, of_bias), output_mask, strict=True)
-        return [place if wanted else None for place, wanted in results], [here, Replicate()]
-
-    rows = range(grad.ndim - 1)
-    last = sharding(Shard(grad.ndim - 1), Shard(0))
-    return [sharding(Replicate(), Replicate()), *(sharding(Shard(i), Partial()) for i in rows), last]
-
-
-RULES["dropout_add"] = _dropout_add
-RULES["dropout_add_backward"] = _dropout_add_backward
-
 # SplitMix64's constants, as int64: 0x9E3779B97F4A7C15; 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB with their shifts.
 _SPLITMIX_STEP = 0x9E3779B97F4A7C15 - 2**64
 _SPLITMIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
