@@ -29,90 +29,24 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fused_ops import functional
 from torch_fused_ops.families.softmax import operators as softmax
-from torch_fused_ops.operators import reference
-from torch_fused_ops.operators.routing import permute, sort_chunks_by_idxs, unpermute
-from torch_fused_ops.operators.viewless import (
-    MakeViewlessTensor,
-    assert_viewless_tensor,
-    make_viewless_tensor,
-    safely_set_viewless_tensor_data,
-)
+from torch_fused_ops.operators import reference, routing, viewless
 
-__all__ = [
-    "AttnMaskType",
-    "BiasGeGLUFunction",
-    "BiasSwiGLUFunction",
-    "FusedScaleMaskSoftmax",
-    "GeGLUFunction",
-    "GeLUFunction",
-    "MakeViewlessTensor",
-    "ScaledMaskedSoftmax",
-    "ScaledSoftmax",
-    "ScaledUpperTriangMaskedSoftmax",
-    "SoftmaxOne",
-    "SwiGLUFunction",
-    "WeightedBiasQuickGeGLUFunction",
-    "WeightedQuickGeGLUFunction",
-    "WeightedSquaredReLUFunction",
-    "WeightedSwiGLUFunction",
-    "assert_viewless_tensor",
-    "attention_mask_func",
-    "bias_clamped_swiglu",
-    "bias_clamped_swiglu_back",
-    "bias_dropout_add_fused_inference",
-    "bias_dropout_add_fused_train",
-    "bias_dropout_add_unfused",
-    "bias_geglu",
-    "bias_geglu_back",
-    "bias_geglu_impl",
-    "bias_gelu",
-    "bias_gelu_back",
-    "bias_gelu_impl",
-    "bias_swiglu",
-    "bias_swiglu_back",
-    "bias_swiglu_impl",
-    "clamped_swiglu",
-    "clamped_swiglu_back",
-    "clamped_weighted_swiglu",
-    "clamped_weighted_swiglu_back",
-    "erf_gelu",
-    "fast_gelu",
-    "geglu",
-    "geglu_back",
-    "get_bias_dropout_add",
-    "get_default_causal_mask",
-    "get_sliding_window_causal_mask",
-    "make_viewless_tensor",
-    "openai_gelu",
-    "permute",
-    "quick_geglu",
-    "quick_geglu_back",
-    "quick_gelu",
-    "safely_set_viewless_tensor_data",
-    "sort_chunks_by_idxs",
-    "squared_relu",
-    "swiglu",
-    "swiglu_back",
-    "unpermute",
-    "weighted_bias_quick_geglu",
-    "weighted_bias_quick_geglu_back",
-    "weighted_bias_quick_geglu_impl",
-    "weighted_bias_swiglu_impl",
-    "weighted_quick_geglu",
-    "weighted_quick_geglu_back",
-    "weighted_squared_relu",
-    "weighted_squared_relu_back",
-    "weighted_squared_relu_impl",
-    "weighted_swiglu",
-    "weighted_swiglu_back",
-]
+# ---- passed on (moe_utils, utils) ------------------------------------------------------------------------------------
+
+permute = routing.permute
+unpermute = routing.unpermute
+sort_chunks_by_idxs = routing.sort_chunks_by_idxs
+MakeViewlessTensor = viewless.MakeViewlessTensor
+assert_viewless_tensor = viewless.assert_viewless_tensor
+make_viewless_tensor = viewless.make_viewless_tensor
+safely_set_viewless_tensor_data = viewless.safely_set_viewless_tensor_data
 
 # ---- from upstream's conventions to the operators' -------------------------------------------------------------------
 
@@ -535,19 +469,6 @@ def _bias_dropout_add_func(
     return functional.bias_dropout_add(x, bias, residual, prob, training=training)
 
 
-def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
-    """A function ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, dropping while training.
-
-    The same operator as the fused names. In evaluation upstream's ``bias_dropout_add_unfused`` writes its result into
-    the caller's x; this does not.
-    """
-
-    def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-        return _bias_dropout_add_func(x_with_bias, residual, prob, training)
-
-    return bias_dropout_add
-
-
 def bias_dropout_add_fused_train(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
     """``residual + dropout(x + bias)``, in residual's dtype; ``x_with_bias`` is (x, bias), bias may be None.
 
@@ -564,10 +485,17 @@ def bias_dropout_add_fused_inference(
     return _bias_dropout_add_func(x_with_bias, residual, prob, False)
 
 
+def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
+    """A function ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, dropping while training.
+
+    The same operator as the fused names. In evaluation upstream's ``bias_dropout_add_unfused`` writes its result into
+    the caller's x; this does not.
+    """
+    return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
+
+
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
     """The function ``((x, bias), residual, prob)`` to train or evaluate; fused or not is the same here."""
-    if fused:
-        return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
     return bias_dropout_add_unfused(training)
 
 
@@ -823,3 +751,11 @@ class FusedScaleMaskSoftmax(nn.Module):
         if self.input_in_float16 and self.softmax_in_fp32:
             return out.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
         return out
+
+
+if not TYPE_CHECKING:  # what this file defines or passes on, as type checkers know, and not what it imports for itself
+    __all__ = [
+        name
+        for name, value in list(globals().items())
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("torch_fused_ops.")
+    ]

@@ -84,20 +84,14 @@ class Called:
 
 def called(analysis: GraphAnalysis) -> Iterator[Called]:
     """List the activations that are operators already, as this library's modules and functions call them."""
+    dropouts = {node for node in analysis.calls if name_of(node.target) == "fused::dropout_add"}
     for node in analysis.calls:
         op = CALLS.get(name_of(node.target) or "") if node.op == "call_function" else None
         if op is None:
             continue
         names = list(op.tensors)[: op.data]
         arguments = [*node.args[: op.data], *(node.kwargs[name] for name in names if name in node.kwargs)]
-        users: list[Node] = []
-        pending = [node]
-        while pending:
-            for user in readers(analysis, pending.pop()):
-                if name_of(user.target) == "fused::dropout_add":
-                    pending.append(user)
-                elif user not in users:
-                    users.append(user)
+        users = list(readers(analysis, node, dropouts))
         yield Called(node, op, [a for a in arguments if isinstance(a, Node)], users)
 
 

@@ -89,10 +89,15 @@ def _keeps_columns(analysis: GraphAnalysis, node: Node) -> bool:
     return keeps_rows(analysis, node) or name in CASTS or name in COPIES or name in DROPOUTS
 
 
-def readers(analysis: GraphAnalysis, node: Node) -> Iterator[Node]:
+def readers(analysis: GraphAnalysis, node: Node, through: Collection[Node] = ()) -> Iterator[Node]:
     """The final readers of the node's value, each once: its users, and the users of its views, casts and dropout.
 
     Where it is put beside other columns, only those count that read all columns: a part may be without it.
+
+    Args:
+        analysis: of the graph.
+        node: has the value.
+        through: calls whose readers count in their place, too.
     """
     seen, pending = set(), [(user, False) for user in reversed(node.users)]
     while pending:
@@ -102,7 +107,7 @@ def readers(analysis: GraphAnalysis, node: Node) -> Iterator[Node]:
         seen.add(user)
         joins = bool(analysis.joined(user))
         moves = _keeps_columns(analysis, user) if beside else analysis.passes(user)
-        if joins or (moves and not analysis.calls[user].inplace):
+        if joins or user in through or (moves and not analysis.calls[user].inplace):
             pending.extend((reader, beside or joins) for reader in reversed(user.users))
         else:
             yield user
@@ -144,15 +149,7 @@ def _scaled(analysis: GraphAnalysis, node: Node) -> Node | None:
 
 def results(analysis: GraphAnalysis, subgraph: Subgraph) -> list[Node]:
     """The final readers of a subgraph's value, each once: its ``readers``; a factor's in its place."""
-    final: dict[Node, None] = {}
-    pending = list(reversed(list(readers(analysis, subgraph.output))))
-    while pending:
-        reader = pending.pop()
-        if reader in subgraph.factors:
-            pending.extend(reversed(list(readers(analysis, reader))))
-        else:
-            final[reader] = None
-    return list(final)
+    return list(readers(analysis, subgraph.output, subgraph.factors))
 
 
 def _examine(analysis: GraphAnalysis, node: Node) -> Subgraph:

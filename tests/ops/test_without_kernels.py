@@ -27,7 +27,7 @@ from torch_fused_ops.settings import switches
 from torch_fused_ops.operators.registration import KernelSet
 
 assert switches.is_without("kernels") and switches.is_without("float8_kernels")
-assert KernelSet("cpu", "gpu", "plain", "fake", "vmap").chosen() == ("plain", "plain", "plain", "fake", "vmap")
+assert KernelSet("cpu", "gpu", "plain", "fake").chosen() == ("plain", "plain", "plain", "fake")
 files = set()
 sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
 x = torch.randn(6, 8, requires_grad=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.declaration import Signature, elementwise
+from torch_fused_ops.declaration import OPERATORS, Signature
 
 Placements = Sequence[Any]  # one per tensor argument or result, None for other arguments
 Sharding = tuple[Placements, Placements]  # (results, arguments)
@@ -32,7 +32,7 @@ def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
 
     Packed data is sharded so that gate and up of a column stay together. A vector over the columns is replicated beside
     shards of another axis, a vector over the rows beside shards of the last; their gradients are sums over those
-    shards.
+    shards. A seed counts as replicated.
     """
     kinds, results = [argument.kind for argument in signature.arguments], signature.results
 
@@ -45,7 +45,7 @@ def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
 
         def of(kind: str, axis: int | None, elsewhere: Any) -> Any:
             along = axis == last
-            if axis is None:
+            if axis is None or kind == "seed":
                 return Replicate()
             if kind in ("per_column", "per_row") and along != (kind == "per_column"):
                 return elsewhere
@@ -88,10 +88,8 @@ def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
 @functools.cache
 def rules() -> dict[str, Callable[..., list[Sharding]]]:
     """The rule of each operator, by name."""
-    return {
-        **{s.name: _elementwise(s) for op in elementwise() for s in op.signatures},
-        **RULES,
-    }
+    declared = {s.name: _elementwise(s) for op in OPERATORS.values() if op.pointwise for s in op.signatures}
+    return {**declared, **RULES}
 
 
 @functools.cache
@@ -115,7 +113,7 @@ def register() -> None:
 
 
 def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A backward operator on DTensors; its second argument, which forward saved, keeps its placements.
+    """A backward operator on DTensors; what forward saved, or else the gradient, keeps its placements.
 
     DTensor dispatches below autograd, where DTensor.redistribute cannot run.
     """
@@ -123,10 +121,11 @@ def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
-    data = args[1]
+    at = int(args[1].is_floating_point())  # else it is dropout's seed
+    data = args[at]
     mesh = data.device_mesh
     shardings = rules()[op._schema.name.removeprefix("fused::")](*(getattr(a, "_spec", a) for a in args))
-    chosen = [next((s for s in shardings if s[1][1] == here), shardings[0]) for here in data.placements]
+    chosen = [next((s for s in shardings if s[1][at] == here), shardings[0]) for here in data.placements]
 
     def local(i: int, a: Any) -> Any:
         if not isinstance(a, DTensor):

@@ -28,25 +28,6 @@ class Experts(NamedTuple):
     total: int
 
 
-class DeferredWeightGradient:
-    """Parameter gradients that ``backward`` defers to ``backward_dw``: a first-in, first-out queue per parameter."""
-
-    def __init__(self) -> None:
-        self.queues: dict[nn.Parameter, deque[Callable[[], Tensor]]] = {}
-
-    def put(self, parameter: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
-        """Defer one forward pass's gradient."""
-        self.queues.setdefault(parameter, deque()).append(gradient)
-
-    def compute(self) -> None:
-        """Add the oldest gradient of each parameter to its ``grad``, as ``backward`` would have done."""
-        with torch.no_grad():
-            for parameter, queue in self.queues.items():
-                if queue:
-                    gradient = queue.popleft()()
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-
 class _Deferred(torch.autograd.Function):
     """x · weightᵀ and the bias; backward computes x's gradient and defers the parameters'.
 
@@ -123,7 +104,8 @@ class Linear(Shardable):
         stacked = () if experts is None else (experts.here,)
         self.weight = nn.Parameter(torch.empty(*stacked, output_size, input_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(*stacked, output_size, device=device, dtype=dtype)) if bias else None
-        self._deferred = DeferredWeightGradient() if delay_wgrad else None
+        # Each parameter's gradients that ``backward`` has deferred, the oldest first.
+        self._deferred: dict[nn.Parameter, deque[Callable[[], Tensor]]] | None = {} if delay_wgrad else None
         self.reset_parameters()
 
     @property
@@ -207,7 +189,9 @@ class Linear(Shardable):
 
     def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
         """(result, bias to be added, or None); ``entered``: x is ``_enter``'s result."""
-        plain = self.parallel is None and not self.skip_bias_add and not (self._deferred and torch.is_grad_enabled())
+        plain = (
+            self.parallel is None and not self.skip_bias_add and (self._deferred is None or not torch.is_grad_enabled())
+        )
         if plain and self.gemm == "bf16":
             return F.linear(x, self.weight, self.bias), None
         return self._forward(x, entered, Gemms(self.gemm))
@@ -305,12 +289,15 @@ class Linear(Shardable):
         assert self._deferred is not None
         parallel = self.parallel
         as_parameter = gradient if parallel is None else lambda: parallel.gradient_of(parameter, gradient())
-        self._deferred.put(parameter, as_parameter)
+        self._deferred.setdefault(parameter, deque()).append(as_parameter)
 
     def backward_dw(self) -> None:
         """Compute the gradients that the oldest ``backward`` deferred; does nothing without ``delay_wgrad``."""
-        if self._deferred is not None:
-            self._deferred.compute()
+        with torch.no_grad():
+            for parameter, queue in (self._deferred or {}).items():
+                if queue:
+                    gradient = queue.popleft()()
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def extra_repr(self) -> str:
         ranks = "" if self.parallel is None else f", over {self.parallel.size} ranks"

@@ -5,7 +5,7 @@ mode without a word, and raises under ``torch.func.grad`` and ``vmap(grad)``. So
 Autograd keys that evaluates its plain-torch reference wherever a functorch layer or a tangent is present (PyTorch
 then differentiates that, to any order), and otherwise does what ``register_autograd`` would do.
 
-Operators are defined by ``torch.library.custom_op``: schema, fake kernel, vmap rule, and plain torch as the kernel of
+Operators are defined by ``torch.library.custom_op``: schema, fake kernel, and plain torch as the kernel of
 every device. Calls on small tensors cost what stands around the arithmetic, and custom_op's wrappers of kernels would
 double it. So our own kernels, for CPUs and GPUs, and what is on the Autograd keys are registered beside it, and go
 first (``register``); and where nothing but our own CPU kernel can come next (no mode, no subclass, no transform), the
@@ -23,6 +23,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from torch_fused_ops.declaration import Signature
+from torch_fused_ops.operators import batching
 
 # The backends' own keys, not the "Autograd" alias, which an operator's user may want for himself.
 _AUTOGRAD_KEYS = (
@@ -134,13 +135,9 @@ def register(
     on_gpu: Callable[..., Any],
     plain: Callable[..., Any],
     fake: Callable[..., Any],
-    vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]],
     check: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
-    """``fused::name`` with its kernels, its fake kernel and its vmap rule, which ``vmap`` makes of the operator.
-
-    ``check`` stands in front of the kernels and of ``plain``.
-    """
+    """``fused::name`` with its kernels and its fake kernel; ``check`` stands in front of them and of ``plain``."""
     name = signature.name
     REGISTERED[name] = Registered(signature, plain, check)
     # custom_op wraps its own kernels in what costs a call 25 µs, and the first one the import of Dynamo (2 s). So plain
@@ -150,8 +147,8 @@ def register(
     )
     defined.register_fake(fake)
     op = signature.overload
-    defined.register_vmap(vmap(op))
-    for key, kernel in {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu)}.items():
+    batched = batching.kernel(op, signature, plain)  # checks see one example: with a batch axis more would be accepted
+    for key, kernel in {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu), "FuncTorchBatched": batched}.items():
         library.impl(op, checked(kernel, check), key)
     for key in _NOT_DENSE:
         library.impl(op, _refuses_layout(op), key)

@@ -1,92 +1,55 @@
-"""Declared operators' rules for ``torch.vmap``: the operator where the batch axis is one more leading axis, else its
-plain-torch spelling by broadcasting.
-"""
+"""The one rule for ``torch.vmap``: the operator where the batch axis is one more leading axis, else its plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
+from torch._functorch.autograd_function import custom_function_call_vmap_helper
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-from torch_fused_ops.declaration import PointwiseOperator
-from torch_fused_ops.formulas import Gradients, compute_dtype, widened
-from torch_fused_ops.operators.eager import backward as plain_backward
+from torch_fused_ops.declaration import Signature
 
-Rule = Callable[..., Any]  # (info, in_dims, *args) -> (outputs, out_dims)
-
-
-def lead(info: Any, t: Tensor, axis: int | None) -> Tensor:
-    """t with the batch axis in front."""
-    return t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
+_LEADING = ("data", "packed", "per_row", "scores")  # the kinds of tensors that may have one more leading axis
+_SHARED = ("per_column", "per_head", "mask")  # those that all examples may share
 
 
-def over_rows_of_each(t: Tensor) -> Tensor:
-    """``over_rows`` of each example: the sum over all axes but the batch's, in front, and the last."""
-    return t.sum(tuple(range(1, t.ndim - 1))) if t.ndim > 2 else t
+def _by_leading_axis(op: torch._ops.OpOverload, kinds: list[str]) -> Callable[..., Any]:
+    """The rule (info, in_dims, *args) -> (outputs, out_dims) of an operator, where no vector is of one example."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        led = list(args)
+        for i, (t, axis, kind) in enumerate(zip(args, in_dims, kinds, strict=False)):
+            if kind in _LEADING and t is not None:
+                led[i] = t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
+        outputs = op(*led)
+        if isinstance(outputs, Tensor):
+            return outputs, 0
+        return outputs, tuple(None if output is None else 0 for output in outputs)
+
+    return rule
 
 
-def _led(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...], bias: int | None, ndim: int) -> list[Any]:
-    """The arguments with the batch axis in front; a bias that all examples share as it is.
+def kernel(op: torch._ops.OpOverload, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator on batched tensors, of which it sees one example.
 
-    A bias of each example's own is no (n,) vector: it is made to broadcast to ``ndim`` axes.
+    Plain torch where each example has a vector, or the gradient of one, to itself; and for all other kinds of tensors:
+    blocks are of a matrix, and a random mask is the same for every example with the same seed.
     """
-    found = [
-        a if not isinstance(a, Tensor) or (i == bias and d is None) else lead(info, a, d)
-        for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
-    ]
-    if bias is not None and in_dims[bias] is not None:
-        own = found[bias]
-        found[bias] = own.reshape(own.shape[0], *(1,) * (ndim - 1), own.shape[-1])
-    return found
+    kinds = [argument.kind for argument in signature.arguments]
+    others = {*kinds, *signature.results}.difference(("", *_LEADING, *_SHARED))
+    vectors = [i for i, kind in enumerate(kinds) if kind in _SHARED]
+    sums = [i for i, kind in enumerate(signature.results) if kind in _SHARED]
+    rule = _by_leading_axis(op, kinds)
 
+    def batched(*args: Any) -> Any:
+        apart = any(args[i] is not None and is_batchedtensor(args[i]) for i in vectors)
+        if others or apart or (signature.is_backward and any(args[-1][i] for i in sums)):
+            return plain(*args)
+        interpreter: Any = retrieve_current_functorch_interpreter()  # as torch.library.register_vmap calls a rule
+        return custom_function_call_vmap_helper(interpreter, rule, op, *args)
 
-def forward(
-    op: PointwiseOperator, operator: Callable[..., Any], plain: Callable[..., Any], check: Callable[..., None]
-) -> Rule:
-    """The vmap rule of the operator."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        if info.batch_size:  # what one example sees is checked: with a batch axis in front more would be accepted
-            check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
-        ndim = args[0].ndim - (in_dims[0] is not None)
-        batched_bias = op.bias is not None and in_dims[op.bias] is not None
-        return (plain if batched_bias else operator)(*_led(info, in_dims, args, op.bias, ndim)), 0
-
-    return rule
-
-
-def backward(op: PointwiseOperator, operator: Callable[..., Any]) -> Rule:
-    """The vmap rule of its backward operator. A bias's gradient must not be summed over the examples."""
-    bias = None if op.bias is None else op.bias + 1
-    plain = plain_backward(op)
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        wanted = args[-1]
-        led = _led(info, in_dims, args, bias, args[1].ndim - (in_dims[1] is not None))
-        if bias is None or not (in_dims[bias] is not None or wanted[op.bias]):
-            outputs = operator(*led)
-        else:
-            outputs = _per_example(op, plain, op.bias or 0, *led)
-        return outputs, tuple(None if o is None else 0 for o in outputs)
-
-    return rule
-
-
-def _per_example(
-    op: PointwiseOperator, plain: Callable[..., Gradients], bias: int, grad: Tensor, *args: Any
-) -> Gradients:
-    """``plain`` on a leading batch axis, with a bias gradient for each example."""
-    *given, wanted = args
-    first, own = given[0], given[bias]
-    # Wide, so that the summands are not rounded.
-    given[0] = first.to(compute_dtype(grad, *given[: len(op.tensors)]))
-    mask = [w or (i == 0 and wanted[bias]) for i, w in enumerate(wanted)]
-    mask[bias] = False
-    found = list(plain(grad, *given, mask))
-    dx = found[0]
-    if wanted[bias]:
-        assert dx is not None
-        found[bias] = over_rows_of_each(dx).to(own.dtype)
-    found[0] = widened(first.dtype, dx) if wanted[0] else None
-    return tuple(found)
+    return batched

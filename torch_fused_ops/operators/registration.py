@@ -14,7 +14,7 @@ from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, Signature
 from torch_fused_ops.formulas import Gradients, room
 from torch_fused_ops.kernels import cpu
-from torch_fused_ops.operators import batching, eager, fp8_store
+from torch_fused_ops.operators import eager, fp8_store
 from torch_fused_ops.operators.autograd import (
     SavePolicy,
     checked,
@@ -33,7 +33,6 @@ class KernelSet(NamedTuple):
     on_gpu: Callable[..., Any]
     plain: Callable[..., Any]  # the same in plain torch
     fake: Callable[..., Any]
-    vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]]
 
     def chosen(self) -> KernelSet:
         """These, without kernels of ours where the environment says so."""
@@ -84,13 +83,11 @@ def register_pointwise(op: PointwiseOperator) -> None:
 
     plain_forward, plain_backward = eager.forward(op), eager.backward(op)
     on_cpu, backward_on_cpu = cpu.kernel(op, op.forward, plain_forward), cpu.kernel(op, op.backward, plain_backward)
-    batched = functools.partial(batching.forward, op, plain=plain_forward, check=accepts)
-    batched_backward = functools.partial(batching.backward, op)
     gpu, backward_gpu = _on_gpu(op, op.forward.name, on_cpu), _on_gpu(op, op.backward.name, backward_on_cpu)
     register_pair(
         op.signatures,
-        KernelSet(on_cpu, gpu, plain_forward, fake, batched),
-        KernelSet(backward_on_cpu, backward_gpu, plain_backward, backward_fake, batched_backward),
+        KernelSet(on_cpu, gpu, plain_forward, fake),
+        KernelSet(backward_on_cpu, backward_gpu, plain_backward, backward_fake),
         accepts,
         _keep(op),
         cpu.recorded(op),

@@ -122,18 +122,14 @@ def row_major(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
     return index >> 2, index
 
 
-def dropout_add_at(
-    input: Tensor, bias: Tensor | None, residual: Tensor | None, places: tuple[Tensor, Tensor], seed: Tensor, p: float
-) -> Tensor:
-    """``dropout_add`` with the elements' (counter, lane); all that is given broadcasts to input's shape."""
-    dtype, mask = compute_dtype(input, bias, residual), mask_at(*places, seed, p)
-    y = dropout_add_element(input.to(dtype), widened(dtype, bias), widened(dtype, residual), mask, p)
-    return y.to(input.dtype if residual is None else residual.dtype)
-
-
 def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
     """residual + dropout(input + bias); input (..., n), bias (n,), residual as input, seed int64 with one element."""
-    return dropout_add_at(input, bias, residual, row_major(input.shape, input.device), seed.reshape(()), p)
+    dtype, mask = (
+        compute_dtype(input, bias, residual),
+        mask_at(*row_major(input.shape, input.device), seed.reshape(()), p),
+    )
+    y = dropout_add_element(input.to(dtype), widened(dtype, bias), widened(dtype, residual), mask, p)
+    return y.to(input.dtype if residual is None else residual.dtype)
 
 
 def dropout_backward_dtype(grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 The mask is a function of the seed and of an element's place, so backward makes it again: nothing but the seed is kept.
 
-Read from top to bottom: the declaration → fake → vmap → what is kept for backward → registration. The
+Read from top to bottom: the declaration → fake → what is kept for backward → registration. The
 kernels are in ``kernels.py`` for GPUs and ``cpu.py`` for CPUs.
 """
 
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
-from torch_fused_ops.families.dropout import cpu, formulas, sharding
+from torch_fused_ops.families.dropout import cpu, formulas
 from torch_fused_ops.operators import checks
 from torch_fused_ops.operators.autograd import SavePolicy
-from torch_fused_ops.operators.batching import lead, over_rows_of_each
 from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -67,42 +66,6 @@ def _backward_fake(
     return d_input, grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
 
 
-# ---- vmap ------------------------------------------------------------------------------------------------------------
-
-# The operator is a function, the same for every example: vmap(f)(xs)[i] is f(xs[i]), mask included. So an element's
-# index is that within its example, where the operator on a longer tensor would count on; and examples differ in their
-# masks only where they differ in their seeds.
-
-
-def _column(t: Tensor | None, axis: int | None, ndim: int) -> Tensor | None:
-    """A vector of each example's own, or one for all, to broadcast to (batch, ndim axes)."""
-    return t if t is None or axis is None else t.movedim(axis, 0).reshape(-1, *(1,) * (ndim - 1), t.shape[1 - axis])
-
-
-def _seeds(seed: Tensor, axis: int | None, ndim: int) -> Tensor:
-    return seed.reshape(()) if axis is None else seed.movedim(axis, 0).reshape(-1, *(1,) * ndim)
-
-
-def _rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    if info.batch_size:  # what one example sees is checked: with a batch axis in front more would be accepted
-        check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
-    input, bias, residual, seed, p = args
-    x, ndim = lead(info, input, in_dims[0]), input.ndim - (in_dims[0] is not None)
-    r = None if residual is None else lead(info, residual, in_dims[2])
-    b, key = _column(bias, in_dims[1], ndim), _seeds(seed, in_dims[3], ndim)
-    return formulas.dropout_add_at(x, b, r, formulas.row_major(x.shape[1:], x.device), key, p), 0
-
-
-def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    grad, seed, p, dtype, bias_dtype, mask = args
-    g = lead(info, grad, in_dims[0])
-    wide = g.to(formulas.dropout_backward_dtype(g, dtype, bias_dtype))
-    places, key = formulas.row_major(g.shape[1:], g.device), _seeds(seed, in_dims[1], g.ndim - 1)
-    dx = formulas.dropped(wide, formulas.mask_at(*places, key, p), p)
-    d_bias = over_rows_of_each(dx).to(bias_dtype) if mask[1] else None
-    return (dx.to(dtype) if mask[0] else None, d_bias), tuple(0 if wanted else None for wanted in mask)
-
-
 # ---- what is kept for backward ---------------------------------------------------------------------------------------
 
 _SEED = SavePolicy(
@@ -116,10 +79,8 @@ def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 
     def called(grad: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         *rest, mask = args
-        wanted, by = mask[:2], backward
-        if hasattr(grad, "device_mesh"):  # a DTensor
-            by = sharding.dropout_add_backward_by_shards
-        d_input, d_bias = by(grad, *rest, wanted) if any(wanted) else (None, None)
+        wanted = mask[:2]
+        d_input, d_bias = backward(grad, *rest, wanted) if any(wanted) else (None, None)
         return d_input, d_bias, grad if mask[2] else None, None
 
     return called
@@ -136,14 +97,12 @@ register_pair(
         imported(_KERNELS, lambda kernels: kernels.dropout_add),
         formulas.dropout_add,
         _fake,
-        lambda _: _rule,
     ),
     KernelSet(
         cpu.dropout_add_backward,
         imported(_KERNELS, lambda kernels: kernels.dropout_add_backward),
         formulas.dropout_add_backward,
         _backward_fake,
-        lambda _: _backward_rule,
     ),
     check,
     lambda *_: _SEED,

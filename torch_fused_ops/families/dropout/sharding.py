@@ -14,24 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.distributed.sharding import RULES, Sharding
-
-
-def _dropout_add(input: Any, bias: Any, residual: Any, seed: Any, p: float) -> list[Sharding]:
-    from torch.distributed.tensor import Replicate, Shard
-
-    whole, last = Replicate(), input.ndim - 1
-
-    def sharding(here: Any, of_bias: Any) -> Sharding:
-        arguments = [here, None if bias is None else of_bias, None if residual is None else here, whole, None]
-        return [here], arguments
-
-    axes = range(input.ndim)
-    return [sharding(whole, whole), *(sharding(Shard(i), Shard(0) if i == last else whole) for i in axes)]
-
-
-RULES["dropout_add"] = _dropout_add
-
 # SplitMix64's constants, as int64: 0x9E3779B97F4A7C15; 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB with their shifts.
 _SPLITMIX_STEP = 0x9E3779B97F4A7C15 - 2**64
 _SPLITMIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
@@ -87,6 +69,7 @@ def dropout_add_by_shards(x: Any, bias: Any, residual: Any, seed: Tensor, p: flo
 
     Bias, residual and gradients are redistributed to x's placements, so that backward's masks are forward's.
     """
+    from torch._prims_common import make_contiguous_strides_for
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh, (places, bias_places, bias_grad) = x.device_mesh, _placements(x)
@@ -104,29 +87,6 @@ def dropout_add_by_shards(x: Any, bias: Any, residual: Any, seed: Tensor, p: flo
     out = torch.ops.fused.dropout_add(
         local(x, places, places), local(bias, bias_places, bias_grad), local(residual, places, places), seed, p
     )
-    return DTensor.from_local(out, mesh, places, run_check=False, shape=x.shape, stride=_contiguous(x.shape))
-
-
-def dropout_add_backward_by_shards(
-    grad: Any, seed: Any, p: float, dtype: torch.dtype, bias_dtype: torch.dtype | None, output_mask: Sequence[bool]
-) -> tuple[Any, Any]:
-    """``fused::dropout_add_backward`` of every rank's shard of a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    mesh, (places, _, bias_grad) = grad.device_mesh, _placements(grad)
-    local = grad.redistribute(mesh, places).to_local()
-    results = torch.ops.fused.dropout_add_backward(local, seed.to_local(), p, dtype, bias_dtype, output_mask)
-    shapes = grad.shape, grad.shape[-1:]
-    return tuple(  # type: ignore[return-value]
-        None
-        if d is None
-        else DTensor.from_local(d, mesh, here, run_check=False, shape=shape, stride=_contiguous(shape))
-        for d, here, shape in zip(results, (places, bias_grad), shapes, strict=True)
+    return DTensor.from_local(
+        out, mesh, places, run_check=False, shape=x.shape, stride=make_contiguous_strides_for(x.shape)
     )
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))

@@ -34,7 +34,6 @@ from torch_fused_ops.families.float8.sharding import multiples
 from torch_fused_ops.formulas import FP8
 from torch_fused_ops.operators import fp8_store
 from torch_fused_ops.operators.autograd import checked, define, register
-from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
 from torch_fused_ops.operators.registration import imported
@@ -171,7 +170,7 @@ def _check_ends(ends: Tensor, weight: Tensor) -> None:
         raise ValueError(f"ends has shape {tuple(ends.shape)}; accepted: ({weight.shape[0]},), one for each expert")
 
 
-# ---- fakes, vmap -----------------------------------------------------------------------------------------------------
+# ---- fakes -----------------------------------------------------------------------------------------------------------
 
 
 def _fake_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -196,19 +195,6 @@ def _fake_product(a: Tensor, a_scales: Tensor, b: Tensor, *others: Any) -> Tenso
     return a.new_empty((a.shape[0], b.shape[-2]), dtype=others[-1])
 
 
-def _each(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A vmap rule: one call for each example. Blocks are of one matrix."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        led = [lead(info, a, d) if isinstance(a, Tensor) else a for a, d in zip(args, in_dims, strict=True)]
-        results = [op(*(a[i] if isinstance(a, Tensor) else a for a in led)) for i in range(info.batch_size)]
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
-
-    return rule
-
-
 # ---- the four --------------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +204,7 @@ def register_plain(
     """An operator without a derivative; its kernel for GPUs is the function of its name in ``kernels.py``."""
     kernel = imported("torch_fused_ops.families.float8.kernels", lambda module: module.launch_of(signature.name))
     on_gpu = plain if is_without("float8_kernels") else kernel
-    return register(signature, plain, on_gpu, plain, checked(fake, check), _each, check)
+    return register(signature, plain, on_gpu, plain, checked(fake, check), check)
 
 
 def _register_product(

@@ -64,20 +64,14 @@ def _zero_closed_rows(y: Tensor, input: Tensor, sign: float, hidden: Sequence[Te
 
 
 def scaled_masked_softmax(
-    input: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    scale: float = 1.0,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
+    input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float = 1.0, *window: int
 ) -> Tensor:
     """softmax(scale·input) where nothing masks it; see ``formulas.scaled_masked_softmax``."""
     if input.numel() == 0:
         return input.new_empty(input.shape)
     dtype = compute_dtype(input, sink)
     sign, size = formulas.split_scale(scale, dtype)
-    outside = formulas.outside_window(input, causal, window_left, window_right)
+    outside = formulas.outside_window(input, *window)
     hidden = [t.expand(input.shape) for t in (mask, outside) if t is not None]
     factor = sign * size
     # PyTorch's softmax computes float16 and bfloat16 in float32 and rounds once: nothing need be widened.

@@ -22,15 +22,15 @@ def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     return (math.copysign(1.0, scale), size) if size >= finfo.tiny * finfo.eps else (0.0, 1.0)
 
 
-def window_edges(causal: bool, window_left: int, window_right: int) -> tuple[int | None, int | None]:
+def window_edges(causal: int = False, window_left: int = -1, window_right: int = -1) -> tuple[int | None, int | None]:
     """(left, right): key j is open to query i where −left ≤ j − i − (sk − sq) ≤ right; None: without bound."""
     right = 0 if causal else window_right
     return (None if window_left < 0 else window_left), (None if right < 0 else right)
 
 
-def outside_window(input: Tensor, causal: bool, window_left: int, window_right: int) -> Tensor | None:
+def outside_window(input: Tensor, *window: int) -> Tensor | None:
     """(sq, sk), True where causality or the window closes a key to a query; None where neither does."""
-    left, right = window_edges(causal, window_left, window_right)
+    left, right = window_edges(*window)
     if left is None and right is None:
         return None
     sq, sk = input.shape[-2:]
@@ -75,18 +75,12 @@ def softmax_sink_grad(inner: Tensor, total: Tensor) -> Tensor:
 
 
 def scaled_masked_softmax(
-    input: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    scale: float = 1.0,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
+    input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float = 1.0, *window: int
 ) -> Tensor:
     """softmax(scale·input) over the last axis, with a sink beside the row's scores, where nothing masks a score.
 
-    input (..., sq, sk); mask bool, broadcastable to it, True is masked; sink (heads,), heads = input.shape[-3]. A row
-    that is masked altogether is 0, and so are its derivatives.
+    input (..., sq, sk); mask bool, broadcastable to it, True is masked; sink (heads,), heads = input.shape[-3]; window:
+    causal, window_left, window_right. A row that is masked altogether is 0, and so are its derivatives.
     """
     dtype = compute_dtype(input, sink)
     sign, size = split_scale(scale, dtype)
@@ -94,7 +88,7 @@ def scaled_masked_softmax(
     if input.shape[-1] == 0:
         return x.to(input.dtype, memory_format=torch.contiguous_format)
     x = x if sign == 1.0 else x * sign
-    for hidden in (mask, outside_window(input, causal, window_left, window_right)):
+    for hidden in (mask, outside_window(input, *window)):
         x = x if hidden is None else torch.masked_fill(x, hidden, -torch.inf)
     top = torch.amax(x.detach(), -1, keepdim=True)  # any other number in its place gives the same: no derivative
     weight = torch.exp((x - softmax_peak(top)) * size)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernels behind ``fused::scaled_masked_softmax`` in eager mode on a GPU.
 
-One kernel forward, one backward, and a small one that adds up the rows' parts of the sink's gradient. A program has
-whole rows: several where they are short; one in registers, read once; or, where not even one fits (WHOLE is false), one
-that is read twice, with a running maximum and sum first.
+One kernel forward and one backward; PyTorch adds up the rows' parts of the sink's gradient. A program has whole rows:
+several where they are short; one in registers, read once; or, where not even one fits (WHOLE is false), one that is
+read twice, with a running maximum and sum first.
 
 Every tensor is seen as (outer, heads, queries, keys) with four strides, so that a mask that is broadcast along an axis
 has stride 0 there and is never spelled out. What causality and the window hide is no mask: each row knows its first and
@@ -263,22 +263,6 @@ def _backward(
         tl.store(terms + r, (total - 1.0) * inner, mask=there)
 
 
-@triton.jit
-def _add_terms(out, terms, count, queries, heads, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """out[head] = the sum of the head's terms; in float64, so that their order costs nothing."""
-    head = tl.program_id(0)
-    k = tl.arange(0, BLOCK)
-    if WIDE:
-        k = k.to(tl.int64)
-        head = head.to(tl.int64)
-    total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, count, BLOCK):
-        i = start + k
-        at = (i // queries * heads + head) * queries + i % queries
-        total += tl.load(terms + at, mask=i < count, other=0.0).to(tl.float64)
-    tl.store(out + head, tl.sum(total, 0))
-
-
 # ---- how the work is cut -------------------------------------------------------------------------------------------
 
 _LEAST_TILE = 1024  # elements of a program with short rows
@@ -287,7 +271,6 @@ _NUMBERS = 16  # of 4 bytes, that a thread holds of a row, of all tensors togeth
 _WIDEST_ROW = 32 * _MOST_WARPS * 2 * _NUMBERS
 _LONG_BLOCK = 4096  # of a row that is read twice
 _GROUP_BYTES = 16
-_TERMS = 1024
 
 
 class _View(NamedTuple):
@@ -369,13 +352,7 @@ def _heads(shape: Sequence[int]) -> int:
 
 
 def scaled_masked_softmax(
-    input: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    scale: float = 1.0,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
+    input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float = 1.0, *window: int
 ) -> Tensor:
     """softmax(scale·input) where nothing masks it, in one kernel; see ``formulas.scaled_masked_softmax``."""
     shape = tuple(input.shape)
@@ -385,7 +362,7 @@ def scaled_masked_softmax(
     dtype, compute = launching.compute_type(input, sink)
     finfo = torch.finfo(dtype)
     sign, size = formulas.split_scale(scale, dtype)
-    left, right = formulas.window_edges(causal, window_left, window_right)
+    left, right = formulas.window_edges(*window)
     x, x_v = _view(input, shape)
     hidden, mask_v = _view(None if mask is None else mask.view(torch.uint8), shape)
     plan = _plan(shape, (x_v,) if mask is None else (x_v, mask_v), input.element_size(), dtype.itemsize // 4)
@@ -437,9 +414,5 @@ def scaled_masked_softmax_backward(
     )  # fmt: skip
     if terms is None:
         return d_input, None
-    d_sink = output.new_empty(heads, dtype=sink_dtype)
-    launching.launch(
-        _add_terms, (heads, 1, 1), output.device, (d_sink, terms), (rows // heads, queries, heads),
-        {"WIDE": rows + _TERMS > INT32_MAX, "BLOCK": _TERMS, "num_warps": _WARPS, **OPTIONS},
-    )  # fmt: skip
-    return d_input, d_sink
+    # In float64, so that their order costs nothing.
+    return d_input, terms.view(-1, heads, queries).sum((0, 2), dtype=torch.float64).to(sink_dtype)

@@ -1,6 +1,6 @@
 """``fused::scaled_masked_softmax`` and its backward operator.
 
-Read from top to bottom: the declaration → what is accepted → fake → vmap → what is kept for backward → registration,
+Read from top to bottom: the declaration → what is accepted → fake → what is kept for backward → registration,
 autocast among it. The kernels are in ``kernels.py`` for GPUs and ``cpu.py`` for CPUs.
 """
 
@@ -17,7 +17,6 @@ from torch.amp.autocast_mode import _cast
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of
 from torch_fused_ops.families.softmax import cpu, formulas, sharding  # noqa: F401
 from torch_fused_ops.operators.autograd import SavePolicy, library
-from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES
 from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
 
@@ -121,59 +120,6 @@ def _backward_fake(grad: Tensor, output: Tensor, *scalars: Any) -> Grads2:
     return d_input, output.new_empty(output.shape[-3:-2], dtype=sink_dtype) if mask[1] else None
 
 
-# ---- vmap ------------------------------------------------------------------------------------------------------------
-
-
-def _as_heads(t: Tensor) -> Tensor:
-    """(batch, …, heads, sq, sk) → (…, batch · heads, sq, sk): each example's heads are heads of their own."""
-    return t.movedim(0, -4).flatten(-4, -3)
-
-
-def _from_heads(t: Tensor, batch: int) -> Tensor:
-    out: Tensor = t.unflatten(-3, (batch, t.shape[-3] // batch if batch else t.shape[-3])).movedim(-4, 0)
-    return out
-
-
-def _mask_as_heads(mask: Tensor, batch: int, heads: int) -> Tensor:
-    """``_as_heads`` of a mask (batch or 1, …, heads or 1, …): a copy only if it differs between heads or examples."""
-    if mask.shape[0] != 1 or mask.shape[-3] != 1:
-        mask = mask.expand(batch, *mask.shape[1:-3], heads, *mask.shape[-2:])
-    return _as_heads(mask)
-
-
-def _rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    """The operator with the batch axis as one more leading axis; next to the heads, where sinks are batched."""
-    batch, scalars = info.batch_size, args[3:]
-    if batch:  # what one example sees is checked: with a batch axis in front more would be accepted
-        check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
-    input, mask, sink = (
-        t if t is None or (d is None and i) else lead(info, t, d)
-        for i, (t, d) in enumerate(zip(args[:3], in_dims[:3], strict=True))
-    )
-    ndim = input.ndim - 1  # of an example
-    if mask is not None:
-        own = mask.shape[1:] if in_dims[1] is not None else mask.shape
-        front = mask.shape[:1] if in_dims[1] is not None else (1,)
-        mask = mask.reshape(*front, *(1,) * (ndim - len(own)), *own)
-    if in_dims[2] is None:
-        return torch.ops.fused.scaled_masked_softmax(input, mask, sink, *scalars), 0
-    if mask is not None:
-        mask = _mask_as_heads(mask, batch, input.shape[-3])
-    out = torch.ops.fused.scaled_masked_softmax(_as_heads(input), mask, sink.flatten(), *scalars)
-    return _from_heads(out, batch), 0
-
-
-def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    grad, output = (lead(info, t, d) for t, d in zip(args[:2], in_dims[:2], strict=True))
-    scalars, wanted = args[2:], args[-1]
-    backward = torch.ops.fused.scaled_masked_softmax_backward
-    if not wanted[1]:  # a sink's gradient must not be summed over the examples
-        return backward(grad, output, *scalars), (0 if wanted[0] else None, None)
-    d_input, d_sink = backward(_as_heads(grad), _as_heads(output), *scalars)
-    d_input = None if d_input is None else _from_heads(d_input, info.batch_size)
-    return (d_input, d_sink.view(info.batch_size, output.shape[-3])), (0 if wanted[0] else None, 0)
-
-
 # ---- what is kept for backward ---------------------------------------------------------------------------------------
 
 # The output alone, which what reads it keeps anyway: attention's product with the values.
@@ -205,14 +151,12 @@ _FORWARD = register_pair(
         imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax),
         formulas.scaled_masked_softmax,
         _fake,
-        lambda _: _rule,
     ),
     KernelSet(
         cpu.scaled_masked_softmax_backward,
         imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax_backward),
         formulas.scaled_masked_softmax_backward,
         _backward_fake,
-        lambda _: _backward_rule,
     ),
     check,
     lambda *_: _OUTPUT,

@@ -6,23 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_fused_ops.distributed.sharding import RULES, Sharding
+from torch_fused_ops.families.softmax.formulas import window_edges
 
 
-def _softmax_axes(data: Any, causal: bool, window_left: int, window_right: int) -> range:
+def _softmax_axes(data: Any, *window: int) -> range:
     """The axes that may be sharded: never the last; queries only if the mask does not depend on their place."""
-    by_place = causal or window_left >= 0 or window_right >= 0
-    return range(data.ndim - (2 if by_place else 1))
+    return range(data.ndim - (1 if window_edges(*window) == (None, None) else 2))
 
 
-def _scaled_masked_softmax(
-    input: Any,
-    mask: Any,
-    sink: Any,
-    scale: float = 1.0,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-) -> list[Sharding]:
+def _scaled_masked_softmax(input: Any, mask: Any, sink: Any, scale: float = 1.0, *window: int) -> list[Sharding]:
     from torch.distributed.tensor import Replicate, Shard
 
     whole, heads = Replicate(), input.ndim - 3
@@ -36,7 +28,7 @@ def _scaled_masked_softmax(
             of_mask = Shard(mask_axis) if mask_axis >= 0 and mask.shape[mask_axis] != 1 else whole
         return [here], [here, None if mask is None else of_mask, None if sink is None else of_sink]
 
-    return [sharding(None), *map(sharding, _softmax_axes(input, causal, window_left, window_right))]
+    return [sharding(None), *map(sharding, _softmax_axes(input, *window))]
 
 
 def _scaled_masked_softmax_backward(
