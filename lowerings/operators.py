@@ -10,6 +10,7 @@ value is used.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from torch.utils._sympy.functions import FloorDiv
 from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.lowerings import compat
+from torch_fused_ops.lowerings.partition import VIEWS
 
 Box = Any  # ir.TensorBox
 Index = Sequence[Any]
@@ -287,6 +289,12 @@ def _rows_of_a_block() -> int | None:
     return rows
 
 
+def _leaves_blocks(node: torch.fx.Node) -> bool:
+    """Tell whether a result of a node in blocks is read by one that is not."""
+    through = (*VIEWS, operator.getitem)
+    return any(_leaves_blocks(user) if user.target in through else ROWS not in user.meta for user in node.users)
+
+
 def _sum_rows(box: Box, dtype: torch.dtype) -> Box:
     if _rows_of_a_block() is not None:
         box = lowerings[aten.sum.dim_IntList](box, [1])
@@ -345,15 +353,15 @@ def _loads(
     return [*rows, n], [*data, *biases, *scales]
 
 
-def _over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
+def over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
     """A lowering on its arguments with their rows in blocks, where its node asks for them; the kinds of both."""
 
     def viewed(box: Any, kind: str, rows: Sequence[Any]) -> Any:
-        if not isinstance(box, ir.TensorBox) or kind == "per_column":
+        if not isinstance(box, ir.TensorBox) or kind not in ("data", "packed", "per_row"):
             return box
         return lowerings[aten.view.default](box, [*rows, *([] if kind == "per_row" else box.get_size()[-1:])])
 
-    def over_blocks(*args: Any, **keywords: Any) -> Any:
+    def lower(*args: Any, **keywords: Any) -> Any:
         block = _rows_of_a_block()
         if block is None:
             return lowering(*args, **keywords)
@@ -361,12 +369,12 @@ def _over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results
         kinds = [*arguments, *("" for _ in args)]
         found = lowering(*(viewed(a, kind, [-1, block]) for a, kind in zip(args, kinds, strict=False)), **keywords)
         one = not isinstance(found, tuple)
-        for box in [found] if one else filter(None, found):
+        for box in ([found] if one else filter(None, found)) if _leaves_blocks(V.graph.current_node) else ():
             box.realize()  # the view of a view of what is no buffer would be copied for a GEMM
         given = [viewed(box, kind, rows) for box, kind in zip([found] if one else found, results, strict=True)]
         return given[0] if one else tuple(given)
 
-    return over_blocks
+    return lower
 
 
 def _forward(op: PointwiseOperator) -> Callable[..., Box]:
@@ -375,7 +383,7 @@ def _forward(op: PointwiseOperator) -> Callable[..., Box]:
         ranges, loads = _loads(op, tensors, layout)
         return _Elementwise(ranges, *loads).node(_elements(op).value, *scalars, dtype=tensors[0].get_dtype())
 
-    return _over_blocks(lowering, op.kinds, ["data"])
+    return over_blocks(lowering, op.kinds, ["data"])
 
 
 def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
@@ -408,7 +416,7 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
             found[op.scale] = to_dtype(sums, scale.get_dtype())
         return tuple(found)
 
-    return _over_blocks(lowering, ["data", *op.kinds], op.kinds)
+    return over_blocks(lowering, ["data", *op.kinds], op.kinds)
 
 
 def lower(op: PointwiseOperator) -> None:

@@ -6,25 +6,26 @@ an element of 16 bits. Its scheduler would fuse the two if their loops had one f
 rows). Loops of d over (blocks, rows, columns) can be put into that order, loops over (rows, columns) cannot.
 
 So the sum is written as sums of blocks and a sum of their results, and the activation's nodes are marked with the rows
-of a block: their lowerings loop over blocks (``operators.py``), and sum packed gradients themselves. Inductor still
-chooses the fusions: where d leaves a GEMM's epilogue the sums are two kernels of their own, as they are without this
-pass.
+of a block: their lowerings loop over blocks (``operators.py``), and sum packed gradients themselves. So are those of a
+dropout behind the activation, and of one whose gradient is summed for the bias of the linear layer in front of it.
+Inductor still chooses the fusions: where d leaves a GEMM's epilogue the sums are two kernels of their own, as they are
+without this pass.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.declaration import DATA, OPERATORS, Operator
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.epilogues import autotuned
-from torch_fused_ops.lowerings.partition import VIEWS
+from torch_fused_ops.lowerings.partition import VIEWS, is_gemm
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
@@ -63,12 +64,12 @@ def rewrite(graph: Graph) -> int:
     """Sum over blocks where activations' gradients are summed over their rows; count these activations."""
     from torch_fused_ops.lowerings.operators import ROWS  # not earlier: it imports Inductor's lowerings
 
-    operators = {op.backward.overload: op for op in elementwise()}
+    operators = {op.signatures[1].overload: op for op in OPERATORS.values() if op.pointwise}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _gather(graph, node, operators)
     if autotuned("TRITON") and compat.keeps_loops_it_tried():
         return 0  # d would leave the epilogues of Inductor's own GEMMs
-    edits = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators[node.target]))]
+    edits = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators))]
     for marked, sums, rows in edits:
         for node in marked:
             node.meta[ROWS] = rows
@@ -128,34 +129,48 @@ def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> N
     return node
 
 
-def _edit(node: Node, op: PointwiseOperator) -> _Edit | None:
-    """The edit for an activation whose gradients are summed over rows, and not along them; None for any other."""
-    grad, data = cast(Node, node.args[0]).meta["val"], cast(Node, node.args[1])
-    rows, columns = grad.numel() // max(grad.shape[-1], 1), grad.shape[-1]
-    gradients = {cast(int, user.args[1]): user for user in node.users if user.users}
-    sums = [total for i, d in gradients.items() if i < op.data for total in _sums(d)]
-    if not sums and op.bias not in gradients:
-        return None
+def _edit(node: Node, operators: Mapping[Any, Operator]) -> _Edit | None:
+    """The edit for a call whose gradients are summed over rows, and not along them; None for any other."""
+    kinds, grad = operators[node.target].signatures[1].results, cast(Node, node.args[0])
+    value = grad.meta["val"]
+    rows, columns = value.numel() // max(value.shape[-1], 1), value.shape[-1]
+    gradients = [(kinds[cast(int, user.args[1])], user) for user in node.users if user.users]
+    wanted = {kind for kind, _ in gradients}
+    sums = [total for kind, d in gradients if kind in DATA for total in _sums(d)]
     # A sum along the rows is in the loop that computes d.
-    if op.scale in gradients or not (isinstance(rows, int) and isinstance(columns, int)):
+    if not (sums or "per_column" in wanted) or "per_row" in wanted or not isinstance(rows * columns, int):
         return None
-    if op.is_packed and sums and node.args[1 + cast(int, op.bias)] is not None:
+    is_packed = "packed" in kinds
+    if is_packed and sums and node.args[1 + kinds.index("per_column")] is not None:
         return None
-    block = rows_of_a_block(rows, columns, grad.device)
+    block = rows_of_a_block(rows, columns, value.device)
     if block is None:
         return None
-    again = [user for user in data.users if user.target is op.forward.overload]  # one kernel reads the data for all
-    if _is_dropped_out(node, again):
-        return None
-    if op.is_packed and sums:
-        _sum_in_operator(node.graph, node, op, sums)
+    marked, dropout = _calls_on_same_data(node, operators), fused.dropout_add_backward.default
+    while grad.target in (*VIEWS, operator.getitem):
+        grad = cast(Node, grad.args[0])
+    if node.target is dropout and not (is_gemm(grad) or grad.op == "placeholder" or len(grad.users) > 1):
+        return None  # a norm's kernel would write this gradient for the dropout's alone
+    if grad.target is dropout:  # a dropout behind the activation is in the activation's kernel
+        marked += _calls_on_same_data(grad, operators)
+    if columns % 4 and dropout in (node.target, grad.target):
+        return None  # each element would draw four random words
+    if is_packed and sums:
+        _sum_in_operator(node.graph, node, kinds.index("per_column"), sums)
         sums = []
-    return _Edit([node, *again], sums, block)
+    return _Edit(marked, sums, block)
 
 
-def _sum_in_operator(graph: Graph, node: Node, op: PointwiseOperator, sums: Sequence[Node]) -> None:
+def _calls_on_same_data(node: Node, operators: Mapping[Any, Operator]) -> list[Node]:
+    """A backward call, and the forward calls on its data, or its seed, that backward recomputes in the same kernel."""
+    grad, data = cast(Sequence[Node], node.args[:2])
+    again = [user for user in data.users if user.target is operators[node.target].forward.overload]
+    return [node, *(user for user in again if user.meta["val"].shape == grad.meta["val"].shape)]
+
+
+def _sum_in_operator(graph: Graph, node: Node, bias: int, sums: Sequence[Node]) -> None:
     """Have an operator sum packed gradients, for a bias of zeros: they are two buffers, which no sum reads whole."""
-    bias, (grad, *rest, mask) = cast(int, op.bias), node.args
+    grad, *rest, mask = node.args
     value = cast(Node, rest[0]).meta["val"]
     with graph.inserting_before(node):
         zeros = graph.call_function(aten.full.default, ([value.shape[-1]], 0.0))
@@ -169,24 +184,6 @@ def _sum_in_operator(graph: Graph, node: Node, op: PointwiseOperator, sums: Sequ
             shaped = _call(graph, total, aten.reshape.default, summed, list(total.meta["val"].shape))
         total.replace_all_uses_with(shaped)
         graph.erase_node(total)
-
-
-def _is_dropped_out(node: Node, again: Sequence[Node]) -> bool:
-    """Tell whether a dropout stands between an activation and the GEMM behind it.
-
-    Usually its loops, forward and backward, are in the activation's kernel. With blocks they would be kernels of their
-    own: backward of two MLPs, 4096×1024→4096 with biases and dropouts, would move 1067 MiB instead of 875.
-    """
-    pending, source = list(again), cast(Node, node.args[0])
-    while source.target in (*VIEWS, operator.getitem):
-        source = cast(Node, source.args[0])
-    while pending:
-        for user in pending.pop().users:
-            if user.target is fused.dropout_add.default:
-                return True
-            if user.target in VIEWS:
-                pending.append(user)
-    return source.target is fused.dropout_add_backward.default
 
 
 def _sums(d: Node) -> list[Node]:

@@ -78,11 +78,31 @@ class Dropped(GELU):
         return self.down(F.dropout(self.activation(self.up(x)), 0.1))  # type: ignore[no-any-return]
 
 
-def test_behind_a_dropout_it_is_left_to_inductor() -> None:
-    """With loops over blocks, the dropout's own would not be in the activation's kernel, forward's nor backward's."""
-    names = [kernel.name for kernel in backward(Dropped).kernels]
-    assert any("bias_act_backward_dropout_add_dropout_add_backward" in name for name in names), names
-    assert sum("dropout" in name for name in names) == 1, names
+@pytest.mark.parametrize(("memory", "nbytes"), [("free", 8), pytest.param("off", 6, marks=pytest.mark.slow)])
+def test_a_dropout_behind_is_in_the_kernel(memory: str, nbytes: int) -> None:
+    """Its masks, too: a call of the generator draws for four elements."""
+    (kernel,) = [k for k in backward(Dropped, memory=memory).kernels if "dropout" in k.name]
+    assert "bias_act_backward" in kernel.name
+    assert nbytes < kernel.bytes_moved / (TOKENS * 3072) < nbytes + 0.07
+    code = virtual_gpu.assemble(kernel, block={"XBLOCK": 64, "R0_BLOCK": 8}, num_warps=2)  # 8 elements a thread
+    assert 30 <= sum(i.startswith(("IMAD.WIDE.U32", "IMAD.HI.U32")) for i in code.instructions) <= 50
+
+
+class DroppedResult(GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.down(self.activation(self.up(x))), 0.1)
+
+
+class DroppedNorm(GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(F.dropout(self.down(self.activation(self.up(x))), 0.1), (64,))
+
+
+@pytest.mark.parametrize(("model", "summed"), [(DroppedResult, True), (DroppedNorm, False)])
+def test_a_dropout_of_the_result_sums_its_bias(model: type[nn.Module], summed: bool) -> None:
+    """Not where a norm makes its gradient, in whose kernel the dropout's backward is."""
+    names = [kernel.name for kernel in backward(model).kernels if "dropout_add_backward" in kernel.name]
+    assert len(names) == 1 and ("_sum_" in names[0]) == summed and ("layer_norm" in names[0]) != summed, names
 
 
 @pytest.mark.slow
@@ -153,6 +173,20 @@ def step(x: Tensor, g: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     return d, d_bias, y, flat.sum(0), flat.sum([0], keepdim=True), d.sum(-1), *packed, *sums
 
 
+def dropped(x: Tensor, g: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+    """What backward has of an activation and the dropout behind it, and of a dropout of a linear layer's result.
+
+    The first has its seed in common with one of another shape.
+    """
+    y = fused.dropout_add(fused.bias_act(x, None, None, "gelu"), None, None, seed, 0.3)
+    dropped, _ = fused.dropout_add_backward(g, seed, 0.3, x.dtype, None, [True, False])
+    d, *_ = fused.bias_act_backward(dropped, x, None, None, "gelu", [True, False, False])
+    result, _ = fused.dropout_add_backward(x, seed + 1, 0.3, x.dtype, None, [True, False])
+    inner, bias = fused.dropout_add_backward(g, seed + 2, 0.3, x.dtype, x.dtype, [True, True])
+    other = fused.dropout_add(g[:5], None, None, seed, 0.3)
+    return y, d, d.flatten(0, -2).sum(0), result, result.flatten(0, -2).sum(0), inner, bias, other
+
+
 @pytest.fixture
 def blocks_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_reductions, "rows_of_a_block", lambda rows, columns, device: 8)
@@ -183,6 +217,20 @@ def test_loops_over_blocks_compute_the_same(vectors: int | None) -> None:
     options = tfo.compile_options(tfo.FusionPolicy(strict=True), {"cpp.simdlen": vectors})
     found = torch.compile(step, options=options)(*args)
     torch.testing.assert_close(found, step(*args), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("blocks_of_8")
+@pytest.mark.parametrize(("columns", "count"), [(24, 3), (22, 0)])
+def test_dropouts_in_blocks_drop_the_same(columns: int, count: int) -> None:
+    """Four neighbors share a call of the generator; where rows are no multiple of four, nothing is in blocks."""
+    x, g, seed = torch.randn(64, columns), torch.randn(64, columns), torch.tensor([-3141592653589793238])
+    gm = make_fx(dropped, tracing_mode="fake")(x, g, seed)
+    assert split_reductions.rewrite(gm.graph) == count
+    paper = virtual_gpu.compile_on_paper(
+        dropped, x, g, seed, training=False, config=tfo.compile_options(tfo.FusionPolicy())
+    )
+    found, _ = virtual_gpu.interpret_step(paper, [x, seed, g])
+    torch.testing.assert_close(found, list(dropped(x, g, seed)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -256,3 +304,12 @@ def test_what_is_left_alone() -> None:
     assert count(lambda g, x: plain(g, x).sum(1), matrix, matrix) == 0
     assert count(lambda g, x: plain(g, x).sum(), matrix, matrix) == 0
     assert count(lambda g, x: plain(g, x).sum(0), matrix, matrix, mode="symbolic") == 0
+
+    def dropout(g: Tensor) -> Tensor:
+        d: Tensor = fused.dropout_add_backward(g, torch.zeros(1, dtype=torch.int64), 0.5, g.dtype, None, [True, False])[
+            0
+        ]
+        return d
+
+    assert count(lambda g: dropout(g).sum(0), matrix) == 1
+    assert count(lambda g: dropout(g * 2).sum(0), matrix) == 0  # of a kernel that may be a norm's
