@@ -146,6 +146,14 @@ LISTINGS: dict[str, tuple[list[str], str]] = {
     "one way": ([*START, "@P0 BRA 0x40", "MOV R2, 0x1", "IADD3 R3, R2, 0x1, RZ", "EXIT"], ""),
     "no way": (["S2R R0, SR_TID.X", "BRA 0x30", "MOV R2, 0x1", "IADD3 R3, R2, 0x1, RZ", "EXIT"], "R2"),
     "loop": ([START[0], "IADD3 R3, R2, 0x1, RZ", START[1], "MOV R2, 0x1", "@P0 BRA 0x10", "EXIT"], ""),
+    "barrier": (
+        [*START, "BSSY B0, 0x60", "@P0 BRA 0x50", "MOV R2, 0x1", "BSYNC B0", "IADD3 R3, R2, 0x1, RZ", "EXIT"],
+        "",
+    ),
+    "before the same barrier": (
+        ["BSSY B0, 0x20", "BSYNC B0", "IADD3 R3, R2, 0x1, RZ", "BSSY B0, 0x60", "MOV R2, 0x1", "BSYNC B0", "EXIT"],
+        "R2",
+    ),
     "bytes": (["PRMT R2, R0, 0x7632, R2", "EXIT"], "R0"),
     "paired": ([START[0], "FADD2 R2, R0.F32, R0.F32", "FMUL2 R4, R2.F32x2.HI_LO, R6.F32x2.HI_LO", "EXIT"], "R6 R7"),
     "packed predicates": ([*START, "P2R R2, PR, R2, 0x1", "R2P PR, R2, 0x1", "@P0 EXIT"], ""),

@@ -190,8 +190,8 @@ def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, optio
     return _launch(kernel.jit.__name__, kernel, {name: named[name] for name in compiled["signature"]}, {}, launched)
 
 
-def _reachable(kernel: Kernel) -> Iterator[Configuration]:
-    """Yield the configurations that a tuner may reach from Inductor's: any power of 2 for each block and the warps."""
+def _reachable(kernel: Kernel) -> Iterator[list[Configuration]]:
+    """Yield the configurations that a tuner may reach from Inductor's: any power of 2 for each block, and the warps."""
     from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
     first = kernel.configurations[0]
@@ -202,9 +202,10 @@ def _reachable(kernel: Kernel) -> Iterator[Configuration]:
         size = written.get(f"{axis.lower()}numel", 1 << 20)
         most = min(TRITON_MAX_BLOCK.get(axis, 1), 1 << (size - 1).bit_length())
         sizes.append([1 << i for i in range(most.bit_length())])
-    for *blocks, warps in itertools.product(*sizes, (1, 2, 4, 8, 16, 32)):
-        if math.prod(blocks) <= 128 * 32 * warps:
-            yield Configuration(dict(zip(first.block, blocks, strict=True)), warps, first.num_stages)
+    for blocks in itertools.product(*sizes):
+        warps = [warps for warps in (1, 2, 4, 8, 16, 32) if math.prod(blocks) <= 128 * 32 * warps]
+        block = dict(zip(first.block, blocks, strict=True))
+        yield [Configuration(block, number, first.num_stages) for number in warps]
 
 
 def _largest(text: str, of: str = "") -> int:
@@ -216,7 +217,8 @@ def _largest(text: str, of: str = "") -> int:
 def _shape_of_code(configuration: Configuration, threads: int, text: str) -> tuple[Any, ...]:
     """Elements a thread, those that lie together, and whether warps exchange: else machine code differs in numbers."""
     elements = max(1, _largest(text) // threads)
-    return elements, configuration.num_warps > 1, frozenset(re.findall(r"sizePerThread = \[[^]]*", text))
+    exchange = configuration.num_warps > 1 and bool(re.search(r"tt\.reduce|tt\.scan|convert_layout|ttg\.local", text))
+    return elements, exchange, frozenset(re.findall(r"sizePerThread = \[[^]]*", text))
 
 
 # ---- the audit -------------------------------------------------------------------------------------------------------
@@ -265,14 +267,16 @@ class _Auditor:
             self.configurations += len(codes)
         for code, configuration in self.codes[compiled][1]:
             self.addresses(launch, configuration, code.ttgir)
-        for configuration in _reachable(kernel) if self.all_configurations else ():
-            self.configurations += 1
-            text = lowered(kernel, self.gpu, configuration)
-            self.addresses(launch, configuration, text)
-            shape = _shape_of_code(configuration, configuration.num_warps * self.gpu.warp_size, text)
-            if shape[0] <= _MOST_A_THREAD and (compiled, shape) not in self.reachable:
-                code = assemble_configuration(kernel, self.gpu, configuration)
-                self.reachable[compiled, shape] = launch, code, configuration
+        for group in _reachable(kernel) if self.all_configurations else ():
+            self.configurations += len(group)
+            threads_count = True
+            for configuration, text in zip(group, lowered(kernel, self.gpu, group), strict=True):
+                if threads_count:
+                    threads_count = self.addresses(launch, configuration, text)
+                shape = _shape_of_code(configuration, configuration.num_warps * self.gpu.warp_size, text)
+                if shape[0] <= _MOST_A_THREAD and (compiled, shape) not in self.reachable:
+                    code = assemble_configuration(kernel, self.gpu, configuration)
+                    self.reachable[compiled, shape] = launch, code, configuration
 
     def add(self, launch: _Launch, configuration: Configuration, kind: str, where: str, evidence: str) -> None:
         blocks = [f"{name} {size}" for name, size in configuration.block.items()]
@@ -289,8 +293,11 @@ class _Auditor:
             numbers = torch.unique(torch.cat([torch.tensor([0, count - 1]), some, some + 1]))
         return torch.stack([numbers % x, numbers // x % y, numbers // (x * y)], 1), len(numbers) == count
 
-    def addresses(self, launch: _Launch, configuration: Configuration, text: str) -> None:
-        """Evaluate the addresses of a launch in one configuration."""
+    def addresses(self, launch: _Launch, configuration: Configuration, text: str) -> bool:
+        """Evaluate the addresses of a launch in one configuration; tell whether it loads and stores the same memory.
+
+        Else it does not matter which thread holds an element, and other warps have the same faults.
+        """
         machine = configuration.num_warps * self.gpu.warp_size, self.gpu.warp_size
         with torch.device("cpu"):
             grid = launch.grid(configuration)
@@ -299,7 +306,7 @@ class _Auditor:
             traces = evaluated(text, launch.integers, programs, grid, *machine) if len(programs) else []
         except NotAnalyzed as reason:
             self.notes[f"{launch.name}: {reason}"] += 1
-            return
+            return True
         for name in {access.name for trace in traces for access in trace.accesses if not access.argument}:
             self.notes[f"{launch.name}: the address of {name} depends on data"] += 1
         distinct: dict[tuple[str, str], Fault] = {}  # an access in a loop is one
@@ -307,6 +314,8 @@ class _Auditor:
             distinct.setdefault((fault.kind, fault.where), fault)
         for fault in distinct.values():
             self.add(launch, configuration, *fault)
+        kinds = {(launch.memory[a.argument].storage, a.kind) for t in traces for a in t.accesses if a.argument}
+        return any((storage, "store") in kinds for storage, kind in kinds if kind == "load")
 
     def registers(self, launch: _Launch, configuration: Configuration, code: MachineCode) -> None:
         reads = [] if self.gpu.is_amd else unwritten(code.asm)

@@ -8,7 +8,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -211,24 +211,27 @@ def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuratio
     return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, listing, block, text)
 
 
-def lowered(kernel: Kernel, gpu: GPU, configuration: Configuration) -> str:
-    """A kernel's TTGIR alone: the quick part of its compilation."""
+def lowered(kernel: Kernel, gpu: GPU, configurations: Sequence[Configuration]) -> Iterator[str]:
+    """A kernel's TTGIR alone, the quick part of its compilation, in configurations that differ in warps alone."""
     backend = import_triton("triton.compiler").make_backend(gpu.target())
-    source, chosen = _source(kernel, configuration)
-    with described(gpu):
-        options = backend.parse_options({**chosen})
-        ir = import_triton("triton._C.libtriton").ir
-        context = ir.context()
-        stages: dict[str, Any] = {}
-        metadata: dict[str, Any] = {}
-        ir.load_dialects(context)
-        backend.load_dialects(context)
-        backend.add_stages(stages, options, source.language)
-        codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-        module = source.make_ir(gpu.target(), options, codegen, modules, context)
-        for stage in ("ttir", "ttgir"):
-            module = stages[stage](module, metadata)
-        return str(module)
+    ir = import_triton("triton._C.libtriton").ir
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    with described(gpu), tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "kernel.ttir"
+        for configuration in configurations:
+            source, chosen = _source(kernel, configuration)
+            options = backend.parse_options({**chosen})
+            stages: dict[str, Any] = {}
+            backend.add_stages(stages, options, source.language)
+            if not path.exists():  # it has no warps
+                codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+                module = stages["ttir"](source.make_ir(gpu.target(), options, codegen, modules, context), {})
+                path.write_text(str(module))
+            module = ir.parse_mlir_module(str(path), context)
+            module.context = context  # as the stages expect
+            yield str(stages["ttgir"](module, {}))
 
 
 def _source(kernel: Kernel, configuration: Configuration) -> tuple[Any, dict[str, Any]]:

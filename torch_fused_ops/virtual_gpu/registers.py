@@ -56,24 +56,25 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
 
     Empty where the listing has a jump through a table, whose targets are not known.
     """
-    code = _followed([_instruction(match) for match in _LINE.finditer(listing)])
+    code = _numbered(_followed([_instruction(match) for match in _LINE.finditer(listing)]))
     if not code or any(instruction.name.startswith(("BRX", "JMX")) for instruction in code):
         return []
     successors = _successors(code)
     states: list[dict[str, frozenset[str]] | None] = [None] * len(code)
     states[0] = {}
-    waiting = [0]
+    waiting = {0}
     while waiting:
-        number = waiting.pop()
+        waiting.remove(number := min(waiting))  # in order, so that few instructions come twice
         before = states[number]
         assert before is not None
         after = _after(code[number], before)
-        for successor in successors[number]:
+        barrier = code[number].operands[-1] if code[number].name.startswith("BSYNC") else ""
+        for successor in (*successors[number], *map(int, after.get(barrier, ()))):
             known = states[successor]
             joined = after if known is None else _joined(known, after)
             if joined is not known:
                 states[successor] = joined
-                waiting.append(successor)
+                waiting.add(successor)
     return [
         (f"/*{instruction.address:04x}*/ {instruction.text}", register)
         for instruction, state in zip(code, states, strict=True)
@@ -113,6 +114,9 @@ def _joined(known: dict[str, frozenset[str]], after: dict[str, frozenset[str]]) 
 
 
 def _after(instruction: _Instruction, before: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """The state behind an instruction: guards of writes by register, and where a barrier's threads go on."""
+    if instruction.name.startswith("BSSY"):
+        return {**before, instruction.operands[0]: frozenset(map(str, instruction.targets))}
     if not instruction.writes and not instruction.copies:
         return before
     after = dict(before)
@@ -128,22 +132,25 @@ def _after(instruction: _Instruction, before: dict[str, frozenset[str]]) -> dict
     return after
 
 
-def _successors(code: list[_Instruction]) -> list[list[int]]:
+def _numbered(code: list[_Instruction]) -> list[_Instruction]:
+    """Name the targets of jumps by their number in place of their address."""
     numbers = {instruction.address: number for number, instruction in enumerate(code)}
-    returns = [number + 1 for number, i in enumerate(code[:-1]) if i.name.startswith("CALL")]
-    converge = [target for i in code if i.name.startswith("BSSY") for target in i.targets]
+    return [i._replace(targets=tuple(numbers[target] for target in i.targets if target in numbers)) for i in code]
+
+
+def _successors(code: list[_Instruction]) -> list[tuple[int, ...]]:
+    """The instructions that may follow each one, but for those behind a barrier."""
+    returns = tuple(number + 1 for number, i in enumerate(code[:-1]) if i.name.startswith("CALL"))
     result = []
     for number, instruction in enumerate(code):
-        targets = list(instruction.targets) if instruction.name.startswith(("BRA", "CALL", "JMP")) else []
-        following = [] if number + 1 == len(code) else [number + 1]
+        targets = instruction.targets if instruction.name.startswith(("BRA", "CALL", "JMP")) else ()
+        following = () if number + 1 == len(code) else (number + 1,)
         unconditional = instruction.guard in ("", "PT", "UPT") and len(instruction.operands) < 2
-        if instruction.name.startswith(("BSYNC", "BREAK")):
-            targets = converge
-        elif instruction.name.startswith("RET"):
-            following = following * (not unconditional) + returns
-        elif instruction.name.startswith(("EXIT", "BRA", "JMP", "KILL")) and unconditional:
-            following = []
-        result.append(following + [numbers[target] for target in targets if target in numbers])
+        if instruction.name.startswith("RET"):
+            targets = returns
+        if instruction.name.startswith(("EXIT", "BRA", "JMP", "KILL", "RET")) and unconditional:
+            following = ()
+        result.append(following + targets)
     return result
 
 
