@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_fused_ops import activations
 from torch_fused_ops.activations import Activation
 from torch_fused_ops.declaration import DATA, PointwiseOperator, Signature
-from torch_fused_ops.formulas import act_element, compute_dtype
+from torch_fused_ops.formulas import act_element, act_input_grads, compute_dtype, glu_input_grads
 
 aten = torch.ops.aten
 
@@ -63,9 +63,9 @@ def _quick_gelu_grad(grad: Tensor, x: Tensor) -> Tensor:
     return s.add_(d, alpha=activations.QUICK_GELU_SLOPE).mul_(grad)
 
 
-def _sigmoid_grad(grad: Tensor, x: Tensor) -> Tensor:
+def _sigmoid_grad(grad: Tensor, x: Tensor, slope: float = 1.0) -> Tensor:
     # s·(1 - s) loses the right tail. The derivative is even: both tails as the left one.
-    d: Tensor = aten.sigmoid_backward.default(grad, torch.abs(x).neg_().sigmoid_())
+    d: Tensor = aten.sigmoid_backward.default(grad, torch.abs(x).mul_(-slope).sigmoid_())
     return d
 
 
@@ -77,7 +77,7 @@ _VARIANTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
     "gelu_tanh": (lambda x: _gelu_tanh_sigmoid(x, x * x).mul_(x), _gelu_tanh_grad),
     "quick_gelu": (lambda x: (x * activations.QUICK_GELU_SLOPE).sigmoid_().mul_(x), _quick_gelu_grad),
     "sigmoid": (torch.sigmoid, _sigmoid_grad),
-    "tanh": (torch.tanh, lambda grad, x: _sigmoid_grad(grad, x + x).mul_(4.0)),
+    "tanh": (torch.tanh, lambda grad, x: _sigmoid_grad(grad, x, 2.0).mul_(4.0)),
 }
 ON_CPU: dict[str, Activation] = {
     name: dataclasses.replace(activations.get(name), value=value, gradient=gradient)
@@ -92,8 +92,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 _GRAIN = 32768  # elements of a thread's, below which PyTorch does not share an elementwise call
-# With fewer, and for few steps of PyTorch's own in float32, whole temporaries cost less than a pass that writes blocks'
-# results into whole tensors (SwiGLU, 1024×1024: 0.3 and 0.6 ns an element).
+# With fewer, and for few steps of PyTorch's own in the data's dtype, whole temporaries cost less than a pass that
+# writes blocks' results into whole tensors (SwiGLU, 1024×1024, float32: 0.3 and 0.6 ns an element).
 _FEWEST_BLOCKS = 4
 
 
@@ -153,6 +153,15 @@ def _is_activation_alone(op: PointwiseOperator) -> bool:
     return op.value is act_element and (op.kinds, *op.scalars) == (("data", "per_column", "per_row"), "activation")
 
 
+def _rounds_twice(op: PointwiseOperator, args: tuple[Any, ...]) -> bool:
+    """Test for gradients of bfloat16 that PyTorch's own calls round twice: within 2 ulp, and in float32's range."""
+    tensors, _, scalars = op.split(args[1:-1])
+    data = [args[0], *(t for t in tensors if t is not None)]
+    calls: dict[Any, tuple[str, ...]] = {act_input_grads: _NATIVE, glu_input_grads: _RECORDED}
+    is_quick = len(data) == 1 + op.data and scalars[0] in calls.get(op.grads, ()) and not any(scalars[1:])
+    return is_quick and all(t.dtype == torch.bfloat16 for t in data)
+
+
 def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
     """``plain``, which is the operator or its backward operator in plain torch, in blocks."""
     kinds, names = [a.kind for a in signature.arguments], [a.name for a in signature.arguments]
@@ -167,9 +176,11 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
         if args[0].dtype != torch.float64:  # whose results are the table's, to the last bit
             variants = [ON_CPU.get(a, a) if isinstance(a, str) else a for a in args]
         wide = compute_dtype(*(a for a in args if isinstance(a, Tensor)))
-        is_short = args[0].dtype == wide == torch.float32 and any(a in _NATIVE for a in args if isinstance(a, str))
-        if is_short or args[0].numel() <= _FEWEST_BLOCKS * block():
-            whole = plain(*variants)
+        is_short = args[0].dtype != torch.float64 and any(a in _NATIVE for a in args if isinstance(a, str))
+        if is_short and signature is op.backward and _rounds_twice(op, args):
+            wide = torch.bfloat16
+        if (is_short and args[0].dtype == wide) or args[0].numel() <= _FEWEST_BLOCKS * block():
+            whole = plain(*variants, dtype=wide)
             if isinstance(whole, Tensor):  # a registered activation may return its argument
                 aliased = torch._C._is_alias_of(whole, args[0])  # type: ignore[attr-defined]
                 return whole.clone() if aliased else whole.contiguous()

@@ -31,24 +31,24 @@ def _elements(
 
 
 def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
-    """The operator."""
+    """The operator; computed in float32, or float64, if ``dtype`` does not say otherwise."""
 
-    def plain(*args: Any) -> Tensor:
+    def plain(*args: Any, dtype: torch.dtype | None = None) -> Tensor:
         tensors, layout, scalars = op.split(args)
-        out = op.value(*_elements(op, tensors, layout, compute_dtype(*tensors)), *scalars)
+        out = op.value(*_elements(op, tensors, layout, dtype or compute_dtype(*tensors)), *scalars)
         return widened(tensors[0].dtype, out)
 
     return plain
 
 
 def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """The gradients of its tensors; None where output_mask says no."""
+    """The gradients of its tensors, likewise; None where output_mask says no."""
     summed = [kind in DATA or kind == "per_column" for kind in op.kinds]
 
-    def plain(grad: Tensor, *args: Any) -> Gradients:
+    def plain(grad: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Gradients:
         *args, wanted = args  # type: ignore[assignment]
         tensors, layout, scalars = op.split(tuple(args))
-        dtype = compute_dtype(grad, *tensors)
+        dtype = dtype or compute_dtype(grad, *tensors)
         wide, elements = widened(dtype, grad), _elements(op, tensors, layout, dtype)
         found: Sequence[Tensor] = ()
         if any(w and s for w, s in zip(wanted, summed, strict=True)):

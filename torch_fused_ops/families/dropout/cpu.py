@@ -1,8 +1,7 @@
 """``fused::dropout_add`` on the CPU, in eager mode: blocks of plain torch, a call of the generator for four elements.
 
-The generator is ``formulas.philox``, in the steps that are quickest here: int64 throughout, two words at a time. (int32
-halves read through a view of int64 products save a third of the passes, and each takes four times as long, because it
-is strided.)
+The generator is ``formulas.philox``, in the steps that are quickest here: int64 throughout, in place. (int32 halves
+read through a view of int64 products save a third of the passes, and each takes four times as long: it is strided.)
 """
 
 from __future__ import annotations
@@ -17,29 +16,43 @@ from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.formulas import compute_dtype, over_rows, widened
 from torch_fused_ops.kernels import cpu
 
-_ROUNDS = range(formulas.PHILOX_ROUNDS)
 with _disable_current_modes():  # whatever this module is imported under
     # As tensors: a Python number costs a call 1.8 µs.
-    _SHIFT, _WORD = (torch.tensor(v, device="cpu") for v in (32, 0xFFFFFFFF))
-    # A round makes of word 0's row word 2's, and the other way round.
-    _FACTORS = [
-        torch.tensor(formulas.PHILOX_FACTORS[:: -1 if i % 2 else 1], device="cpu").unsqueeze(-1) for i in _ROUNDS
-    ]
+    _SHIFT, _WORD, *_FACTORS = (torch.tensor(v, device="cpu") for v in (32, 0xFFFFFFFF, *formulas.PHILOX_FACTORS))
+    _HALVES = torch.tensor([0, 32], device="cpu")
+    _ROUNDS = torch.arange(formulas.PHILOX_ROUNDS, device="cpu").unsqueeze(-1)
+    _KEY_STEPS = _ROUNDS * torch.tensor(formulas.PHILOX_KEY_STEPS, device="cpu")
 
 
-def _words(counter: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of each counter: numbers from 0 to 2³² − 1."""
-    key = int(seed), int(seed) >> 32
-    of_rounds = [[key[j] + i * formulas.PHILOX_KEY_STEPS[j] & 0xFFFFFFFF for j in (~i & 1, i & 1)] for i in _ROUNDS]
-    keys = torch.tensor(of_rounds, device="cpu").unsqueeze(-1)
-    none = torch.zeros_like(counter)
-    state, product = torch.stack((counter & _WORD, none)), torch.stack((counter >> _SHIFT, none))
-    for factor, of_round in zip(_FACTORS, keys.unbind(), strict=True):
-        # The lower halves of the products before these are words 3 and 1; the upper halves are masked off with the sum.
-        crossed, product = product.flip(0).bitwise_xor_(of_round), state * factor
-        state = (product >> _SHIFT).bitwise_xor_(crossed).bitwise_and_(_WORD)
-    product.bitwise_and_(_WORD)
-    return state[0], product[0], state[1], product[1]
+def _keys(seed: Tensor) -> Tensor:
+    """The keys of each round (rounds, 2): numbers from 0 to 2³² − 1."""
+    return (_KEY_STEPS + (seed.reshape(1) >> _HALVES)).bitwise_and_(_WORD)
+
+
+def _mixed(product: Tensor, *words: Tensor | int) -> Tensor:
+    """The upper half of a product of words, xor the lower halves of others."""
+    mixed = product >> _SHIFT
+    for word in words:
+        mixed.bitwise_xor_(word)
+    return mixed.bitwise_and_(_WORD)
+
+
+def _words(first: int, count: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of the counters from ``first`` on, which differ in their lower word: numbers from 0 to 2³² − 1."""
+    (a, _), (_, b), *_ = keys.tolist()
+    _, key0, key1, _, *others = keys.view(-1).unbind()
+    low = first & 0xFFFFFFFF
+    # The first round has one product that is not 0, the second one that is the same for all.
+    product0 = torch.arange(low, low + count, device="cpu").mul_(_FACTORS[0])
+    product1 = _mixed(product0, key0).mul_(_FACTORS[1])
+    same = (first >> 32 ^ a) * formulas.PHILOX_FACTORS[0]
+    words = _mixed(product1, key1), product0.bitwise_xor_(same >> 32 ^ b).bitwise_and_(_WORD)
+    lower: tuple[Tensor | int, Tensor] = same & 0xFFFFFFFF, product1
+    for key0, key1 in zip(others[::2], others[1::2], strict=True):
+        product0, product1 = words[0].mul_(_FACTORS[0]), words[1].mul_(_FACTORS[1])
+        words = _mixed(product1, lower[1], key0), _mixed(product0, lower[0], key1)
+        lower = product0, product1
+    return words[0], product1.bitwise_and_(_WORD), words[1], product0.bitwise_and_(_WORD)
 
 
 def _mask(like: Tensor, seed: Tensor, p: float) -> Tensor | None:
@@ -47,9 +60,10 @@ def _mask(like: Tensor, seed: Tensor, p: float) -> Tensor | None:
     if not formulas.is_random(p):
         return None
     mask = seed.new_empty((-(-like.numel() // 4), 4), dtype=torch.bool)
-    step = cpu.block() // 4
+    step = 1 << (cpu.block() // 4).bit_length() - 1  # divides 2**32, the counters of one upper word
+    keys = _keys(seed)
     for first, fours in zip(range(0, len(mask), step), mask.split(step), strict=False):
-        words = _words(torch.arange(first, first + len(fours), device="cpu"), seed)
+        words = _words(first, len(fours), keys)
         for word, lane in zip(words, fours.unbind(-1), strict=True):
             torch.ge(word, formulas.keep_threshold(p), out=lane)
     return mask.view(torch.uint8).view(-1)[: like.numel()].view(like.shape)
