@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import traced
-from functions import Swish
+from functions import Gated, Swish
 from harness import Stack, captured, raises
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -570,20 +570,6 @@ def test_copies_of_a_tensor_that_changes_are_two_operands():
     graph = traced(fn, X, V1, V2)
     assert the(rewrite(graph, POLICY)).op == "fused::glu"
     torch.testing.assert_close(torch.fx.GraphModule({}, graph)(X, V1, V2), fn(X, V1, V2))
-
-
-class Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return F.gelu(x) * y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y = ctx.saved_tensors
-        cdf = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-        slope = cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-        return grad * y * slope, x * cdf * grad
 
 
 def test_custom_autograd_functions():
