@@ -171,24 +171,10 @@ def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 def interpreted(gm: Any, inputs: Sequence[Any], is_inference: bool) -> Any:
     """What Inductor makes of a graph before it generates code, run call by call."""
-    import copy
-
-    from torch._inductor import compile_fx
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch._inductor.graph import GraphLowering
+    from harness import after_passes
     from torch._inductor.output_code import OutputCode
-    from torch._inductor.virtualized import V
 
-    view_to_reshape(gm)
-    with torch.no_grad():
-        mode = compile_fx.fake_tensor_prop(gm, inputs)
-    compile_fx._recursive_record_original_output_strides(gm)
-    with V.set_fake_mode(mode):
-        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
-        runs = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))  # a lowered graph does not run
-        lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_inference=is_inference)
-        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
-            lowering.run(*inputs)
+    runs = after_passes(gm, inputs, is_inference)
 
     class Interpreted(OutputCode):
         def __init__(self) -> None:
