@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -170,24 +171,10 @@ def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 def interpreted(gm: Any, inputs: Sequence[Any], is_inference: bool) -> Any:
     """What Inductor makes of a graph before it generates code, run call by call."""
-    import copy
-
-    from torch._inductor import compile_fx
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch._inductor.graph import GraphLowering
+    from harness import after_passes
     from torch._inductor.output_code import OutputCode
-    from torch._inductor.virtualized import V
 
-    view_to_reshape(gm)
-    with torch.no_grad():
-        mode = compile_fx.fake_tensor_prop(gm, inputs)
-    compile_fx._recursive_record_original_output_strides(gm)
-    with V.set_fake_mode(mode):
-        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
-        runs = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))  # a lowered graph does not run
-        lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_inference=is_inference)
-        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
-            lowering.run(*inputs)
+    runs = after_passes(gm, inputs, is_inference)
 
     class Interpreted(OutputCode):
         def __init__(self) -> None:
@@ -224,7 +211,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Marks as slow what ``covering(n, *names)`` and ``covering(every=n)`` leave out of the default suite.
 
     Every n values that parameters (``names``, or all) take together in some case, they take in one of the cases that
-    stay. n = 2 is pairwise testing, n = 1 has every value once. With ``every`` each n-th case stays.
+    stay. n = 2 is pairwise testing, n = 1 has every value once. With ``every`` one case in n stays, by a hash of its
+    id: a case that is added takes at most one other's place.
     """
     products: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for item in items:
@@ -233,10 +221,16 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             products[item.nodeid.partition("::")[0], item.originalname, device].append(item)
     for cases in products.values():
         mark = cases[0].get_closest_marker("covering")
-        stay = _covering(cases, *mark.args) if mark.args else set(range(0, len(cases), mark.kwargs["every"]))
+        stay = _covering(cases, *mark.args) if mark.args else _one_in(mark.kwargs["every"], cases)
         for i, case in enumerate(cases):
             if i not in stay:
                 case.add_marker(pytest.mark.slow)
+
+
+def _one_in(every: int, cases: list[Any]) -> list[int]:
+    """The cases whose ids have the lowest hashes."""
+    by_hash = sorted(range(len(cases)), key=lambda i: zlib.crc32(cases[i].callspec.id.encode()))
+    return by_hash[: -(-len(cases) // every)]
 
 
 def _covering(cases: list[Any], strength: int, *names: str) -> set[int]:

@@ -1,12 +1,13 @@
 """Models and verbs that test files share: MLPs, a step of training and what it saves, compilation by a policy."""
 
+import copy
 import functools
 import importlib
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops import FusionPolicy, activations
@@ -181,6 +182,30 @@ def without_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, example_inputs, inner_compile=lambda gm, *args, **rest: make_boxed_func(gm.forward))
+
+
+def after_passes(gm: torch.fx.GraphModule, inputs: Sequence[Any], is_inference: bool, lower: bool = True) -> Any:
+    """What Inductor makes of a graph before it generates code, which runs call by call; ``lower``: lower it, too."""
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor import compile_fx
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    view_to_reshape(gm)
+    mode = detect_fake_mode(inputs)
+    with _disable_current_modes(), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+        with torch.no_grad():
+            mode = compile_fx.fake_tensor_prop(gm, inputs)
+        compile_fx._recursive_record_original_output_strides(gm)
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+        runs = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))  # a lowered graph does not run
+        if lower:
+            lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_inference=is_inference)
+            with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+                lowering.run(*inputs)
+    return runs
 
 
 def python(*arguments: object, cwd: Path | None = None, **environment: str) -> str:

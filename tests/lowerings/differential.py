@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import captured
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -56,6 +57,25 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
     if way == "inductor":
         return torch.compile(fn, backend=way if sites is None else "fused", dynamic=False)
     return torch.compile(fn, backend=backend, dynamic=False)
+
+
+def capture(
+    fn: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None
+) -> tuple[Any, list[Site], list[torch.fx.Graph]]:
+    """(result, sites, rewritten graphs): fn's graphs by Dynamo, subgraphs included, rewritten and then run eagerly."""
+    sites: list[Site] = []
+    graphs: list[torch.fx.Graph] = []
+
+    def note(gm: torch.fx.GraphModule) -> None:
+        for module in gm.modules():
+            if isinstance(module, torch.fx.GraphModule):
+                sites.extend(rewrite(module.graph, policy or FusionPolicy()))
+                module.graph.lint()
+                module.recompile()
+                graphs.append(module.graph)
+
+    result, _ = captured(fn, *args, each=note)
+    return result, sites, graphs
 
 
 class Recorder(torch.fx.Interpreter):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import python
+from harness import MLP, Net, python
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import autograd_cache
@@ -18,21 +18,14 @@ import torch_fused_ops as tfo
 
 # The program is "upgraded" by editing one formula in a copy of the package: relu becomes twice relu, both ways.
 PROGRAM = """
-import sys, torch
-import torch_fused_ops as tfo
+import torch
+import torch_fused_ops
 from torch._dynamo.utils import counters
-kind = sys.argv[1]
 x = torch.ones(8, requires_grad=True)
-if kind == "operator":      # called directly: no pass is involved, only the lowering and the derivative
-    y = torch.compile(lambda x: torch.ops.fused.bias_act(x, None, None, "relu") + 1)(x) - 1
-else:                       # picked up
-    w = torch.eye(8)
-    f = lambda x: torch.relu(x.view(1, 8) @ w) @ w
-    policy = tfo.FusionPolicy(memory=sys.argv[2])
-    y = torch.compile(f, options=tfo.compile_options(policy))(x)
+y = torch.compile(lambda x: torch.ops.fused.bias_act(x, None, None, "relu") + 1)(x) - 1
 y.sum().backward()
 hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
-print(y.flatten()[0].item(), x.grad[0].item(), "hit" if hits else "miss")
+print(y[0].item(), x.grad[0].item(), "hit" if hits else "miss")
 """
 
 
@@ -52,11 +45,11 @@ def package(tmp_path: Path) -> Path:
     return target
 
 
-def run(package: Path, cache: Path, *arguments: str) -> tuple[float, float, str]:
+def run(package: Path, cache: Path) -> tuple[float, float, str]:
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
     caches |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     # -I would drop PYTHONPATH; the copy must come before an editable install's finder, which PYTHONPATH does.
-    printed = python("-c", PROGRAM, *arguments, cwd=cache.parent, PYTHONPATH=str(package.parent), **caches)
+    printed = python("-c", PROGRAM, cwd=cache.parent, PYTHONPATH=str(package.parent), **caches)
     value, grad, hit = printed.split()[-3:]
     return float(value), float(grad), hit
 
@@ -76,47 +69,29 @@ def upgrade(package: Path) -> None:
 
 @pytest.mark.slow
 def test_an_upgrade_is_not_served_the_old_code(package: Path, tmp_path: Path) -> None:
+    """An operator that is called directly: no pass is involved, only the lowering and the derivative."""
     cache = tmp_path / "cache"
-    assert run(package, cache, "operator") == (1.0, 1.0, "miss")
-    assert run(package, cache, "operator") == (1.0, 1.0, "hit")
+    assert run(package, cache) == (1.0, 1.0, "miss")
+    assert run(package, cache) == (1.0, 1.0, "hit")
     upgrade(package)
-    assert run(package, cache, "operator") == (2.0, 2.0, "miss")
+    assert run(package, cache) == (2.0, 2.0, "miss")
 
 
-@pytest.mark.slow
-def test_policies_do_not_share_entries(package: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    assert run(package, cache, "picked-up", "free") == (1.0, 1.0, "miss")
-    assert run(package, cache, "picked-up", "free") == (1.0, 1.0, "hit")
-    assert run(package, cache, "picked-up", "off") == (1.0, 1.0, "miss")
+def by_weights(s: Any, x: Tensor, *weights: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, weights[0])), weights[1])
 
 
-class Block(nn.Module):
-    """Weights are arguments, or the block's own: two blocks' graphs have the same text."""
-
-    def __init__(self, owns: bool) -> None:
-        super().__init__()
-        if owns:
-            self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor, *weights: Tensor) -> Tensor:
-        if weights:
-            return F.linear(F.gelu(F.linear(x, weights[0])), weights[1])
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return out
+def two_blocks(owns: bool = False) -> nn.Module:
+    """Weights are arguments, or the blocks' own: two blocks' graphs have the same text."""
+    enc, dec = (MLP(64, 128) if owns else Net(by_weights) for _ in range(2))
+    return Net(by_weights, enc=enc, dec=dec)
 
 
-class TwoBlocks(nn.Module):
-    def __init__(self, owns: bool = False) -> None:
-        super().__init__()
-        self.enc, self.dec = Block(owns), Block(owns)
-
-
-def run_enc(model: TwoBlocks, *args: Tensor) -> Tensor:
+def run_enc(model: Any, *args: Tensor) -> Tensor:
     return model.enc(*args)  # type: ignore[no-any-return]
 
 
-def run_dec(model: TwoBlocks, *args: Tensor) -> Tensor:
+def run_dec(model: Any, *args: Tensor) -> Tensor:
     return model.dec(*args)  # type: ignore[no-any-return]
 
 
@@ -162,10 +137,10 @@ def key_of(monkeypatch: pytest.MonkeyPatch, left_clean: None) -> Callable[..., s
 
     monkeypatch.setattr(autograd_cache, "autograd_cache_key", stopping)
 
-    def key(way: str, fn: Callable[..., Tensor], policy: tfo.FusionPolicy, model: TwoBlocks | None = None) -> str:
+    def key(way: str, fn: Callable[..., Tensor], policy: tfo.FusionPolicy, model: nn.Module | None = None) -> str:
         args = arguments()[: 3 if model is None else 1]
         with torch._functorch.config.patch(enable_autograd_cache=True), pytest.raises(_Stop):
-            compiled(way, fn, policy)(model or TwoBlocks(), *args)
+            compiled(way, fn, policy)(model or two_blocks(), *args)
         return keys[-1]
 
     return key
@@ -180,17 +155,13 @@ def test_what_a_policy_decides_by_paths_is_in_the_key(key_of: Callable[..., str]
 
 def test_an_operator_that_the_model_calls_has_its_module_s_decision_in_the_key(key_of: Callable[..., str]) -> None:
     def run(which: str) -> Callable[..., Tensor]:
-        def call(model: TwoBlocks, x: Tensor, *_: Tensor) -> Tensor:
+        def call(model: Any, x: Tensor, *_: Tensor) -> Tensor:
             return getattr(model, which)(x)  # type: ignore[no-any-return]
 
         return call
 
-    class Called(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return tfo.functional.bias_act(x, activation="gelu")
-
-    model = TwoBlocks()
-    model.enc, model.dec = Called(), Called()
+    enc, dec = (Net(lambda s, x: tfo.functional.bias_act(x, activation="gelu")) for _ in range(2))
+    model = Net(by_weights, enc=enc, dec=dec)
     policy = tfo.FusionPolicy(exclude=("enc",))
     assert key_of("fused", run("enc"), policy, model) != key_of("fused", run("dec"), policy, model)
 
@@ -212,7 +183,7 @@ def test_a_late_pass_would_be_left_out_of_the_key() -> None:
     has_timing = hasattr(inductor_config, compat.TIMING)
     assert (passes.Recognize(by_paths).uuid() is None) == has_timing and passes.Partition(by_paths).uuid()
     if has_timing:
-        args = (TwoBlocks(), *arguments())
+        args = (two_blocks(), *arguments())
         options = tfo.compile_options(by_paths, {"pre_grad_pass_timing": "late"})
         with pytest.raises(RuntimeError, match="pre_grad_pass_timing to 'early'"):
             torch.compile(run_enc, options=options)(*args)
@@ -220,7 +191,7 @@ def test_a_late_pass_would_be_left_out_of_the_key() -> None:
 
 def gradients(fn: Callable[..., Tensor], owns: bool = False) -> list[Tensor]:
     args = arguments()[: 1 if owns else 3]
-    model = TwoBlocks(owns)
+    model = two_blocks(owns)
     wanted = [*args, *model.parameters()]
     grads = torch.autograd.grad(fn(model, *args).square().sum(), wanted, allow_unused=True)
     return [grad for grad in grads if grad is not None]
@@ -270,11 +241,11 @@ def test_random_pairs_of_policies_over_one_cache(
 
 PATHS = """
 import sys, torch
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[2:]
 from test_caches import RUNS, compiled, gradients
 import torch_fused_ops as tfo
 from torch._dynamo.utils import counters
-for which in sys.argv[2].split(","):
+for which in sys.argv[1].split(","):
     counters.clear()
     policy = tfo.FusionPolicy(memory={"enc": "fp8"})
     both = [gradients(fn)[1] for fn in (RUNS[which], compiled("fused", RUNS[which], policy))]
@@ -287,7 +258,7 @@ for which in sys.argv[2].split(","):
 def test_another_process_is_served_its_own_policy_s_code(tmp_path: Path) -> None:
     def lines(order: str) -> list[str]:
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-        return python("-c", PATHS, Path(__file__).parent, order, **environment).splitlines()
+        return python("-c", PATHS, order, *Path(__file__).parents[:2], **environment).splitlines()
 
     assert lines("enc,dec") == ["enc rounded miss", "dec exact miss"]
     assert lines("dec,enc") == ["dec exact hit", "enc rounded hit"]

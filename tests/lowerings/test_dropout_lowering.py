@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import differential
 import harness
 import pytest
 import torch
@@ -145,15 +146,9 @@ def capture(
     model: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None, **settings: Any
 ) -> tuple[list[Any], torch.fx.Graph]:
     """The dropouts' sites, and the rewritten graph."""
-
-    def rewritten(gm: torch.fx.GraphModule) -> tuple[Any, torch.fx.Graph]:
-        with inductor_config.patch(settings):
-            found = rewrite(gm.graph, policy or FusionPolicy(strict=True))
-        gm.graph.lint()
-        return found, gm.graph
-
-    _, ((found, graph),) = captured(model, *args, each=rewritten, fullgraph=True)
-    return [site for site in found if site.activation == "dropout"], graph
+    with inductor_config.patch(settings):
+        _, sites, (graph,) = differential.capture(model, *args, policy=policy or FusionPolicy(strict=True))
+    return [site for site in sites if site.activation == "dropout"], graph
 
 
 def calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -412,38 +407,6 @@ def test_training_honors_manual_seed_and_differs_from_step_to_step() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert first == again and first[0] != other[0] and len(sums) == 6
-
-
-@pytest.mark.codegen_is_slow
-def test_the_distribution_is_dropouts() -> None:
-    """Mean over many steps: what evaluation gives, as with F.dropout (a linear model, so exactly so in expectation)."""
-    a, x = nn.Linear(16, 64, bias=False), torch.randn(32, 16)
-    model = harness.Net(lambda s, x: x.repeat(1, 4) + F.dropout(s.a(x), 0.25), a=a)
-    compiled, steps = torch.compile(model, backend="fused"), 400
-    total = sum((compiled(x).detach() for _ in range(steps)), torch.zeros(32, 64))
-    h = a(x).detach()
-    kept = (total / steps - x.repeat(1, 4)) / h * (1 - 0.25)  # the rate of each element
-    deviation = (kept - 0.75) / (0.75 * 0.25 / steps) ** 0.5
-    assert deviation.abs().max() < 6.5  # a false alarm in 1e7: 2048 elements
-    assert 0.8 < deviation.square().mean() < 1.2
-
-
-@pytest.mark.codegen_is_slow
-def test_gradients_are_those_of_the_forward_masks() -> None:
-    """The mask is read off the forward result, and the gradients worked out by hand."""
-    a = nn.Linear(8, 8, bias=False)
-    x, r = torch.randn(64, 8), torch.randn(64, 8, requires_grad=True)
-
-    def fn(x: Tensor, r: Tensor) -> Tensor:
-        return r + F.dropout(a(x), 0.5)
-
-    y = torch.compile(fn, backend="fused")(x, r)
-    kept = ((y - r).abs() > 1e-7).float()
-    assert 0.3 < kept.mean() < 0.7
-    g = torch.randn(64, 8)
-    d_r, d_w = torch.autograd.grad(y, (r, a.weight), g)
-    torch.testing.assert_close(d_r, g)
-    torch.testing.assert_close(d_w, (g * kept * 2).t() @ x)
 
 
 def dropped_everywhere(s: Any, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Products of other libraries around an activation: custom autograd.Functions, and operators, seen or registered."""
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from functions import autograd_function
 from harness import saving_step
 from torch import Tensor
 
@@ -32,65 +34,30 @@ def _(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[0])
 
 
-class Visible(torch.autograd.Function):
-    """A linear layer whose forward and backward are torch's products."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+def of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-class Hidden(Visible):
-    """The same; forward is an operator of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return opaque(x, w)
+def of_products(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return grad @ w, of_weight(grad, x)
 
 
-@torch._dynamo.allow_in_graph
-class Closed(Hidden):
-    """The same; Dynamo does not look into it."""
+def overwriting(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    d_weight = of_weight(grad, x)
+    return x.zero_() + grad @ w, d_weight
 
 
-class WritesWhatItSaved(Visible):
-    """Its backward uses the memory of its input."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        d_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        return x.zero_() + grad @ w, d_weight
-
-
-class WritesItsOwn(Visible):
-    """Its backward writes what it has made itself."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return (grad @ w).mul_(1.0), grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-class Norm(torch.autograd.Function):
-    """No product: its weights are a vector."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        (w,) = ctx.saved_tensors
-        return grad * w, grad.sum((0, 1))
+# Linear layers: forward and backward are torch's products; forward is an operator of its own; Dynamo does not look in.
+Visible = autograd_function(lambda x, w: (x @ w.t(), x, w), of_products)
+Hidden = autograd_function(lambda x, w: (opaque(x, w), x, w), of_products)
+Closed = torch._dynamo.allow_in_graph(autograd_function(lambda x, w: (opaque(x, w), x, w), of_products))
+# Backward uses the memory of its input; it writes what it has made itself.
+WritesWhatItSaved = autograd_function(lambda x, w: (x @ w.t(), x, w), overwriting)
+WritesItsOwn = autograd_function(
+    lambda x, w: (x @ w.t(), x, w), lambda grad, x, w: ((grad @ w).mul_(1.0), of_weight(grad, x))
+)
+# No product: its weights are a vector.
+Norm = autograd_function(lambda x, w: (x * w, w), lambda grad, w: (grad * w, grad.sum((0, 1))))
 
 
 class Layer(nn.Module):
@@ -103,19 +70,13 @@ class Layer(nn.Module):
         return self.function.apply(x, self.weight)  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    """SwiGLU, or GELU, between linear layers of some Function."""
+def swiglu(function: Any) -> nn.Module:
+    """Between linear layers of some Function."""
+    return harness.SwiGLU(D, H, functools.partial(Layer, function))
 
-    def __init__(self, function: Any, gated: bool = True) -> None:
-        super().__init__()
-        self.gated = gated
-        self.up, self.down = Layer(function, D, H), Layer(function, H, D)
-        if gated:
-            self.gate = Layer(function, D, H)
 
-    def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)
-        return self.down(F.silu(self.gate(x)) * up if self.gated else F.gelu(up))  # type: ignore[no-any-return]
+def gelu(function: Any) -> nn.Module:
+    return harness.MLP(D, H, linear=functools.partial(Layer, function))
 
 
 @pytest.fixture(autouse=True)
@@ -141,12 +102,12 @@ ELEMENTS = 4 * TOKENS  # bytes of a float32 column of all tokens
 
 @pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
-@pytest.mark.parametrize("function", (Visible, Hidden, Closed))
+@pytest.mark.parametrize("function", (Visible, Hidden, Closed), ids=("Visible", "Hidden", "Closed"))
 def test_an_activation_between_custom_products_is_fused(function: Any) -> None:
     """Eager = compiled with all gradients; and of gate, up and the activation is kept what the level says."""
     if function is not Visible:
         tfo.register_gemm(function)
-    module, x = MLP(function), data()
+    module, x = swiglu(function), data()
     eager, _ = saving_step(module, module, x)
     # The input is kept for the weights' gradients; and silu(gate), gate, up and the product; gate and up; neither.
     for memory, columns in {"free": D + 2 * H, "input": D}.items():
@@ -161,18 +122,18 @@ def test_a_registered_operator_is_computed_again() -> None:
     """ "input" computes a product again in backward: where it is registered itself, an operator's, too."""
     tfo.register_gemm(Hidden)
     tfo.register_gemm(opaque)
-    module, x = MLP(Hidden), data()
+    module, x = swiglu(Hidden), data()
     (got, kept), (eager, _) = saving_step(compiled(module, "input"), module, x), saving_step(module, module, x)
     torch.testing.assert_close(got, eager)
     assert kept == ELEMENTS * D
 
 
-@pytest.mark.parametrize("function", (Hidden, Closed))
+@pytest.mark.parametrize("function", (Hidden, Closed), ids=("Hidden", "Closed"))
 def test_what_is_not_registered_is_named(function: Any) -> None:
-    module, x = MLP(function, gated=False), data()
+    module, x = gelu(function), data()
     (site,) = tfo.explain(module, x).sites
     assert (site.op, site.kind) == (None, Kind.UNKNOWN_PRODUCT)
-    name = "Closed" if function is Closed else "self.function"
+    name = "Function" if function is Closed else "self.function"
     assert site.reason == f"it is not known whether {name}, a custom autograd.Function, is a GEMM"
     assert "register_gemm" in site.hint and site.is_missed
     with pytest.raises(Exception, match=f"not known whether {name}, a custom autograd.Function, is a GEMM"):
@@ -197,22 +158,18 @@ def test_a_registered_operator_alone() -> None:
 
 def test_what_a_function_writes() -> None:
     """What it saved, it read from the activation: that must stay as it was. What it has made itself it may write."""
-    (site,) = tfo.explain(MLP(WritesWhatItSaved, gated=False), data()).sites
+    (site,) = tfo.explain(gelu(WritesWhatItSaved), data()).sites
     assert (site.op, site.kind) == (None, Kind.WRITTEN)
-    (site,) = tfo.explain(MLP(WritesItsOwn, gated=False), data()).sites
+    (site,) = tfo.explain(gelu(WritesItsOwn), data()).sites
     assert site.op == "fused::bias_act"
 
 
 def test_functions_that_are_no_products() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.weight = nn.Linear(D, H), nn.Parameter(torch.ones(H))
+    def body(s: Any, x: Tensor) -> Tensor:
+        return Norm.apply(F.gelu(s.up(x)), s.weight)  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            return Norm.apply(F.gelu(self.up(x)), self.weight)  # type: ignore[no-any-return, no-untyped-call]
-
-    report = tfo.explain(Normed(), data())
+    normed = harness.Net(body, up=nn.Linear(D, H), weight=nn.Parameter(torch.ones(H)))
+    report = tfo.explain(normed, data())
     assert not report.sites and {site.kind for site in report.unread} == {Kind.NO_GEMM_READS}
 
 

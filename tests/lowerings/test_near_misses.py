@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import functions
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import Recorder, compare, compiled, fits
-from functions import Clipped, StraightThrough, first, within
+from functions import first, within
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -73,80 +74,6 @@ def then(act: Callable[[Tensor], Tensor], result: Callable[..., Any]) -> Case:
 
 def bf16() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
-
-
-class Scaled(torch.autograd.Function):
-    """Its own gradient, times 1.00001."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.sigmoid(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        (y,) = ctx.saved_tensors
-        return 1.00001 * grad * y * (1 - y)
-
-
-class Forgets(torch.autograd.Function):
-    """silu(gate)·up that gives no gradient to the gate."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        s = F.silu(gate)
-        ctx.save_for_backward(s)
-        return s * up
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, grad * ctx.saved_tensors[0]
-
-
-class Swapped(torch.autograd.Function):
-    """sigmoid(gate)·up whose two gradients are exchanged."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        s = torch.sigmoid(gate)
-        ctx.save_for_backward(s, up)
-        return s * up
-
-    @staticmethod
-    def backward(ctx, grad):
-        s, up = ctx.saved_tensors
-        return grad * s, grad * up * s * (1 - s)
-
-
-class Rounding(torch.autograd.Function):
-    """Swish in bfloat16, on whatever it is given."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return F.silu(x.bfloat16()).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return grad * (s + x * s * (1 - s))
-
-
-class LateState(torch.autograd.Function):
-    """tanh, and after it, for the backward, the value of another activation."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.tanh(x)
-        ctx.save_for_backward(y, torch.sigmoid(x))
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        y, _ = ctx.saved_tensors
-        return grad * (1 - y * y)
 
 
 @torch.library.custom_op("near_misses::double_", mutates_args=("t",))
@@ -515,13 +442,13 @@ REGIONS: dict[str, tuple[Case, str]] = {
     "detached sigmoid": (one(lambda x: x * torch.sigmoid(x).detach()), "detach stands between"),
     "detached gate": (two(lambda h, u: F.silu(h).detach() * u), "detach stands between"),
     "detached inside": (one(lambda x: 0.5 * x * (1 + torch.erf(x * 0.7071067811865476).detach())), "detach stands"),
-    "straight-through": (one(StraightThrough.apply), NO_DERIVATIVE),
-    "clipped gradient": (one(Clipped.apply), NO_DERIVATIVE),
-    "scaled gradient": (one(Scaled.apply), NO_DERIVATIVE),
-    "no gradient for the gate": (two(Forgets.apply), "gives no gradient for an argument"),
-    "gradients exchanged": (two(Swapped.apply), NO_DERIVATIVE),
-    "a function that rounds": (one(Rounding.apply), "cannot be proved: .* may round"),
-    "a function in a product": (one(lambda x: StraightThrough.apply(x) * x), "is not its derivative"),
+    "straight-through": (one(functions.StraightThrough.apply), NO_DERIVATIVE),
+    "clipped gradient": (one(functions.Clipped.apply), NO_DERIVATIVE),
+    "scaled gradient": (one(functions.Scaled.apply), NO_DERIVATIVE),
+    "no gradient for the gate": (two(functions.Forgets.apply), "gives no gradient for an argument"),
+    "gradients exchanged": (two(functions.Swapped.apply), NO_DERIVATIVE),
+    "a function that rounds": (one(functions.Rounding.apply), "cannot be proved: .* may round"),
+    "a function in a product": (one(lambda x: functions.StraightThrough.apply(x) * x), "is not its derivative"),
 }
 
 # ---- written in place, or read elsewhere -----------------------------------------------------------------------------
@@ -722,7 +649,7 @@ FUSED: dict[tuple[str, str], dict[str, Case]] = {
         "maximum without gradient": one(lambda x: within(torch.no_grad, torch.maximum, x, torch.zeros_like(x))),
         "(x + |x|)/2 without gradient": one(lambda x: within(torch.no_grad, lambda: (x + x.abs()) / 2)),
     },
-    ("bias_act", "tanh"): {"a function that saves another activation": one(LateState.apply)},
+    ("bias_act", "tanh"): {"a function that saves another activation": one(functions.LateState.apply)},
     ("glu", "quick_gelu"): {
         "clamped as gpt-oss does": two(
             lambda h, u: h.clamp(max=1.0) * torch.sigmoid(1.702 * h.clamp(max=1.0)) * (u.clamp(-1.0, 1.0) + 1)

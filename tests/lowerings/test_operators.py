@@ -1,5 +1,6 @@
 """The lowerings: compiled equals eager, forward and backward, static and dynamic, and no operator is left as a call."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +10,18 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from harness import raises
+from harness import meta, raises
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
 import torch_fused_ops as tfo
 from torch_fused_ops import activations
+from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings import operators
 
 fused = torch.ops.fused
+BF16 = torch.bfloat16
 Make = Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]
 
 
@@ -82,7 +85,7 @@ CASES: dict[str, Make] = {
     ),
     "bias_act, frozen input, bf16, fp32 bias": lambda: (
         lambda x, b: fused.bias_act(x, b, None, "gelu_tanh") * 2,
-        [leaf(33, 24, dtype=torch.bfloat16, grad=False), leaf(24)],
+        [leaf(33, 24, dtype=BF16, grad=False), leaf(24)],
     ),
     "bias_act, transposed and sliced": lambda: (
         lambda x, b: fused.bias_act(x.mT[..., 1:], b, None, "silu"),
@@ -99,7 +102,7 @@ CASES: dict[str, Make] = {
     ),
     "glu, frozen up, mixed dtypes": lambda: (
         lambda g, u: fused.glu(g, u, None, "silu"),
-        [leaf(33, 24, dtype=torch.bfloat16), leaf(33, 24, grad=False)],
+        [leaf(33, 24, dtype=BF16), leaf(33, 24, grad=False)],
     ),
     "bias_glu, halves": lambda: (
         lambda x, b, s: fused.bias_glu(x * 2, b, s, "gelu_tanh") * 3,
@@ -107,12 +110,39 @@ CASES: dict[str, Make] = {
     ),
     "bias_glu, interleaved": lambda: (
         lambda x, b: fused.bias_glu(x, b, None, "quick_gelu", "interleaved", 1.0, 7.0) + 1,
-        [leaf(6, 33, 48, dtype=torch.bfloat16), leaf(48, dtype=torch.bfloat16)],
+        [leaf(6, 33, 48, dtype=BF16), leaf(48, dtype=BF16)],
     ),
     "bias_glu, only the scale": lambda: (
         lambda x, s: fused.bias_glu(x, None, s, "relu2", "interleaved"),
         [leaf(33, 48, grad=False), leaf(33)],
     ),
+}
+
+
+# What stores float8.
+FP8: dict[str, Make] = {
+    "bias_act": lambda: (
+        lambda x, b, s: FF.bias_gelu(x * 2, b, token_scale=s, memory="fp8") + 1,
+        [leaf(6, 33, 24), leaf(24), leaf(6, 33)],
+    ),
+    "glu, clamped": lambda: (
+        lambda g, u, s: FF.swiglu(g * 2, u, s, clamp=1.0, memory="fp8"),
+        [leaf(33, 24), leaf(33, 24), leaf(33)],
+    ),
+    "bias_glu, bf16": lambda: (
+        lambda x, b: FF.bias_swiglu(x * 2, b, memory="fp8"),
+        [leaf(33, 48, dtype=BF16), leaf(48, dtype=BF16)],
+    ),
+    "bias_glu, swapped": lambda: (
+        lambda x, b: FF.bias_swiglu(x * 2, b, layout="swapped", memory="fp8"),
+        [leaf(33, 48), leaf(48)],
+    ),
+    "bias_glu, interleaved": lambda: (
+        lambda x, b: FF.bias_swiglu(x * 2, b, layout="interleaved", memory="fp8"),
+        [leaf(33, 48), leaf(48)],
+    ),
+    "one axis, float64": lambda: (lambda x: FF.gelu(x, memory="fp8"), [leaf(40, dtype=torch.float64)]),
+    "empty": lambda: (lambda x: FF.gelu(x * 2, memory="fp8"), [leaf(3, 0)]),
 }
 
 
@@ -137,12 +167,16 @@ def test_compiled_equals_eager_with_vectors(name: str) -> None:
     check(fn, args)
 
 
+DYNAMIC = ("bias_act, every argument", "glu, every argument", "bias_glu, halves", "bias_glu, interleaved")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["bias_act, every argument", "glu, every argument", "bias_glu, halves", "bias_glu, interleaved"]
+    "make",
+    [*(pytest.param(CASES[name], id=name) for name in DYNAMIC), *(pytest.param(FP8[n], id=f"fp8 {n}") for n in FP8)],
 )
-def test_dynamic_shapes(name: str) -> None:
-    fn, args = CASES[name]()
+def test_dynamic_shapes(make: Make) -> None:
+    fn, args = make()
     check(fn, args, dynamic=True)
 
 
@@ -240,3 +274,40 @@ def test_a_loop_reads_what_its_result_is_made_of() -> None:
     tensors = [torch.randn(64, 128) for _ in range(3)]
     paper = virtual_gpu.compile_on_paper(of_up, *tensors, training=False)
     assert paper.bytes_moved == 3 * tensors[0].nbytes
+
+
+ROWS, N = 8192, 16384
+NUMBERS, SCALES = ROWS * N, 4 * ROWS  # a float8 tensor of the result's size, and its scales; bytes
+
+
+@pytest.mark.parametrize(
+    ("fn", "widths", "kernels", "forward", "backward"),
+    [
+        # Of bf16, 2 bytes a number: forward reads the input and writes result, store and scales; backward reads grad,
+        # store and scales and writes the input's gradient.
+        pytest.param(FF.gelu, [N], (1, 1), 2 + 2 + 1, 2 + 1 + 2, id="bias_act"),
+        pytest.param(FF.swiglu, [N, N], (1, 1), 4 + 2 + 2, 2 + 2 + 4, id="glu"),
+        pytest.param(FF.bias_swiglu, [2 * N], (1, 1), 4 + 2 + 2, 2 + 2 + 4, id="halves"),
+        # The scale runs over pairs and the result does not: the input is read twice.
+        pytest.param(
+            functools.partial(FF.bias_swiglu, layout="interleaved"),
+            [2 * N],
+            (2, 1),
+            4 + 2 + 4 + 2,
+            2 + 2 + 4,
+            id="interleaved",
+        ),
+    ],
+)
+def test_kernels_and_bytes_of_float8(
+    fn: Callable[..., Tensor], widths: list[int], kernels: tuple[int, int], forward: int, backward: int
+) -> None:
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
+    inputs = [meta(ROWS, n, requires_grad=True) for n in widths]
+    paper = virtual_gpu.compile_on_paper(lambda *t: fn(*t, memory="fp8"), *inputs, gpu=virtual_gpu.H200)
+    graphs = paper.graphs
+    assert (len(graphs["forward"].kernels), len(graphs["backward"].kernels)) == kernels
+    scales = len(inputs) * SCALES
+    assert graphs["backward"].bytes_moved == backward * NUMBERS + scales
+    assert forward * NUMBERS < graphs["forward"].bytes_moved <= forward * NUMBERS + 2 * scales
+    assert paper.saved_bytes() == sum(widths) * ROWS + scales

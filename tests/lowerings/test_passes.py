@@ -1,4 +1,4 @@
-"""Slots, policies, threads and cache keys: who sees our passes, for how long, and that nobody else's are touched."""
+"""Policies, options, cache keys and failures of our passes; test_composition.py has threads and others' passes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import importlib
 import pickle
 import re
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,49 +19,21 @@ import torch.nn.functional as F
 from harness import raises
 from torch import Tensor
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import compat, passes
 
 pytestmark = pytest.mark.codegen_is_slow
 
-SLOTS = tuple(passes.SLOTS)
-
-
-class Other(CustomGraphPass):
-    """Somebody else's pass."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        self.seen += 1
-
-    def uuid(self) -> str:
-        return "other"
-
-    def __deepcopy__(self, memo: Any) -> Other:
-        return self
-
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield
     tfo.disable()
-    for slot in SLOTS:
+    for slot in passes.SLOTS:
         left = compat.passes_in(getattr(inductor_config, slot))
         assert not any(isinstance(one, passes.Stage) for one in left), "one of ours was left behind"
-    inductor_config.pre_grad_custom_pass = inductor_config.joint_custom_pre_pass = None
-    inductor_config.custom_partitioner_fn = None
-
-
-def in_a_thread(fn: Callable[[], Any]) -> Any:
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(fn()))
-    thread.start()
-    thread.join()
-    return result[0]
 
 
 def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -72,63 +43,6 @@ def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
 def arguments() -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(s, requires_grad=True) for s in ((8, 16), (32, 16), (16, 32))]
-
-
-def picked_up(**compile_arguments: Any) -> bool:
-    """Whether a compilation now, here, goes through our operators."""
-    torch._dynamo.reset()
-    found: list[bool] = []
-
-    class Spy(Other):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            found.append(any("fused" in str(n.target) for n in graph.nodes))
-
-    with inductor_config.patch(
-        joint_custom_pre_pass=compat.slot_of((*compat.passes_in(inductor_config.joint_custom_pre_pass), Spy())),
-        force_disable_caches=True,
-    ):
-        torch.compile(mlp, fullgraph=True, **compile_arguments)(*arguments())
-    return any(found)
-
-
-def test_plain_compile_is_left_alone_until_enabled() -> None:
-    assert not picked_up()
-    tfo.enable()
-    assert picked_up()
-    tfo.disable()
-    assert not picked_up()
-
-
-def test_enable_holds_in_every_thread() -> None:
-    tfo.enable()
-    assert in_a_thread(picked_up)
-    tfo.disable()
-    assert not in_a_thread(picked_up)
-
-
-def test_enabled_holds_in_its_own_context_only() -> None:
-    with tfo.enabled():
-        assert picked_up()
-        assert not in_a_thread(picked_up)
-    assert not picked_up()
-
-
-def test_two_threads_with_two_policies_do_not_mix() -> None:
-    barrier = threading.Barrier(2)
-    seen: dict[str, tfo.FusionPolicy | None] = {}
-
-    def one(memory: str) -> None:
-        with tfo.enabled(tfo.FusionPolicy(memory=memory)):
-            barrier.wait()
-            seen[memory] = passes.active_policy()
-            barrier.wait()
-
-    threads = [threading.Thread(target=one, args=(m,)) for m in ("free", "off")]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert {m: p.memory for m, p in seen.items() if p} == {"free": "free", "off": "off"}
 
 
 def test_an_enabled_block_is_entered_again_but_not_twice_at_once() -> None:
@@ -164,45 +78,12 @@ def test_enabled_inside_enable_and_nested() -> None:
     assert passes.active_policy() is None
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_other_passes_stay_and_are_restored(several: bool) -> None:
-    other = Other()
-    before = [other] if several and compat.LISTS_OF_PASSES else other
-    inductor_config.pre_grad_custom_pass = before
-    tfo.enable()
-    here = compat.passes_in(inductor_config.pre_grad_custom_pass)
-    assert here[0] is other and len(here) == 2
-    assert picked_up() and other.seen > 0
-    tfo.disable()
-    assert inductor_config.pre_grad_custom_pass is before
-
-
-def test_a_pass_added_after_enable_survives_disable() -> None:
-    tfo.enable()
-    other = Other()
-    mine = compat.passes_in(inductor_config.pre_grad_custom_pass)
-    inductor_config.pre_grad_custom_pass = compat.slot_of((*mine, other))
-    tfo.disable()
-    assert compat.passes_in(inductor_config.pre_grad_custom_pass) == (other,)
-
-
 def test_somebody_elses_partitioner_decides_alone() -> None:
     theirs = Partitioner()
     options = tfo.compile_options(options={"custom_partitioner_fn": theirs})
     assert options["custom_partitioner_fn"] is theirs
     torch.compile(mlp, fullgraph=True, options=options)(*arguments())
     assert theirs.calls == 1
-
-
-def test_compile_options_keep_what_was_set() -> None:
-    other, second = Other(), Other()
-    inductor_config.pre_grad_custom_pass = other
-    options = tfo.compile_options(options={"joint_custom_pre_pass": second, "max_autotune": False})
-    assert compat.passes_in(options["pre_grad_custom_pass"])[0] is other
-    assert options["joint_custom_pre_pass"] is second
-    assert options["max_autotune"] is False
-    torch.compile(mlp, fullgraph=True, options=tfo.compile_options())(*arguments())
-    assert other.seen == 1
 
 
 @pytest.mark.parametrize(

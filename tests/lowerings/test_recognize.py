@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import traced
-from functions import Swish
-from harness import Stack, captured, raises
+from differential import capture, traced
+from functions import Gated, Swish
+from harness import Stack, raises
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -31,23 +31,6 @@ def Net(body, packed=False):
     torch.manual_seed(0)
     a, u, b, c = (nn.Linear(*sizes) for sizes in ((8, 32 if packed else 16), (8, 16), (16, 8), (16, 8)))
     return harness.Net(body, a=a, u=u, b=b, c=c)
-
-
-def capture(fn, *args, policy=POLICY):
-    """(result, sites, rewritten graphs): fn's graphs by Dynamo, subgraphs included, rewritten and then run eagerly."""
-    sites: list[Site] = []
-    graphs: list[torch.fx.Graph] = []
-
-    def note(gm):
-        for module in gm.modules():
-            if isinstance(module, torch.fx.GraphModule):
-                sites.extend(rewrite(module.graph, policy))
-                module.graph.lint()
-                module.recompile()
-                graphs.append(module.graph)
-
-    result, _ = captured(fn, *args, each=note)
-    return result, sites, graphs
 
 
 def targets(graphs) -> list[str]:
@@ -339,10 +322,26 @@ def test_dropout_after_the_activation(inplace):
     assert the(sites).op == "fused::bias_act"
 
 
-def test_several_gemms_read_it():
-    sites, graphs = check(Net(lambda s, x: (lambda y: s.b(y) + s.c(y))(F.gelu(s.a(x)))), torch.randn(4, 8))
-    assert the(sites).users == ("linear", "linear")
-    assert len(targets(graphs)) == 1
+# Activations that several things read, and what each becomes: operator, activation and what reads it.
+SHARED = {
+    "two GEMMs": (lambda s, x: (lambda y: s.b(y) + s.c(y))(F.gelu(s.a(x))), ["bias_act gelu linear linear"]),
+    "products": (
+        lambda s, x: (lambda gate: s.b(gate * s.u(x)) + s.c(gate * s.u(x + 1)))(F.silu(s.a(x))),
+        ["glu silu linear"] * 2,
+    ),
+    "inside another": (
+        lambda s, x: (lambda y: s.b(y) + s.c(torch.square(y)))(F.relu(s.a(x))),
+        ["bias_act relu linear square", "bias_act relu2 linear"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_several_read(name):
+    body, wanted = SHARED[name]
+    sites, graphs = check(Net(body), torch.randn(4, 8))
+    assert [" ".join((site.op.removeprefix("fused::"), site.activation, *site.users)) for site in sites] == wanted
+    assert len(targets(graphs)) == len(wanted) and F.silu not in [n.target for n in graphs[0].nodes]
 
 
 def test_another_reader_is_named():
@@ -350,25 +349,6 @@ def test_another_reader_is_named():
     sites, _ = check(model, torch.randn(4, 8))
     assert the(sites).op == "fused::bias_act"
     assert the(sites).reason.endswith("; also read by layer_norm")
-
-
-def test_products_that_share_an_activation():
-    def body(s, x):
-        gate = F.silu(s.a(x))
-        return s.b(gate * s.u(x)) + s.c(gate * s.u(x + 1))
-
-    sites, graphs = check(Net(body), torch.randn(4, 8))
-    assert [site.op for site in sites] == ["fused::glu"] * 2
-    assert F.silu not in [n.target for n in graphs[0].nodes]
-
-
-def test_an_activation_inside_another():
-    def body(s, x):
-        y = F.relu(s.a(x))
-        return s.b(y) + s.c(torch.square(y))
-
-    sites, _ = check(Net(body), torch.randn(4, 8))
-    assert [site.activation for site in sites] == ["relu", "relu2"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -570,20 +550,6 @@ def test_copies_of_a_tensor_that_changes_are_two_operands():
     graph = traced(fn, X, V1, V2)
     assert the(rewrite(graph, POLICY)).op == "fused::glu"
     torch.testing.assert_close(torch.fx.GraphModule({}, graph)(X, V1, V2), fn(X, V1, V2))
-
-
-class Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return F.gelu(x) * y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y = ctx.saved_tensors
-        cdf = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-        slope = cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-        return grad * y * slope, x * cdf * grad
 
 
 def test_custom_autograd_functions():

@@ -184,14 +184,32 @@ def hands_out(activation: Callable[[Tensor], Tensor]) -> nn.Module:
     return net(body)
 
 
-# What PyTorch keeps is their result (or nothing): the caller may write what they read.
-FREE_TO_WRITE: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "tanh and a cast": lambda h: h.tanh().float(),
-    "relu": F.relu,
-    "view": lambda h: F.relu(h.view(-1)).view(h.shape),
-}
+def hands_out_parts(parts: Callable[[Tensor], Sequence[Tensor]]) -> nn.Module:
+    """Of three dimensions: what is kept of them is a view then; and not every view is on upstream's list."""
+
+    def body(s: Any, x: Tensor) -> tuple[Tensor, ...]:
+        h = s.up(x.view(2, 4, WIDTH))
+        return s.down(torch.tanh(h)), *parts(h)
+
+    return net(body)
+
+
+def frozen(first: nn.Module) -> nn.Module:
+    """PyTorch keeps its pre-activation alone: no weight's gradient needs what the first product reads."""
+
+    def body(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = s.first(x)
+        return s.down(GELU_TANH(s.up(h))), h
+
+    model: Any = net(body, first=first)
+    model.up.weight.requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+def multiples(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Three products that PyTorch keeps are three times as large as the result, which is not kept in their place."""
+    h = s.up(x)
+    return s.down(h * 2.0) + s.down(h * 3.0).sin() + s.down(h * 0.5).cos(), h
 
 
 def writing(what: Callable[[Tensor, Any], Sequence[Tensor]], fn: Any = None) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -213,37 +231,30 @@ def given(x: Tensor, others: Sequence[Tensor]) -> Sequence[Tensor]:
     return others
 
 
-def assert_same_when_written(model: nn.Module, level: str, what: Any = given) -> None:
-    fused = interpreted(FusionPolicy(memory=level), exact=True)
-    assert apart(step(model, writing(what)), step(model, writing(what, fused))) < 1e-5
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", FREE_TO_WRITE)
-def test_results_may_be_written(name: str, level: str) -> None:
-    assert_same_when_written(hands_out(FREE_TO_WRITE[name]), level)
-
-
-PARTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
-    "whole": lambda h: [h],
-    "split": lambda h: h.split([32, HIDDEN - 32], -1),
-    "unbind": lambda h: h.unbind(0),
-    "diagonal": lambda h: [h.diagonal(dim1=-2, dim2=-1)],
+# What PyTorch keeps is their result (or nothing): the caller may write what they read. "argument": that is written.
+WRITABLE: dict[str, Callable[[], nn.Module]] = {
+    "tanh": lambda: hands_out(torch.tanh),
+    "sigmoid": lambda: hands_out(torch.sigmoid),
+    "tanh and a cast": lambda: hands_out(lambda h: h.tanh().float()),
+    "relu": lambda: hands_out(F.relu),
+    "view": lambda: hands_out(lambda h: F.relu(h.view(-1)).view(h.shape)),
+    "whole": lambda: hands_out_parts(lambda h: [h]),
+    "split": lambda: hands_out_parts(lambda h: h.split([32, HIDDEN - 32], -1)),
+    "unbind": lambda: hands_out_parts(lambda h: h.unbind(0)),
+    "diagonal": lambda: hands_out_parts(lambda h: [h.diagonal(dim1=-2, dim2=-1)]),
+    "frozen": lambda: frozen(nn.Linear(WIDTH, WIDTH)),
+    "argument": lambda: frozen(nn.Identity()),
+    "multiples": lambda: net(multiples),
 }
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("parts", PARTS)
-def test_results_of_three_dimensions_and_parts_of_them_may_be_written(parts: str, level: str) -> None:
-    """What is kept of them is a view then; and not every view is on upstream's list."""
-
-    def cubes(s: Any, x: Tensor) -> Any:
-        h = s.up(x.view(2, 4, WIDTH))
-        return s.down(torch.tanh(h)), *PARTS[parts](h)
-
-    assert_same_when_written(net(cubes), level)
+@pytest.mark.covering(1, "name")
+@pytest.mark.parametrize("level", ["free", "off", "fp8", "input", "tiled:2"])
+@pytest.mark.parametrize("name", WRITABLE)
+def test_what_is_not_kept_may_be_written(name: str, level: str) -> None:
+    model, what = WRITABLE[name](), (lambda x, others: [x]) if name == "argument" else given
+    fused = interpreted(FusionPolicy(memory=level), exact=True)
+    assert apart(step(model, writing(what)), step(model, writing(what, fused))) < 1e-5
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -275,21 +286,6 @@ def test_views_of_results_may_be_written(activation: str, view: str, shape: tupl
     fused = interpreted(None if level is None else FusionPolicy(memory=level), exact=True)
     off = apart(step(model, writing(given)), step(model, writing(given, fused)))
     assert off < 1e-5 if level else off > 0.01
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("level", [*LEVELS, "tiled:2"])
-@pytest.mark.parametrize("name", ["result", "argument"])
-def test_what_is_not_kept_for_a_frozen_layer_may_be_written(name: str, level: str) -> None:
-    """PyTorch keeps its pre-activation alone: no weight's gradient needs what the first product reads."""
-
-    def frozen(s: Any, x: Tensor) -> Any:
-        h = s.first(x)
-        return s.down(GELU_TANH(s.up(h))), h
-
-    model: Any = net(frozen, first=nn.Linear(WIDTH, WIDTH) if name == "result" else nn.Identity())
-    model.up.weight.requires_grad_(False)
-    assert_same_when_written(model, level, given if name == "result" else lambda x, others: [x])
 
 
 @pytest.mark.covering(every=2)
@@ -329,18 +325,6 @@ def test_what_is_checked_stays_what_is_checked(level: str) -> None:
     marks = [bool(node.meta.get("saved_tensor_with_no_vc_check")) for node in kept]
     assert any(marks) and marks == sorted(marks)
     assert apart(step(model), step(model, interpreted(FusionPolicy(memory=level), exact=True))) < 1e-5
-
-
-@pytest.mark.covering(every=3)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_result_is_not_kept_in_the_place_of_others(level: str) -> None:
-    """Three products that PyTorch keeps are three times as large."""
-
-    def multiples(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = s.up(x)
-        return s.down(h * 2.0) + s.down(h * 3.0).sin() + s.down(h * 0.5).cos(), h
-
-    assert_same_when_written(net(multiples), level)
 
 
 @pytest.mark.covering(every=3)
