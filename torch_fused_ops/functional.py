@@ -33,24 +33,57 @@ Conventions shared by all of them:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, families
-from torch_fused_ops.families.dropout import sharding
+from torch_fused_ops.families.dropout.sharding import dropout_add_by_shards, shard_seed
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.operators import activation as declared
-from torch_fused_ops.operators import viewless
+from torch_fused_ops.operators.viewless import (
+    MakeViewlessTensor,
+    assert_viewless_tensor,
+    make_viewless_tensor,
+    safely_set_viewless_tensor_data,
+)
+
+__all__ = [
+    "MakeViewlessTensor",
+    "assert_viewless_tensor",
+    "bias_act",
+    "bias_dropout_add",
+    "bias_geglu",
+    "bias_gelu",
+    "bias_glu",
+    "bias_quick_geglu",
+    "bias_quick_gelu",
+    "bias_reglu",
+    "bias_relu",
+    "bias_relu2",
+    "bias_silu",
+    "bias_swiglu",
+    "convert_glu_layout",
+    "dropout_add",
+    "geglu",
+    "gelu",
+    "glu",
+    "grouped_linear_fp8",
+    "linear_fp8",
+    "make_viewless_tensor",
+    "quick_geglu",
+    "quick_gelu",
+    "reglu",
+    "safely_set_viewless_tensor_data",
+    "scaled_masked_softmax",
+    "shard_seed",
+    "silu",
+    "squared_relu",
+    "swiglu",
+]
 
 families.register()
-
-MakeViewlessTensor = viewless.MakeViewlessTensor
-assert_viewless_tensor = viewless.assert_viewless_tensor
-make_viewless_tensor = viewless.make_viewless_tensor
-safely_set_viewless_tensor_data = viewless.safely_set_viewless_tensor_data
-shard_seed = sharding.shard_seed
 
 _keeps_result = declared.bias_act.keeps_result
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -538,7 +571,7 @@ def bias_dropout_add(
     else:
         seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
     if isinstance(x, Tensor) and hasattr(x, "device_mesh"):  # a DTensor; torch.fx's proxies have every attribute
-        return sharding.dropout_add_by_shards(x, bias, residual, seed, p)
+        return dropout_add_by_shards(x, bias, residual, seed, p)
     return dropout_add(x, bias, residual, seed=seed, p=p)
 
 
@@ -659,11 +692,3 @@ def grouped_linear_fp8(input: Tensor, weight: Tensor, ends: Tensor, *, recipe: s
         _check_tensor(name, t)
     out: Tensor = torch.ops.fused.grouped_linear_fp8(input, weight, ends, recipe)
     return out
-
-
-if not TYPE_CHECKING:  # what this file defines or passes on, as type checkers know, and not what it imports for itself
-    __all__ = [
-        name
-        for name, value in list(globals().items())
-        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("torch_fused_ops.")
-    ]

@@ -29,24 +29,90 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fused_ops import functional
 from torch_fused_ops.families.softmax import operators as softmax
-from torch_fused_ops.operators import reference, routing, viewless
+from torch_fused_ops.operators import reference
+from torch_fused_ops.operators.routing import permute, sort_chunks_by_idxs, unpermute
+from torch_fused_ops.operators.viewless import (
+    MakeViewlessTensor,
+    assert_viewless_tensor,
+    make_viewless_tensor,
+    safely_set_viewless_tensor_data,
+)
 
-# ---- passed on (moe_utils, utils) ------------------------------------------------------------------------------------
-
-permute = routing.permute
-unpermute = routing.unpermute
-sort_chunks_by_idxs = routing.sort_chunks_by_idxs
-MakeViewlessTensor = viewless.MakeViewlessTensor
-assert_viewless_tensor = viewless.assert_viewless_tensor
-make_viewless_tensor = viewless.make_viewless_tensor
-safely_set_viewless_tensor_data = viewless.safely_set_viewless_tensor_data
+__all__ = [
+    "AttnMaskType",
+    "BiasGeGLUFunction",
+    "BiasSwiGLUFunction",
+    "FusedScaleMaskSoftmax",
+    "GeGLUFunction",
+    "GeLUFunction",
+    "MakeViewlessTensor",
+    "ScaledMaskedSoftmax",
+    "ScaledSoftmax",
+    "ScaledUpperTriangMaskedSoftmax",
+    "SoftmaxOne",
+    "SwiGLUFunction",
+    "WeightedBiasQuickGeGLUFunction",
+    "WeightedQuickGeGLUFunction",
+    "WeightedSquaredReLUFunction",
+    "WeightedSwiGLUFunction",
+    "assert_viewless_tensor",
+    "attention_mask_func",
+    "bias_clamped_swiglu",
+    "bias_clamped_swiglu_back",
+    "bias_dropout_add_fused_inference",
+    "bias_dropout_add_fused_train",
+    "bias_dropout_add_unfused",
+    "bias_geglu",
+    "bias_geglu_back",
+    "bias_geglu_impl",
+    "bias_gelu",
+    "bias_gelu_back",
+    "bias_gelu_impl",
+    "bias_swiglu",
+    "bias_swiglu_back",
+    "bias_swiglu_impl",
+    "clamped_swiglu",
+    "clamped_swiglu_back",
+    "clamped_weighted_swiglu",
+    "clamped_weighted_swiglu_back",
+    "erf_gelu",
+    "fast_gelu",
+    "geglu",
+    "geglu_back",
+    "get_bias_dropout_add",
+    "get_default_causal_mask",
+    "get_sliding_window_causal_mask",
+    "make_viewless_tensor",
+    "openai_gelu",
+    "permute",
+    "quick_geglu",
+    "quick_geglu_back",
+    "quick_gelu",
+    "safely_set_viewless_tensor_data",
+    "sort_chunks_by_idxs",
+    "squared_relu",
+    "swiglu",
+    "swiglu_back",
+    "unpermute",
+    "weighted_bias_quick_geglu",
+    "weighted_bias_quick_geglu_back",
+    "weighted_bias_quick_geglu_impl",
+    "weighted_bias_swiglu_impl",
+    "weighted_quick_geglu",
+    "weighted_quick_geglu_back",
+    "weighted_squared_relu",
+    "weighted_squared_relu_back",
+    "weighted_squared_relu_impl",
+    "weighted_swiglu",
+    "weighted_swiglu_back",
+]
 
 # ---- from upstream's conventions to the operators' -------------------------------------------------------------------
 
@@ -751,11 +817,3 @@ class FusedScaleMaskSoftmax(nn.Module):
         if self.input_in_float16 and self.softmax_in_fp32:
             return out.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
         return out
-
-
-if not TYPE_CHECKING:  # what this file defines or passes on, as type checkers know, and not what it imports for itself
-    __all__ = [
-        name
-        for name, value in list(globals().items())
-        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("torch_fused_ops.")
-    ]
