@@ -381,16 +381,10 @@ def scaled_masked_softmax(
 
 
 def scaled_masked_softmax_backward(
-    grad: Tensor,
-    output: Tensor,
-    scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    sink_dtype: torch.dtype | None,
-    output_mask: Sequence[bool],
+    grad: Tensor, output: Tensor, scale: float, *others: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of scaled_masked_softmax for (input, sink), in one pass; None where output_mask says no."""
+    """``formulas.scaled_masked_softmax_backward``, in one pass."""
+    *window, sink_dtype, output_mask = others
     shape = tuple(output.shape)
     d_input = output.new_empty(shape) if output_mask[0] else None
     if not any(output_mask):
@@ -400,7 +394,7 @@ def scaled_masked_softmax_backward(
     dtype, compute = launching.compute_type(grad, output)
     if sink_dtype == torch.float64:
         dtype, compute = torch.float64, tl.float64
-    left, right = formulas.window_edges(causal, window_left, window_right)
+    left, right = formulas.window_edges(*window)
     (g, g_v), (y, y_v) = _view(grad, shape), _view(output, shape)
     rows, queries, heads = output.numel() // shape[-1], shape[-2], _heads(shape)
     terms = output.new_empty(rows, dtype=dtype) if output_mask[1] else None
