@@ -68,15 +68,7 @@ def _check_mask(input: Tensor, mask: Tensor) -> None:
         raise ValueError(f"mask has shape {tuple(shape)}; accepted: a shape that broadcasts to input's, {tuple(size)}")
 
 
-def check(
-    input: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    scale: float = 1.0,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-) -> None:
+def check(input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float = 1.0, *window: int) -> None:
     """Raise ValueError or TypeError, naming the argument, its value and what is accepted; else nothing."""
     if input is None:  # torch.ops takes it for an undefined tensor
         raise TypeError("input=None is not accepted: it must be a tensor, not NoneType")
@@ -101,7 +93,7 @@ def check(
             raise ValueError(f"{name} is on device {t.device}; accepted: {input.device}, where input is")
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale!r} is not accepted: it must be finite")
-    for name, width in (("window_left", window_left), ("window_right", window_right)):
+    for name, width in zip(("window_left", "window_right"), window[1:], strict=False):
         if width < -1:
             raise ValueError(f"{name}={width!r} is not accepted: it must be at least 0, or -1 for no bound")
 
