@@ -16,13 +16,13 @@ are views of it, so that Inductor itself tracks how long the memory is in use:
 * the gradient of packed gate and up: a concatenation whose parts two loops write, in place of the packed tensor;
 * a loop's result in place of an input that only other loops of the kernel read.
 
-Here a kernel may read an element of the input only in the turn in which one of its loops writes that very element of
-the result, so no other turn can find it changed. Nor may another thread: a store does not wait for loads from its
-place, so loads and stores must be spread over threads alike. In a kernel of one axis Triton spreads tensors of one
-dtype alike, unless something narrower in the kernel asks for more elements at once. With two axes, one of them a
-sum's, a tile can be spread in several ways, and Triton loads a tile of fewer elements than threads several times:
-another warp may have stored by then. A tuner may choose such a tile long after this pass, so the code of these kernels
-has a barrier between loads and stores.
+Here a kernel may read an element of the input, for a sum, too, only in the turn in which one of its loops writes that
+very element of the result, so no other turn can find it changed. Nor may another thread: a store does not wait for
+loads from its place, so loads and stores must be spread over threads alike. In a kernel of one axis Triton spreads
+tensors of one dtype alike, unless something narrower in the kernel asks for more elements at once. With two axes, one
+of them a sum's, a tile can be spread in several ways, and Triton loads a tile of fewer elements than threads several
+times: another warp may have stored by then. A tuner may choose such a tile long after this pass, so the code of these
+kernels has a barrier between loads and stores.
 """
 
 from __future__ import annotations
@@ -212,9 +212,8 @@ def _can_be_view(kernel: _Kernel, name: str, result: Buffer, places: Collection[
     buffer, readers = kernel.read[name], kernel.readers(name)
     reads = [dep for user in readers for dep in user.node.read_writes.reads if dep.name == name]
     return (
-        _has_same_layout(buffer.node, result.node)
+        _fills_same_memory(buffer.node, result.node)
         and _itemsize(name) <= kernel.narrowest
-        and not any(user.node.is_reduction() for user in readers)
         and all(user.get_name() in kernel.names | kernel.before for user in buffer.users)
         and all(isinstance(dep, MemoryDep) and (dep.index, dep.size) in places for dep in reads)
         and not any(compat.on_other_streams(loop, name) for loop in kernel.loops)
@@ -269,16 +268,17 @@ def _written_at(loop: Any, result: Any) -> tuple[Any, Any] | None:
     return (writes[0].index + start, writes[0].size) if start % 16 == 0 else None
 
 
-def _has_same_layout(node: Any, result: Any) -> bool:
-    """Tell whether a result has the layout of a buffer that has memory of its own, which the graph may overwrite."""
+def _fills_same_memory(node: Any, result: Any) -> bool:
+    """Tell whether a result fills the memory of a buffer that has its own, which the graph may overwrite."""
     layout, other = node.get_output_spec(), result.get_output_spec()
     return (
         isinstance(node, (ir.DonatedBuffer, ir.ComputedBuffer, ir.ExternKernelOut))
         and type(layout) is type(other) is ir.FixedLayout
         and layout.offset == 0
         and (layout.device, layout.dtype) == (other.device, other.dtype)
-        and list(layout.size) == list(other.size)
-        and list(layout.stride) == list(other.stride)
+        and layout.is_contiguous()
+        and other.is_contiguous()
+        and layout.storage_size() == other.storage_size()
         and not node.get_inputs_that_alias_output()
         and not node.get_mutation_names()
     )

@@ -48,6 +48,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn"),
     "torch._inductor.decomposition": ("select_decomp_table",),
     "torch._inductor.dependencies": ("MemoryDep",),
+    "torch._inductor.inductor_prims": ("seed",),
     "torch._inductor.ir": (
         "ComputedBuffer",
         "ConcatKernel",

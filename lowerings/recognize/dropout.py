@@ -3,8 +3,8 @@
 Its mask is a function of a seed, so that backward recomputes it, where autograd saves a byte for each element. A *site*
 is an active dropout of a linear layer's result, or of a recognized activation. (Attention's probabilities and
 embeddings are neither: they stay as they are, unlisted.) It drops other elements than PyTorch's, by the same
-distribution, from ``torch.manual_seed``; ``fallback_random`` preserves eager's own numbers. All sites of a device share
-one draw of seeds.
+distribution, from ``torch.manual_seed``; ``fallback_random`` preserves eager's own numbers. Seeds are Inductor's own:
+one launch draws those of all random calls of a device.
 
 The operator includes a sum that is the dropout's only reader, if its result has the dtype and shape of the sum. It
 rounds once, where the calls round up to three times.
@@ -12,12 +12,12 @@ rounds once, where the calls round up to three times.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch._inductor import inductor_prims
 from torch.fx import Node
 
 from torch_fused_ops.graphs.modules import module_stack
@@ -155,21 +155,11 @@ def _not_taken(analysis: GraphAnalysis, node: Node, total: Node, residual: Node 
 
 def fuse(sites: Sequence[Dropout]) -> list[Edit]:
     """The edits that replace each site by one ``fused::dropout_add``."""
-    by_device: dict[torch.device, list[Dropout]] = {}
-    for site in sites:
-        by_device.setdefault(value_of(site.node).device, []).append(site)
-    drawn: dict[torch.device, Node] = {}
 
     def write(site: Dropout) -> Node:
-        device = value_of(site.node).device
-        here = by_device[device]
-        if device not in drawn:  # the seeds of all sites there, in front of the first
-            first, shape, options = here[0].calls[0], (len(here),), {"dtype": torch.int64, "device": device}
-            with first.graph.inserting_before(first):
-                make = partial(torch.empty, shape, **options)
-                drawn[device] = write_call(first, torch.randint, 0, 2**63 - 1, shape, make=make, **options)
-        last, i, x = site.calls[-1], here.index(site), site.node.all_input_nodes[0]
-        seed = write_call(last, operator.getitem, drawn[device], slice(i, i + 1))
+        last, x, device = site.calls[-1], site.node.all_input_nodes[0], value_of(site.node).device
+        make = partial(torch.empty, (), dtype=torch.int64, device=device)
+        seed = write_call(last, inductor_prims.seed, device, make=make)
         if site.bias is not None:
             x = next(a for a in x.all_input_nodes if a is not site.bias)
         return write_call(last, torch.ops.fused.dropout_add.default, x, site.bias, site.residual, seed, site.p)

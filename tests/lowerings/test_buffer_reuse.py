@@ -38,11 +38,17 @@ def packed(x: Tensor, both: Tensor, down: Tensor) -> Tensor:
     return F.silu(gate) * up @ down
 
 
+def packed_with_a_bias(x: Tensor, both: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    gate, up = (x @ both + bias).chunk(2, -1)
+    return F.silu(gate) * up @ down
+
+
 IN, OUT = (WIDTH, HIDDEN), (HIDDEN, WIDTH)
 PROGRAMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "swiglu": (swiglu, (IN, IN, OUT)),
     "gelu with a bias": (gelu, (IN, (HIDDEN,), OUT)),
     "packed": (packed, ((WIDTH, 2 * HIDDEN), OUT)),
+    "packed with a bias": (packed_with_a_bias, ((WIDTH, 2 * HIDDEN), (2 * HIDDEN,), OUT)),
 }
 
 
@@ -64,6 +70,19 @@ def test_the_peak_of_one_mlp_is_not_above_plains(name: str, memory: str) -> None
     args = weights(*shapes)
     bias = sum(a.nbytes for a in args if a.ndim == 1)
     assert on_paper(fn, args, memory).peak_bytes() <= on_paper(fn, args, None).peak_bytes() + bias
+
+
+def test_sums_read_what_is_written_over() -> None:
+    """A bias's gradient in blocks: backward of 8192 tokens has no second tensor of gate and up."""
+    args = [
+        torch.empty(s, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for s in ((8192, WIDTH), (WIDTH, 4096), (4096,), (2048, WIDTH))
+    ]
+    paper = on_paper(packed_with_a_bias, args, "free")
+    (kernel,) = (kernel for kernel in paper.backward.kernels if "red_fused" in kernel.name and "glu" in kernel.name)
+    assert "debug_barrier" in kernel.source
+    gate_and_up, activation = 8192 * 4096 * 2, 8192 * 2048 * 2
+    assert paper.peak_bytes() < 1.05 * (gate_and_up + activation)
 
 
 def test_three_results_in_the_place_of_three_inputs() -> None:
@@ -205,6 +224,13 @@ def backward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return fused.bias_glu(packed, None, None, "silu"), gradient[0]
 
 
+def summed(a: Tensor, b: Tensor, axis: int, flipped: bool = False) -> tuple[Tensor, Tensor]:
+    """The sum is in the kernel that writes the activation."""
+    x = a @ b
+    y = fused.bias_act(x, None, None, "gelu")
+    return y.t() @ a, (x * (x.flip(0) if flipped else 3)).sum(axis)
+
+
 def used(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     value, gradient = backward(a, b)
     return value @ a[:16], gradient @ a
@@ -271,6 +297,9 @@ VIEWS: dict[str, tuple[Callable[..., Any], int]] = {
     "returned": (lambda a, b: joined(*(a @ b).chunk(2, -1)), 0),
     "a graph's input": (lambda a, b: joined(*a.chunk(2, -1)) @ b, 0),
     "what only others read": (used, 2),
+    "summed over rows": (functools.partial(summed, axis=0), 1),
+    "summed along rows": (functools.partial(summed, axis=1), 1),
+    "summed in another turn": (functools.partial(summed, axis=1, flipped=True), 0),
     "the result is read twice": (used_again, 2),
     "the result is written again": (written_again, 1),
     "read by another name": (read_by_another_name, 0),
