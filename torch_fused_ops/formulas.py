@@ -112,8 +112,12 @@ def glu_input_grads(
     g, u = clamped(gate, up, clamp)
     if scale is not None:
         grad = grad * scale
-    d_gate = act.input_grad(grad * (u + up_offset if up_offset else u), g)
-    d_up = grad * act.value(g) if isinstance(activation, str) else act.value(g).mul_(grad)
+    of_gate = grad * (u + up_offset if up_offset else u)
+    if act.gated is not None:
+        d_gate, d_up = act.gated(of_gate, g, grad)
+    else:
+        d_gate = act.input_grad(of_gate, g)
+        d_up = grad * act.value(g) if isinstance(activation, str) else act.value(g).mul_(grad)
     if clamp is not None:
         d_gate = torch.where(_cut(gate, clamp), 0.0, d_gate)
         d_up = torch.where(_cut(torch.abs(up), clamp), 0.0, d_up)

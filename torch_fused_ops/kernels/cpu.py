@@ -37,10 +37,11 @@ def _gelu(x: Tensor) -> Tensor:
     return (x * -activations.SQRT1_2).erfc_().mul_(0.5).mul_(x)
 
 
-def _gelu_grad(grad: Tensor, x: Tensor) -> Tensor:
+def _gelu_grads(grad: Tensor, x: Tensor, of_up: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     density = (x * x).mul_(-0.5 * activations.LOG2E).exp2_()
-    twice = (x * -activations.SQRT1_2).erfc_().add_(density.mul_(x), alpha=2 * activations.INV_SQRT_2PI)
-    return twice.mul_(0.5).mul_(grad)
+    half = (x * -activations.SQRT1_2).erfc_().mul_(0.5)
+    up = None if of_up is None else (x * half).mul_(of_up)
+    return half.add_(density.mul_(x), alpha=activations.INV_SQRT_2PI).mul_(grad), up
 
 
 def _gelu_tanh_sigmoid(x: Tensor, square: Tensor) -> Tensor:
@@ -48,13 +49,14 @@ def _gelu_tanh_sigmoid(x: Tensor, square: Tensor) -> Tensor:
     return inner.mul_(activations.GELU_TANH_SLOPE).sigmoid_()
 
 
-def _gelu_tanh_grad(grad: Tensor, x: Tensor) -> Tensor:
+def _gelu_tanh_grads(grad: Tensor, x: Tensor, of_up: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     square = x * x
     s = _gelu_tanh_sigmoid(x, square)
+    up = None if of_up is None else (x * s).mul_(of_up)
     # Past 30 s·(1 - s) is 0, and 0·∞ would be NaN.
     slope = square.clamp_max_(900.0).mul_(3 * activations.GELU_TANH_CUBIC * activations.GELU_TANH_SLOPE)
     d: Tensor = aten.sigmoid_backward.default(x, s)
-    return s.addcmul_(d, slope.add_(activations.GELU_TANH_SLOPE)).mul_(grad)
+    return s.addcmul_(d, slope.add_(activations.GELU_TANH_SLOPE)).mul_(grad), up
 
 
 def _quick_gelu_grad(grad: Tensor, x: Tensor) -> Tensor:
@@ -69,18 +71,20 @@ def _sigmoid_grad(grad: Tensor, x: Tensor, slope: float = 1.0) -> Tensor:
     return d
 
 
+# The gradients of gate and, if its gradient is given, of up, which is that times the activation.
+_GATED: dict[str, Callable[..., Any]] = {"gelu": _gelu_grads, "gelu_tanh": _gelu_tanh_grads}
 _VARIANTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "relu": (torch.relu, _relu_grad),
     "relu2": (lambda x: torch.relu(x).square_(), lambda grad, x: _relu_grad(torch.relu(x).mul_(2.0).mul_(grad), x)),
     "silu": (torch.nn.functional.silu, aten.silu_backward.default),
-    "gelu": (_gelu, _gelu_grad),
-    "gelu_tanh": (lambda x: _gelu_tanh_sigmoid(x, x * x).mul_(x), _gelu_tanh_grad),
+    "gelu": (_gelu, lambda grad, x: _gelu_grads(grad, x)[0]),
+    "gelu_tanh": (lambda x: _gelu_tanh_sigmoid(x, x * x).mul_(x), lambda grad, x: _gelu_tanh_grads(grad, x)[0]),
     "quick_gelu": (lambda x: (x * activations.QUICK_GELU_SLOPE).sigmoid_().mul_(x), _quick_gelu_grad),
     "sigmoid": (torch.sigmoid, _sigmoid_grad),
     "tanh": (torch.tanh, lambda grad, x: _sigmoid_grad(grad, x, 2.0).mul_(4.0)),
 }
 ON_CPU: dict[str, Activation] = {
-    name: dataclasses.replace(activations.get(name), value=value, gradient=gradient)
+    name: dataclasses.replace(activations.get(name), value=value, gradient=gradient, gated=_GATED.get(name))
     for name, (value, gradient) in _VARIANTS.items()
 }
 # PyTorch's own: of any dtype with one rounding, and accurate everywhere; the first two in their derivatives, too.
