@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torch_fused_ops import FusionPolicy, activations
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
+GEMMS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
 WITHOUT_BIAS = functools.partial(nn.Linear, bias=False)
 GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
@@ -112,6 +114,21 @@ class Stack(nn.Module):
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False) -> Tensor:
     """A tensor of no memory."""
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def on_meta(make: Callable[..., nn.Module], *args: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A module of no memory."""
+    with torch.device("meta"):
+        return make(*args).to(dtype)
+
+
+def selective(*keeps: Any) -> Callable[[], Any]:
+    """A ``context_fn`` of checkpoints that keep what these operators compute."""
+
+    def decide(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, decide)
 
 
 class Calls(TorchDispatchMode):

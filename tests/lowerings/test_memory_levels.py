@@ -1,6 +1,5 @@
 """Stage 2 below "free": what ``memory="fp8"`` and ``memory="input"`` keep and compute, and where they refuse."""
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import MLP, Stack, distances, kept_by, normal, raises, step_of
+from harness import GEMMS, MLP, Stack, distances, kept_by, normal, raises, selective, step_of
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import FusionPolicy, activations
 from torch_fused_ops import functional as FF
@@ -277,10 +276,7 @@ def also_read(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) 
 def checkpointed(fn: Callable[..., Tensor], *keeps: Any) -> Callable[..., Tensor]:
     """The function in a checkpoint whose policy keeps what these operators compute."""
 
-    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, decide)} if keeps else {}
+    context = {"context_fn": selective(*keeps)} if keeps else {}
     return lambda *inputs: checkpoint(fn, *inputs, use_reentrant=False, **context)  # type: ignore[no-any-return]
 
 
@@ -367,9 +363,6 @@ def test_float64_stays_exact() -> None:
     low, kept = step_of(compiled(gelu, "fp8"), inputs)
     assert apart(low, step_of(gelu, inputs)[0]) < 1e-12
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
-
-
-GEMMS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
 
 @pytest.mark.parametrize("level", LEVELS)

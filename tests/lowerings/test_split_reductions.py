@@ -20,29 +20,21 @@ fused = torch.ops.fused
 TOKENS = 8192
 
 
-class GELU(harness.MLP):
-    def __init__(self, width: int) -> None:
-        super().__init__(64, width, harness.GELU_TANH)
-
-
-class SwiGLU(harness.SwiGLU):
-    def __init__(self, width: int) -> None:
-        super().__init__(64, width, nn.Linear)
+GELU = harness.named("GELU", harness.GeluMLP, 64)
+SwiGLU = harness.named("SwiGLU", harness.SwiGLU, 64, linear=nn.Linear)
 
 
 def backward(
-    model: type[nn.Module],
+    model: Callable[[int], nn.Module],
     width: int = 3072,
     rows: Sequence[int] = (TOKENS,),
     memory: str | None = "free",
     **settings: Any,
 ) -> Any:
     """The backward graph of a step; memory None: upstream's."""
-    with torch.device("meta"):
-        made = model(width).to(BF16)
     config = {} if memory is None else tfo.compile_options(tfo.FusionPolicy(memory=memory, strict=True))
     x = torch.empty(*rows, 64, dtype=BF16, device="meta", requires_grad=True)
-    return virtual_gpu.compile_on_paper(made, x, config=config, **settings).backward
+    return virtual_gpu.compile_on_paper(harness.on_meta(model, width), x, config=config, **settings).backward
 
 
 def moved(graph: Any, elements: int) -> list[float]:
@@ -65,7 +57,7 @@ def moved(graph: Any, elements: int) -> list[float]:
     ],
 )
 def test_what_is_summed_is_not_read_again(
-    model: type[nn.Module], rows: tuple[int, ...], memory: str, nbytes: int
+    model: Callable[[int], nn.Module], rows: tuple[int, ...], memory: str, nbytes: int
 ) -> None:
     """Bytes for each hidden element: the gradient, the data, its gradients, what the level rebuilds, sums of blocks."""
     graph = backward(model, rows=rows, memory=memory)
@@ -73,14 +65,10 @@ def test_what_is_summed_is_not_read_again(
     assert nbytes < kernel < nbytes + 0.07 and sums < 0.07
 
 
-class Dropped(GELU):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.dropout(self.activation(self.up(x)), 0.1))  # type: ignore[no-any-return]
-
-
 def test_behind_a_dropout_it_is_left_to_inductor() -> None:
     """With loops over blocks, the dropout's own would not be in the activation's kernel, forward's nor backward's."""
-    names = [kernel.name for kernel in backward(Dropped).kernels]
+    dropped = harness.named("dropped", harness.MLP, 64, activation=lambda h: F.dropout(harness.GELU_TANH(h), 0.1))
+    names = [kernel.name for kernel in backward(dropped).kernels]
     assert any("bias_act_backward_dropout_add_dropout_add_backward" in name for name in names), names
     assert sum("dropout" in name for name in names) == 1, names
 
@@ -100,7 +88,7 @@ def test_an_operators_own_bias_is_summed_there_too(config: Any, kernels: int, nb
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["off", "free"])
 @pytest.mark.parametrize("model", [GELU, SwiGLU])
-def test_in_a_gemms_epilogue_it_stays(model: type[nn.Module], memory: str) -> None:
+def test_in_a_gemms_epilogue_it_stays(model: Callable[[int], nn.Module], memory: str) -> None:
     """With Inductor's templates d leaves the GEMM that makes its gradient, which saves more."""
     plain, ours = (backward(model, memory=level, gemm="triton") for level in (None, memory))
     kinds = [sorted(k.name.split("_")[1] for k in graph.kernels) for graph in (plain, ours)]
