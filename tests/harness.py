@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torch_fused_ops import FusionPolicy, activations
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
+GEMMS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
 WITHOUT_BIAS = functools.partial(nn.Linear, bias=False)
 GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
@@ -112,6 +114,21 @@ class Stack(nn.Module):
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False) -> Tensor:
     """A tensor of no memory."""
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def on_meta(make: Callable[..., nn.Module], *args: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A module of no memory."""
+    with torch.device("meta"):
+        return make(*args).to(dtype)
+
+
+def selective(*keeps: Any) -> Callable[[], Any]:
+    """A ``context_fn`` of checkpoints that keep what these operators compute."""
+
+    def decide(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, decide)
 
 
 class Calls(TorchDispatchMode):
@@ -216,18 +233,50 @@ def python(*arguments: object, cwd: Path | None = None, **environment: str) -> s
     return done.stdout
 
 
-def saving(call: Callable[[], Any], besides: Iterable[Tensor] = ()) -> tuple[Any, int]:
-    """A call's result, and the bytes that autograd saves of it: each memory once, and none of these tensors'."""
-    excluded = {t.untyped_storage()._cdata for t in besides}
-    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+def kept_by(call: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+    """A call's result, and the tensors that autograd saves of it."""
+    kept: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
-        storages[t.untyped_storage()._cdata] = t.untyped_storage()
+        kept.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = call()
-    return result, sum(storage.nbytes() for key, storage in storages.items() if key not in excluded)
+        return call(), kept
+
+
+def nbytes(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
+    """The memory of tensors: each once, and none of others'."""
+    excluded = {t.untyped_storage()._cdata for t in besides}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(n for key, n in storages.items() if key not in excluded)
+
+
+def saving(call: Callable[[], Any], besides: Iterable[Tensor] = ()) -> tuple[Any, int]:
+    """A call's result, and the bytes that autograd saves of it: each memory once, and none of these tensors'."""
+    result, kept = kept_by(call)
+    return result, nbytes(kept, besides)
+
+
+def step_of(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """(a function's result and its inputs' gradients, the tensors that autograd saves)."""
+    out, kept = kept_by(lambda: fn(*inputs))
+    tangent = normal(*out.shape, dtype=out.dtype, seed=1).detach()
+    wanted = [t for t in inputs if t.requires_grad]
+    return [out.detach(), *(torch.autograd.grad(out, wanted, tangent) if wanted else ())], kept
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """A leaf, the same for each shape and seed, of rows of length one."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+    return x.to(dtype).requires_grad_()
+
+
+def distances(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> list[float]:
+    """In the 2-norm, relative."""
+    pairs = zip(got, wanted, strict=True)
+    return [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs]
 
 
 def saving_step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *rest: Tensor) -> tuple[list[Tensor], int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import meta
+from harness import meta, on_meta
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy
@@ -76,13 +76,8 @@ def step(ours: bool) -> Any:
     def mine(x: Tensor, b: Tensor, r: Tensor, s: Tensor) -> Tensor:
         return fused.dropout_add(x, b, r, s, 0.1)  # type: ignore[no-any-return]
 
-    args = (
-        meta(ROWS, COLUMNS, requires_grad=True),
-        meta(COLUMNS, requires_grad=True),
-        meta(ROWS, COLUMNS, requires_grad=True),
-        seed(),
-    )
-    return virtual_gpu.compile_on_paper(mine if ours else theirs, *args)
+    leaves = (meta(*shape, requires_grad=True) for shape in ((ROWS, COLUMNS), (COLUMNS,), (ROWS, COLUMNS)))
+    return virtual_gpu.compile_on_paper(mine if ours else theirs, *leaves, seed())
 
 
 def test_kernels_bytes_and_what_is_saved() -> None:
@@ -124,8 +119,7 @@ class Block(nn.Module):
 
 @cache
 def picked_up(dropout: bool | None) -> Any:
-    with torch.device("meta"):
-        model = nn.Sequential(Block(), Block()).to(BF16)
+    model = on_meta(lambda: nn.Sequential(Block(), Block()))
     config = {} if dropout is None else compile_options(FusionPolicy(dropout=dropout))
     return virtual_gpu.compile_on_paper(model, meta(4096, 1024, requires_grad=True), config=config)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import GELU_TANH, MLP, WITHOUT_BIAS, GeluMLP, Net, Stack, SwiGLU, meta, named, of_halves
+from harness import GELU_TANH, MLP, WITHOUT_BIAS, GeluMLP, Net, Stack, SwiGLU, meta, named, of_halves, on_meta
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy
@@ -123,9 +123,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @cache
 def on_paper(case: str, way: str) -> Any:
     make, shape = CASES[case]
-    with torch.device("meta"):
-        model = make().to(BF16)
-    return virtual_gpu.compile_on_paper(model, meta(*shape, requires_grad=True), **WAYS[way])
+    return virtual_gpu.compile_on_paper(on_meta(make), meta(*shape, requires_grad=True), **WAYS[way])
 
 
 @pytest.mark.parametrize(

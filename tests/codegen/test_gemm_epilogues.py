@@ -12,7 +12,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import MLP, GeluMLP, Net, SwiGLU, meta, named
+from harness import MLP, GeluMLP, Net, SwiGLU, meta, named, on_meta
 from test_figures import Glu, LlamaBlock
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -44,8 +44,7 @@ PackedWithBias = named(
 
 
 def inference(model: Model, *shape: int, dtype: torch.dtype = BF16, **arguments: Any) -> Any:
-    with torch.device("meta"):
-        made = model(256, 512).to(dtype)
+    made = on_meta(model, 256, 512, dtype=dtype)
     return virtual_gpu.compile_on_paper(made, meta(*shape, dtype=dtype), training=False, **arguments).inference
 
 
@@ -77,8 +76,7 @@ def test_library_with_symbolic_sizes() -> None:
 
 
 def test_not_in_training_and_not_on_amd() -> None:
-    with torch.device("meta"):
-        mlp = GeluMLP(256, 512).to(BF16)
+    mlp = on_meta(GeluMLP, 256, 512)
     config = options(epilogues="library")
     training = virtual_gpu.compile_on_paper(mlp, meta(64, 256), config=config)
     amd = virtual_gpu.compile_on_paper(mlp, meta(64, 256), config=config, training=False, gpu=virtual_gpu.MI300X)
@@ -121,8 +119,7 @@ def test_unmeasured_is_upstreams() -> None:
 
 @cache
 def by_templates(model: Model, ours: bool, training: bool = True) -> Any:
-    with torch.device("meta"):
-        made = model(4096, 16384).to(BF16)
+    made = on_meta(model, 4096, 16384)
     config = options() if ours else {}
     return virtual_gpu.compile_on_paper(
         made, meta(8192, 4096, requires_grad=training), training=training, gemm="triton", config=config
@@ -245,9 +242,8 @@ def test_freezing_merges_gate_and_up() -> None:
 @pytest.mark.parametrize("model", [GeluMLP, SwiGLU, Glu, LlamaBlock, PackedWithBias])
 @pytest.mark.parametrize("gemm", ["library", "triton"])
 def test_nothing_is_added_atomically(model: Model, gemm: str) -> None:
-    with torch.device("meta"):
-        made = model(4096, 16384).to(BF16)
-    paper = virtual_gpu.compile_on_paper(made, meta(2, 1024, 4096, requires_grad=True), gemm=gemm, config=options())
+    x, made = meta(2, 1024, 4096, requires_grad=True), on_meta(model, 4096, 16384)
+    paper = virtual_gpu.compile_on_paper(made, x, gemm=gemm, config=options())
     assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())
 
 

@@ -1,5 +1,6 @@
 """On paper: what products in float8 move and keep, what makes their operands, and what docs/fp8.md says of it."""
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from harness import meta, on_meta
 from torch import Tensor
 
 import torch_fused_ops as tfo
@@ -35,13 +37,9 @@ COMMITTED = harness.results_folder() / "fp8_recipes.json"
 @cache
 def on_paper(make: type[nn.Module], **policy: Any) -> gpu.PaperCompilation:
     torch._dynamo.reset()
-    with torch.device("meta"):
-        module = make(HIDDEN, FFN if make is SwiGLUMLP else 4 * HIDDEN).bfloat16()
-        x = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    if not policy:
-        return gpu.compile_on_paper(module, x)
-    with tfo.enabled(FusionPolicy(**policy)):
-        return gpu.compile_on_paper(module, x)
+    module = on_meta(make, HIDDEN, FFN if make is SwiGLUMLP else 4 * HIDDEN)
+    with tfo.enabled(FusionPolicy(**policy)) if policy else contextlib.nullcontext():
+        return gpu.compile_on_paper(module, meta(TOKENS, HIDDEN, requires_grad=True))
 
 
 def extern(graph: gpu.GeneratedGraph) -> dict[str, int]:
@@ -112,10 +110,9 @@ def test_a_device_without_such_products_is_asked_on_paper(device: gpu.GPU, gemm:
 @pytest.mark.slow
 def test_blocks_of_32_on_sm_100() -> None:
     """In forward all is Inductor's, which writes scales of 8 bits as the products read them; across, it is ours."""
-    with torch.device("meta"):
-        module, x = SwiGLUMLP(HIDDEN, FFN).bfloat16(), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    x = meta(TOKENS, HIDDEN, requires_grad=True)
     with tfo.enabled(FusionPolicy(gemm="mxfp8", strict=True)):
-        paper = gpu.compile_on_paper(module, x.requires_grad_(), gpu=gpu.B200)
+        paper = gpu.compile_on_paper(on_meta(SwiGLUMLP, HIDDEN, FFN), x, gpu=gpu.B200)
     forward, backward = paper.forward, paper.backward
     assert forward is not None and backward is not None
     # Three weights, the activation, and the input, whose scales, kept for backward, are brought into tiles by a fifth.

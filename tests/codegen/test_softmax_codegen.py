@@ -3,12 +3,14 @@
 Plain is the spelling that users have: ``softmax((x·scale).masked_fill(mask, −∞).float()).to(dtype)``.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,10 +33,7 @@ def plain(x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor
     return torch.softmax(scores.float(), -1).to(x.dtype)
 
 
-def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
-
-
+meta = functools.partial(harness.meta, requires_grad=True)
 WAYS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "plain": (lambda x: plain(x), ()),
     "ours": (lambda x: softmax(x, None, None, 0.1), ()),
@@ -49,7 +48,7 @@ WAYS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 @cache
 def on_paper(way: str, sk: int) -> Any:
     fn, more = WAYS[way]
-    extra = {"mask": meta(BATCH, 1, 1, sk, dtype=torch.bool), "sink": meta(HEADS)}
+    extra = {"mask": harness.meta(BATCH, 1, 1, sk, dtype=torch.bool), "sink": meta(HEADS)}
     return virtual_gpu.compile_on_paper(fn, meta(BATCH, HEADS, QUERIES, sk), *(extra[name] for name in more))
 
 

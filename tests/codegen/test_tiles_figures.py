@@ -5,11 +5,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 import torch._functorch.config as functorch_config
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import MLP, WITHOUT_BIAS, Net, named, of_halves
+from harness import MLP, WITHOUT_BIAS, Net, meta, named, of_halves, on_meta
 
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP
@@ -25,11 +24,11 @@ MIB = 2**20
 @cache
 def compiled(way: str, model: Callable[[int, int], nn.Module], *sizes: int) -> tuple[PaperCompilation, Timeline]:
     tokens, hidden, ffn = sizes
-    with torch.device("meta"):
-        module, x = model(hidden, ffn).bfloat16(), torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
     config = {} if way in ("plain", "budget") else compile_options(FusionPolicy(memory=way, strict=True))
     with functorch_config.patch(activation_memory_budget=0.99 if way == "budget" else 1.0):
-        paper = compile_on_paper(module, x, gpu=H200, config=config)
+        paper = compile_on_paper(
+            on_meta(model, hidden, ffn), meta(tokens, hidden, requires_grad=True), gpu=H200, config=config
+        )
     return paper, paper.timeline()
 
 

@@ -57,49 +57,34 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
+    ("shape", "dtype", "columns"),
     [
-        ((130, 100), BF16),
-        ((9, 130), torch.float32),
-        ((1, 1), torch.float16),
-        ((0, 5), BF16),
-        ((5, 0), BF16),
-        pytest.param((131, 257), torch.float64, marks=pytest.mark.slow),
-        pytest.param((257, 384), torch.float16, marks=pytest.mark.slow),
+        ((130, 100), BF16, 128),
+        ((9, 130), torch.float32, 128),
+        ((1, 1), torch.float16, 128),
+        ((0, 5), BF16, 128),
+        ((5, 0), BF16, 128),
+        pytest.param((131, 257), torch.float64, 128, marks=SLOW),
+        pytest.param((257, 384), torch.float16, 128, marks=SLOW),
+        ((130, 100), BF16, 32),
+        ((33, 160), torch.float32, 32),
+        ((5, 0), BF16, 32),
+        pytest.param((257, 384), torch.float16, 32, marks=SLOW),
     ],
 )
 def test_quantize_gives_the_formula_s_bits_of_both_layouts(
-    device: Device, shape: tuple[int, int], dtype: torch.dtype
+    device: Device, shape: tuple[int, int], dtype: torch.dtype, columns: int
 ) -> None:
+    """Along the axis that lies close, along the other, along both: one launch each."""
     x = numbers(*shape, dtype)
-    launched = 1 if x.numel() else 0
-    assert_same(device.run(kernels.quantize, x, 1), float8.quantize(x, 1))
-    assert_same(device.run(kernels.quantize, x.t(), 1), float8.quantize(x.t(), 1))
-    both = device.run(kernels.quantize_both, x)
-    assert len(device.launches) == launched
-    assert_same(both[:2], float8.quantize(x, 1))
-    assert_same(both[2:], float8.quantize(x.t(), 1))
-
-
-@pytest.mark.covering(every=2)
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        ((130, 100), BF16),
-        ((33, 160), torch.float32),
-        ((5, 0), BF16),
-        pytest.param((257, 384), torch.float16, marks=SLOW),
-    ],
-)
-def test_blocks_of_32_have_the_formula_s_bits(device: Device, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Along the axis that lies close, along the other, along both."""
-    x = numbers(*shape, dtype)
+    launched = ["_quantize"] if x.numel() else []
     for given in (x, x.t()):
-        assert_same(stored := device.run(kernels.quantize, given, 1, 32), float8.quantize(given, 1, 32))
-        assert device.names == (["_quantize"] if x.numel() else [])
-    both = device.run(kernels.quantize_both, x, 32)
-    assert_same(both[:2], float8.quantize(x, 1, 32))
-    assert_same(both[2:], stored)
+        assert_same(device.run(kernels.quantize, given, 1, columns), float8.quantize(given, 1, columns))
+        assert device.names == launched
+    both = device.run(kernels.quantize_both, x, columns)
+    assert len(device.launches) == len(launched)
+    assert_same(both[:2], float8.quantize(x, 1, columns))
+    assert_same(both[2:], float8.quantize(x.t(), 1, columns))
 
 
 @pytest.mark.covering(1)

@@ -74,15 +74,13 @@ def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, wan
         assert precision.sum_error(d_sink, truths[1], total, computed).max() <= 4
 
 
-@pytest.mark.covering(every=2)
-@pytest.mark.parametrize("sample", testing.samples(torch.device("cpu"), core=True), ids=str)
-def test_samples(device: Device, sample: Any) -> None:
-    check(device, tuple(a.detach() if isinstance(a, Tensor) else a for a in sample.args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", testing.samples(torch.device("cpu")), ids=str)
-def test_all_samples(device: Device, rows: bool, sample: Any) -> None:
+@pytest.mark.parametrize(
+    "sample",
+    [s if s.core else pytest.param(s, marks=pytest.mark.slow) for s in testing.samples(torch.device("cpu"))],
+    ids=str,
+)
+@pytest.mark.covering(every=4)
+def test_samples(device: Device, rows: bool, sample: Any) -> None:
     check(device, tuple(a.detach() if isinstance(a, Tensor) else a for a in sample.args))
 
 

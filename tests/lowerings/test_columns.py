@@ -1,6 +1,6 @@
 """An activation with other columns beside it in front of its linear layer: blocks whose attention and MLP share one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import compare
-from harness import saving_step
+from harness import distances, saving_step
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy, explain
@@ -126,10 +126,6 @@ def compiled(module: nn.Module, memory: str, **settings: Any) -> Any:
     return harness.compiled(module, policy, fullgraph=True, **settings)
 
 
-def near(got: Sequence[Tensor], wanted: Sequence[Tensor], most: float) -> bool:
-    return all(float((a - b).norm()) <= most * float(b.norm()) for a, b in zip(got, wanted, strict=True))
-
-
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_each_level_keeps(gated: bool) -> None:
@@ -140,7 +136,7 @@ def test_what_each_level_keeps(gated: bool) -> None:
     kept = {}
     for memory in ("off", "free", "fp8", "input", "tiled:2"):
         got, kept[memory] = saving_step(compiled(module, memory), module, x)
-        assert near(got, wanted, 0.05 if memory == "fp8" else 1e-5), memory
+        assert max(distances(got, wanted)) <= (0.05 if memory == "fp8" else 1e-5), memory
     assert kept["off"] - kept["free"] == 4 * rows * (WIDTH + FFN)
     assert kept["free"] - kept["fp8"] == rows * (3 * columns - 4), "a byte for each of four, and scales"
     assert kept["free"] - kept["input"] == 4 * rows * columns
@@ -155,7 +151,7 @@ def test_the_number_of_tokens_may_be_dynamic() -> None:
     for length in (TOKENS, 7):
         x = tokens()[:, :length].detach().contiguous().requires_grad_()
         with torch._dynamo.config.patch(error_on_recompile=length != TOKENS):
-            assert near(saving_step(fn, module, x)[0], saving_step(module, module, x)[0], 1e-12)
+            assert max(distances(saving_step(fn, module, x)[0], saving_step(module, module, x)[0])) <= 1e-12
 
 
 class Summed(Parallel):
@@ -172,5 +168,5 @@ def test_what_cannot_be_made_again_is_kept() -> None:
     module, x = Summed().double(), tokens()
     wanted, _ = saving_step(module, module, x)
     off, free = (saving_step(compiled(module, memory), module, x) for memory in ("off", "free"))
-    assert near(off[0], wanted, 1e-12) and near(free[0], wanted, 1e-12)
+    assert max(*distances(off[0], wanted), *distances(free[0], wanted)) <= 1e-12
     assert free[1] <= off[1]

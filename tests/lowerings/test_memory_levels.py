@@ -1,6 +1,5 @@
 """Stage 2 below "free": what ``memory="fp8"`` and ``memory="input"`` keep and compute, and where they refuse."""
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import MLP, Stack, raises
+from harness import GEMMS, MLP, Stack, distances, kept_by, normal, raises, selective, step_of
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import FusionPolicy, activations
 from torch_fused_ops import functional as FF
@@ -29,31 +28,9 @@ def compiled(fn: Callable[..., Any], level: Any, strict: bool = True, **kwargs: 
     return harness.compiled(fn, FusionPolicy(memory=level, strict=strict), fullgraph=True, **kwargs)  # type: ignore[no-any-return]
 
 
-def step(
-    fn: Callable[..., Tensor], inputs: Sequence[Tensor], dynamic: bool = False
-) -> tuple[list[Tensor], list[Tensor]]:
-    """(output and gradients, the tensors that autograd kept)."""
-    kept: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = fn(*inputs)
-    generator = torch.Generator().manual_seed(1)
-    tangent = torch.randn(out.shape, generator=generator).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, [t for t in inputs if t.requires_grad], tangent)], kept
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype).requires_grad_()
-
-
 def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The largest relative distance, in the 2-norm."""
-    return max(float((x.double() - y.double()).norm() / y.double().norm()) for x, y in zip(a, b, strict=True))
+    return max(distances(a, b))
 
 
 def gelu(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
@@ -90,8 +67,8 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {"gelu": gelu, "swiglu": swiglu, "
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_input_gives_the_very_same_gradients(name: str, dtype: torch.dtype) -> None:
     inputs = tensors(name, dtype)
-    free, kept_free = step(compiled(FUNCTIONS[name], "free"), inputs)
-    less, kept = step(compiled(FUNCTIONS[name], "input"), inputs)
+    free, kept_free = step_of(compiled(FUNCTIONS[name], "free"), inputs)
+    less, kept = step_of(compiled(FUNCTIONS[name], "input"), inputs)
     assert all(torch.equal(a, b) for a, b in zip(less, free, strict=True))
     hidden = 3 * 17 * 96
     assert any(t.numel() >= hidden for t in kept_free)
@@ -103,7 +80,7 @@ def test_input_gives_the_very_same_gradients(name: str, dtype: torch.dtype) -> N
 def test_fp8_is_the_gradient_at_what_was_kept() -> None:
     """Forward is exact; backward is the true derivative, and the true activation, of the rounded pre-activation."""
     x, w, b, v = inputs = tensors("gelu")
-    got, kept = step(compiled(gelu, "fp8"), inputs)
+    got, kept = step_of(compiled(gelu, "fp8"), inputs)
     assert [t.dtype for t in kept].count(torch.float8_e4m3fn) == 1
     act = activations.get("gelu_tanh")
     with torch.no_grad():
@@ -111,8 +88,7 @@ def test_fp8_is_the_gradient_at_what_was_kept() -> None:
         rounded = reference.load_fp8(*reference.store_fp8(h), torch.float32)
         assert 0 < apart([rounded], [h]) < 0.04
         y = F.linear(act.value(h), v)
-        generator = torch.Generator().manual_seed(1)
-        grad = torch.randn(y.shape, generator=generator)
+        grad = normal(*y.shape, seed=1)  # as ``step_of``'s
         dh = (grad @ v) * act.derivative(rounded)
         flat = dh.flatten(0, 1)
         dv = grad.flatten(0, 1).T @ act.value(rounded).flatten(0, 1)
@@ -125,8 +101,8 @@ def test_fp8_is_the_gradient_at_what_was_kept() -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_fp8_is_near(name: str, dtype: torch.dtype) -> None:
     inputs = tensors(name, dtype)
-    free, _ = step(compiled(FUNCTIONS[name], "free"), inputs)
-    low, kept = step(compiled(FUNCTIONS[name], "fp8"), inputs)
+    free, _ = step_of(compiled(FUNCTIONS[name], "free"), inputs)
+    low, kept = step_of(compiled(FUNCTIONS[name], "fp8"), inputs)
     assert torch.equal(low[0], free[0]), "forward is not changed"
     assert 1e-4 < apart(low[1:], free[1:]) < 0.06
     stored = [t for t in kept if t.dtype == torch.float8_e4m3fn]
@@ -140,7 +116,7 @@ def test_sizes_may_be_symbolic(level: str) -> None:
     fn = compiled(gelu, level, dynamic=True)
     for tokens in ((3, 17), (5, 4), (2, 1)):
         inputs = tensors("gelu", tokens=tokens)
-        assert apart(step(fn, inputs)[0], step(gelu, inputs)[0]) < (0.06 if level == "fp8" else 1e-5)
+        assert apart(step_of(fn, inputs)[0], step_of(gelu, inputs)[0]) < (0.06 if level == "fp8" else 1e-5)
 
 
 @pytest.mark.covering(every=2)
@@ -151,8 +127,8 @@ def test_under_autocast(level: str) -> None:
             return gelu(*inputs)
 
     inputs = tensors("gelu")
-    got, kept = step(compiled(model, level), inputs)
-    assert apart(got, step(compiled(model, "free"), inputs)[0]) < (0.06 if level == "fp8" else 1e-9)
+    got, kept = step_of(compiled(model, level), inputs)
+    assert apart(got, step_of(compiled(model, "free"), inputs)[0]) < (0.06 if level == "fp8" else 1e-9)
     assert any(t.dtype == torch.float8_e4m3fn for t in kept) == (level == "fp8")
 
 
@@ -164,7 +140,7 @@ def test_rows_of_zeros_and_of_extremes() -> None:
         x[0, 0], x[0, 1] = 0, x[0, 1] * 1e-30
         x[0, 2] *= 1e18
     inputs = [x, w, b, v]
-    (_, low, *_), (_, free, *_) = (step(compiled(gelu, level), inputs)[0] for level in ("fp8", "free"))
+    (_, low, *_), (_, free, *_) = (step_of(compiled(gelu, level), inputs)[0] for level in ("fp8", "free"))
     assert low.isfinite().all()
     for row in range(4):
         assert apart([low[0, row]], [free[0, row]]) < 0.1
@@ -179,8 +155,8 @@ def test_frozen_weights_keep_the_smaller_of_two() -> None:
         def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
             return F.linear(F.gelu(F.linear(x * 1.5, w)), v)
 
-        free, _ = step(compiled(mlp, "free"), [x, w, v])
-        less, kept = step(compiled(mlp, "input"), [x, w, v])
+        free, _ = step_of(compiled(mlp, "free"), [x, w, v])
+        less, kept = step_of(compiled(mlp, "input"), [x, w, v])
         assert all(torch.equal(a, b) for a, b in zip(less, free, strict=True))
         hidden = [t for t in kept if t.shape[-1] == shape[0] and t.numel() == 51 * shape[0]]
         assert bool(hidden) != smaller
@@ -191,8 +167,8 @@ def test_an_adapted_layer_is_summed_again() -> None:
         return F.linear(F.gelu(F.linear(x, w) + 2 * F.linear(F.linear(x, a), b)), v)
 
     inputs = [normal(3, 17, 32), normal(96, 32).detach(), normal(4, 32), normal(96, 4), normal(32, 96)]
-    free, _ = step(compiled(lora, "free"), inputs)
-    less, kept = step(compiled(lora, "input"), inputs)
+    free, _ = step_of(compiled(lora, "free"), inputs)
+    less, kept = step_of(compiled(lora, "input"), inputs)
     assert apart(less, free) < 1e-6
     assert not any(t.numel() == 51 * 96 for t in kept)
 
@@ -207,7 +183,7 @@ def test_free_keeps_the_softmax_in_front_of_attentions_product() -> None:
 
     inputs = [normal(3, 17, 32), normal(17, 17), normal(96, 32), normal(32, 96)]
     inputs = [t.detach().bfloat16().requires_grad_() for t in inputs]
-    kept = {level: [t.numel() for t in step(compiled(attend, level), inputs)[1]] for level in ("off", "free")}
+    kept = {level: [t.numel() for t in step_of(compiled(attend, level), inputs)[1]] for level in ("off", "free")}
     assert [sizes.count(3 * 17 * 17) for sizes in kept.values()] == [2, 2], "products and scores"
     assert [sizes.count(3 * 17 * 96) for sizes in kept.values()] == [2, 1], "on both sides of the activation"
 
@@ -262,13 +238,13 @@ def test_what_a_product_reads_is_rebuilt_behind_another(
     for rebuild in (memory_levels.rebuild, lambda graphs, **_: graphs):
         monkeypatch.setattr(memory_levels, "rebuild", rebuild)
         torch.manual_seed(0)
-        steps.append(step(compiled(fn, "free", strict=False), inputs))
+        steps.append(step_of(compiled(fn, "free", strict=False), inputs))
     (ours, kept), (theirs, more) = steps
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     of_size = [sum(t.numel() == size and t.shape[-1] != 1 for t in each) for each in (kept, more)]
     assert of_size[0] == of_size[1] - (len(tokens) > 1), "with tokens in two dimensions upstream rebuilds it itself"
     if fn is not dropped:
-        assert apart(ours, step(fn, inputs)[0]) < 1e-12
+        assert apart(ours, step_of(fn, inputs)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -278,10 +254,10 @@ def test_the_levels_below_take_what_is_left(level: str) -> None:
     def inside(x: Tensor, *rest: Tensor) -> Tensor:  # x is the graph's own: with its weight frozen only that is kept
         return adapted(x.sin(), *rest)
 
-    got, kept = step(compiled(inside, level, strict=False), inputs)
+    got, kept = step_of(compiled(inside, level, strict=False), inputs)
     hidden = [t.dtype for t in kept if t.numel() == 51 * 96]
     assert hidden == ([torch.float8_e4m3fn] if level == "fp8" else [])
-    assert apart(got, step(inside, inputs)[0]) < (1e-6 if level == "input" else 0.1)
+    assert apart(got, step_of(inside, inputs)[0]) < (1e-6 if level == "input" else 0.1)
 
 
 def also_returned(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -300,10 +276,7 @@ def also_read(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) 
 def checkpointed(fn: Callable[..., Tensor], *keeps: Any) -> Callable[..., Tensor]:
     """The function in a checkpoint whose policy keeps what these operators compute."""
 
-    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, decide)} if keeps else {}
+    context = {"context_fn": selective(*keeps)} if keeps else {}
     return lambda *inputs: checkpoint(fn, *inputs, use_reentrant=False, **context)  # type: ignore[no-any-return]
 
 
@@ -317,8 +290,8 @@ CASES_AT_FREE = [(also_returned, 0), (also_read, 0), pytest.param(PRODUCTS_KEPT,
 def test_what_is_left_as_it_is_at_free(fn: Any, there: int) -> None:
     """What something else reads, what selective checkpointing keeps; and what is a result is right all the same."""
     inputs = behind_a_product((3, 17), True)
-    got, kept = step(compiled(fn, "free", strict=False), inputs)
-    assert apart(got, step(fn, inputs)[0]) < 1e-12
+    got, kept = step_of(compiled(fn, "free", strict=False), inputs)
+    assert apart(got, step_of(fn, inputs)[0]) < 1e-12
     assert sum(t.numel() == 51 * 96 for t in kept) >= there
 
 
@@ -337,10 +310,10 @@ ASKING: dict[str, Callable[..., Tensor]] = {
 def test_operators_that_ask_for_fp8_are_treated_as_the_policy_does(name: str) -> None:
     """Their result is rebuilt, too, for the second weight's gradient; without our passes it is kept as well."""
     inputs = tensors(name)
-    eager, _ = step(ASKING[name], inputs)
-    ours, kept = step(compiled(ASKING[name], "free"), inputs)
+    eager, _ = step_of(ASKING[name], inputs)
+    ours, kept = step_of(compiled(ASKING[name], "free"), inputs)
     torch._dynamo.reset()
-    plain, kept_plain = step(torch.compile(ASKING[name], fullgraph=True), inputs)
+    plain, kept_plain = step_of(torch.compile(ASKING[name], fullgraph=True), inputs)
     assert apart(plain, eager) < 2e-3, "an element on a boundary may round the other way"
     assert apart(ours[:-1], eager[:-1]) < 2e-3 and 1e-4 < apart(ours[-1:], eager[-1:]) < 0.06
     stored = 51 * (96 if name == "gelu" else 192)
@@ -362,8 +335,8 @@ def test_fp8_refuses_what_backward_reads_elsewhere(caplog: pytest.LogCaptureFixt
 
     inputs = tensors("gelu")
     caplog.set_level(logging.INFO, "torch_fused_ops")
-    low, kept = step(compiled(two, "fp8", strict=False), inputs)
-    assert apart(low, step(two, inputs)[0]) < 1e-5
+    low, kept = step_of(compiled(two, "fp8", strict=False), inputs)
+    assert apart(low, step_of(two, inputs)[0]) < 1e-5
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
     assert "has no effect: backward also reads it in aten.cos.default" in caplog.text
 
@@ -377,9 +350,7 @@ def test_what_the_user_has_is_not_kept_twice(level: str) -> None:
         return F.linear(F.gelu(h), v), h
 
     inputs = tensors("gelu")
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        out, h = compiled(both, level)(*inputs)
+    (out, h), kept = kept_by(lambda: compiled(both, level)(*inputs))
     got = torch.autograd.grad([out, h], inputs, [torch.ones_like(out), torch.ones_like(h)])
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
     out, h = both(*inputs)
@@ -389,12 +360,9 @@ def test_what_the_user_has_is_not_kept_twice(level: str) -> None:
 
 def test_float64_stays_exact() -> None:
     inputs = tensors("gelu", torch.float64)
-    low, kept = step(compiled(gelu, "fp8"), inputs)
-    assert apart(low, step(gelu, inputs)[0]) < 1e-12
+    low, kept = step_of(compiled(gelu, "fp8"), inputs)
+    assert apart(low, step_of(gelu, inputs)[0]) < 1e-12
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
-
-
-GEMMS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -402,8 +370,8 @@ GEMMS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 def test_checkpointed_regions_stay_checkpointed(keeps: tuple[Any, ...], level: str) -> None:
     """What selective checkpointing keeps is kept."""
     inputs = tensors("gelu")
-    got, kept = step(compiled(checkpointed(gelu, *keeps), level), inputs)
-    assert apart(got, step(gelu, inputs)[0]) < 1e-5
+    got, kept = step_of(compiled(checkpointed(gelu, *keeps), level), inputs)
+    assert apart(got, step_of(gelu, inputs)[0]) < 1e-5
     assert [t.dtype for t in kept if t.numel() == 51 * 96] == ([torch.float32] if keeps else [])
 
 
@@ -418,8 +386,8 @@ def test_inference_is_not_touched(level: str) -> None:
 def test_a_budget_of_the_users_wins(level: str) -> None:
     inputs = tensors("gelu")
     with torch._functorch.config.patch(activation_memory_budget=0.99):
-        got, kept = step(compiled(gelu, level), inputs)
-    assert apart(got, step(gelu, inputs)[0]) < 1e-5
+        got, kept = step_of(compiled(gelu, level), inputs)
+    assert apart(got, step_of(gelu, inputs)[0]) < 1e-5
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
 
 
@@ -440,12 +408,12 @@ def test_a_failure_leaves_free(level: str, monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setitem(memory_levels._LEVELS, level, fails)
     monkeypatch.setattr(passes, "_logged", set())  # it is logged once a process
     inputs = tensors("swiglu")
-    got, kept = step(compiled(swiglu, level, strict=False), inputs)
+    got, kept = step_of(compiled(swiglu, level, strict=False), inputs)
     assert len(calls) == 2 and f"on purpose: {level}" in caplog.text
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
-    assert all(torch.equal(a, b) for a, b in zip(got, step(compiled(swiglu, "free"), inputs)[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, step_of(compiled(swiglu, "free"), inputs)[0], strict=True))
     calls.clear()
-    raises(Exception, "on purpose", step, compiled(swiglu, level, strict=True), inputs)
+    raises(Exception, "on purpose", step_of, compiled(swiglu, level, strict=True), inputs)
 
 
 # ---- by module -------------------------------------------------------------------------------------------------------
@@ -453,13 +421,13 @@ def test_a_failure_leaves_free(level: str, monkeypatch: pytest.MonkeyPatch, capl
 
 def test_a_level_for_each_module() -> None:
     model, x = Stack((MLP(32, 96, nn.GELU()) for _ in range(3)), residual=True), normal(4, 32)
-    _, kept = step(compiled(model, {"layers.0": "fp8", "layers.[12].activation": "input"}), [x])
+    _, kept = step_of(compiled(model, {"layers.0": "fp8", "layers.[12].activation": "input"}), [x])
     hidden = [t for t in kept if t.shape == (4, 96)]
     assert [t.dtype for t in hidden] == [torch.float8_e4m3fn]
-    _, kept = step(compiled(model, {"layers.1.*": "input", "*": "fp8"}), [x])
+    _, kept = step_of(compiled(model, {"layers.1.*": "input", "*": "fp8"}), [x])
     assert [t.dtype for t in kept if t.shape == (4, 96)] == [torch.float8_e4m3fn] * 2
-    raises(Exception, "memory='nothing' matches no site's modules", step, compiled(model, {"nothing": "input"}), [x])
-    _, kept = step(compiled(model, {"nothing": "input"}, strict=False), [x])
+    raises(Exception, "memory='nothing' matches no site's modules", step_of, compiled(model, {"nothing": "input"}), [x])
+    _, kept = step_of(compiled(model, {"nothing": "input"}, strict=False), [x])
     assert [t.dtype for t in kept if t.shape == (4, 96)] == [torch.float32] * 3
 
 
@@ -507,6 +475,6 @@ def test_a_scaled_gate_keeps_as_little(level: str) -> None:
         return F.linear(F.silu(0.7 * F.linear(x, w)) * F.linear(x, u), v)
 
     inputs = tensors("swiglu")
-    got, kept = step(compiled(scaled, level), inputs)
-    assert sum(t.nbytes for t in kept) == sum(t.nbytes for t in step(compiled(swiglu, level), inputs)[1])
-    assert apart(got, step(scaled, inputs)[0]) < (0.1 if level == "fp8" else 1e-5)
+    got, kept = step_of(compiled(scaled, level), inputs)
+    assert sum(t.nbytes for t in kept) == sum(t.nbytes for t in step_of(compiled(swiglu, level), inputs)[1])
+    assert apart(got, step_of(scaled, inputs)[0]) < (0.1 if level == "fp8" else 1e-5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from harness import meta, raises
+from harness import meta, raises, step_of
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
@@ -27,23 +27,6 @@ Make = Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
     return torch.randn(shape).to(dtype).requires_grad_(grad)
-
-
-def compiled_and_eager(
-    fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None
-) -> tuple[Any, Any, list[str]]:
-    """Outputs and gradients of both, and the generated code."""
-    torch._dynamo.reset()
-    wrt = [a for a in args if a.requires_grad]
-
-    def step(f: Callable[..., Tensor]) -> list[Tensor]:
-        y = f(*args)
-        seed = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(y.dtype).view(y.shape)
-        return [y.detach(), *(torch.autograd.grad(y, wrt, seed) if wrt else ())]
-
-    with inductor_config.patch(force_disable_caches=True):
-        result, code = run_and_get_code(lambda: step(torch.compile(fn, fullgraph=True, dynamic=dynamic)))
-    return result, step(fn), code
 
 
 def cpp(fn: Callable[..., Any], *args: Tensor) -> list[str]:
@@ -65,9 +48,12 @@ def kernels(code: str) -> int:
 
 
 def check(fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None = False) -> list[str]:
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    result, expected, code = compiled_and_eager(fn, args, dynamic)
-    for r, e in zip(result, expected, strict=True):
+    with inductor_config.patch(force_disable_caches=True):
+        compiled = torch.compile(fn, fullgraph=True, dynamic=dynamic)
+        (result, _), code = run_and_get_code(lambda: step_of(compiled, args))
+    for r, e in zip(result, step_of(fn, args)[0], strict=True):
         assert r.dtype == e.dtype and r.shape == e.shape
         # Two orders of summation, and in half precision at most one rounding apart.
         tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(e.dtype, 1.6e-2)

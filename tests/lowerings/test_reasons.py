@@ -15,11 +15,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from differential import REASONS, fits, traced
 from functions import Spread, StraightThrough, first, within
-from harness import MLP, raises
+from harness import GEMMS, MLP, raises, selective
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain
 from torch_fused_ops import functional as FF
@@ -208,14 +208,8 @@ def also_read(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return F.linear(F.gelu(h), v) + h.sin().sum(-1, keepdim=True)
 
 
-def save_the_gemms(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    gemms = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if operator in gemms else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def checkpointed(*inputs: Tensor) -> Tensor:
-    context = functools.partial(create_selective_checkpoint_contexts, save_the_gemms)
-    return checkpoint(gelu, *inputs, use_reentrant=False, context_fn=context)  # type: ignore[return-value]
+    return checkpoint(gelu, *inputs, use_reentrant=False, context_fn=selective(*GEMMS))  # type: ignore[return-value]
 
 
 def made_of_written(x: Tensor, w: Tensor, bias: Tensor, v: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """s·(a·W) = (s·a)·W: where a factor of the rows is taken in front of the product, what that keeps and computes."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from differential import compare
-from harness import captured, saving
+from harness import captured, distances, nbytes, normal, step_of
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy, explain
@@ -19,11 +19,6 @@ from torch_fused_ops.policy import MEMORY
 TOKENS, WIDTH, FFN, EXPERTS, CHOSEN = 64, 32, 48, 4, 2
 MOVED = "by a number for each row is moved in front of"
 DOUBLE = torch.float64
-
-
-def normal(*shape: int, dtype: torch.dtype = DOUBLE, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(shape, generator=generator, dtype=DOUBLE) / shape[-1] ** 0.5).to(dtype).requires_grad_()
 
 
 def routed(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,7 +81,7 @@ def small(tokens: int = 6, dtype: torch.dtype = DOUBLE) -> list[Tensor]:
 
 
 def given(fn: Callable[..., Tensor]) -> list[Tensor]:
-    return [*small()[:3], normal(1, 8, seed=9)] if fn is gated else small()
+    return [*small()[:3], normal(1, 8, dtype=DOUBLE, seed=9)] if fn is gated else small()
 
 
 FORMS = (gated, batched, rows_of_two_axes, scaled)
@@ -98,20 +93,8 @@ def test_it_is_moved(fn: Callable[..., Tensor]) -> None:
     assert MOVED in site.reason, site.reason
 
 
-def step(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-    """(result and gradients, bytes that autograd kept)."""
-    out, kept = saving(lambda: fn(*inputs))
-    tangent = normal(*out.shape, seed=1).detach().to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, inputs, tangent)], kept
-
-
 def compiled(fn: Callable[..., Any], memory: str, **settings: Any) -> Any:
     return harness.compiled(fn, FusionPolicy(memory=memory), fullgraph=True, **settings)
-
-
-def off(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
-    """Distances in the 2-norm, relative."""
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)]
 
 
 @pytest.mark.codegen_is_slow
@@ -119,15 +102,15 @@ def off(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
 def test_a_mixture_at_every_level() -> None:
     """Its product's result is not kept; where nothing is rounded to 8 bits, all is as near to float64 as before."""
     inputs = mixtures_tensors()
-    wanted, _ = step(one_by_one, [t.detach().double().requires_grad_() for t in inputs])
-    eager = off(step(mixture, inputs)[0], wanted)
-    found = {memory: step(compiled(mixture, memory), inputs) for memory in MEMORY if memory != "tiled"}
+    wanted, _ = step_of(one_by_one, [t.detach().double().requires_grad_() for t in inputs])
+    eager = distances(step_of(mixture, inputs)[0], wanted)
+    found = {memory: step_of(compiled(mixture, memory), inputs) for memory in MEMORY if memory != "tiled"}
     rows = TOKENS * CHOSEN
-    less = found["off"][1] - found["free"][1]
+    less = nbytes(found["off"][1]) - nbytes(found["free"][1])
     assert less == rows * 2 * (WIDTH + FFN + WIDTH) - rows, "result, activation and gathered tokens; a mask is more"
-    assert max(eager) < 0.005 and 0.03 < off(found["fp8"][0], wanted)[2] < 0.055, "docs/memory.md says so"
+    assert max(eager) < 0.005 and 0.03 < distances(found["fp8"][0], wanted)[2] < 0.055, "docs/memory.md says so"
     for memory, most in {"off": 1.1, "free": 1.0, "fp8": 12, "input": 1.0}.items():
-        assert all(a <= most * b for a, b in zip(off(found[memory][0], wanted), eager, strict=True)), memory
+        assert all(a <= most * b for a, b in zip(distances(found[memory][0], wanted), eager, strict=True)), memory
 
 
 @pytest.mark.slow
@@ -136,10 +119,10 @@ def test_the_number_of_tokens_may_be_dynamic() -> None:
     for tokens in (TOKENS, 40):
         inputs = mixtures_tensors(tokens)
         with torch._dynamo.config.patch(error_on_recompile=tokens != TOKENS):
-            got, _ = step(fn, inputs)
-        wanted, _ = step(one_by_one, [t.detach().double().requires_grad_() for t in inputs])
-        eager, _ = step(mixture, inputs)
-        assert all(a <= 1.1 * b for a, b in zip(off(got, wanted), off(eager, wanted), strict=True))
+            got, _ = step_of(fn, inputs)
+        wanted, _ = step_of(one_by_one, [t.detach().double().requires_grad_() for t in inputs])
+        eager, _ = step_of(mixture, inputs)
+        assert all(a <= 1.1 * b for a, b in zip(distances(got, wanted), distances(eager, wanted), strict=True))
 
 
 @pytest.mark.codegen_is_slow
@@ -149,7 +132,7 @@ def test_dynamic_rows_of_other_products(fn: Callable[..., Tensor]) -> None:
     compiled_fn = compiled(fn, "free", dynamic=True)
     for tokens in (6, 10):
         inputs = [*small(tokens)[:3], given(fn)[3] if fn is gated else small(tokens)[3]]
-        torch.testing.assert_close(step(compiled_fn, inputs)[0], step(fn, inputs)[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(step_of(compiled_fn, inputs)[0], step_of(fn, inputs)[0], rtol=1e-12, atol=1e-12)
 
 
 class Poisoned(torch.autograd.Function):

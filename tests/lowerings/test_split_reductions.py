@@ -20,29 +20,21 @@ fused = torch.ops.fused
 TOKENS = 8192
 
 
-class GELU(harness.MLP):
-    def __init__(self, width: int) -> None:
-        super().__init__(64, width, harness.GELU_TANH)
-
-
-class SwiGLU(harness.SwiGLU):
-    def __init__(self, width: int) -> None:
-        super().__init__(64, width, nn.Linear)
+GELU = harness.named("GELU", harness.GeluMLP, 64)
+SwiGLU = harness.named("SwiGLU", harness.SwiGLU, 64, linear=nn.Linear)
 
 
 def backward(
-    model: type[nn.Module],
+    model: Callable[[int], nn.Module],
     width: int = 3072,
     rows: Sequence[int] = (TOKENS,),
     memory: str | None = "free",
     **settings: Any,
 ) -> Any:
     """The backward graph of a step; memory None: upstream's."""
-    with torch.device("meta"):
-        made = model(width).to(BF16)
     config = {} if memory is None else tfo.compile_options(tfo.FusionPolicy(memory=memory, strict=True))
     x = torch.empty(*rows, 64, dtype=BF16, device="meta", requires_grad=True)
-    return virtual_gpu.compile_on_paper(made, x, config=config, **settings).backward
+    return virtual_gpu.compile_on_paper(harness.on_meta(model, width), x, config=config, **settings).backward
 
 
 def moved(graph: Any, elements: int) -> list[float]:
@@ -65,7 +57,7 @@ def moved(graph: Any, elements: int) -> list[float]:
     ],
 )
 def test_what_is_summed_is_not_read_again(
-    model: type[nn.Module], rows: tuple[int, ...], memory: str, nbytes: int
+    model: Callable[[int], nn.Module], rows: tuple[int, ...], memory: str, nbytes: int
 ) -> None:
     """Bytes for each hidden element: the gradient, the data, its gradients, what the level rebuilds, sums of blocks."""
     graph = backward(model, rows=rows, memory=memory)
@@ -73,35 +65,36 @@ def test_what_is_summed_is_not_read_again(
     assert nbytes < kernel < nbytes + 0.07 and sums < 0.07
 
 
-class Dropped(GELU):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.dropout(self.activation(self.up(x)), 0.1))  # type: ignore[no-any-return]
+def gelu_dropped(h: Tensor) -> Tensor:
+    return F.dropout(harness.GELU_TANH(h), 0.1)
 
 
 @pytest.mark.parametrize(("memory", "nbytes"), [("free", 8), pytest.param("off", 6, marks=pytest.mark.slow)])
 def test_a_dropout_behind_is_in_the_kernel(memory: str, nbytes: int) -> None:
     """Its masks, too: a call of the generator draws for four elements."""
-    (kernel,) = [k for k in backward(Dropped, memory=memory).kernels if "dropout" in k.name]
+    graph = backward(harness.named("dropped", harness.MLP, 64, activation=gelu_dropped), memory=memory)
+    (kernel,) = [k for k in graph.kernels if "dropout" in k.name]
     assert "bias_act_backward" in kernel.name
     assert nbytes < kernel.bytes_moved / (TOKENS * 3072) < nbytes + 0.07
     code = virtual_gpu.assemble(kernel, block={"XBLOCK": 64, "R0_BLOCK": 8}, num_warps=2)  # 8 elements a thread
     assert 30 <= sum(i.startswith(("IMAD.WIDE.U32", "IMAD.HI.U32")) for i in code.instructions) <= 50
 
 
-class DroppedResult(GELU):
+class DroppedResult(harness.MLP):
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.down(self.activation(self.up(x))), 0.1)
+        return F.dropout(super().forward(x), 0.1)
 
 
-class DroppedNorm(GELU):
+class DroppedNorm(DroppedResult):
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(F.dropout(self.down(self.activation(self.up(x))), 0.1), (64,))
+        return F.layer_norm(super().forward(x), (64,))
 
 
 @pytest.mark.parametrize(("model", "summed"), [(DroppedResult, True), (DroppedNorm, False)])
 def test_a_dropout_of_the_result_sums_its_bias(model: type[nn.Module], summed: bool) -> None:
     """Not where a norm makes its gradient, in whose kernel the dropout's backward is."""
-    names = [kernel.name for kernel in backward(model).kernels if "dropout_add_backward" in kernel.name]
+    graph = backward(harness.named(model.__name__, model, 64, activation=harness.GELU_TANH))
+    names = [kernel.name for kernel in graph.kernels if "dropout_add_backward" in kernel.name]
     assert len(names) == 1 and ("_sum_" in names[0]) == summed and ("layer_norm" in names[0]) != summed, names
 
 
@@ -120,7 +113,7 @@ def test_an_operators_own_bias_is_summed_there_too(config: Any, kernels: int, nb
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["off", "free"])
 @pytest.mark.parametrize("model", [GELU, SwiGLU])
-def test_in_a_gemms_epilogue_it_stays(model: type[nn.Module], memory: str) -> None:
+def test_in_a_gemms_epilogue_it_stays(model: Callable[[int], nn.Module], memory: str) -> None:
     """With Inductor's templates d leaves the GEMM that makes its gradient, which saves more."""
     plain, ours = (backward(model, memory=level, gemm="triton") for level in (None, memory))
     kinds = [sorted(k.name.split("_")[1] for k in graph.kernels) for graph in (plain, ours)]

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import WITHOUT_BIAS, Net, Stack
+from harness import GEMMS, WITHOUT_BIAS, Net, Stack, selective
 from torch import Tensor
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 TOKENS, WIDTH, HIDDEN = 5, 8, 12
 
@@ -233,14 +233,6 @@ class Concatenated(Drawn):
         return self.mlp.down(y) + mixed(source, x)  # type: ignore[no-any-return]
 
 
-aten = torch.ops.aten
-GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-
-
-def _save_gemms(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in GEMMS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 class Checkpointed(Drawn):
     """A checkpoint, selective or not, maybe inside another."""
 
@@ -253,7 +245,7 @@ class Checkpointed(Drawn):
     def forward(self, x: Tensor) -> Tensor:
         more: dict[str, Any] = {}
         if self.selective:
-            more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _save_gemms)
+            more["context_fn"] = selective(*GEMMS)
         return checkpoint(self.inner, x, use_reentrant=False, **more)  # type: ignore[return-value]
 
 

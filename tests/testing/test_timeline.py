@@ -282,17 +282,6 @@ def test_higher_order_operators_compile() -> None:
         paper.peak_bytes()  # how often a loop runs is a tensor's value
 
 
-if __name__ == "__main__":
-    import sys
-
-    for name in sys.argv[1:] or MODELS:
-        profiler, on_meta = peaks(name)
-        print(
-            f"{name:<28}{profiler / MiB:>10.3f}{on_meta / MiB:>10.3f}{100 * (on_meta / profiler - 1):>8.2f} %",
-            flush=True,
-        )
-
-
 def test_what_is_handed_over_goes_by_its_place() -> None:
     """As AOTAutograd hands it over: a partitioner may name it differently in its two graphs."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition

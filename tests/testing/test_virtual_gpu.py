@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import GeluMLP, SwiGLU, meta, raises
+from harness import GeluMLP, SwiGLU, meta, on_meta, raises
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,11 +30,6 @@ from torch_fused_ops.virtual_gpu.kernels import load
 
 MIB = 2**20
 BF16 = torch.bfloat16
-
-
-def on_meta(module: Callable[..., nn.Module], *args: int) -> nn.Module:
-    with torch.device("meta"):
-        return module(*args).to(BF16)
 
 
 @cache
