@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import MLP, Net, python
+from harness import MLP, Net, python, raises
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -155,8 +155,7 @@ def test_decompositions_refuse_what_the_operators_refuse() -> None:
         make_fx(lambda x, b: FF.bias_gelu(x, b), decomposition_table=tfo.decompositions())(
             torch.ones(3, 4), torch.ones(1)
         )
-    with pytest.raises(TypeError, match="differentiable='no' is not accepted"):
-        tfo.decompositions(differentiable="no")  # type: ignore[arg-type]
+    raises(TypeError, "differentiable='no' is not accepted", tfo.decompositions, differentiable="no")
 
 
 @pytest.mark.covering(every=2)
@@ -317,20 +316,15 @@ def test_jit_trace_of_every_operator() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_jit_script_takes_the_operators_and_not_the_typed_names() -> None:
-    def operators(x: Tensor, b: Tensor) -> Tensor:
-        y = torch.ops.fused.bias_act(x, b, None, "gelu")
-        return torch.ops.fused.scaled_masked_softmax(torch.ops.fused.glu(y, x, None, "silu"), None, None)
-
     # By source, as scripting reads this file, whose annotations are strings.
-    scripted = torch.jit.CompilationUnit(
-        """
+    source = """
 def f(x, b):
     y = torch.ops.fused.bias_act(x, b, None, "gelu")
     return torch.ops.fused.scaled_masked_softmax(torch.ops.fused.glu(y, x, None, "silu"), None, None)
 """
-    ).f
+    exec(source, eager := {"torch": torch})
     x, b = torch.randn(4, 8), torch.randn(8)
-    torch.testing.assert_close(scripted(x, b), operators(x, b), rtol=0, atol=0)
+    torch.testing.assert_close(torch.jit.CompilationUnit(source).f(x, b), eager["f"](x, b), rtol=0, atol=0)
     for refused in (FF.swiglu, FusedMLP(8, 32)):
         with pytest.raises((torch.jit.frontend.NotSupportedError, RuntimeError)):
             torch.jit.script(refused)
