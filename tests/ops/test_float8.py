@@ -408,7 +408,7 @@ def test_opcheck(call: tuple[str, Callable[[Tensor], tuple[Any, ...]]]) -> None:
     torch.library.opcheck(getattr(fused, name).default, args, test_utils=utils)
 
 
-def test_vmap_is_each_example_s_own_call() -> None:
+def test_vmap_is_one_call_for_each() -> None:
     x = torch.randn(3, 128, 256)
     values, scales = torch.func.vmap(lambda x: fused.quantize(x, BLOCK))(x)
     for i in range(3):

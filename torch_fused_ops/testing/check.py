@@ -1,8 +1,7 @@
 """Check every operator on a device: ``torch.library.opcheck`` and the precision contract, over the sample inputs.
 
     rows = check("cuda")
-    for row in rows:
-        print(row_line(row))
+    print(table(rows))
     assert all(row.passed for row in rows)
 
 ``python -m torch_fused_ops check`` runs this. ``precision.py`` states the measures and their limits.
@@ -137,3 +136,9 @@ def row_line(row: Row) -> str:
     dtype = str(row.dtype).removeprefix("torch.")
     opchecks = str(row.opchecks) if row.opchecks else "-"
     return line((row.operator, dtype, str(row.samples), opchecks, *shown, "ok" if row.passed else "FAIL"))
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text: largest errors with their units, then the failures."""
+    failures = [f for row in rows for f in row.failures]
+    return "\n".join([line(), *(row_line(row) for row in rows), *failures])

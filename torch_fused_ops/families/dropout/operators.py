@@ -8,9 +8,10 @@ kernels are in ``kernels.py`` for GPUs and ``cpu.py`` for CPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
@@ -53,8 +54,14 @@ def _fake(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Ten
     return (input if residual is None else residual).new_empty(input.shape)
 
 
-def _backward_fake(grad: Tensor, *others: Any) -> Grads2:
-    dtype, bias_dtype, output_mask = others[-3:]
+def _backward_fake(
+    grad: Tensor,
+    seed: Tensor,
+    p: float,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    output_mask: Sequence[bool],
+) -> Grads2:
     d_input = grad.new_empty(grad.shape, dtype=dtype) if output_mask[0] else None
     return d_input, grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,10 +105,16 @@ def _input_grad(g: Tensor, own: bool, y: Tensor, scale: float) -> Tensor:
 
 
 def scaled_masked_softmax_backward(
-    grad: Tensor, output: Tensor, scale: float, *others: Any
+    grad: Tensor,
+    output: Tensor,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    sink_dtype: torch.dtype | None,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """See ``formulas.scaled_masked_softmax_backward``. PyTorch's own reads what is outside the window, too."""
-    sink_dtype, output_mask = others[-2:]
+    """The gradients of scaled_masked_softmax for (input, sink); None where output_mask says no."""
     if output.numel() == 0:
         d_sink = output.new_zeros(output.shape[-3:-2], dtype=sink_dtype) if output_mask[1] else None
         return output.new_empty(output.shape) if output_mask[0] else None, d_sink

@@ -381,10 +381,16 @@ def scaled_masked_softmax(
 
 
 def scaled_masked_softmax_backward(
-    grad: Tensor, output: Tensor, scale: float, *others: Any
+    grad: Tensor,
+    output: Tensor,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    sink_dtype: torch.dtype | None,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``formulas.scaled_masked_softmax_backward``, in one pass."""
-    *window, sink_dtype, output_mask = others
+    """The gradients of scaled_masked_softmax for (input, sink), in one pass; None where output_mask says no."""
     shape = tuple(output.shape)
     d_input = output.new_empty(shape) if output_mask[0] else None
     if not any(output_mask):
@@ -394,7 +400,7 @@ def scaled_masked_softmax_backward(
     dtype, compute = launching.compute_type(grad, output)
     if sink_dtype == torch.float64:
         dtype, compute = torch.float64, tl.float64
-    left, right = formulas.window_edges(*window)
+    left, right = formulas.window_edges(causal, window_left, window_right)
     (g, g_v), (y, y_v) = _view(grad, shape), _view(output, shape)
     rows, queries, heads = output.numel() // shape[-1], shape[-2], _heads(shape)
     terms = output.new_empty(rows, dtype=dtype) if output_mask[1] else None
