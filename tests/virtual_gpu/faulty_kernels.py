@@ -74,6 +74,17 @@ def in_one_place(x, out, XBLOCK: tl.constexpr):
 
 
 @triton.jit
+def of_some_programs(x, out, n, XBLOCK: tl.constexpr):
+    """Programs behind the end return, and the first one stores an element more."""
+    if tl.program_id(0) * XBLOCK >= n:
+        return
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    if tl.program_id(0) == 0:
+        tl.store(out + n, 0.0)
+    tl.store(out + i, tl.load(x + i))
+
+
+@triton.jit
 def far_away(x, out, rows, columns, XBLOCK: tl.constexpr, WIDE: tl.constexpr):
     """The last rows begin more than 2³¹ elements from the first."""
     row = tl.program_id(0)

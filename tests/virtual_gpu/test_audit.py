@@ -77,6 +77,7 @@ def test_a_barrier_makes_it_right() -> None:
 
 PLACES: dict[str, tuple[Any, str, tuple[Any, ...], int]] = {
     "beyond the end": (kernels.copied, "out of bounds", (meta(N - 1), meta(N), 1024), 4),
+    "beyond the end in one program": (kernels.of_some_programs, "out of bounds", (meta(N), meta(N), N), 6),
     "not all": (kernels.not_all, "unwritten", (meta(N), meta(N), N), 4),
     "in both programs": (kernels.copied, "written twice", (meta(N), meta(N), 512), 7),
     "in one place": (kernels.in_one_place, "written twice", (meta(N), meta(4)), 4),
@@ -88,6 +89,7 @@ def test_wrong_places_are_found(name: str) -> None:
     kernel, kind, args, programs = PLACES[name]
     audit = audited(kernel, *args, grid=(programs,), XBLOCK=1024)
     assert kinds(audit) == [kind], str(audit)
+    assert audited(kernels.of_some_programs, meta(N), meta(N + 1), N, grid=(6,), XBLOCK=1024).ok
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -14,19 +14,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .accesses import Fault, Memory, described, faults, traffic
+from .accesses import Memory, faults, traffic
 from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, load, written_sizes
 from .machine_code import MachineCode, assemble_configuration, cost, lowered, specialization, with_signature
 from .registers import unwritten
 from .results import PaperCompilation
 from .timeline import timeline_of
-from .ttgir import NotAnalyzed, evaluated
+from .ttgir import Grid, NotAnalyzed, evaluated
 from .work import LANE_INSTRUCTIONS
 
 _MOST_ELEMENTS = 1 << 18  # of a launch's programs together, for all of them to be evaluated
@@ -89,12 +89,25 @@ def _counted(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
 
 
-class _Launch(NamedTuple):
+@dataclass(frozen=True)
+class _Launch:
     name: str
     kernel: Kernel
-    memory: Mapping[str, Memory]
-    integers: Mapping[str, int]
-    grid: Callable[[Configuration], tuple[int, ...]]
+    arguments: Mapping[str, Any]
+    sizes: Callable[[Configuration], Sequence[int]]  # of the grid
+
+    @functools.cached_property
+    def memory(self) -> dict[str, Memory]:
+        numbers: dict[int, int] = {}
+        return {name: Memory.of(v, numbers) for name, v in self.arguments.items() if isinstance(v, Tensor)}
+
+    @functools.cached_property
+    def integers(self) -> dict[str, int]:
+        return {name: value for name, value in self.arguments.items() if isinstance(value, int)}
+
+    def grid(self, configuration: Configuration, gpu: GPU) -> Grid:
+        x, y, z = (*map(int, self.sizes(configuration)), 1, 1)[:3]
+        return Grid((x, y, z), configuration.num_warps * gpu.warp_size, gpu.warp_size)
 
 
 def audit(
@@ -148,26 +161,20 @@ def _launches(paper: PaperCompilation, gpu: GPU) -> Iterator[_Launch]:
     """Yield the launches of a program: its wrapper runs on meta tensors, which tells what shares memory."""
     calls: list[tuple[str, str, Sequence[Any]]] = []
     timeline_of([paper], launched=lambda *call: calls.append(call))
-    storages: dict[int, int] = {}
     for graph, name, args in calls:
         kernel = load(next(kernel.source for kernel in paper.graphs[graph].kernels if kernel.name == name), gpu)
         names = [name for name in kernel.jit.arg_names if name not in kernel.configurations[0].block]
         named = dict(zip([*names, *kernel.inductor_meta.get("extra_launcher_args", ())], args, strict=False))
-        yield _launch(f"{graph}: {name}", kernel, named, storages, functools.partial(_generated_grid, kernel, named))
+        yield _Launch(f"{graph}: {name}", kernel, named, functools.partial(_generated_grid, kernel, named))
 
 
-def _launch(name: str, kernel: Kernel, named: Mapping[str, Any], storages: dict[int, int], grid: Any) -> _Launch:
-    memory = {n: Memory.of(value, storages) for n, value in named.items() if isinstance(value, Tensor)}
-    return _Launch(name, kernel, memory, {n: v for n, v in named.items() if isinstance(v, int)}, grid)
-
-
-def _generated_grid(kernel: Kernel, named: Mapping[str, Any], configuration: Configuration) -> tuple[int, ...]:
+def _generated_grid(kernel: Kernel, named: Mapping[str, Any], configuration: Configuration) -> Sequence[int]:
     from torch._inductor.runtime.triton_heuristics import GridExpr
 
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages or 1}
     grid = GridExpr.from_meta(dict(kernel.inductor_meta), {**configuration.block, **options})
-    values = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
-    return tuple(int(size) for size in grid.eval_slow({**values, **configuration.block}))
+    sizes: Sequence[int] = grid.eval_slow({**named, **configuration.block})
+    return sizes
 
 
 def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, options: dict[str, Any]) -> _Launch:
@@ -181,13 +188,13 @@ def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, optio
     kernel = with_signature(kernel, compiled["signature"], values, compiled["divisible_by_16"])
     extra: dict[str, Any] = {name: options[name] for name in ("maxnreg", "enable_fp_fusion") if name in options}
     kernel = replace(kernel, configurations=configurations, options={**kernel.options, **extra}, constants=constants)
-    named = dict(zip(kernel.jit.arg_names, args, strict=False))
+    named = {n: v for n, v in zip(kernel.jit.arg_names, args, strict=False) if n in compiled["signature"]}
 
-    def launched(configuration: Configuration) -> tuple[int, ...]:
-        sizes = grid({**named, **constants, **configuration.block}) if callable(grid) else grid
-        return tuple(int(size) for size in (*sizes, 1, 1)[:3])
+    def sizes(configuration: Configuration) -> Sequence[int]:
+        given: Sequence[int] = grid({**named, **constants, **configuration.block}) if callable(grid) else grid
+        return given
 
-    return _launch(kernel.jit.__name__, kernel, {name: named[name] for name in compiled["signature"]}, {}, launched)
+    return _Launch(kernel.jit.__name__, kernel, named, sizes)
 
 
 def _reachable(kernel: Kernel) -> Iterator[list[Configuration]]:
@@ -223,6 +230,8 @@ def _shape_of_code(configuration: Configuration, threads: int, text: str) -> tup
 
 # ---- the audit -------------------------------------------------------------------------------------------------------
 
+_Compiled = tuple[MachineCode, Configuration]
+
 
 class _Auditor:
     """The findings of one audit; launches that differ in nothing that counts are looked at once."""
@@ -233,19 +242,17 @@ class _Auditor:
         self.notes: Counter[str] = Counter()
         self.seen: set[Any] = set()
         self.configurations = 0
-        self.codes: dict[Any, tuple[_Launch, list[tuple[MachineCode, Configuration]]]] = {}  # by kernel
-        self.reachable: dict[Any, tuple[_Launch, MachineCode, Configuration]] = {}  # by kernel and shape of code
+        # by kernel: in the configurations that Inductor would time, and in one of each shape of code
+        self.codes: dict[Any, tuple[_Launch, list[_Compiled], dict[Any, _Compiled]]] = {}
 
     def result(self) -> Audit:
         """The audit of the launches so far: last the machine code, whose listings are made together."""
-        for launch, codes in self.codes.values():
-            for code, configuration in codes:
+        for launch, own, by_shape in self.codes.values():
+            for code, configuration in (*own, *by_shape.values()):
                 self.registers(launch, configuration, code)
-            costs = [cost(code, launch.kernel) for code, _ in codes]
+            costs = [cost(code, launch.kernel) for code, _ in own]
             best = costs.index(min(costs))
-            self.speed(launch, *codes[best], costs[best])
-        for launch, code, configuration in self.reachable.values():
-            self.registers(launch, configuration, code)
+            self.speed(launch, *own[best], costs[best])
         notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
         return Audit(self.gpu.name, len(self.codes), self.configurations, tuple(self.findings), notes)
 
@@ -253,19 +260,16 @@ class _Auditor:
         """Look at one launch in all configurations."""
         kernel = launch.kernel
         text = kernel.jit.src.replace(kernel.jit.__name__, "kernel")
-        numbers: dict[int, int] = {}
-        memory = [
-            (name, m._replace(storage=numbers.setdefault(m.storage, len(numbers)))) for name, m in launch.memory.items()
-        ]
         compiled = text, repr((kernel.signature, kernel.constants, kernel.attrs))
-        if (launched := (*compiled, repr((memory, launch.integers)))) in self.seen:
+        if (launched := (*compiled, repr((launch.memory, launch.integers)))) in self.seen:
             return
         self.seen.add(launched)
         if compiled not in self.codes:
-            codes = [(assemble_configuration(kernel, self.gpu, c), c) for c in kernel.configurations]
-            self.codes[compiled] = launch, codes
-            self.configurations += len(codes)
-        for code, configuration in self.codes[compiled][1]:
+            own = [(assemble_configuration(kernel, self.gpu, c), c) for c in kernel.configurations]
+            self.codes[compiled] = launch, own, {}
+            self.configurations += len(own)
+        _, own, by_shape = self.codes[compiled]
+        for code, configuration in own:
             self.addresses(launch, configuration, code.ttgir)
         for group in _reachable(kernel) if self.all_configurations else ():
             self.configurations += len(group)
@@ -274,47 +278,41 @@ class _Auditor:
                 if threads_count:
                     threads_count = self.addresses(launch, configuration, text)
                 shape = _shape_of_code(configuration, configuration.num_warps * self.gpu.warp_size, text)
-                if shape[0] <= _MOST_A_THREAD and (compiled, shape) not in self.reachable:
-                    code = assemble_configuration(kernel, self.gpu, configuration)
-                    self.reachable[compiled, shape] = launch, code, configuration
+                if shape[0] <= _MOST_A_THREAD and shape not in by_shape:
+                    by_shape[shape] = assemble_configuration(kernel, self.gpu, configuration), configuration
 
     def add(self, launch: _Launch, configuration: Configuration, kind: str, where: str, evidence: str) -> None:
         blocks = [f"{name} {size}" for name, size in configuration.block.items()]
         blocks_and_warps = ", ".join([*blocks, f"{configuration.num_warps} warps"])
         self.findings.append(Finding(launch.name, blocks_and_warps, kind, where, evidence))
 
-    def programs(self, grid: tuple[int, ...], elements: int) -> tuple[Tensor, bool]:
-        """Ids of the programs to evaluate, and whether these are all."""
-        x, y, count = grid[0], grid[1], math.prod(grid)
-        numbers = torch.arange(count)
-        if count * elements > _MOST_ELEMENTS and count > _FEW_PROGRAMS:  # the ends, and some between with a neighbor
-            generator = torch.Generator().manual_seed(0)
-            some = torch.randint(count - 1, (_FEW_PROGRAMS // 2 - 1,), generator=generator)
-            numbers = torch.unique(torch.cat([torch.tensor([0, count - 1]), some, some + 1]))
-        return torch.stack([numbers % x, numbers // x % y, numbers // (x * y)], 1), len(numbers) == count
-
     def addresses(self, launch: _Launch, configuration: Configuration, text: str) -> bool:
         """Evaluate the addresses of a launch in one configuration; tell whether it loads and stores the same memory.
 
         Else it does not matter which thread holds an element, and other warps have the same faults.
         """
-        machine = configuration.num_warps * self.gpu.warp_size, self.gpu.warp_size
+        grid = launch.grid(configuration, self.gpu)
         with torch.device("cpu"):
-            grid = launch.grid(configuration)
-            programs, whole = self.programs(grid, _largest(text, r"!tt\.ptr"))
+            count = math.prod(grid.sizes)
+            programs = torch.arange(count)
+            if count * _largest(text, r"!tt\.ptr") > _MOST_ELEMENTS and count > _FEW_PROGRAMS:
+                # the ends, and some between with a neighbor
+                generator = torch.Generator().manual_seed(0)
+                some = torch.randint(count - 1, (_FEW_PROGRAMS // 2 - 1,), generator=generator)
+                programs = torch.unique(torch.cat([torch.tensor([0, count - 1]), some, some + 1]))
         try:
-            traces = evaluated(text, launch.integers, programs, grid, *machine) if len(programs) else []
+            accesses = evaluated(text, launch.integers, programs, grid) if count else []
         except NotAnalyzed as reason:
             self.notes[f"{launch.name}: {reason}"] += 1
             return True
-        for name in {access.name for trace in traces for access in trace.accesses if not access.argument}:
+        for name in {access.name for access in accesses if not access.argument}:
             self.notes[f"{launch.name}: the address of {name} depends on data"] += 1
-        distinct: dict[tuple[str, str], Fault] = {}  # an access in a loop is one
-        for fault in faults(traces, launch.memory, *machine, whole) if traces else ():
-            distinct.setdefault((fault.kind, fault.where), fault)
-        for fault in distinct.values():
-            self.add(launch, configuration, *fault)
-        kinds = {(launch.memory[a.argument].storage, a.kind) for t in traces for a in t.accesses if a.argument}
+        distinct: dict[tuple[str, str], str] = {}  # an access in a loop is one
+        for kind, where, evidence in faults(accesses, launch.memory, grid, whole=len(programs) == count):
+            distinct.setdefault((kind, where), evidence)
+        for (kind, where), evidence in distinct.items():
+            self.add(launch, configuration, kind, where, evidence)
+        kinds = {(launch.memory[access.argument].storage, access.kind) for access in accesses if access.argument}
         return any((storage, "store") in kinds for storage, kind in kinds if kind == "load")
 
     def registers(self, launch: _Launch, configuration: Configuration, code: MachineCode) -> None:
@@ -327,27 +325,26 @@ class _Auditor:
         self, launch: _Launch, code: MachineCode, configuration: Configuration, its_cost: tuple[float, ...]
     ) -> None:
         """Look for slow code in the configuration that a GPU would choose, of a launch that moves many bytes."""
-        grid, add = launch.grid(configuration), functools.partial(self.add, launch, configuration)
-        first = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
+        grid, add = launch.grid(configuration, self.gpu), functools.partial(self.add, launch, configuration)
+        count, first = math.prod(grid.sizes), torch.zeros(1, dtype=torch.int64, device="cpu")
         try:
-            traces = evaluated(code.ttgir, launch.integers, first, grid, code.threads, self.gpu.warp_size)
+            accesses = list(traffic(evaluated(code.ttgir, launch.integers, first, grid)))
         except NotAnalyzed:
             return
-        accesses = traffic(traces, launch.memory)
         nbytes = sum(access.in_sectors for access in accesses)
-        if nbytes * math.prod(grid) < _MANY_BYTES:
+        if nbytes * count < _MANY_BYTES:
             return
         for access in accesses:
             ratio = access.in_sectors / max(1, access.used)
             if ratio >= _UNCOALESCED and access.in_sectors > nbytes / 2:
                 evidence = f"moves {ratio:.0f} × its bytes: {access.in_sectors:,} bytes in sectors for {access.used:,}"
-                add("uncoalesced", described(access.access), evidence)
+                add("uncoalesced", str(access.access), evidence)
         if code.spills > _SPILLED * max(1, code.bytes_accessed):
             evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"
             add("spills", f"{code.registers} registers", evidence)
         _, roofline, instructions = its_cost
         blocks = resident_blocks(code, self.gpu)
-        many = math.prod(grid) > self.gpu.multi_processor_count
+        many = count > self.gpu.multi_processor_count
         if blocks < 2 and many and roofline > instructions / LANE_INSTRUCTIONS:
             evidence = f"{code.registers} registers of {code.threads} threads, {code.shared:,} bytes of shared memory"
             add("occupancy", f"{blocks} block a multiprocessor", evidence)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+_LISTS = r"((?:\[[\d, ]*\](?:, )?)*)"
 
 
 @functools.lru_cache(512)
@@ -21,59 +22,59 @@ def elements(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int
     if sliced:
         dim = int(sliced[1])
         return elements(sliced[2], (*shape[:dim], 1, *shape[dim:]), threads, warp_size)
-    if encoding.startswith("#ttg.blocked"):
-        return _blocked(encoding, shape, threads, warp_size)
-    if encoding.startswith("#ttg.linear"):
-        return _linear(encoding, shape, threads, warp_size)
-    return None
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-
-def _blocked(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int) -> Tensor:
-    names = ("sizePerThread", "threadsPerWarp", "warpsPerCTA", "order")
-    matches = [re.search(rf"{name} = \[([\d, ]+)\]", encoding) for name in names]
-    sizes, lanes, warps, order = ([int(n) for n in match[1].split(",")] for match in matches if match)
-    thread, strides = torch.arange(threads), _strides(shape)
-    lane, warp = thread % warp_size, thread // warp_size
-    numbers = torch.zeros(threads, 1, dtype=torch.int64)
-    for dim in order:
-        first = (warp % warps[dim] * lanes[dim] + lane % lanes[dim]) * sizes[dim]
-        lane, warp = lane // lanes[dim], warp // warps[dim]
-        tile = sizes[dim] * lanes[dim] * warps[dim]
-        registers = torch.arange(max(1, -(-shape[dim] // tile)))[:, None] * tile + torch.arange(sizes[dim])
-        places = (first[:, None] + registers.flatten()) % shape[dim]  # a smaller tensor is held several times
-        numbers = (numbers[:, None, :] + places[:, :, None] * strides[dim]).flatten(1)
-    return numbers
-
-
-def _linear(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int) -> Tensor:
-    strides = _strides(shape)
+    if not encoding.startswith(("#ttg.blocked", "#ttg.linear")):
+        return None
+    bases = (_linear if "linear" in encoding else _blocked)(encoding, shape)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
     def combined(name: str, numbers: Tensor) -> Tensor:
         """The exclusive or of the bases whose bits are set: sizes are powers of 2, so flat numbers do."""
-        bases = re.search(rf"{name} = \[((?:\[[\d, ]*\](?:, )?)*)\]", encoding)
         result = torch.zeros_like(numbers)
-        for bit, basis in enumerate(re.findall(r"\[([\d, ]+)\]", bases[1] if bases else "")):
-            places = (int(n) % size * stride for n, size, stride in zip(basis.split(","), shape, strides, strict=True))
-            result = result ^ ((numbers >> bit & 1) * sum(places))
+        for bit, places in enumerate(bases[name]):  # a smaller tensor is held several times
+            number = sum(p % size * stride for p, size, stride in zip(places, shape, strides, strict=True))
+            result = result ^ ((numbers >> bit & 1) * number)
         return result
 
-    registers = re.search(r"register = \[((?:\[[\d, ]*\](?:, )?)*)\]", encoding)
-    count = 1 << (registers[1].count("[") if registers else 0)
     thread = torch.arange(threads)
     of_thread = combined("lane", thread % warp_size) ^ combined("warp", thread // warp_size)
-    return of_thread[:, None] ^ combined("register", torch.arange(count))
+    return of_thread[:, None] ^ combined("register", torch.arange(1 << len(bases["register"])))
+
+
+def _linear(encoding: str, shape: tuple[int, ...]) -> dict[str, list[list[int]]]:
+    """The place of the element to which each bit of a register's, a lane's and a warp's number leads."""
+    texts = {name: re.search(rf"{name} = \[{_LISTS}\]", encoding) for name in ("register", "lane", "warp")}
+    return {
+        name: [[int(n) for n in basis.split(",")] for basis in re.findall(r"\[([\d, ]+)\]", match[1] if match else "")]
+        for name, match in texts.items()
+    }
+
+
+def _blocked(encoding: str, shape: tuple[int, ...]) -> dict[str, list[list[int]]]:
+    """The same of tiles: those of a thread, a warp and a program, repeated in registers."""
+    bases: dict[str, list[list[int]]] = {"register": [], "lane": [], "warp": []}
+    steps = [1] * len(shape)
+    counts = re.findall(r"(?:sizePerThread|threadsPerWarp|warpsPerCTA|order) = \[([\d, ]+)\]", encoding)
+    sizes, lanes, warps, order = ([int(n) for n in text.split(",")] for text in counts)
+    for name, tile in (("register", sizes), ("lane", lanes), ("warp", warps), ("register", shape)):
+        for dim in order:
+            repeats = tile[dim] if tile is not shape else max(1, shape[dim] // steps[dim])
+            for _ in range(repeats.bit_length() - 1):
+                bases[name].append([steps[dim] * (dim == axis) for axis in range(len(shape))])
+                steps[dim] *= 2
+    return bases
 
 
 @functools.lru_cache(512)
-def owners(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int) -> tuple[Tensor, Tensor] | None:
-    """For each element the first thread that holds it, which is the one that stores it, and the number of threads."""
+def owners(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int) -> tuple[Tensor, Tensor]:
+    """For each element the first thread that holds it, which is the one that stores it, and the number of threads.
+
+    The thread is -1 where the layout is not known. A scalar is held by all.
+    """
+    if not shape:
+        return torch.zeros(1, dtype=torch.int64), torch.tensor([threads])
     numbers, size = elements(encoding, shape, threads, warp_size), math.prod(shape)
     if numbers is None:
-        return None
+        return torch.full((size,), -1), torch.ones(size, dtype=torch.int64)
     pairs = torch.unique(numbers * threads + torch.arange(threads)[:, None])
     element, thread = pairs // threads, pairs % threads
     first = torch.full((size,), threads).scatter_reduce(0, element, thread, "amin")
@@ -83,22 +84,16 @@ def owners(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int) 
 @functools.lru_cache(512)
 def crosses_warps(source: str, target: str, shape: tuple[int, ...], threads: int, warp_size: int) -> bool:
     """Tell whether a warp needs elements that another one holds, so that a conversion goes through shared memory."""
-    holds = []
-    for encoding in (source, target):
-        numbers = elements(encoding, shape, threads, warp_size)
-        if numbers is None:
-            return True
-        elements_of_warp = torch.zeros(-(-threads // warp_size), math.prod(shape), dtype=torch.bool)
-        elements_of_warp[torch.arange(threads)[:, None] // warp_size, numbers] = True
-        holds.append(elements_of_warp)
-    return bool((holds[1] & ~holds[0]).any())
+    before, after = (elements(encoding, shape, threads, warp_size) for encoding in (source, target))
+    if before is None or after is None:
+        return True
+    warp = torch.arange(threads)[:, None] // warp_size * math.prod(shape)
+    return not bool(torch.isin(warp + after, warp + before).all())
 
 
 @functools.lru_cache(512)
 def reduces_across_warps(encoding: str, shape: tuple[int, ...], axis: int, threads: int, warp_size: int) -> bool:
     """Tell whether several warps hold the elements along an axis, so that its reduction has a barrier."""
-    known = owners(encoding, shape, threads, warp_size)
-    if known is None:
-        return True
-    warp = (known[0] // warp_size).reshape(shape)
-    return bool((warp != warp.narrow(axis, 0, 1)).any())
+    thread, _ = owners(encoding, shape, threads, warp_size)
+    warp = (thread // warp_size).reshape(shape)
+    return bool((thread < 0).any() or (warp != warp.narrow(axis, 0, 1)).any())

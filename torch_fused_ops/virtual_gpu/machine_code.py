@@ -169,12 +169,12 @@ def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
 
 def sectors(code: MachineCode, kernel: Kernel) -> float:
     """Bytes of the sectors that a program moves, for each byte that it uses; 1 where its addresses are not known."""
-    first = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
+    first, grid = (
+        torch.zeros(1, dtype=torch.int64, device="cpu"),
+        ttgir.Grid((1, 1, 1), code.threads, code.gpu.warp_size),
+    )
     try:
-        traces = ttgir.evaluated(
-            code.ttgir, written_sizes(kernel.jit.src), first, (1, 1, 1), code.threads, code.gpu.warp_size, 4
-        )
-        accesses = traffic(traces)
+        accesses = list(traffic(ttgir.evaluated(code.ttgir, written_sizes(kernel.jit.src), first, grid, most_turns=4)))
     except ttgir.NotAnalyzed:
         return 1.0
     return sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0

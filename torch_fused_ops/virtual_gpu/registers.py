@@ -56,7 +56,7 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
 
     Empty where the listing has a jump through a table, whose targets are not known.
     """
-    code = _numbered(_followed([_instruction(match) for match in _LINE.finditer(listing)]))
+    code = _followed([_instruction(match) for match in _LINE.finditer(listing)])
     if not code or any(instruction.name.startswith(("BRX", "JMX")) for instruction in code):
         return []
     successors = _successors(code)
@@ -68,8 +68,7 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
         before = states[number]
         assert before is not None
         after = _after(code[number], before)
-        barrier = code[number].operands[-1] if code[number].name.startswith("BSYNC") else ""
-        for successor in (*successors[number], *map(int, after.get(barrier, ()))):
+        for successor in successors[number]:
             known = states[successor]
             joined = after if known is None else _joined(known, after)
             if joined is not known:
@@ -114,9 +113,6 @@ def _joined(known: dict[str, frozenset[str]], after: dict[str, frozenset[str]]) 
 
 
 def _after(instruction: _Instruction, before: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
-    """The state behind an instruction: guards of writes by register, and where a barrier's threads go on."""
-    if instruction.name.startswith("BSSY"):
-        return {**before, instruction.operands[0]: frozenset(map(str, instruction.targets))}
     if not instruction.writes and not instruction.copies:
         return before
     after = dict(before)
@@ -132,24 +128,23 @@ def _after(instruction: _Instruction, before: dict[str, frozenset[str]]) -> dict
     return after
 
 
-def _numbered(code: list[_Instruction]) -> list[_Instruction]:
-    """Name the targets of jumps by their number in place of their address."""
+def _successors(code: list[_Instruction]) -> list[list[int]]:
     numbers = {instruction.address: number for number, instruction in enumerate(code)}
-    return [i._replace(targets=tuple(numbers[target] for target in i.targets if target in numbers)) for i in code]
-
-
-def _successors(code: list[_Instruction]) -> list[tuple[int, ...]]:
-    """The instructions that may follow each one, but for those behind a barrier."""
-    returns = tuple(number + 1 for number, i in enumerate(code[:-1]) if i.name.startswith("CALL"))
+    returns = [number + 1 for number, i in enumerate(code[:-1]) if i.name.startswith("CALL")]
+    converge = [numbers[t] for i in code if i.name.startswith("BSSY") for t in i.targets if t in numbers]
     result = []
     for number, instruction in enumerate(code):
-        targets = instruction.targets if instruction.name.startswith(("BRA", "CALL", "JMP")) else ()
-        following = () if number + 1 == len(code) else (number + 1,)
+        targets = []
+        following = [] if number + 1 == len(code) else [number + 1]
         unconditional = instruction.guard in ("", "PT", "UPT") and len(instruction.operands) < 2
-        if instruction.name.startswith("RET"):
+        if instruction.name.startswith(("BRA", "CALL", "JMP")):
+            targets = [numbers[target] for target in instruction.targets if target in numbers]
+        elif instruction.name.startswith("RET"):
             targets = returns
+        elif instruction.name.startswith("BSYNC") and number + 1 not in converge:
+            targets = converge  # else its own is what follows
         if instruction.name.startswith(("EXIT", "BRA", "JMP", "KILL", "RET")) and unconditional:
-            following = ()
+            following = []
         result.append(following + targets)
     return result
 

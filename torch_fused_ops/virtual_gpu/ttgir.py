@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +24,25 @@ class NotAnalyzed(Exception):
     """A kernel has an operation that is not evaluated; the message names it."""
 
 
-class _Divergent(NotAnalyzed):
-    """The programs do not take the same path."""
+class _Divergent(Exception):
+    """The programs do not take the same path; the argument is the value that decides, of each."""
+
+
+class Grid(NamedTuple):
+    """The programs of a launch and their threads."""
+
+    sizes: tuple[int, int, int]
+    threads: int  # of a program
+    warp_size: int
+
+    def ids(self, programs: Tensor) -> Tensor:
+        """The ids of programs, given by number (..., 3)."""
+        x, y, _ = self.sizes
+        return torch.stack([programs % x, programs // x % y, programs // (x * y)], -1)
+
+    def program(self, number: Tensor) -> str:
+        """A program as a person reads it."""
+        return f"program {tuple(self.ids(number).tolist())}"
 
 
 class Type(NamedTuple):
@@ -47,19 +63,21 @@ class Op:
     text: str
     operands: tuple[str, ...] = ()
     types: tuple[Type, ...] = ()  # of operands and results, in the text's order
+    line: str = ""  # of the source: ", line 12"
     regions: list[list[Op]] = field(default_factory=list)
 
 
 class Value(NamedTuple):
-    """An integer, or an address: bytes from a pointer argument's first."""
+    """An integer, or an address: bytes from a pointer argument's first; of anything else the loads that it needs."""
 
-    data: Tensor  # exact (programs or 1, *shape)
+    data: Tensor | None = None  # exact (programs or 1, *shape)
     argument: str = ""
     wrong: Tensor | None = None  # where an integer of 32 bits that it is computed from overflows
+    loads: frozenset[str] = frozenset()
 
 
 class Access(NamedTuple):
-    """A load or a store of all evaluated programs; addresses and masks are tensors (programs, elements)."""
+    """A load or a store of programs that take the same path; addresses and masks are tensors (programs, elements)."""
 
     kind: str  # "load", "store" or "atomic"
     order: int  # of execution
@@ -70,19 +88,15 @@ class Access(NamedTuple):
     itemsize: int
     shape: tuple[int, ...]  # of the tensor of addresses
     encoding: str
-    name: str  # "tt.load %tmp0"
+    name: str  # "tt.load %tmp0, line 12"
     value: frozenset[str]  # the loads that a store's value depends on; the load itself
     wrong: Tensor | None  # where an overflow has reached the address
+    programs: Tensor  # the programs' numbers
+    barriers: int  # passed before
+    spread: bool = False  # other threads get what was loaded, by a reduction or another layout
 
-
-@dataclass
-class Trace:
-    """The accesses of programs (programs, 3) that take the same path, in the order of execution."""
-
-    programs: Tensor
-    accesses: list[Access] = field(default_factory=list)
-    barriers: list[int] = field(default_factory=list)  # the order of each
-    spread: set[str] = field(default_factory=set)  # loads that other threads get, by a reduction or another layout
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.argument} ({self.name})"
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -90,25 +104,38 @@ class Trace:
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\([^()]*\))*\)')
 _OPERATION = re.compile(r'(?:(%[\w$.]+)(?::(\d+))?(?:, %[\w$.:]+)* = )?"?([a-z_]+[\w.]*)"?(.*)')
 _NAME = re.compile(r"%[\w$.]+(?:#\d+)?")
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)(!tt\.ptr<[^>]*>|\w+)(?:, (.*))?>$")
+# "tensor<4x!tt.ptr<f32>, #ttg.blocked<{…}>>", "!tt.ptr<f32>", "i32"; the encoding is expanded.
+_TYPE = re.compile(
+    r"tensor<((?:\d+x)*)(!tt\.ptr<[^>]*>|\w+)(?:, (#.*?))?>(?=[,) ]|$)|(!?\b(?!to\b)[a-z][\w.]*(?:<.*?>(?=[,) ]|$))?)"
+)
 
 
 @functools.lru_cache(64)
 def parsed(text: str) -> tuple[tuple[str, ...], list[Op]]:
     """The names of a kernel's arguments with their types, "%x: !tt.ptr<f32>", and its operations."""
-    text = _LOCATION.sub("", text)
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.M))
     encodings = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)\s*$", text, re.M))
     if text.count("tt.func ") != 1:
         raise NotAnalyzed("tt.call")
     header, _, body = text[text.index("tt.func ") :].partition("\n")
-    ops, _ = _block(iter(line.strip() for line in body.splitlines()), encodings)
-    return tuple(re.findall(r"(%\w+: [^,{)]+)", header)), ops
+    body = re.sub(r"#\w+(?![\w.])", lambda match: encodings.get(match[0], match[0]), body)
+    ops, _ = _block((line.strip() for line in body.splitlines()), places)
+    return tuple(re.findall(r"(%\w+: [^,{)]+)", _LOCATION.sub("", header))), ops
 
 
-def _block(lines: Iterator[str], encodings: Mapping[str, str]) -> tuple[list[Op], str]:
+def _source_line(places: Mapping[str, str], place: str) -> str:
+    """The line of the source that a location leads to: "#loc3", which is "name"(#loc1), which is "file":12:8."""
+    text = places.get(place, "")
+    number, inner = re.search(r'":(\d+):', text), re.search(r"#loc\d*", text)
+    return f", line {number[1]}" if number else _source_line(places, inner[0]) if inner else ""
+
+
+def _block(lines: Iterator[str], places: Mapping[str, str]) -> tuple[list[Op], str]:
     """The operations as far as the brace that closes their block, and its line."""
     ops: list[Op] = []
-    for line in lines:
+    for located in lines:
+        place = re.search(r" loc\((#loc\d*)\)$", located)
+        line = _LOCATION.sub("", located)
         if line.startswith("}"):
             return ops, line
         if line.startswith("^"):
@@ -119,39 +146,23 @@ def _block(lines: Iterator[str], encodings: Mapping[str, str]) -> tuple[list[Op]
             continue
         closing, regions = line, []
         while closing.endswith("{"):
-            inner, closing = _block(lines, encodings)
+            inner, closing = _block(lines, places)
             regions.append(inner)
         text = match[4] if not regions or ":" not in closing else f"{match[4]} {closing[1:]}"
         head, _, types = text.rpartition(" : ") if " : " in text else (text, "", "")
         results = [f"{match[1]}#{i}" for i in range(int(match[2]))] if match[2] else [match[1]] if match[1] else []
-        read = tuple(_type(part, encodings) for part in _split(types))
-        ops.append(Op(tuple(results), match[3], head, tuple(_NAME.findall(head)), read, regions))
+        source_line = _source_line(places, place[1]) if place else ""
+        read = tuple(_type(*type_match.groups()) for type_match in _TYPE.finditer(types))
+        ops.append(Op(tuple(results), match[3], head, tuple(_NAME.findall(head)), read, source_line, regions))
     return ops, ""
 
 
-def _split(types: str) -> Iterator[str]:
-    """The single types in "(tensor<4xi32, #a>, i32) -> tensor<4xi32, #a>", "i32 to i64"."""
-    depth, part = 0, ""
-    for character in types.replace("->", ",").replace(" to ", ","):
-        depth += (character in "<{[") - (character in ">}]")
-        if character == "," and not depth:
-            yield part.strip(" ()")
-            part = ""
-        else:
-            part += character
-    if part.strip(" ()"):
-        yield part.strip(" ()")
-
-
-def _type(text: str, encodings: Mapping[str, str]) -> Type:
-    match = _TENSOR.match(text)
-    shape, element, encoding = match.groups() if match else ("", text, "")
-    for _ in range(3):  # a slice names its parent
-        encoding = re.sub(r"#\w+(?![\w.])", lambda m: encodings.get(m[0], m[0]), encoding or "")
+def _type(shape: str | None, element: str | None, encoding: str | None, scalar: str | None) -> Type:
+    element = element or scalar or ""
     number = re.search(r"\d+", element)
     bits = int(number[0]) if number else 64
-    sizes = tuple(int(size) for size in shape.split("x") if size)
-    return Type(sizes, max(1, bits // 8), encoding, bits if re.fullmatch(r"i\d+", element) else 0)
+    sizes = tuple(int(size) for size in (shape or "").split("x") if size)
+    return Type(sizes, max(1, bits // 8), encoding or "", bits if re.fullmatch(r"i\d+", element) else 0)
 
 
 # ---- evaluating ------------------------------------------------------------------------------------------------------
@@ -173,50 +184,48 @@ _PASSED_ON |= {"convert_layout", "extsi", "extui", "trunci", "index_cast", "inde
 _BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "ttg.local_load", "ttg.async_wait")
 
 
-def evaluated(text: str, integers: Mapping[str, int], programs: Tensor, *launched: Any) -> list[Trace]:
-    """Evaluate a kernel in TTGIR for these programs (programs, 3): one trace for those that take the same path.
+def evaluated(
+    text: str, integers: Mapping[str, int], programs: Tensor, grid: Grid, most_turns: int | None = None
+) -> list[Access]:
+    """Evaluate a kernel in TTGIR for some programs; those that take different paths have accesses of their own.
 
     Args:
         text: TTGIR.
         integers: values of its integer arguments by name.
-        programs: program ids.
-        *launched: the grid, threads of a program, threads of a warp, and the most turns of a loop, by default all.
+        programs: their numbers.
+        grid: all programs.
+        most_turns: of a loop, by default all.
 
     Raises:
         NotAnalyzed: for control flow that depends on data, and for `tt.call`.
     """
     with torch.device("cpu"):
         try:
-            return [_Evaluation(text, integers, programs, *launched).run()]
-        except _Divergent:
-            if len(programs) == 1:
-                raise
-        return [_Evaluation(text, integers, alone, *launched).run() for alone in programs.split(1)]
+            return _Evaluation(text, integers, programs, grid, most_turns).run()
+        except _Divergent as divergence:
+            (values,) = divergence.args
+    same_path = [programs[values == value] for value in torch.unique(values)]
+    return [access for some in same_path for access in evaluated(text, integers, some, grid, most_turns)]
 
 
-@dataclass
 class _Evaluation:
-    text: str
-    integers: Mapping[str, int]
-    programs: Tensor
-    grid: tuple[int, ...]
-    threads: int
-    warp_size: int
-    most_turns: int | None = None
-
-    def __post_init__(self) -> None:
-        self.values: dict[str, Value | None] = {}
-        self.loads: dict[str, frozenset[str]] = {}  # by value, the loads that it depends on
-        self.order, self.trace = 0, Trace(self.programs)
-        self.yielded: tuple[str, ...] = ()
-        arguments, self.ops = parsed(self.text)
+    def __init__(
+        self, text: str, integers: Mapping[str, int], programs: Tensor, grid: Grid, most_turns: int | None
+    ) -> None:
+        self.programs, self.grid, self.most_turns = programs, grid, most_turns
+        self.values: dict[str, Value] = {}
+        self.order = self.barriers = 0
+        self.accesses: list[Access] = []
+        self.spread: frozenset[str] = frozenset()  # loads that other threads get, by a reduction or another layout
+        self.yielded: list[Value] = []
+        arguments, self.ops = parsed(text)
         for name, kind in (argument.split(": ", 1) for argument in arguments):
             if "!tt.ptr" in kind:
                 self.values[name] = Value(torch.zeros(1, dtype=torch.int64), name[1:])
-            elif name[1:] in self.integers:
-                self.values[name] = Value(torch.tensor([self.integers[name[1:]]]))
+            elif name[1:] in integers:
+                self.values[name] = Value(torch.tensor([integers[name[1:]]]))
 
-    def run(self) -> Trace:
+    def run(self) -> list[Access]:
         """Run the function's blocks, which end in a branch or a return."""
         blocks: dict[str, list[Op]] = {"": []}
         for op in self.ops:
@@ -226,7 +235,7 @@ class _Evaluation:
             last = self.block(blocks[label])
             targets = re.findall(r"\^\w+", last.text) if last else []
             if last is None or not targets:
-                return self.trace
+                return [access._replace(spread=bool(access.value & self.spread)) for access in self.accesses]
             if "(" in last.text.replace("()", ""):
                 raise NotAnalyzed(f"{last.name} with arguments")
             label = targets[0] if len(targets) == 1 or self.uniform(last.operands[0], last.name) else targets[1]
@@ -237,83 +246,84 @@ class _Evaluation:
             self.order += 1
             if op.name.startswith("cf."):
                 return op
-            depends = frozenset[str]().union(*(self.loads.get(name, frozenset()) for name in op.operands))
-            result, depends = self.operation(op, depends)
-            if not op.name.startswith("scf."):  # which set theirs
-                self.values |= dict.fromkeys(op.results, result)
-                self.loads |= dict.fromkeys(op.results, depends)
+            values = [self.values.get(operand, Value()) for operand in op.operands]
+            if op.name == "scf.for":
+                self.loop(op)
+            elif op.name == "scf.if":
+                self.branch(op)
+            else:
+                loads = frozenset[str]().union(*(value.loads for value in values))
+                result = self.operation(op, values, loads)
+                self.values |= dict.fromkeys(op.results, result._replace(loads=loads | result.loads))
         return None
 
     def uniform(self, name: str, what: str) -> int:
         """A value that is the same in all programs."""
-        value = self.values.get(name)
-        if value is None:
+        data = self.values.get(name, Value()).data
+        if data is None:
             raise NotAnalyzed(f"{what} of a value that depends on data")
-        if (value.data != value.data.flatten()[0]).any():
-            raise _Divergent(what)
-        return int(value.data.flatten()[0])
+        if (data != data.flatten()[0]).any():
+            raise _Divergent(data)
+        return int(data.flatten()[0])
 
-    def operation(self, op: Op, depends: frozenset[str]) -> tuple[Value | None, frozenset[str]]:
-        """The value of an operation where it is an integer or an address, and the loads that it depends on."""
-        name, values = op.name, [self.values.get(operand) for operand in op.operands]
-        first = values[0] if values else None
-        if name == "scf.for":
-            return self.loop(op)
-        if name == "scf.if":
-            return self.branch(op)
+    def operation(self, op: Op, values: list[Value], loads: frozenset[str]) -> Value:
+        """The value of an operation where it is an integer or an address, or the load that it is."""
+        name = op.name
+        first, second = (*values, Value(), Value())[:2]
         if name in ("scf.while", "tt.call") or name.startswith("tt.descriptor"):
             raise NotAnalyzed(name)
         if name in ("tt.reduce", "tt.scan"):
             shape, _, encoding, _ = op.types[0]
-            if layouts.reduces_across_warps(encoding, shape, _number("axis", op), self.threads, self.warp_size):
-                self.trace.barriers.append(self.order)
-            self.trace.spread |= depends
+            if layouts.reduces_across_warps(encoding, shape, _number("axis", op), *self.grid[1:]):
+                self.barriers += 1
+            self.spread |= loads
             bodies = [_REDUCTIONS.get(inner.name) for region in op.regions for inner in region if "." in inner.name]
-            if first is not None and len(values) == 1 and bodies[0] is not None and len(bodies) == 2:
-                return Value(bodies[0](first.data, 1 + _number("axis", op))), depends
+            if first.data is not None and len(values) == 1 and bodies[0] is not None and len(bodies) == 2:
+                return Value(bodies[0](first.data, 1 + _number("axis", op)))
         elif name == "scf.yield":
-            self.yielded = op.operands
+            self.yielded = values
         elif name in _BARRIERS:
-            self.trace.barriers.append(self.order)
+            self.barriers += 1
         elif name == "arith.constant":
             number = re.search(r"(?:dense<|^\s*)(true|false|-?\d+)(?:>|$)", op.text)
             if number is not None:
                 fill = {"true": 1, "false": 0}.get(number[1], number[1])
-                return Value(torch.full((1, *(op.types[-1].shape if op.types else ())), int(fill))), depends
+                return Value(torch.full((1, *(op.types[-1].shape if op.types else ())), int(fill)))
         elif name == "tt.get_program_id":
-            return Value(self.programs[:, "xyz".index(op.text.split()[0])]), depends
+            return Value(self.grid.ids(self.programs)[:, "xyz".index(op.text.split()[0])])
         elif name == "tt.get_num_programs":
-            return Value(torch.tensor([self.grid["xyz".index(op.text.split()[0])]])), depends
+            return Value(torch.tensor([self.grid.sizes["xyz".index(op.text.split()[0])]]))
         elif name == "tt.make_range":
-            return Value(torch.arange(_number("start", op), _number("end", op))[None]), depends
+            return Value(torch.arange(_number("start", op), _number("end", op))[None])
         elif name in ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas", "ttg.async_copy_global_to_local"):
-            return None, depends | self.access(op, values)
+            return self.access(op, values)
         elif name.partition(".")[2] in _PASSED_ON:
             if name == "ttg.convert_layout" and len(op.types) == 2:
                 before, after = op.types
-                self.trace.spread |= depends
-                if layouts.crosses_warps(before.encoding, after.encoding, before.shape, self.threads, self.warp_size):
-                    self.trace.barriers.append(self.order)
-            return first and self.reshaped(op, first), depends
+                self.spread |= loads
+                if layouts.crosses_warps(before.encoding, after.encoding, before.shape, *self.grid[1:]):
+                    self.barriers += 1
+            return self.reshaped(op, first)
         elif name == "tt.elementwise_inline_asm" and "mov.b32" in op.text and len(values) == 1:
-            return first, depends  # a copy that hides a value from the compiler
-        elif name == "tt.addptr" and first is not None and values[1] is not None:
-            offset = values[1].data * op.types[0].itemsize
-            return Value(first.data + offset, first.argument, _either(first, values[1])), depends
-        elif name == "arith.select" and all(value is not None for value in values):
-            condition, yes, no = (value for value in values if value is not None)
-            return Value(torch.where(condition.data != 0, yes.data, no.data), yes.argument, _either(yes, no)), depends
-        elif name.startswith("arith.") and len(values) == 2 and first is not None and values[1] is not None:
-            return self.integer(op, first, values[1]), depends
-        return None, depends
+            return first  # a copy that hides a value from the compiler
+        elif name == "tt.addptr" and first.data is not None and second.data is not None:
+            offset = second.data * op.types[0].itemsize
+            return Value(first.data + offset, first.argument, _either(first, second))
+        elif name == "arith.select":
+            (condition, _, _, _), yes, no = values
+            if condition is not None and yes.data is not None and no.data is not None:
+                return Value(torch.where(condition != 0, yes.data, no.data), yes.argument, _either(yes, no))
+        elif name.startswith("arith.") and len(values) == 2 and first.data is not None and second.data is not None:
+            return self.integer(op, first.data, second.data, _either(first, second))
+        return Value()
 
-    def integer(self, op: Op, a: Value, b: Value) -> Value | None:
+    def integer(self, op: Op, a: Tensor, b: Tensor, wrong: Tensor | None) -> Value:
         """The result of arithmetic on integers, with the places where one of 32 bits overflows."""
         compares = op.name == "arith.cmpi"
         match = re.match(r"\s*[su]?([a-z]{2}),", op.text) if compares else re.match(r"arith\.(\w+?)[su]?i$", op.name)
         if match is None or match[1] not in _BINARY:
-            return None
-        result, wrong = _BINARY[match[1]](a.data, b.data).long(), _either(a, b)
+            return Value()
+        result = _BINARY[match[1]](a, b).long()
         if op.types and op.types[-1].bits == 32 and not compares:
             outside = (result >= 1 << 31) | (result < -(1 << 31))
             if outside.any():
@@ -336,52 +346,57 @@ class _Evaluation:
                 return data.expand(-1, *shape)
             return data.reshape(-1, *shape) if op.name in ("tt.reshape", "tt.unsplat") else data
 
-        return Value(shaped(value.data), value.argument, None if value.wrong is None else shaped(value.wrong))
+        data, wrong = (part if part is None else shaped(part) for part in (value.data, value.wrong))
+        return Value(data, value.argument, wrong)
 
-    def access(self, op: Op, values: list[Value | None]) -> frozenset[str]:
-        """Note an access; returns the loads that its result is."""
+    def access(self, op: Op, values: list[Value]) -> Value:
+        """Note an access; returns its result, a load."""
         kind = "store" if op.name == "tt.store" else "atomic" if "atomic" in op.name else "load"
         (shape, itemsize, encoding, _), pointer = op.types[0], values[0]
-        *_, mask = values[: 2 if op.name == "tt.load" else 3]
-        has_mask = len(values) > (1 if op.name == "tt.load" else 2)
-        count = len(self.programs), math.prod(shape)
+        unknown = torch.ones([1] * (1 + len(shape)), dtype=torch.int64)
+        mask_at = 1 if op.name == "tt.load" else 2
+        mask = values[mask_at].data if len(values) > mask_at else unknown
 
         def whole(data: Tensor) -> Tensor:
-            return data.expand(-1, *shape).reshape(-1, count[1]).expand(count)
+            return data.expand(-1, *shape).reshape(len(data), -1).expand(len(self.programs), -1)
 
-        scalar = [1] * (1 + len(shape))
-        active = mask.data != 0 if mask and has_mask else torch.ones(scalar, dtype=torch.bool)
-        address, argument, wrong = pointer or Value(torch.zeros(scalar, dtype=torch.int64))
-        reads = frozenset(op.results if kind == "load" else ())
-        stored = self.loads.get(op.operands[1], frozenset()) if kind == "store" else frozenset[str]()
-        name = f"{op.name} {(*op.results, *op.operands)[0]}"
-        places = whole(address), whole(active), mask is not None or not has_mask, itemsize, shape, encoding
-        overflow = None if wrong is None else whole(wrong)
-        self.trace.accesses.append(Access(kind, self.order, argument, *places, name, reads or stored, overflow))
-        return reads
+        result = frozenset(op.results if kind == "load" else ())
+        self.accesses.append(
+            Access(
+                kind,
+                self.order,
+                pointer.argument,
+                whole(unknown if pointer.data is None else pointer.data),
+                whole(unknown if mask is None else mask) != 0,
+                mask is not None,
+                itemsize,
+                shape,
+                encoding,
+                f"{op.name} {(*op.results, *op.operands)[0]}{op.line}",
+                values[1].loads if kind == "store" else result,
+                None if pointer.wrong is None else whole(pointer.wrong),
+                self.programs,
+                self.barriers,
+            )
+        )
+        return Value(loads=result)
 
-    def loop(self, op: Op) -> tuple[Value | None, frozenset[str]]:
+    def loop(self, op: Op) -> None:
         (counter, first), *carried = re.findall(r"(%[\w$.]+) = (%[\w$.#]+)", op.text)
         low, high, step = (self.uniform(name, "scf.for") for name in (first, *op.operands[2:4]))
-        for name, start in carried:
-            self.values[name], self.loads[name] = self.values.get(start), self.loads.get(start, frozenset())
+        names = [name for name, _ in carried]
+        self.values |= {name: self.values.get(start, Value()) for name, start in carried}
         for number in itertools.islice(range(low, high, step), self.most_turns):
             self.values[counter] = Value(torch.tensor([number]))
             self.block(op.regions[0])
-            ends = [(self.values.get(end), self.loads.get(end, frozenset())) for end in self.yielded]
-            for (name, _), (value, loads) in zip(carried, ends, strict=False):
-                self.values[name], self.loads[name] = value, loads
-        for result, (name, _) in zip(op.results, carried, strict=False):
-            self.values[result], self.loads[result] = self.values[name], self.loads[name]
-        return None, frozenset()
+            self.values |= zip(names, self.yielded, strict=False)
+        self.values |= {result: self.values[name] for result, name in zip(op.results, names, strict=False)}
 
-    def branch(self, op: Op) -> tuple[Value | None, frozenset[str]]:
+    def branch(self, op: Op) -> None:
         taken = 0 if self.uniform(op.operands[0], "scf.if") else 1
         if taken < len(op.regions):
             self.block(op.regions[taken])
-            for result, end in zip(op.results, list(self.yielded), strict=False):
-                self.values[result], self.loads[result] = self.values.get(end), self.loads.get(end, frozenset())
-        return None, frozenset()
+            self.values |= zip(op.results, self.yielded, strict=False)
 
 
 def _either(a: Value, b: Value) -> Tensor | None:
