@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import raises
+from harness import Calls, raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -147,6 +147,17 @@ def test_scales_of_blocks_of_32_lie_in_tiles(shape: tuple[int, int]) -> None:
             filled.add(place)
             torch.testing.assert_close(e8m0[place], scales[block, row], rtol=0, atol=0, equal_nan=True)
     assert len(filled) == scales.numel() and not any(found[i] for i in range(found.numel()) if i not in filled)
+
+
+@pytest.mark.parametrize(("shape", "calls"), [((256, 512), 2), ((130, 512), 3)])
+def test_tiles_take_few_launches_in_eager_mode(shape: tuple[int, int], calls: int) -> None:
+    """A shift, and a copy that also narrows; padding where rows or blocks do not fill tiles."""
+    scales = fused.quantize(torch.randn(shape), 1, MX_BLOCK)[1]
+    with Calls() as seen:
+        float8.tiled(scales)
+    aten = torch.ops.aten
+    views = {aten.t.default, aten.view.default, aten.view.dtype, aten.permute.default, aten.detach.default}
+    assert len([func for func, *_ in seen.made if func not in views]) == calls
 
 
 def test_a_scale_that_is_known_gives_the_same_values() -> None:

@@ -156,10 +156,11 @@ def tiled(scales: Tensor) -> Tensor:
     Source: cuBLAS's documentation, "1D Block Scaling Factors Layout"; torch's ``SwizzleType.SWIZZLE_32_4_4``.
     """
     blocks, rows = scales.shape
-    exponents = (scales.t().view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
-    exponents = torch.nn.functional.pad(exponents, (0, -blocks % 4, 0, -rows % BLOCK))
-    tiles = exponents.view(padded(rows) // BLOCK, 4, 32, padded(blocks, 4) // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+    exponents = scales.t().view(torch.int32) >> _MANTISSA_BITS
+    if not isinstance(blocks * rows, int) or blocks % 4 or rows % BLOCK:
+        exponents = torch.nn.functional.pad(exponents, (0, -blocks % 4, 0, -rows % BLOCK))
+    tiles = exponents.view(padded(rows) // BLOCK, 4, 32, padded(blocks, 4) // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.to(torch.uint8, memory_format=torch.contiguous_format).view(-1)  # the second launch in eager mode
 
 
 def _untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
