@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Net, Ran, raises
+from harness import Net, Ran
 from torch import Tensor
 from torch.autograd.graph import (
     allow_mutation_on_saved_tensors,
@@ -50,6 +50,7 @@ CASES = {
     "dropout_add": Case(lambda h: FF.dropout_add(h, BIAS, h, seed=SEED, p=0.5), fused.dropout_add, 0),
     "softmax": Case(lambda h: FF.scaled_masked_softmax(h, scale=0.3, causal=True), fused.scaled_masked_softmax, 0),
     "bias_act fp8": Case(lambda h: FF.bias_gelu(h, BIAS, memory="fp8"), fused.bias_act, FP8),
+    "bias and relu": Case(lambda h: FF.bias_relu(h, BIAS), fused.bias_act, 0),
     "relu fp8": Case(lambda h: FF.bias_relu(h, memory="fp8"), fused.bias_act, 0),
     "glu fp8": Case(lambda h: FF.swiglu(h, h, memory="fp8"), fused.glu, 2 * FP8),
     "bias_glu fp8": Case(lambda h: FF.bias_geglu(h, BIAS, memory="fp8"), fused.bias_glu, FP8),
@@ -325,7 +326,7 @@ def test_where_hooks_are_disabled(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_saved_may_be_mutated_where_that_is_allowed(name: str) -> None:
-    """Elsewhere autograd raises, and does not compute a wrong gradient."""
+    """What happens elsewhere: test_hostile.py."""
     case = CASES[name]
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
 
@@ -340,10 +341,6 @@ def test_what_is_saved_may_be_mutated_where_that_is_allowed(name: str) -> None:
 
     wanted = step(False)
     with allow_mutation_on_saved_tensors():
-        torch.testing.assert_close(step(True), wanted)
-    if case.keeps == H:  # h itself
-        raises(RuntimeError, "modified by an inplace operation", step, True)
-    else:
         torch.testing.assert_close(step(True), wanted)
 
 
