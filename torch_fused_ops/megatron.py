@@ -37,82 +37,13 @@ from torch import Tensor, nn
 from torch_fused_ops import functional
 from torch_fused_ops.families.softmax import operators as softmax
 from torch_fused_ops.operators import reference
-from torch_fused_ops.operators.routing import permute, sort_chunks_by_idxs, unpermute
-from torch_fused_ops.operators.viewless import (
-    MakeViewlessTensor,
-    assert_viewless_tensor,
-    make_viewless_tensor,
-    safely_set_viewless_tensor_data,
-)
-
-__all__ = [
-    "AttnMaskType",
-    "BiasGeGLUFunction",
-    "BiasSwiGLUFunction",
-    "FusedScaleMaskSoftmax",
-    "GeGLUFunction",
-    "GeLUFunction",
-    "MakeViewlessTensor",
-    "ScaledMaskedSoftmax",
-    "ScaledSoftmax",
-    "ScaledUpperTriangMaskedSoftmax",
-    "SoftmaxOne",
-    "SwiGLUFunction",
-    "WeightedBiasQuickGeGLUFunction",
-    "WeightedQuickGeGLUFunction",
-    "WeightedSquaredReLUFunction",
-    "WeightedSwiGLUFunction",
-    "assert_viewless_tensor",
-    "attention_mask_func",
-    "bias_clamped_swiglu",
-    "bias_clamped_swiglu_back",
-    "bias_dropout_add_fused_inference",
-    "bias_dropout_add_fused_train",
-    "bias_dropout_add_unfused",
-    "bias_geglu",
-    "bias_geglu_back",
-    "bias_geglu_impl",
-    "bias_gelu",
-    "bias_gelu_back",
-    "bias_gelu_impl",
-    "bias_swiglu",
-    "bias_swiglu_back",
-    "bias_swiglu_impl",
-    "clamped_swiglu",
-    "clamped_swiglu_back",
-    "clamped_weighted_swiglu",
-    "clamped_weighted_swiglu_back",
-    "erf_gelu",
-    "fast_gelu",
-    "geglu",
-    "geglu_back",
-    "get_bias_dropout_add",
-    "get_default_causal_mask",
-    "get_sliding_window_causal_mask",
-    "make_viewless_tensor",
-    "openai_gelu",
-    "permute",
-    "quick_geglu",
-    "quick_geglu_back",
-    "quick_gelu",
-    "safely_set_viewless_tensor_data",
-    "sort_chunks_by_idxs",
-    "squared_relu",
-    "swiglu",
-    "swiglu_back",
-    "unpermute",
-    "weighted_bias_quick_geglu",
-    "weighted_bias_quick_geglu_back",
-    "weighted_bias_quick_geglu_impl",
-    "weighted_bias_swiglu_impl",
-    "weighted_quick_geglu",
-    "weighted_quick_geglu_back",
-    "weighted_squared_relu",
-    "weighted_squared_relu_back",
-    "weighted_squared_relu_impl",
-    "weighted_swiglu",
-    "weighted_swiglu_back",
-]
+from torch_fused_ops.operators.routing import permute as permute
+from torch_fused_ops.operators.routing import sort_chunks_by_idxs as sort_chunks_by_idxs
+from torch_fused_ops.operators.routing import unpermute as unpermute
+from torch_fused_ops.operators.viewless import MakeViewlessTensor as MakeViewlessTensor
+from torch_fused_ops.operators.viewless import assert_viewless_tensor as assert_viewless_tensor
+from torch_fused_ops.operators.viewless import make_viewless_tensor as make_viewless_tensor
+from torch_fused_ops.operators.viewless import safely_set_viewless_tensor_data as safely_set_viewless_tensor_data
 
 # ---- from upstream's conventions to the operators' -------------------------------------------------------------------
 
