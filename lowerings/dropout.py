@@ -55,11 +55,10 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
         # One axis of the kernel has the columns of all blocks. LLVM sees that four neighbors there have one quotient by
         # four, but not of their remainders by the columns.
         block, row, column = index
-        narrow = functools.partial(ops.constant, dtype=torch.int32)
-        four = ops.bitwise_right_shift(ops.index_expr(block * columns + column, torch.int32), narrow(2))
-        before = ops.truncdiv(four, narrow(columns // 4)) * narrow(rows - 1) + ops.index_expr(row, torch.int32)
-        wide = [ops.to_dtype(x, torch.int64) for x in (four, before)]
-        return wide[0] + wide[1] * ops.constant(columns // 4, torch.int64)
+        wide = functools.partial(ops.constant, dtype=torch.int64)
+        four = ops.bitwise_right_shift(ops.index_expr(block * columns + column, torch.int64), wide(2))
+        before = ops.truncdiv(four, wide(columns // 4)) * wide(rows - 1) + ops.index_expr(row, torch.int64)
+        return four + before * wide(columns // 4)
 
     if operators.is_on_gpu(like):
         return draw(formulas.mask_at, torch.bool, size, counter, place)

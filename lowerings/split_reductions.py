@@ -140,11 +140,9 @@ def _edit(node: Node, operators: Mapping[Any, Operator]) -> _Edit | None:
     # A sum along the rows is in the loop that computes d.
     if not (sums or "per_column" in wanted) or "per_row" in wanted or not isinstance(rows * columns, int):
         return None
-    is_packed = "packed" in kinds
-    if is_packed and sums and node.args[1 + kinds.index("per_column")] is not None:
-        return None
+    packed_sums = sums if "packed" in kinds else []
     block = rows_of_a_block(rows, columns, value.device)
-    if block is None:
+    if block is None or (packed_sums and node.args[1 + kinds.index("per_column")] is not None):
         return None
     marked, dropout = _calls_on_same_data(node, operators), fused.dropout_add_backward.default
     while grad.target in (*VIEWS, operator.getitem):
@@ -155,10 +153,9 @@ def _edit(node: Node, operators: Mapping[Any, Operator]) -> _Edit | None:
         marked += _calls_on_same_data(grad, operators)
     if columns % 4 and dropout in (node.target, grad.target):
         return None  # each element would draw four random words
-    if is_packed and sums:
-        _sum_in_operator(node.graph, node, kinds.index("per_column"), sums)
-        sums = []
-    return _Edit(marked, sums, block)
+    if packed_sums:
+        _sum_in_operator(node.graph, node, kinds.index("per_column"), packed_sums)
+    return _Edit(marked, [] if packed_sums else sums, block)
 
 
 def _calls_on_same_data(node: Node, operators: Mapping[Any, Operator]) -> list[Node]:
