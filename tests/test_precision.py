@@ -21,6 +21,12 @@ from torch_fused_ops.testing.samples import OPERATORS, Sample, backward_samples,
 def test_every_value(name, dtype):
     for (kind, _), e in precision.sweep(name, dtype).items():
         assert e <= precision.LIMITS[kind, dtype], kind
+    x = precision.every_value(dtype)
+    x = x[x.abs() < 2.0**60][None].requires_grad_()  # relu2's square is finite
+    up = torch.sin(x.detach()).requires_grad_()
+    for op, args in ("bias_act", (x, None, None, name)), ("glu", (x, up, None, name, 0.0, None)):
+        for (kind, _), e in precision.measure(Sample(op, "random gradients", args)).items():
+            assert e <= precision.LIMITS[kind, dtype], (op, kind)
 
 
 @pytest.mark.slow
