@@ -102,6 +102,18 @@ class Net(nn.Module):
         return self.body(self, x, *rest)
 
 
+def conv1d(width: int, hidden: int) -> nn.Module:
+    """As GPT-2's: addmm with a weight of (in, out), and the residual behind."""
+
+    def body(s: Any, x: Tensor) -> Tensor:
+        h = torch.addmm(s.b, x.view(-1, x.size(-1)), s.w).view(*x.shape[:-1], hidden)
+        h = 0.5 * h * (1.0 + torch.tanh(0.7978845608028654 * (h + 0.044715 * torch.pow(h, 3.0))))
+        return x + torch.addmm(s.c, h.view(-1, h.size(-1)), s.v).view(x.shape)
+
+    shapes = {"w": (width, hidden), "b": (hidden,), "v": (hidden, width), "c": (width,)}
+    return Net(body, **{name: nn.Parameter(torch.randn(shape) / width**0.5) for name, shape in shapes.items()})
+
+
 class Stack(nn.Module):
     """Layers one after the other, each added to its input if ``residual``; what is made of the last one's result."""
 

@@ -27,21 +27,15 @@ def mixer() -> nn.Module:
     return Net(body, tokens=MLP(4, 12, nn.GELU()), channels=MLP(8, 16, nn.GELU()), norm=nn.LayerNorm(8))
 
 
-class ConvNeXt(nn.Module):
+def convnext(linear: bool) -> nn.Module:
     """A ConvNeXt block, its pointwise convolutions as Linear, or as what they are."""
 
-    def __init__(self, linear: bool) -> None:
-        super().__init__()
-        self.depthwise, self.norm = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.LayerNorm(8)
-        self.up, self.down = (
-            (nn.Linear(8, 32), nn.Linear(32, 8)) if linear else (nn.Conv2d(8, 32, 1), nn.Conv2d(32, 8, 1))
-        )
+    def body(s: Any, x: Tensor) -> Tensor:
+        y = s.norm(s.depthwise(x).permute(0, 2, 3, 1))
+        return x + (s.mlp(y).permute(0, 3, 1, 2) if linear else s.mlp(y.permute(0, 3, 1, 2)))  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        if isinstance(self.up, nn.Linear):
-            return x + self.down(F.gelu(self.up(y))).permute(0, 3, 1, 2)
-        return x + self.down(F.gelu(self.up(y.permute(0, 3, 1, 2))))
+    mlp = MLP(8, 32, linear=nn.Linear if linear else functools.partial(nn.Conv2d, kernel_size=1))
+    return Net(body, depthwise=nn.Conv2d(8, 8, 3, padding=1, groups=8), norm=nn.LayerNorm(8), mlp=mlp)
 
 
 def weights(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
@@ -84,14 +78,10 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[tuple[str,
         [("bias_act", "silu")],
     ),
     "MLP-Mixer": (mixer, ROWS, [("bias_act", "gelu")] * 2),
-    "ConvNeXt, linear": (lambda: ConvNeXt(True), IMAGE, [("bias_act", "gelu")]),
-    "ConvNeXt, pointwise convolutions": (lambda: ConvNeXt(False), IMAGE, [("bias_act", "gelu")]),
+    "ConvNeXt, linear": (lambda: convnext(True), IMAGE, [("bias_act", "gelu")]),
+    "ConvNeXt, pointwise convolutions": (lambda: convnext(False), IMAGE, [("bias_act", "gelu")]),
     "experts by bmm": (lambda: experts(torch.bmm), (3, 4, 8), [("glu", "silu")]),
-    "experts by einsum": (
-        lambda: experts(functools.partial(torch.einsum, "ecd,edf->ecf")),
-        (3, 4, 8),
-        [("glu", "silu")],
-    ),
+    "experts by einsum": (lambda: experts(EINSUM), (3, 4, 8), [("glu", "silu")]),
     "LoRA": (lambda: SwiGLU(8, 16, Adapted), X, [("glu", "silu")]),
 }
 

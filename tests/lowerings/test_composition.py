@@ -1,20 +1,6 @@
 """Pick-up among everything else: upstream's fusions, checkpointing, higher-order operators, DDP, other people's passes
 and threads, each with an MLP of ours in the same graph.
 
-* Attention that is written out still becomes SDPA; GEMMs are padded, batched and quantized as without us. In CPU
-  inference under ``freezing`` nothing is fused, for oneDNN's linear and activation in one. Pre-grad ``batch_linear``
-  runs before our pass and stacks what the second linear layers read: nothing is left to fuse there.
-* A policy of selective checkpointing can name our operators, and decides whatever ``FusionPolicy.memory`` says. Where
-  an MLP was fused it is asked about our operator, and never about the ``aten.gelu.default`` that it replaced.
-* Bodies of ``checkpoint``, ``cond``, ``nested_compile_region``, ``map``, ``scan`` and ``while_loop`` are graphs of
-  their own, in which MLPs are fused; one that a body's boundary cuts is not.
-* ``DDPOptimizer`` cuts the graph where a bucket of gradients is full, before a backend sees it: with weights larger
-  than a bucket that is between activation and second linear layer. ``torch._dynamo.config.optimize_ddp = False``
-  keeps it.
-* ``torch.compile(options={"pre_grad_custom_pass": …})`` replaces the process-wide slot for its time, and our pass
-  with it; ``compile_options(options=…)`` and ``backend="fused"`` join the two.
-* ``enable()`` does not change code that is compiled already; another policy's ``compile_options`` compile anew.
-
 Most tests compile with ``compiled``: every pass that Inductor has and no g++, a fraction of a second a graph.
 """
 
@@ -158,39 +144,32 @@ class Attention(nn.Module):
         return self.mlp(x + self.out(weights.matmul(v).transpose(1, 2).reshape(2, 16, 64)))  # type: ignore[no-any-return]
 
 
-class Int8Weights(nn.Module):
-    """An MLP whose weights are int8, dequantized after the product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in (("up", (256, 64)), ("down", (64, 256))):
-            self.register_buffer(name, torch.randint(-127, 127, shape, dtype=torch.int8))
-            self.register_buffer(f"{name}_scale", torch.rand(shape[0], dtype=torch.bfloat16) / 100)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.gelu(F.linear(x, self.up.to(x.dtype)) * self.up_scale)  # type: ignore[operator]
-        return F.linear(h, self.down.to(x.dtype)) * self.down_scale  # type: ignore[operator]
+def quantized(body: Callable[..., Tensor], dtype: torch.dtype) -> nn.Module:
+    """A model with the int8 weights of an MLP, and scales and zero points of their rows."""
+    members: dict[str, Any] = {}
+    for name, shape in (("up", (256, 64)), ("down", (64, 256))):
+        members[name] = torch.randint(-127, 127, shape, dtype=torch.int8)
+        members[f"{name}_scale"] = torch.rand(shape[0], dtype=dtype) / 100
+        members[f"{name}_zero"] = torch.zeros(shape[0], dtype=torch.int64)
+    return harness.Net(body, **members)
 
 
-class Int8(nn.Module):
+def int8_weights(s: Any, x: Tensor) -> Tensor:
+    """Weights are dequantized after the product."""
+    h = F.gelu(F.linear(x, s.up.to(x.dtype)) * s.up_scale)
+    return F.linear(h, s.down.to(x.dtype)) * s.down_scale  # type: ignore[no-any-return]
+
+
+def int8(s: Any, x: Tensor) -> Tensor:
     """What quantization (pt2e, x86) makes of an MLP: uint8 activations, int8 weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in (("up", (256, 64)), ("down", (64, 256))):
-            self.register_buffer(name, torch.randint(-127, 127, shape, dtype=torch.int8))
-            self.register_buffer(f"{name}_scale", torch.rand(shape[0]) / 100)
-            self.register_buffer(f"{name}_zero", torch.zeros(shape[0], dtype=torch.int64))
+    def linear(x: Tensor, *weight: Tensor) -> Tensor:
+        decomposed = torch.ops.quantized_decomposed
+        x = decomposed.quantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
+        x = decomposed.dequantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
+        return F.linear(x, decomposed.dequantize_per_channel(*weight, 0, -128, 127, torch.int8))
 
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        quantized = torch.ops.quantized_decomposed
-        x = quantized.quantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
-        x = quantized.dequantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
-        weight = (getattr(self, name), getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero"))
-        return F.linear(x, quantized.dequantize_per_channel(*weight, 0, -128, 127, torch.int8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(F.relu(self.linear(x, "up")), "down")
+    return linear(F.relu(linear(x, s.up, s.up_scale, s.up_zero)), s.down, s.down_scale, s.down_zero)
 
 
 def experts() -> nn.Module:
@@ -230,7 +209,7 @@ BF16 = torch.bfloat16
 FUSIONS = {
     "SDPA, training": Fusion(Attention, (2, 16, 64), ("fuse_attention",), 1, training=True),
     "SDPA, inference": Fusion(Attention, (2, 16, 64), ("fuse_attention",), 1),
-    "int8 weights": Fusion(Int8Weights, (2, 16, 64), ("woq_matcher_count",), 1, BF16),
+    "int8 weights": Fusion(lambda: quantized(int8_weights, BF16), (2, 16, 64), ("woq_matcher_count",), 1, BF16),
     "batched linears after grad": Fusion(
         experts, (16, 64), ("batch_linear_post_grad",), 5, training=True,
         config={POST_GRAD: {"batch_linear_post_grad": {}}},
@@ -258,7 +237,7 @@ FUSIONS = {
         MLP, (2, 16, 64), ("mkldnn_conv_binary_unary_fusion_matcher_count",), 0, BF16, config=FREEZING
     ),
     "int8 linear + relu": Fusion(
-        Int8, (32, 64),
+        lambda: quantized(int8, torch.float32), (32, 64),
         ("qlinear_weight_prepack_matcher_count", "qlinear_unary_matcher_count", "qlinear_unary_lower_count"), 0,
         config=FREEZING,
     ),
@@ -272,15 +251,13 @@ def test_upstreams_fusion_fires_next_to_ours(name: str) -> None:
     onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if ("oneDNN" in name or "int8" in name) and not onednn:
         pytest.skip("needs oneDNN with bfloat16")
-    if case.model is Int8:
+    if name == "int8 linear + relu":
         from torch._inductor.fx_passes import quantization
 
         if not hasattr(quantization, "_register_qlinear_weight_prepack"):
             pytest.skip("this torch leaves int8 linears to torchao")
         from torch.ao.quantization.fx import _decomposed  # noqa: F401 - registers the quantizing operators
-    model, x = case.model().train(case.training), torch.randn(case.shape).to(case.dtype)
-    if case.dtype != torch.float32 and not isinstance(model, Int8Weights):
-        model = model.to(case.dtype)
+    model, x = case.model().train(case.training).to(case.dtype), torch.randn(case.shape).to(case.dtype)
     with torch.set_grad_enabled(case.training):
         off, on = (
             compiled(model, x, options=options, config=case.config, lower=not case.training)
@@ -375,12 +352,13 @@ def test_eager_selective_checkpointing_names_our_operators(name: str, match: Che
 @pytest.mark.parametrize("match", [ALWAYS, NEVER])
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_compiled_selective_checkpointing_names_our_operators(name: str, match: CheckpointPolicy, memory: str) -> None:
-    """Picked up: the policy is asked about the operator that the MLP became, and decides against ours for memory."""
+    """Picked up: the policy is asked about the operator that the MLP became, in place of what it replaced, and decides
+    against ours for memory."""
     mlp, _, operator = SPELLINGS[name]
     x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
     gemms = dict.fromkeys((aten.mm.default, aten.addmm.default), ALWAYS)
-
-    context_fn = selective({operator: match, **gemms})
+    seen: set[Any] = set()
+    context_fn = selective({operator: match, **gemms}, seen)
 
     def model(x: Tensor) -> Tensor:
         return checkpoint(mlp, x, *ws, use_reentrant=False, context_fn=context_fn)  # type: ignore[no-any-return]
@@ -390,22 +368,11 @@ def test_compiled_selective_checkpointing_names_our_operators(name: str, match: 
     assert forward[str(operator)] == 1 and backward[str(operator)] == (match is NEVER)
     (wanted,) = torch.autograd.grad(mlp(x, *ws).square().mean(), x)
     torch.testing.assert_close(x.grad, wanted)
-
-
-def test_a_checkpoint_policy_is_asked_about_our_operator_in_place_of_what_it_replaced() -> None:
-    mlp = SPELLINGS["bias_act"][0]
-    x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
-    seen: set[Any] = set()
-    context_fn = selective({aten.gelu.default: ALWAYS}, seen)
-
-    def model(x: Tensor) -> Tensor:
-        return checkpoint(mlp, x, *ws, use_reentrant=False, context_fn=context_fn)  # type: ignore[no-any-return]
-
-    compiled(model, x, options=fused_with())
-    assert fused.bias_act.default in seen and aten.gelu.default not in seen
+    replaced = {"bias_act": aten.gelu.default, "glu": aten.silu.default}[name]
+    assert operator in seen and replaced not in seen
     seen.clear()
     compiled(model, x, options=fused_with(tfo.FusionPolicy(exclude=("*",))))
-    assert aten.gelu.default in seen and fused.bias_act.default not in seen
+    assert replaced in seen and operator not in seen
 
 
 # ---- higher-order operators ----------------------------------------------------------------------

@@ -132,25 +132,18 @@ FP8: dict[str, Make] = {
 }
 
 
-# By default one, and all activations in one kernel below; the others' machine code is made under -m slow.
-SMOKE = ("bias_glu, interleaved",)
+# By default one, and the others under -m slow. Without vector instructions gcc takes a sixth of the time.
+VARIANTS = [(name, vectors) for vectors in (False, True) for name in CASES]
+SMOKE = ("bias_glu, interleaved", False)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SMOKE else pytest.mark.slow) for name in CASES]
+    ("name", "vectors"), [SMOKE, *(pytest.param(*v, marks=pytest.mark.slow) for v in VARIANTS if v != SMOKE)]
 )
-def test_compiled_equals_eager(name: str) -> None:
-    """Without vector instructions gcc takes a sixth of the time; all activations below are with them."""
+def test_compiled_equals_eager(name: str, vectors: bool) -> None:
     fn, args = CASES[name]()
-    with inductor_config.patch({"cpp.simdlen": 1}):
+    with inductor_config.patch({"cpp.simdlen": None if vectors else 1}):
         check(fn, args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_equals_eager_with_vectors(name: str) -> None:
-    fn, args = CASES[name]()
-    check(fn, args)
 
 
 DYNAMIC = ("bias_act, every argument", "glu, every argument", "bias_glu, halves", "bias_glu, interleaved")

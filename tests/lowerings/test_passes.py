@@ -170,16 +170,42 @@ def test_passes_and_policies_copy_and_pickle() -> None:
     assert pickle.loads(pickle.dumps(tfo.FusionPolicy())) == tfo.FusionPolicy()
 
 
+UNKNOWN = ("fp4", "tiles", "tiled:", "tiled:0", "tiled:1", "tiled:-2", "tiled:x", "tiled:04")
+LEVELS = "free, fp8, input, tiled, tiled:N"
+UNCLOSED = ("[", "a.[!", "a[]", "[!]", "[0-9].[")
+NOT_ACCEPTED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(({"memory": m}, ValueError, f"memory='{m}' is not known; accepted: off, {LEVELS}") for m in UNKNOWN),
+    *(({"memory": {"a": m}}, ValueError, f"'{m}' for 'a' is not accepted; accepted: {LEVELS}") for m in UNKNOWN),
+    ({"memory": {"a": "off"}}, ValueError, "'off' is for a whole model only"),
+    ({"memory": {1: "fp8"}}, TypeError, "1 is not a string pattern"),
+    ({"memory": {"a.[0": "fp8"}}, ValueError, r"'a\.\[0' has a \[ without a \]"),
+    ({"memory": 3}, TypeError, "memory=3 is not accepted"),
+    ({"memory": ("a", "b", "c")}, TypeError, "is not accepted"),
+    *(({"exclude": (p,)}, ValueError, r"has a \[ without a \]") for p in UNCLOSED),
+    *(({"memory": {p: "fp8"}}, ValueError, r"has a \[ without a \]") for p in UNCLOSED),
+    ({"exclude": "a"}, TypeError, "exclude='a'"),
+    ({"strict": 1}, TypeError, "strict=1"),
+    ({"memroy": "fp8"}, TypeError, "FusionPolicy's 'memroy' is not known; did you mean 'memory'"),
+    ({"gemm": "int8"}, ValueError, "gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"),
+    ({"gemm": {"a": "int8"}}, ValueError, "gemm='int8' for 'a' is not accepted"),
+    ({"gemm": 3}, TypeError, "gemm=3 is not accepted: it must be a recipe"),
+    ({"epilogues": "cublas"}, ValueError, "epilogues='cublas' is not known; accepted: measured, library, off"),
+]
+
+
+def test_what_no_policy_has() -> None:
+    for fields, error, message in NOT_ACCEPTED:
+        raises(error, message, tfo.FusionPolicy, **fields)
+    patterns = ("layers.[0-3].*", "[]]", "[!]]", "[[]", "a]", "")
+    assert tfo.FusionPolicy(exclude=patterns).exclude == patterns
+
+
 def test_bad_policies_are_named() -> None:
     for fn in (tfo.enable, tfo.compile_options):
         raises(TypeError, "policy='free'", fn, "free")
     raises(TypeError, r"options=\[1\]", tfo.compile_options, options=[1])
     with pytest.raises(TypeError, match="policy='free'"), tfo.enabled("free"):  # type: ignore[arg-type]
         pass
-    raises(ValueError, r"memory='fast'.*off, free, fp8, input", tfo.FusionPolicy, memory="fast")
-    raises(TypeError, "exclude='a'", tfo.FusionPolicy, exclude="a")
-    raises(TypeError, "strict=1", tfo.FusionPolicy, strict=1)
-    raises(TypeError, "FusionPolicy's 'memroy' is not known; did you mean 'memory'", tfo.FusionPolicy, memroy="fp8")
     raises(TypeError, r"policy='fp8' .*FusionPolicy\(memory='fp8'\) or FusionPolicy\(gemm='fp8'\)", tfo.enable, "fp8")
     for fn in (tfo.enable, tfo.enabled, tfo.compile_options):
         raises(TypeError, f"{fn.__name__}: both a policy and memory are given", fn, tfo.FusionPolicy(), memory="fp8")
@@ -251,29 +277,23 @@ def test_policies_are_read_from_text() -> None:
     raises(ValueError, re.escape("memory='fp9' for '*' is not accepted"), read, "memory=layers.0=input,*=fp9")
 
 
-def test_enable_says_once_that_what_is_compiled_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    passes._logged.discard("before")
+def test_enable_says_once_that_what_is_compiled_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(passes, "_logged", set())
+    monkeypatch.setattr(passes, "_graphs", 0)
     torch._dynamo.utils.counters.clear()
     model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)), torch.ones(2, 4)
-    before = passes._graphs
-    passes._graphs = 0
-
-    def said() -> list[str]:
-        return [record.getMessage() for record in caplog.records if record.name == "torch_fused_ops"]
-
-    try:
-        tfo.explain(model, x)
+    tfo.explain(model, x)
+    tfo.enable()
+    tfo.disable()
+    assert not caplog.records
+    torch.compile(model, backend="eager")(x)
+    for _ in range(2):
         tfo.enable()
         tfo.disable()
-        assert not said()
-        torch.compile(model, backend="eager")(x)
-        for _ in range(2):
-            tfo.enable()
-            tfo.disable()
-        (text,) = said()
-        assert "compiled 1 graph without it" in text
-    finally:
-        passes._graphs = before
+    (record,) = (record for record in caplog.records if record.name == "torch_fused_ops")
+    assert "compiled 1 graph without it" in record.getMessage()
 
 
 # ---- other people's settings -----------------------------------------------------------------------------------------

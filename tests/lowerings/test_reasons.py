@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from differential import REASONS, fits, traced
 from functions import Spread, StraightThrough, first, within
-from harness import GEMMS, MLP, raises, selective
+from harness import GEMMS, MLP, Net, raises, selective
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -37,6 +37,12 @@ Patch = pytest.MonkeyPatch
 Found = Site | Reason | Break
 Program = Callable[[Patch], Found]
 
+
+def program(found: Callable[..., Found]) -> Callable[..., Program]:
+    """A function of a patch, and of what it is called with."""
+    return lambda *args, **kwargs: lambda patch: found(patch, *args, **kwargs)
+
+
 # ---- sites -----------------------------------------------------------------------------------------------------------
 
 
@@ -45,15 +51,12 @@ def one(report: Any) -> Site:
     return site  # type: ignore[no-any-return]
 
 
-def mlp(act: Callable[..., Tensor], policy: FusionPolicy | None = None) -> Program:
+@program
+def mlp(patch: Patch, act: Callable[..., Tensor], policy: FusionPolicy | None = None) -> Site:
     """linear(act(h, u, m)): h and u are linears' results, m is an input like them."""
-
-    def program(patch: Patch) -> Site:
-        x, w, u, d, m = (nn.Parameter(torch.randn(s)) for s in ((4, 8), (16, 8), (16, 8), (8, 16), (4, 16)))
-        fn = lambda x, m: F.linear(act(F.linear(x, w), F.linear(x, u), m), d)  # noqa: E731
-        return one(explain(fn, x.detach(), m.detach(), policy=policy or FusionPolicy(dropout=False)))
-
-    return program
+    x, w, u, d, m = (nn.Parameter(torch.randn(s)) for s in ((4, 8), (16, 8), (16, 8), (8, 16), (4, 16)))
+    fn = lambda x, m: F.linear(act(F.linear(x, w), F.linear(x, u), m), d)  # noqa: E731
+    return one(explain(fn, x.detach(), m.detach(), policy=policy or FusionPolicy(dropout=False)))
 
 
 def kink_of_another(patch: Patch) -> Site:
@@ -97,29 +100,24 @@ def unrecorded(patch: Patch) -> Site:
     return site
 
 
-def site_of(body: Callable[[Tensor, Tensor, Tensor], Any], listed: str = "sites") -> Program:
+@program
+def site_of(patch: Patch, body: Callable[[Tensor, Tensor, Tensor], Any], listed: str = "sites") -> Site:
     """The one site of body(x, w, d), of an input and two weights."""
-
-    def program(patch: Patch) -> Site:
-        w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
-        (site,) = getattr(explain(lambda x: body(x, w, d), torch.randn(4, 8)), listed)
-        return site  # type: ignore[no-any-return]
-
-    return program
+    w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+    (site,) = getattr(explain(lambda x: body(x, w, d), torch.randn(4, 8)), listed)
+    return site  # type: ignore[no-any-return]
 
 
 unread = functools.partial(site_of, listed="unread")
 
 
-def dropout(setting: Callable[[], Any], policy: FusionPolicy, p: float | None = 0.5) -> Program:
-    def program(patch: Patch) -> Site:
-        w, x = nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8)
-        torch._dynamo.mark_dynamic(x, 0)
-        with setting():
-            report = explain(lambda x: F.dropout(F.linear(x, w), p or x.shape[0] / 8), x, policy=policy)
-        return one(report)
-
-    return program
+@program
+def dropout(patch: Patch, setting: Callable[[], Any], policy: FusionPolicy, p: float | None = 0.5) -> Site:
+    w, x = nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    with setting():
+        report = explain(lambda x: F.dropout(F.linear(x, w), p or x.shape[0] / 8), x, policy=policy)
+    return one(report)
 
 
 def freezing(patch: Patch) -> Site:
@@ -140,28 +138,16 @@ def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-class OfNoParameters(nn.Module):
+def of_no_parameters() -> nn.Module:
     """A graph break, and a module with an MLP of global tensors behind it."""
-
-    class Inner(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(F.gelu(F.linear(x, UP)), DOWN)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return self.inner(x)  # type: ignore[no-any-return]
+    inner = Net(lambda s, x: F.linear(F.gelu(F.linear(x, UP)), DOWN))
+    return Net(lambda s, x: first(s.inner, torch._dynamo.graph_break())(x), inner=inner)
 
 
-def module(make: Callable[[], nn.Module]) -> Program:
-    def program(patch: Patch) -> Site:
-        with pytest.warns(UserWarning, match="compiled no module"):
-            return one(replace_mlps(make(), torch.randn(4, 8)))
-
-    return program
+@program
+def module(patch: Patch, make: Callable[[], nn.Module]) -> Site:
+    with pytest.warns(UserWarning, match="compiled no module"):
+        return one(replace_mlps(make(), torch.randn(4, 8)))
 
 
 def compiled() -> nn.Module:
@@ -177,22 +163,19 @@ def refusal(call: Callable[..., Any], *args: Any) -> Reason:
 # ---- memory levels ---------------------------------------------------------------------------------------------------
 
 
-def kept(fn: Callable[..., Tensor], *inputs: Tensor, level: str = "input", **settings: Any) -> Program:
+@program
+def kept(patch: Patch, fn: Callable[..., Tensor], *inputs: Tensor, level: str = "input", **settings: Any) -> Reason:
     """Why a tensor that an activation reads is kept as it is. Nothing is compiled."""
+    found: list[Reason] = []
 
-    def program(patch: Patch) -> Reason:
-        found: list[Reason] = []
+    def note(text: str, *args: Any) -> None:
+        found.extend(arg.reason for arg in args if isinstance(arg, Rejection))
 
-        def note(text: str, *args: Any) -> None:
-            found.extend(arg.reason for arg in args if isinstance(arg, Rejection))
-
-        patch.setattr(memory_levels.log, "info", note)
-        if settings:
-            patch.setattr(compat, *next(iter(settings.items())))
-        interpreted(FusionPolicy(memory=level))(fn, *inputs).sum().backward()
-        return found[0]
-
-    return program
+    patch.setattr(memory_levels.log, "info", note)
+    if settings:
+        patch.setattr(compat, *next(iter(settings.items())))
+    interpreted(FusionPolicy(memory=level))(fn, *inputs).sum().backward()
+    return found[0]
 
 
 def tensors(dtype: torch.dtype = torch.float32, hidden: int = 16) -> list[Tensor]:
@@ -239,25 +222,22 @@ def two_linears(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda x, w, d: F.linear(act(F.linear(x, w)), d)
 
 
-def linear_layer(fn: Callable[..., Any], *args: Tensor, **patched: Any) -> Program:
+@program
+def linear_layer(patch: Patch, fn: Callable[..., Any], *args: Tensor, **patched: Any) -> Reason:
     """Why a linear layer of a fused MLP does not multiply in float8."""
+    found: list[Reason] = []
+    linears = gemms.linears
 
-    def program(patch: Patch) -> Reason:
-        found: list[Reason] = []
-        linears = gemms.linears
+    def recorded(*args: Any) -> Any:
+        result = linears(*args)
+        found.extend(reason for _, reason in result.rejected)
+        return result
 
-        def recorded(*args: Any) -> Any:
-            result = linears(*args)
-            found.extend(reason for _, reason in result.rejected)
-            return result
-
-        patch.setattr(gemms, "linears", recorded)
-        for name, value in patched.items():
-            patch.setattr(gemms, name, value)
-        explain(fn, *args, policy=FusionPolicy(gemm="fp8"))
-        return found[0]
-
-    return program
+    patch.setattr(gemms, "linears", recorded)
+    for name, value in patched.items():
+        patch.setattr(gemms, name, value)
+    explain(fn, *args, policy=FusionPolicy(gemm="fp8"))
+    return found[0]
 
 
 ONE_EXPERT = torch.tensor([4], dtype=torch.int32)
@@ -267,17 +247,16 @@ def blocks(dtype: torch.dtype = torch.float32, hidden: int = 128) -> tuple[Tenso
     return tuple(torch.randn(shape, dtype=dtype) for shape in ((4, hidden), (256, hidden), (hidden, 256)))
 
 
-def whole(fn: Callable[[Tensor], Any], *shape: int, dynamic_shapes: bool = False, **policy: Any) -> Program:
+@program
+def whole(
+    patch: Patch, fn: Callable[[Tensor], Any], *shape: int, dynamic_shapes: bool = False, **policy: Any
+) -> Reason:
     """Why a fused MLP is not cut into tiles."""
-
-    def program(patch: Patch) -> Reason:
-        x = nn.Parameter(torch.randn(shape or (50, 8)))
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=dynamic_shapes):
-            report = explain(fn, x, policy=FusionPolicy(**{"memory": "tiled:2", **policy}))
-        site = next(site for site in report.sites if site.tiles_kind is not None)
-        return Reason(site.tiles_kind, site.tiles_reason)
-
-    return program
+    x = nn.Parameter(torch.randn(shape or (50, 8)))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=dynamic_shapes):
+        report = explain(fn, x, policy=FusionPolicy(**{"memory": "tiled:2", **policy}))
+    site = next(site for site in report.sites if site.tiles_kind is not None)
+    return Reason(site.tiles_kind, site.tiles_reason)
 
 
 @torch.library.custom_op("test_reasons::hidden", mutates_args=())
@@ -288,13 +267,11 @@ def hidden(x: Tensor) -> Tensor:
 hidden.register_fake(torch.empty_like)
 
 
-def broken(*, in_experts: bool) -> Program:
-    def program(patch: Patch) -> Break:
-        patch.setattr(breaks, "_loops_over_experts", lambda frames: in_experts)
-        report = explain(lambda x: first(x + 1, torch._dynamo.graph_break()) * 2, torch.randn(4))
-        return report.breaks[0]
-
-    return program
+@program
+def broken(patch: Patch, *, in_experts: bool) -> Break:
+    patch.setattr(breaks, "_loops_over_experts", lambda frames: in_experts)
+    report = explain(lambda x: first(x + 1, torch._dynamo.graph_break()) * 2, torch.randn(4))
+    return report.breaks[0]
 
 
 UP, DOWN = torch.randn(128, 8), torch.randn(8, 128)
@@ -357,7 +334,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.FREEZING: freezing,
     Kind.EAGER_ROUNDING: emulated,
     Kind.COMPILED: module(compiled),
-    Kind.UNPLACED: module(lambda: nn.Sequential(OfNoParameters())),
+    Kind.UNPLACED: module(lambda: nn.Sequential(of_no_parameters())),
     Kind.GEMM_DEVICE: linear_layer(two_linears(F.gelu), *blocks(), no_scaled_products=lambda *_: "sm_80"),
     Kind.GEMM_EXPERTS: linear_layer(
         lambda x, w, d: F.grouped_mm(

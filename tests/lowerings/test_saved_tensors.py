@@ -452,10 +452,8 @@ def test_graphs_are_found_unsound() -> None:
     both_of(model).check()
 
     both = both_of(model)  # two of what is kept change places
-    first, second = (
-        next(n for n in both.kept() if n.meta["val"].shape != both.kept()[0].meta["val"].shape),
-        both.kept()[0],
-    )
+    second, *others = both.kept()
+    first = next(n for n in others if n.meta["val"].shape != second.meta["val"].shape)
     swapped = [{first: second, second: first}.get(n, n) for n in both.returned()]
     both.output.args = (tuple(swapped),)
     raises(UnsoundGraphs, "is another value", both.check)

@@ -227,10 +227,8 @@ class Concatenated(Drawn):
         def mixed(h: Tensor, x: Tensor) -> Tensor:
             return self.mix(torch.cat([h, x], -1)).sin()  # type: ignore[no-any-return]
 
-        source = h if self.of == "input" else y
-        if self.checkpointed:
-            return self.mlp.down(y) + checkpoint(mixed, source, x, use_reentrant=False)  # type: ignore[no-any-return]
-        return self.mlp.down(y) + mixed(source, x)  # type: ignore[no-any-return]
+        read = functools.partial(checkpoint, mixed, use_reentrant=False) if self.checkpointed else mixed
+        return self.mlp.down(y) + read(h if self.of == "input" else y, x)  # type: ignore[no-any-return]
 
 
 class Checkpointed(Drawn):
