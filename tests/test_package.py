@@ -137,12 +137,19 @@ def test_the_environment_asks_for_it(text: str, printed: str, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_what_the_environment_says_wrong_stops_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_FUSED_OPS", "memory=fp88")
-    done = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
-    assert (
-        done.returncode and "TORCH_FUSED_OPS='memory=fp88' is not accepted: memory='fp88' is not known" in done.stderr
-    )
+@pytest.mark.parametrize(
+    ("name", "text", "module", "said"),
+    [
+        ("", "memory=fp88", "torch", "TORCH_FUSED_OPS='memory=fp88' is not accepted: memory='fp88' is not known"),
+        ("_WITHOUT", "cuda", "torch_fused_ops", "TORCH_FUSED_OPS_WITHOUT='cuda' is not accepted"),
+    ],
+)
+def test_what_the_environment_says_wrong_stops_the_import(
+    name: str, text: str, module: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"TORCH_FUSED_OPS{name}", text)
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
+    assert done.returncode == 1 and said in done.stderr
 
 
 @pytest.mark.slow

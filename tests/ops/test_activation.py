@@ -1,4 +1,4 @@
-"""``fused::bias_act``, ``fused::glu``, ``fused::bias_glu`` in eager mode."""
+"""``fused::bias_act``, ``fused::glu``, ``fused::bias_glu`` in eager mode; every operator's registration."""
 
 import itertools
 import weakref
@@ -15,21 +15,16 @@ from torch_fused_ops.kernels import cpu
 from torch_fused_ops.operators import reference
 from torch_fused_ops.operators.activation import FAMILY
 from torch_fused_ops.testing.check import run_opcheck
-from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS as OPERATORS
-from torch_fused_ops.testing.samples import backward_samples, samples
+from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, OPERATORS, backward_samples, samples
 
 fused = torch.ops.fused
 NAMES = activations.names()
 REST = {op.name: op.defaults[1:] for op in FAMILY}  # the schemas' defaults, behind the activation
 
 
-def every_sample(core):
-    return [s for op in OPERATORS for make in (samples, backward_samples) for s in make(op, core=core)]
-
-
 def differentiable():
     """What a derivative may depend on: activation, optional tensors, layout, offset and clamp."""
-    for op in OPERATORS:
+    for op in ACTIVATION_OPERATORS:
         for name in NAMES:
             yield op, (name, *REST[op]), (True, True, True)
         for has in ((True, False, False), (True, True, False), (True, False, True)):
@@ -65,24 +60,21 @@ def case_id(case):
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(every=8)
-@pytest.mark.parametrize("sample", every_sample(core=True), ids=str)
+@pytest.mark.covering(every=16)
+@pytest.mark.parametrize(
+    "sample", [s for op in OPERATORS for make in (samples, backward_samples) for s in make(op)], ids=str
+)
 def test_opcheck(sample):
-    assert run_opcheck(sample) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", every_sample(core=False), ids=str)
-def test_opcheck_all(sample):
     assert run_opcheck(sample) is None
 
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_results_are_contiguous_and_have_the_first_dtype(op):
+    """But dropout_add's, which have the residual's, if there is one."""
     for sample in samples(op):
-        out = sample()
-        first = sample.tensors[0]
-        assert out.is_contiguous() and out.dtype == first.dtype, sample
+        out, first = sample(), sample.tensors[0]
+        residual = sample.tensors[2] if op == "dropout_add" else None
+        assert out.is_contiguous() and out.dtype == (first if residual is None else residual).dtype, sample
         width = first.shape[-1] // 2 if op == "bias_glu" else first.shape[-1]
         assert out.shape == (*first.shape[:-1], width), sample
 
@@ -103,7 +95,7 @@ def test_gradcheck(case):
 
 
 @pytest.mark.parametrize("has", list(itertools.product((True, False), repeat=3))[:-1])
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
 def test_frozen_arguments_cost_nothing(op, has):
     """No gradient for an argument that needs none, and none computed: the backward operator is told so."""
     tensors = [t.requires_grad_(h) for t, h in zip(tensors_for(op), has, strict=True)]
@@ -134,9 +126,6 @@ def test_derivatives_at_zero(name, dtype):
     assert grad(fn)(x).tolist() == pytest.approx([first] * 3, rel=1e-6)
     assert hessian(fn)(x).diagonal().tolist() == pytest.approx([second] * 3, rel=1e-6)
     assert jvp(fn, (x,), (torch.ones_like(x),))[1].item() == pytest.approx(3 * first, rel=1e-6)
-
-
-# ---- torch.func ------------------------------------------------------------------------------------------------------
 
 
 # ---- manners ---------------------------------------------------------------------------------------------------------
@@ -181,7 +170,7 @@ def test_allocations_are_counted():
 @pytest.mark.parametrize(
     ("dtype", "layout"), [(torch.float32, "rows"), (torch.bfloat16, "rows"), (torch.float32, "transposed")]
 )
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
 def test_cpu_temporaries_are_small(op, dtype, layout):
     """The eager CPU kernels hold their results and some cache-sized blocks, whatever the tensor's size."""
     tensors = tensors_for(op, shape=(2048, 1024), dtype=dtype)
@@ -200,7 +189,7 @@ def test_cpu_temporaries_are_small(op, dtype, layout):
     assert result <= backward.peak <= result + small
 
 
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
 def test_blocks_are_one_operator(op, monkeypatch):
     """Of some rows at a time as of all at once: results and gradients."""
 

@@ -6,13 +6,12 @@ from functools import partial
 import pytest
 import torch
 from harness import BUILTIN, raises
-from torch._subclasses import FakeTensorMode
 
 from torch_fused_ops import functional as F
 
-X, PACKED = torch.zeros(3, 4), torch.zeros(3, 8)
+X, PACKED, X3, SEED = torch.zeros(3, 4), torch.zeros(3, 8), torch.zeros(2, 3, 4), torch.tensor([1])
 ELSEWHERE = partial(torch.zeros, device="meta")
-ops = torch.ops.fused
+ops, softmax = torch.ops.fused, torch.ops.fused.scaled_masked_softmax
 KNOWN = "accepted: " + ", ".join(BUILTIN)
 FLOATING = "accepted: float16, bfloat16, float32, float64"
 
@@ -58,10 +57,7 @@ BAD = {
     "devices, scale": (ops.glu, (X, X, ELSEWHERE(3), "silu"), ValueError, ["token_scale is on device meta", "cpu"]),
     # What torch.ops refuses by itself, in its own words, has ours in the typed functions.
     "list": (F.silu, ([1.0, 2.0],), TypeError, ["input=[1.0, 2.0]", "must be a tensor, not list"]),
-    "None": (F.bias_gelu, (None, X[0]), TypeError, ["input=None", "must be a tensor, not NoneType"]),
     "number as bias": (F.bias_act, (X, 0.5), TypeError, ["bias=0.5", "must be a tensor or None, not float"]),
-    "number as up": (F.swiglu, (X, 2), TypeError, ["up=2", "must be a tensor, not int"]),
-    "number as scale": (F.swiglu, (X, X, 2), TypeError, ["token_scale=2", "must be a tensor or None, not int"]),
     "string as clamp": (partial(F.swiglu, clamp="7"), (X, X), TypeError, ["clamp='7'", "a number or None, not str"]),
     "None as up_offset": (partial(F.swiglu, up_offset=None), (X, X), TypeError, ["up_offset=None", "a number"]),
     "bool as clamp": (partial(F.swiglu, clamp=True), (X, X), TypeError, ["clamp=True", "a number or None, not bool"]),
@@ -70,6 +66,45 @@ BAD = {
     "activation no string": (partial(F.bias_act, activation=None), (X,), TypeError, ["activation=None", "one of relu"]),
     "approximate": (F.gelu, (X, "erf"), ValueError, ["approximate='erf'", "accepted: 'none', 'tanh'"]),
     "approximate no string": (F.gelu, (X, True), TypeError, ["approximate=True", "'none' or 'tanh'"]),
+    "p above 1": (ops.dropout_add, (X, None, None, SEED, 1.5), ValueError, ["p=1.5 is", "must be between 0 and 1"]),
+    "p below 0": (ops.dropout_add, (X, None, None, SEED, -0.1), ValueError, ["p=-0.1 is not accepted"]),
+    "p nan": (ops.dropout_add, (X, None, None, SEED, float("nan")), ValueError, ["p=nan is not accepted"]),
+    "seed dtype": (ops.dropout_add, (X, None, None, SEED.int(), 0.5), TypeError, ["seed has dtype torch.int32; acc"]),
+    "seed of two": (ops.dropout_add, (X, None, None, SEED.expand(2), 0.5), ValueError, ["seed has shape (2,)", "one"]),
+    "no seed": (ops.dropout_add, (X, None, None, SEED[:0], 0.5), ValueError, ["seed has shape (0,)"]),
+    "seed elsewhere": (ops.dropout_add, (X, None, None, SEED.to("meta"), 0.5), ValueError, ["seed is on device meta"]),
+    "dropout bias": (ops.dropout_add, (X, X[0, :3], None, SEED, 0.5), ValueError, ["bias has shape (3,)", "(4,)"]),
+    "residual": (ops.dropout_add, (X, None, X[:1], SEED, 0.5), ValueError, ["residual has shape (1, 4)", "(3, 4)"]),
+    "integer x": (ops.dropout_add, (X.long(), None, None, SEED, 0.5), TypeError, ["input has dtype torch.int64"]),
+    "no axis of x": (ops.dropout_add, (X[0, 0], None, None, SEED, 0.5), ValueError, ["input has shape ()"]),
+    "p no number": (partial(F.dropout_add, seed=SEED, p="half"), (X,), TypeError, ["p='half'", "must be a number"]),
+    "p a bool": (F.bias_dropout_add, (X, None, X, True), TypeError, ["p=True is not accepted"]),
+    "p unused": (F.bias_dropout_add, (X, None, X, 1.5, False), ValueError, ["p=1.5 is not accepted"]),
+    "additive mask": (
+        softmax,
+        (X3, torch.zeros(3, 4), None),
+        TypeError,
+        ["mask has dtype torch.float32; accepted: bool", "`mask < 0`", "isneginf()"],
+    ),
+    "bytes as mask": (softmax, (X3, X3.byte(), None), TypeError, ["mask has dtype torch.uint8", "`mask != 0`"]),
+    "mask shape": (softmax, (X3, X3[0, :, :3] > 0, None), ValueError, ["mask has shape (3, 3)"]),
+    "mask axes": (softmax, (X3, X3[None] > 0, None), ValueError, ["mask has shape (1, 2, 3, 4)"]),
+    "sink shape": (softmax, (X3, None, torch.zeros(3)), ValueError, ["sink has shape (3,); accepted: (2,)"]),
+    "sink axes": (softmax, (X3, None, torch.zeros(2, 1)), ValueError, ["sink has shape (2, 1); accepted: (2,)"]),
+    "sink without heads": (softmax, (X, None, torch.zeros(1)), ValueError, ["sink", "shape (3, 4)", "heads"]),
+    "sink dtype": (softmax, (X3, None, torch.zeros(2).int()), TypeError, ["sink has dtype torch.int32", "float16, "]),
+    "one axis": (softmax, (X[0], None, None), ValueError, ["input has shape (4,)", "two axes"]),
+    "scores": (softmax, (X3.long(), None, None), TypeError, ["input has dtype torch.int64; accepted: float16"]),
+    "scale": (softmax, (X3, None, None, float("inf")), ValueError, ["scale=inf is not accepted: it must be finite"]),
+    "scale nan": (softmax, (X3, None, None, float("nan")), ValueError, ["scale=nan"]),
+    "left": (softmax, (X3, None, None, 1.0, False, -2), ValueError, ["window_left=-2", "-1 for no bound"]),
+    "right": (softmax, (X3, None, None, 1.0, False, 0, -3), ValueError, ["window_right=-3", "at least 0"]),
+    "mask elsewhere": (softmax, (X3, ELSEWHERE(3, 4) > 0, None), ValueError, ["mask is on device meta; accepted: cpu"]),
+    "sink elsewhere": (softmax, (X3, None, ELSEWHERE(2)), ValueError, ["sink is on device meta", "where input is"]),
+    "scale as sink": (F.scaled_masked_softmax, (X, None, 0.5), TypeError, ["sink=0.5", "a scale goes by name: scale="]),
+    "scale string": (partial(F.scaled_masked_softmax, scale="1"), (X3,), TypeError, ["scale='1'", "a number, not str"]),
+    "causal 1": (partial(F.scaled_masked_softmax, causal=1), (X3,), TypeError, ["causal=1", "True or False, not int"]),
+    "window 1.0": (partial(F.scaled_masked_softmax, window_left=1.0), (X3,), TypeError, ["window_left=1.0", "integer"]),
 }
 
 
@@ -199,6 +234,7 @@ def test_what_is_no_dense_floating_tensor_is_refused_by_name(name, argument, kin
     else:
         names = ("x", "input") if argument == "x" else (argument,)  # x is input to the operator, which sees layouts
         assert text.startswith(names) and "accepted" in text, text
+        assert kind not in NO_TENSORS or "it must be a tensor" in text, text
 
 
 # To Dynamo arrays are tensors.
@@ -214,20 +250,6 @@ DYNAMO = [
 def test_so_it_is_under_the_compiler(name, argument, kind):
     fn, given = wrong(name, argument, kind)
     raises(Exception, argument, torch.compile(lambda: fn(**given), backend="eager", fullgraph=True))
-
-
-def test_a_fake_gpu_s_tensor_beside_one_of_the_cpu_is_refused():
-    with FakeTensorMode():
-        on_gpu, on_cpu = torch.empty(3, 4, device="cuda"), torch.empty(4)
-        with pytest.raises(ValueError, match="bias is on device cpu; accepted: cuda:0, where the first tensor is"):
-            ops.bias_act(on_gpu, on_cpu, None, "silu")
-        with pytest.raises(ValueError, match="sink is on device cpu; accepted: cuda:0, where input is"):
-            ops.scaled_masked_softmax(on_gpu.expand(2, 3, 4), None, on_cpu[:2])
-
-
-def test_a_scale_in_the_sink_s_place_is_said_to_be_one():
-    with pytest.raises(TypeError, match=r"sink=0.5 .* \(a scale goes by name: scale=0.5\), not float"):
-        F.scaled_masked_softmax(X, None, 0.5)
 
 
 @pytest.mark.parametrize("training", ["no", 1, None, torch.tensor(True)])

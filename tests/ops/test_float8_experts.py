@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_float8 import product_bound
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import Block
 
 if not hasattr(F, "grouped_mm"):
     pytest.skip("this torch has no F.grouped_mm", allow_module_level=True)
@@ -18,6 +19,7 @@ fused = torch.ops.fused
 BF16 = torch.bfloat16
 COUNTS = (5, 0, 1, 10)
 EXPERTS, IN, OUT = len(COUNTS), 48, 80
+ROW = Block(1, None)
 
 
 def drawn(counts: tuple[int, ...] = COUNTS, turned: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -33,18 +35,6 @@ def drawn(counts: tuple[int, ...] = COUNTS, turned: bool = True) -> tuple[Tensor
     return x.to(BF16).requires_grad_(), (weight if turned else weight.contiguous()).requires_grad_(), ends, grad
 
 
-def product_bound(a: Tensor, b: Tensor, whole: bool) -> Tensor:
-    """By how much a · bᵀ of stored numbers may be off: each number by 2⁻⁴, or 2⁻¹⁰ of its row's scale, or all's."""
-    x, y = a.double(), b.double()
-
-    def error(t: Tensor, own: Tensor, block: tuple[int, int]) -> Tensor:
-        scales = float8.quantize(own, *block)[1].reshape(-1, 1).double()
-        return (2**-4 * t.abs()).maximum(2**-10 * scales)
-
-    ex, ey = error(x, a, (1, a.shape[1])), error(y, b, (b.shape[0] if whole else 1, b.shape[1]))
-    return x.abs() @ ey.t() + ex @ y.abs().t() + ex @ ey.t()
-
-
 @pytest.mark.parametrize("turned", (True, False))
 def test_products_and_gradients_are_within_their_bounds(turned: bool) -> None:
     x, w, ends, grad = drawn(turned=turned)
@@ -57,7 +47,7 @@ def test_products_and_gradients_are_within_their_bounds(turned: bool) -> None:
         own, g, one = x.detach()[rows], grad[rows], w.detach()[e]
         exact = own.double() @ one.double(), g.double() @ one.double().t(), own.double().t() @ g.double()
         size = own.double().abs() @ one.double().abs(), g.double().abs() @ one.double().abs().t()
-        bounds = product_bound(own, one.t(), False), product_bound(g, one, True)
+        bounds = product_bound(own, one.t(), ROW, ROW), product_bound(g, one, ROW, Block(None, None))
         for found, wanted, bound, of in zip((y[rows], dx[rows]), exact, bounds, size, strict=False):
             assert ((found.double() - wanted).abs() <= bound + 2 * torch.finfo(BF16).eps * of).all()
             assert end == rows.start or (found.double() - wanted).abs().max() > 1e-3 * wanted.abs().max(), "not rounded"

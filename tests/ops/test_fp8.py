@@ -5,8 +5,6 @@ import inspect
 import pytest
 import torch
 from harness import Calls
-from torch.autograd.graph import saved_tensors_hooks
-from torch.func import grad, hessian, jvp, vmap
 
 from torch_fused_ops import functional as FF
 from torch_fused_ops.operators import fp8_store, reference
@@ -111,31 +109,6 @@ def test_the_mark_and_what_holds_results_and_saved_values_together():
     assert not any(map(is_marked, (marked + 1, marked.view(8, 3), fused.bias_act(marked, None, None, "silu"))))
 
 
-@pytest.mark.parametrize(("op", "data"), [("bias_act", 1), ("glu", 2), ("bias_glu", 1)])
-def test_bytes_that_are_kept(op, data):
-    rows, n = 64, 256
-    first = torch.randn(rows, n, dtype=torch.bfloat16, requires_grad=True)
-    second = torch.randn(rows, n, dtype=torch.bfloat16, requires_grad=True) if op == "glu" else None
-    kept = []
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = getattr(FF, op)(first, second, activation="silu", memory="fp8")
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
-    assert sum(storages.values()) == data * (rows * n + 4 * rows)
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert first.grad.dtype == torch.bfloat16 and first.grad.isfinite().all()
-
-
-def test_bias_and_scale_are_kept_as_they_are():
-    x, b, s = (torch.randn(*shape, requires_grad=True) for shape in ((8, 16), (16,), (8,)))
-    kept = []
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        FF.bias_gelu(x, b, token_scale=s, memory="fp8").sum().backward()
-    assert {t.data_ptr() for t in kept} >= {b.data_ptr(), s.data_ptr()} and x.data_ptr() not in {
-        t.data_ptr() for t in kept
-    }
-
-
 def test_nothing_is_stored_where_no_gradient_is_asked_for():
     x = torch.randn(3, 8)
     with Calls() as calls:
@@ -145,42 +118,7 @@ def test_nothing_is_stored_where_no_gradient_is_asked_for():
     assert [func for func, *_ in calls.made] == [fused.bias_act.default] * 2
 
 
-def test_relu_keeps_its_result_which_costs_less():
-    x = torch.randn(3, 8, requires_grad=True)
-    kept = []
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = FF.bias_relu(x, memory="fp8")
-    assert [t.data_ptr() for t in kept] == [out.data_ptr()]
-
-
 # ---- derivatives ---------------------------------------------------------------------------------------------------
-
-CASES = [("bias_act", {}), ("glu", {"clamp": 0.9}), ("bias_glu", {"layout": "interleaved"})]
-
-
-def call(op, extra, memory):
-    return lambda *t: getattr(FF, op)(*t, activation="gelu_tanh", memory=memory, **extra)
-
-
-def tensors_for(op, batch=()):
-    g = torch.Generator().manual_seed(3)
-    shapes = (2, 4), ((2, 4) if op == "glu" else (4,)), (2,)
-    return tuple(torch.randn(*batch, *s, generator=g, dtype=torch.float64) for s in shapes)
-
-
-@pytest.mark.parametrize(("op", "extra"), CASES)
-def test_transforms_are_exact(op, extra):
-    t = tensors_for(op)
-    tangents = tuple(torch.cos(a) for a in t)
-    for transform in (
-        lambda f: grad(lambda *a: f(*a).sum(), (0, 1, 2))(*t),
-        lambda f: jvp(f, t, tangents),
-        lambda f: hessian(lambda *a: f(*a).sin().sum(), (0, 1, 2))(*t),
-        lambda f: vmap(f)(*tensors_for(op, (3,))),
-        lambda f: vmap(f, (0, None, 0))(*(a if i != 1 else a[0] for i, a in enumerate(tensors_for(op, (3,))))),
-        lambda f: vmap(grad(lambda *a: f(*a).sum(), (0, 1, 2)))(*tensors_for(op, (3,))),
-    ):
-        torch.testing.assert_close(transform(call(op, extra, "fp8")), transform(call(op, extra, "free")))
 
 
 @pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["of its result", "constant"])
@@ -197,24 +135,6 @@ def test_second_derivatives_of_a_backward_pass_raise(loss, of_all):
         RuntimeError, match="a second derivative through fused::bias_act with memory='fp8' is not accepted"
     ):
         first.sum().backward() if of_all else torch.autograd.grad(first.sum(), x)
-
-
-def test_backward_can_be_differentiated_by_the_incoming_gradient():
-    x = torch.randn(3, 8, requires_grad=True)
-    g, v = torch.randn(2, 3, 8).requires_grad_().unbind()
-    y = FF.gelu(x, memory="fp8")
-    (first,) = torch.autograd.grad(y, x, g, create_graph=True)
-    (again,) = torch.autograd.grad(y, x, v, retain_graph=True)  # linear in g, and symmetric: a diagonal
-    torch.testing.assert_close(torch.autograd.grad(first, g, v)[0], again)
-
-
-def test_batched_gradients():
-    x = torch.randn(3, 8, requires_grad=True)
-    y = FF.gelu(x, memory="fp8")
-    rows = torch.randn(5, 3, 8)
-    got = torch.autograd.grad(y, x, rows, is_grads_batched=True, retain_graph=True)[0]
-    for i in range(5):
-        torch.testing.assert_close(got[i], torch.autograd.grad(y, x, rows[i], retain_graph=True)[0])
 
 
 # ---- the argument ----------------------------------------------------------------------------------------------------
@@ -245,20 +165,3 @@ def test_every_function_takes_memory(name):
     for value in ("fp4", None, 8):
         with pytest.raises(ValueError, match=f"memory={value!r} is not known; accepted: 'free', 'fp8'"):
             getattr(FF, name)(*args, **extra, memory=value)
-
-
-def test_an_mlp_trains_as_well():
-    x = torch.randn(256, 16)
-    target = torch.sin(x.sum(-1, keepdim=True))
-    losses = {}
-    for memory in ("free", "fp8"):
-        torch.manual_seed(1)
-        up, down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 1)
-        optimizer = torch.optim.Adam([*up.parameters(), *down.parameters()], 1e-2)
-        for _ in range(100):
-            loss = (down(FF.gelu(up(x), memory=memory)) - target).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        losses[memory] = loss.item()
-    assert losses["fp8"] < 0.1 and losses["fp8"] < 1.5 * losses["free"] + 0.01

@@ -2,31 +2,22 @@
 
 import itertools
 import math
-import re
-from functools import partial
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from harness import Calls, raises
+from harness import Calls
 from hypothesis import given, settings
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jvp
 
-from torch_fused_ops import functional as F
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing import softmax as testing
-from torch_fused_ops.testing.check import run_opcheck
-from torch_fused_ops.testing.samples import Sample
 
 softmax = torch.ops.fused.scaled_masked_softmax
 backward = torch.ops.fused.scaled_masked_softmax_backward
 CPU, INF = torch.device("cpu"), math.inf
-
-
-def every_sample(core):
-    return [s for make in (testing.samples, testing.backward_samples) for s in make(CPU, core)]
 
 
 def composed(x, mask=None, sink=None, scale=1.0, causal=False, left=-1, right=-1):
@@ -74,27 +65,7 @@ def call(x, mask=None, sink=None, scale=1.0, causal=False, left=-1, right=-1):
     return softmax(x, mask, sink, scale, causal, left, right)
 
 
-# ---- registration, precision -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.covering(every=8)
-@pytest.mark.parametrize("sample", every_sample(core=True), ids=str)
-def test_opcheck(sample):
-    assert run_opcheck(sample) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", every_sample(core=False), ids=str)
-def test_opcheck_all(sample):
-    assert run_opcheck(sample) is None
-
-
-@pytest.mark.parametrize("sample", testing.samples(CPU), ids=str)
-def test_precision_contract(sample):
-    out = sample()
-    assert out.is_contiguous() and out.dtype == sample.dtype and out.shape == sample.tensors[0].shape
-    for (kind, dtype), e in testing.measure(sample).items():
-        assert e <= precision.LIMITS[kind, dtype], (kind, precision.show(kind, dtype, e))
+# ---- precision -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1, -1.0000001, 3.0])
@@ -143,14 +114,6 @@ def test_the_measure_sees_a_wrong_gradient(monkeypatch):
 
 
 # ---- what it computes ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sink", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_is_the_composition(name, sink):
-    x, *rest = tensors(2, 3, 4, 5, sink=sink)
-    args = {**CASES[name], **({"sink": rest[0]} if sink else {})}
-    torch.testing.assert_close(call(x, **args), composed(x, **args), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -298,71 +261,3 @@ def test_only_the_output_is_saved():
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = softmax(x, masked(3, 4), sink, 0.3, True)
     assert [t.data_ptr() for t in saved] == [out.data_ptr()]
-
-
-# ---- manners ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_typed_function_is_the_operator():
-    x, sink = tensors(2, 3, 4)
-    mask = masked(3, 4)
-    got = F.scaled_masked_softmax(x, mask, sink, scale=0.3, causal=True, window_left=1, window_right=2)
-    assert got.equal(softmax(x, mask, sink, 0.3, True, 1, 2))
-    assert F.scaled_masked_softmax(x).equal(softmax(x, None, None))
-
-
-X3 = torch.zeros(2, 3, 4)
-BAD = {
-    "additive mask": (
-        softmax,
-        (X3, torch.zeros(3, 4), None),
-        TypeError,
-        ["mask has dtype torch.float32; accepted: bool", "`mask < 0`", "isneginf()"],
-    ),
-    "bytes as mask": (softmax, (X3, X3.byte(), None), TypeError, ["mask has dtype torch.uint8", "`mask != 0`"]),
-    "mask shape": (softmax, (X3, torch.zeros(3, 3, dtype=torch.bool), None), ValueError, ["mask has shape (3, 3)"]),
-    "mask axes": (softmax, (X3, torch.zeros(1, 2, 3, 4) > 0, None), ValueError, ["mask has shape (1, 2, 3, 4)"]),
-    "sink shape": (softmax, (X3, None, torch.zeros(3)), ValueError, ["sink has shape (3,); accepted: (2,)"]),
-    "sink axes": (softmax, (X3, None, torch.zeros(2, 1)), ValueError, ["sink has shape (2, 1); accepted: (2,)"]),
-    "sink without heads": (softmax, (X3[0], None, torch.zeros(1)), ValueError, ["sink", "shape (3, 4)", "heads"]),
-    "sink dtype": (softmax, (X3, None, torch.zeros(2).int()), TypeError, ["sink has dtype torch.int32", "float16, "]),
-    "one axis": (softmax, (X3[0, 0], None, None), ValueError, ["input has shape (4,)", "two axes"]),
-    "integers": (softmax, (X3.long(), None, None), TypeError, ["input has dtype torch.int64; accepted: float16"]),
-    "scale": (softmax, (X3, None, None, INF), ValueError, ["scale=inf is not accepted: it must be finite"]),
-    "scale nan": (softmax, (X3, None, None, math.nan), ValueError, ["scale=nan"]),
-    "left": (softmax, (X3, None, None, 1.0, False, -2), ValueError, ["window_left=-2", "-1 for no bound"]),
-    "right": (softmax, (X3, None, None, 1.0, False, 0, -3), ValueError, ["window_right=-3", "at least 0"]),
-    "mask device": (
-        softmax,
-        (X3, torch.zeros(3, 4, dtype=torch.bool, device="meta"), None),
-        ValueError,
-        ["mask is on device meta; accepted: cpu, where input is"],
-    ),
-    "sink device": (softmax, (X3, None, torch.zeros(2, device="meta")), ValueError, ["sink is on device meta"]),
-    "list": (F.scaled_masked_softmax, ([1.0],), TypeError, ["input=[1.0]", "must be a tensor, not list"]),
-    "number as mask": (F.scaled_masked_softmax, (X3, 0), TypeError, ["mask=0", "a tensor or None, not int"]),
-    "number as sink": (F.scaled_masked_softmax, (X3, None, 0.0), TypeError, ["sink=0.0", "a tensor or None"]),
-    "scale string": (partial(F.scaled_masked_softmax, scale="1"), (X3,), TypeError, ["scale='1'", "a number, not str"]),
-    "causal 1": (partial(F.scaled_masked_softmax, causal=1), (X3,), TypeError, ["causal=1", "True or False, not int"]),
-    "window 1.0": (partial(F.scaled_masked_softmax, window_left=1.0), (X3,), TypeError, ["window_left=1.0", "integer"]),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_errors(name):
-    fn, args, error, fragments = BAD[name]
-    compiled = torch.compile(lambda: fn(*args), backend="eager", fullgraph=True)
-    for text in (str(raises(error, "", fn, *args)), str(raises(Exception, "", compiled)).replace("\\'", "'")):
-        assert all(fragment in text for fragment in fragments), text
-    first, *rest = args
-    if fn is softmax and first.is_floating_point():
-        for attempt in (
-            lambda: jvp(lambda x: fn(x, *rest), (first,), (torch.ones_like(first),)),
-            lambda: grad(lambda x: fn(x, *rest).sum())(first),
-            lambda: vmap(lambda x: fn(x, *rest))(first.expand(2, *first.shape)),
-        ):
-            raises(error, re.escape(fragments[0]), attempt)
-
-
-def test_sample_is_what_the_registry_builds():
-    assert all(isinstance(s, Sample) and s.op == "scaled_masked_softmax" for s in testing.samples(CPU, core=True))
