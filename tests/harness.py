@@ -226,6 +226,12 @@ def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *rest: Tensor)
     return saving_step(fn, module, x, *rest)[0]
 
 
+def output(mlp: Callable[..., Any], *args: Any) -> Tensor:
+    """The result of a call of Megatron's MLP, whose bias comes beside it."""
+    y, bias = mlp(*args)
+    return y if bias is None else y + bias  # type: ignore[no-any-return]
+
+
 def compiled(module: Callable[..., Any], policy: FusionPolicy, **settings: Any) -> Any:
     """A module compiled with a policy, anew; settings are torch.compile's."""
     torch._dynamo.reset()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Net, Ran, raises
+from harness import Net, Ran, output, raises
 from processes import in_processes, main
 from test_sharding import two_dimensions
 from torch import nn
@@ -75,11 +75,6 @@ class Counted:
         new = {name: n - self.before.get(name, 0) for name, n in now.items() if n != self.before.get(name, 0)}
         self.before = now
         return new
-
-
-def output(mlp, x, scale=None):
-    y, bias = mlp(x, scale)
-    return y if bias is None else y + bias
 
 
 # ---- checks: each runs in every one of two processes, or four --------------------------------------------------------

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Net, Ran, of_halves, raises
+from harness import Net, Ran, of_halves, output, raises
+from test_mlp import build as build_dense
 from test_mlp import one_thread  # noqa: F401 - a fixture
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -222,30 +223,36 @@ def test_a_level_keeps_what_it_says(memory: str, bias: bool, gated: bool) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_backward_dw_is_bit_for_bit_what_backward_would_have_added(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+def test_backward_dw_is_bit_for_bit_what_backward_would_have_added(grouped: bool, dtype: torch.dtype) -> None:
+    """Of three batches in flight, whose gradients add up in order: the oldest's come first."""
     batches = [[2, 0, 3], [0, 4, 1], [0, 0, 2]]
     for gated, frozen, scaled in itertools.product((False, True), (None, "linear_fc1", "linear_fc2"), (False, True)):
-        flags = {"gated_linear_unit": gated, "params_dtype": dtype}
-        pair = [build(config(**flags, delay_wgrad_compute=delay)) for delay in (False, True)]
+        flags = {"gated_linear_unit": gated, "params_dtype": dtype, "ffn_hidden_size": FFN}
+        trio = [(build if grouped else build_dense)(config(**flags, delay_wgrad_compute=i == 1)) for i in range(3)]
         found = []
-        for mlp in pair:
+        for mlp, these in zip(trio, (batches, batches, batches[:1]), strict=True):
             if frozen:
                 getattr(mlp, frozen).weight.requires_grad_(False)
-            given_inputs = [inputs(counts, dtype, scaled, seed) for seed, counts in enumerate(batches)]
-            outputs = [mlp(x, counts, p)[0] for counts, (x, p, _) in zip(batches, given_inputs, strict=True)]
+            given_inputs = [inputs(counts, dtype, scaled, seed) for seed, counts in enumerate(these)]
+            outputs = [
+                output(mlp, x, *[counts] * grouped, p) for counts, (x, p, _) in zip(these, given_inputs, strict=True)
+            ]
             for y, (_, _, d) in zip(outputs, given_inputs, strict=True):
                 y.backward(d)
             found.append([t.grad for x, p, _ in given_inputs for t in (x, p) if t is not None])
-        undelayed, delayed = pair
-        assert all(map(torch.equal, *found))
+        undelayed, delayed, oldest = trio
+        assert all(map(torch.equal, *found[:2]))
         assert all(p.grad is None for p in delayed.parameters())
         seen = []
         for name in ("linear_fc1", "linear_fc2"):
             linear = getattr(delayed, name)
             own = linear.backward_dw
             linear.backward_dw = lambda own=own, name=name, seen=seen: seen.append(name) or own()
-        for _ in range(len(batches) + 1):  # once more than there is something left
+        for done in range(len(batches) + 1):  # once more than there is something left
             delayed.backward_dw()
+            for p, q in zip(oldest.parameters(), delayed.parameters(), strict=True):
+                assert done or not q.requires_grad or torch.equal(p.grad, q.grad)
         assert seen == ["linear_fc2", "linear_fc1"] * 4
         for (name, p), q in zip(undelayed.named_parameters(), delayed.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None) == (name == f"{frozen}.weight")
@@ -414,8 +421,7 @@ def test_what_is_kept_between_the_linears_is_moved_to_the_cpu(
             mlp = build(given)
             y, _ = mlp(x, counts, probs)
         else:
-            torch.manual_seed(0)
-            mlp = MLP(given)
+            mlp = build_dense(given)
             y, _ = mlp(x, probs)
         wanted = [*others, *mlp.parameters()]
         results.append([y, *torch.autograd.grad(y, wanted, d, allow_unused=True)])
@@ -498,13 +504,6 @@ def test_arguments_in_each_others_places_are_refused() -> None:
     raises(TypeError, "submodules=8 is not accepted", GroupedMLP, 2, config(), 8)
 
 
-@pytest.mark.parametrize("name", ["tp_group", "ep_group"])
-@pytest.mark.parametrize("group", ["tp", [0, 1], 2], ids=str)
-def test_a_group_is_a_process_group(name: str, group: object) -> None:
-    with pytest.raises(TypeError, match=rf"{name}=.* is not accepted: .*ProcessGroup; mesh\.get_group\(\) gives one"):
-        GroupedMLP(EXPERTS, config(), **{name: group})
-
-
 @pytest.mark.parametrize(
     ("flags", "grouped_alone"),
     [
@@ -528,17 +527,12 @@ def test_another_precision_is_refused(flags: dict, grouped_alone: bool) -> None:
 
 def test_dense_mlps_do_not_read_what_is_for_experts_and_experts_refuse_blocks() -> None:
     given = config(ffn_hidden_size=FFN, moe_mlp_glu_interleave_size=4)
-    plain, other = (build_mlp(c) for c in (config(ffn_hidden_size=FFN), given))
+    plain, other = map(build_dense, (config(ffn_hidden_size=FFN), given))
     x, _, _ = inputs([5])
     assert torch.equal(plain(x)[0], other(x)[0])
     raises(ValueError, "Megatron's MLP ignores it, GroupedMLP does not", MLP, given, is_expert=True)
     raises(ValueError, "there is nothing to offload", MLP, config(cpu_offloading=True, memory="input"))
     raises(ValueError, r"MLPSubmodules\.activation_func", MLP, config(use_te_activation_func=True), fnn.MLPSubmodules())
-
-
-def build_mlp(given):
-    torch.manual_seed(0)
-    return MLP(given)
 
 
 @pytest.mark.parametrize(

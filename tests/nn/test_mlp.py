@@ -1,4 +1,4 @@
-"""``nn.MLP`` in one process: flags and their formula, memory levels and what they keep, ``backward_dw``."""
+"""``nn.MLP`` in one process: flags and their formula, memory levels and what they keep."""
 
 import itertools
 import re
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Net, Ran, of_halves, raises
+from harness import Net, Ran, of_halves, output, raises
 from mlp_figures import mlp_figures
 from torch import nn
 
 from torch_fused_ops import functional, megatron
-from torch_fused_ops.nn import MLP, ColumnParallelLinear, MLPConfig, MLPSubmodules, RowParallelLinear
+from torch_fused_ops.nn import MLP, ColumnParallelLinear, GroupedMLP, MLPConfig, MLPSubmodules, RowParallelLinear
 
 HIDDEN, FFN = 16, 24
 
@@ -60,11 +60,6 @@ def plain(mlp, act, x, scale=None, clamp=None, offset=0.0):
     if bias is not None:
         y = y + (bias if scale is None else bias * scale[..., None])
     return y
-
-
-def output(mlp, x, scale=None):
-    y, bias = mlp(x, scale)
-    return y if bias is None else y + bias
 
 
 ACTIVATIONS = {  # what a config may say: the formula
@@ -138,37 +133,6 @@ def test_a_level_keeps_what_it_says_and_computes_no_product_twice_but_one(
     with Ran() as ran, torch.no_grad():
         y, _ = mlp(x)
         assert ran.alive(x, y, *mlp.parameters()) == 0 and len(ran.gemms) == 2
-
-
-def test_backward_dw_is_bit_for_bit_what_backward_would_have_added() -> None:
-    for gated, frozen, scaled in itertools.product((False, True), (None, "linear_fc1", "linear_fc2"), (False, True)):
-        pair = [build(config(gated_linear_unit=gated, delay_wgrad_compute=delay)) for delay in (False, True)]
-        for mlp in pair:
-            if frozen:
-                getattr(mlp, frozen).weight.requires_grad_(False)
-        batches = [tokens(4, HIDDEN, seed=s) for s in range(3)]
-        scale = tokens(4, seed=9) if scaled else None
-        undelayed, delayed = pair
-        # Three micro-batches in flight, whose gradients add up in order.
-        for mlp in pair:
-            outputs = [output(mlp, x, scale) for x in batches]
-            for y in outputs:
-                y.square().sum().backward()
-        assert all(p.grad is None for p in delayed.parameters())
-        for done in range(3):
-            delayed.backward_dw()
-            if done == 0:  # the oldest's alone
-                alone = build(config(gated_linear_unit=gated))
-                output(alone, batches[0], scale).square().sum().backward()
-                for p, q in zip(alone.parameters(), delayed.parameters(), strict=True):
-                    assert not q.requires_grad or torch.equal(p.grad, q.grad)
-        for (name, p), q in zip(undelayed.named_parameters(), delayed.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None) == (frozen is not None and name == f"{frozen}.weight")
-            assert p.grad is None or torch.equal(p.grad, q.grad), name
-        delayed.backward_dw()  # nothing is left
-        assert all(
-            q.grad is None or torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in pair), strict=True)
-        )
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -268,12 +232,16 @@ def test_arguments_in_each_others_places() -> None:
 
 @pytest.mark.parametrize("group", ["tp", [0, 1], 2], ids=str)
 def test_a_group_is_a_process_group(group: object) -> None:
-    for made in (
-        lambda: MLP(config(), tp_group=group),
-        lambda: ColumnParallelLinear(4, 4, config=config(), tp_group=group),
-        lambda: RowParallelLinear(4, 4, config=config(), tp_group=group),
+    given = config(moe_ffn_hidden_size=FFN)
+    for name, made in (
+        ("tp_group", lambda **groups: MLP(given, **groups)),
+        ("tp_group", lambda **groups: ColumnParallelLinear(4, 4, config=given, **groups)),
+        ("tp_group", lambda **groups: RowParallelLinear(4, 4, config=given, **groups)),
+        ("tp_group", lambda **groups: GroupedMLP(2, given, **groups)),
+        ("ep_group", lambda **groups: GroupedMLP(2, given, **groups)),
     ):
-        raises(TypeError, r"tp_group=.* is not accepted: .*ProcessGroup; mesh\.get_group\(\) gives", made)
+        words = rf"{name}=.* is not accepted: .*ProcessGroup; mesh\.get_group\(\) gives"
+        raises(TypeError, words, made, **{name: group})
 
 
 @pytest.mark.parametrize("act", [F.gelu, F.mish], ids=["fused", "spelled"])
