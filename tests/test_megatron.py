@@ -287,16 +287,6 @@ def test_fp8_store_compiles(backend):
     torch.testing.assert_close(*gradients, rtol=0.1, atol=0.05)  # of 8 bits, where the input is kept at all
 
 
-def test_negative_tail():
-    x = torch.tensor([-6.0, -8.0], dtype=torch.bfloat16)
-    upstream = x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
-    assert upstream.tolist() == [0.0, 0.0]
-    z = x.double()
-    exact = z * torch.sigmoid(2 * 0.7978845608028654 * (z + 0.044715 * z**3))  # the same function; nothing cancels
-    assert (exact < -1e-21).all()
-    torch.testing.assert_close(mg.bias_gelu(None, x), exact.bfloat16(), rtol=2**-8, atol=0)
-
-
 def test_erf_gelu_is_gelu():
     x = torch.linspace(-3, 3, 1001, dtype=torch.float64)
     upstream = x * 0.5 * (torch.erf(x / 1.41421) + 1)
@@ -370,29 +360,21 @@ def test_what_is_kept_is_marked_for_offloading(fp8):
 FUNCTIONS = [(t, f) for t in (True, False) for f in (True, False)]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("residual_dtype", TOLERANCES)
 @pytest.mark.parametrize(("training", "fused"), FUNCTIONS)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_bias_dropout_add_without_dropout(dtype, training, fused, has_bias):
-    x, residual, bias = leaves(randn(16, 64, dtype=dtype), randn(16, 64, dtype=dtype, seed=1), randn(64, dtype=dtype))
+def test_bias_dropout_add_without_dropout(dtype, residual_dtype, training, fused, has_bias):
+    """A float32 residual stays float32, beside whatever is added to it."""
+    residual = randn(16, 64, dtype=residual_dtype, seed=1, scale=1e-3)
+    x, residual, bias = leaves(randn(16, 64, dtype=dtype), residual, randn(64, dtype=dtype))
     fn = mg.get_bias_dropout_add(training, fused)
     out = fn((x, bias if has_bias else None), residual, prob=0.0)
     expected = residual.float() + x.float() + (bias.float() if has_bias else 0)
-    torch.testing.assert_close(out, expected.to(dtype), **TOLERANCES[dtype])
+    torch.testing.assert_close(out, expected.to(residual_dtype), **TOLERANCES[residual_dtype])
     out.sum().backward()
-    assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(residual.grad, torch.ones_like(x))
+    assert all(torch.equal(t.grad, torch.ones_like(t)) for t in (x, residual))
     assert (bias.grad is not None) == has_bias
-
-
-@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("training", "fused"), FUNCTIONS)
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_a_float32_residual_stays_float32(x_dtype, training, fused, has_bias):
-    x, bias, residual = randn(16, 64, dtype=x_dtype), randn(64, dtype=x_dtype, seed=1), randn(16, 64, seed=2) * 1e-3
-    out = mg.get_bias_dropout_add(training, fused)((x, bias if has_bias else None), residual, 0.0)
-    expected = residual + (x.float() + bias.float() if has_bias else x.float())
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [None, BIAS])
@@ -419,16 +401,6 @@ def test_evaluation_writes_no_argument():
         out = mg.get_bias_dropout_add(False, fused)((x, BIAS), residual, 0.1)
         torch.testing.assert_close(out, theirs)
         assert torch.equal(x, before) and out.data_ptr() != x.data_ptr()
-
-
-def test_dropout_keeps_no_mask():
-    x, bias, residual = leaves(randn(64, 8), BIAS, randn(64, 8, seed=1))
-    out, saved = saving(lambda: mg.get_bias_dropout_add(True, True)((x, bias), residual, 0.5))
-    assert saved <= 16
-    out.sum().backward()
-    dropped = out.detach() == residual.detach()
-    assert torch.equal(x.grad, torch.where(dropped, 0.0, 2.0))
-    torch.testing.assert_close(bias.grad, x.grad.sum(0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -539,12 +511,6 @@ def test_gradients_and_compile():
         fn = module if backend is None else torch.compile(module, backend=backend, fullgraph=True)
         got = torch.autograd.grad(fn(x, mask, sink), (x, sink), incoming)
         torch.testing.assert_close([g.double() for g in got], list(expected), rtol=1e-4, atol=1e-6)
-
-
-def test_numerically_stable():
-    x = torch.tensor([[[[1e10, -1e10, 1e10], [-1e10, 1e10, -1e10], [1e10, -1e10, 1e10]]]])
-    out = softmax()(x, None, torch.zeros(1))
-    assert torch.isfinite(out).all() and (out >= 0).all() and (out <= 1).all()
 
 
 @pytest.mark.parametrize("fusion", [True, False])
@@ -692,12 +658,9 @@ def test_a_forgotten_tuple_is_named(training, fused):
 
 @pytest.mark.parametrize("fusion", [False, True])
 def test_softmax_module_names_what_is_wrong(fusion):
-    def module(window=None):
-        return mg.FusedScaleMaskSoftmax(False, False, mg.AttnMaskType.padding, fusion, None, True, None, window)
-
-    scores = torch.randn(2, 3, 4, 4)
+    module, scores = softmax(AttnMaskType.padding, fusion), torch.randn(2, 3, 4, 4)
     mask = torch.zeros(2, 1, 3, 4, dtype=torch.bool)
     words = r"mask has shape \(2, 1, 3, 4\); accepted: a shape that broadcasts to input's"
-    raises(ValueError, words, module(), scores, mask)
-    raises(TypeError, r"input has dtype torch\.int64; accepted", module(), scores.long(), None)
-    raises(ValueError, "window_size=3 is not accepted", module, 3)
+    raises(ValueError, words, module, scores, mask)
+    raises(TypeError, r"input has dtype torch\.int64; accepted", module, scores.long(), None)
+    raises(ValueError, "window_size=3 is not accepted", softmax, fusion=fusion, window=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,65 +10,39 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from architectures import made
 from torch import Tensor
 
 import torch_fused_ops as tfo
 
-transformers = pytest.importorskip("transformers")
 STRICT = tfo.FusionPolicy(strict=True)
+DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob"), 0.0)
+DROPOUT |= {"hidden_dropout_prob": 0.0, "dropout_rate": 0.0}
+T5 = {"as_class": "T5ForConditionalGeneration", "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
 
-
-def ids() -> Tensor:
-    return torch.randint(0, 128, (2, 16))
-
-
-def gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return transformers.GPT2LMHeadModel(config), {"input_ids": ids()}
-
-
-def bert() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=128,
-        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-    )  # fmt: skip
-    return transformers.BertForMaskedLM(config), {"input_ids": ids()}
-
-
-def llama(layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=128
-    )
-    return transformers.LlamaForCausalLM(config), {"input_ids": ids(), "use_cache": False}
-
-
-def t5() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.T5Config(
-        num_layers=2, d_model=64, num_heads=4, d_kv=16, d_ff=128, vocab_size=128, dropout_rate=0,
-        feed_forward_proj="gated-gelu",
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config), {
-        "input_ids": ids(), "decoder_input_ids": ids(), "use_cache": False
-    }  # fmt: skip
-
-
-MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int, str]] = {
-    "GPT-2": (gpt2, 2, "gelu_tanh"),
-    "BERT": (bert, 2, "gelu"),
-    "Llama": (llama, 2, "silu"),
-    "Llama of a layer": (functools.partial(llama, 1), 1, "silu"),
-    "T5": (t5, 4, "gelu_tanh"),
+# The architecture, what is changed, how many MLPs it has, their activation.
+MODELS: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "GPT-2": ("gpt2", {"n_layer": 2}, 2, "gelu_tanh"),
+    "BERT": ("bert", {"num_hidden_layers": 2}, 2, "gelu"),
+    "Llama": ("llama", {"num_hidden_layers": 2}, 2, "silu"),
+    "Llama of a layer": ("llama", {}, 1, "silu"),
+    "T5": ("t5", {"num_layers": 2, **T5}, 4, "gelu_tanh"),
 }
+
+
+def model_and_inputs(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    architecture, changes, *_ = MODELS[name]
+    model, _, inputs = made(architecture, **changes, **DROPOUT)
+    labels = inputs.pop("labels")
+    return model, {**inputs, **({"decoder_input_ids": labels} if name == "T5" else {})}
 
 
 @pytest.mark.covering(every=10)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_explain_shows_every_mlp_fused(name: str, training: bool) -> None:
-    make, count, activation = MODELS[name]
-    model, inputs = make()
+    *_, count, activation = MODELS[name]
+    model, inputs = model_and_inputs(name)
     report = tfo.explain(model.train(training), **inputs)
     mlps = [s for s in report.sites if s.is_mlp]
     assert len(mlps) == count
@@ -89,8 +62,7 @@ def step(model: Callable[..., Any], parameters: list[Tensor], inputs: dict[str, 
 )
 def test_compiled_model_matches_eager(name: str) -> None:
     """Forward and gradients, against the same model in float64: as near to it as eager float32 is."""
-    make, _, _ = MODELS[name]
-    model, inputs = make()
+    model, inputs = model_and_inputs(name)
     exact = copy.deepcopy(model).double()
     compiled = torch.compile(model, backend="fused", fullgraph=True, options={"policy": STRICT})
     ours = step(compiled, list(model.parameters()), inputs)

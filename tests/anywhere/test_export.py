@@ -317,20 +317,15 @@ def test_jit_trace_of_every_operator() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_jit_script_takes_the_operators_and_not_the_typed_names() -> None:
-    def operators(x: Tensor, b: Tensor) -> Tensor:
-        y = torch.ops.fused.bias_act(x, b, None, "gelu")
-        return torch.ops.fused.scaled_masked_softmax(torch.ops.fused.glu(y, x, None, "silu"), None, None)
-
     # By source, as scripting reads this file, whose annotations are strings.
-    scripted = torch.jit.CompilationUnit(
-        """
+    source = """
 def f(x, b):
     y = torch.ops.fused.bias_act(x, b, None, "gelu")
     return torch.ops.fused.scaled_masked_softmax(torch.ops.fused.glu(y, x, None, "silu"), None, None)
 """
-    ).f
+    exec(source, eager := {"torch": torch})
     x, b = torch.randn(4, 8), torch.randn(8)
-    torch.testing.assert_close(scripted(x, b), operators(x, b), rtol=0, atol=0)
+    torch.testing.assert_close(torch.jit.CompilationUnit(source).f(x, b), eager["f"](x, b), rtol=0, atol=0)
     for refused in (FF.swiglu, FusedMLP(8, 32)):
         with pytest.raises((torch.jit.frontend.NotSupportedError, RuntimeError)):
             torch.jit.script(refused)

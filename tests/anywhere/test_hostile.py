@@ -188,19 +188,23 @@ def as_reference(sample: Sample, grad: Tensor, mask: list[bool], *, wide: bool) 
     if wide and sample.op in ACTIVATION_OPERATORS:
         args = list(precision.wide_args(sample))
     out = getattr(reference, sample.op)(*args)
-    if sample.op == "dropout_add":
+    y = sample().detach().double() if wide and sample.op == "scaled_masked_softmax" else out  # the rounded result
+    return out, gradients(getattr(reference, f"{sample.op}_backward"), sample.op, grad, args, y, mask)
+
+
+def gradients(
+    backward: Callable[..., Any], op: str, grad: Tensor, args: list[Any], out: Tensor, mask: list[bool]
+) -> list[Tensor | None]:
+    """Gradients of an operator's first three arguments, by a function with the signature of its backward operator."""
+    if op == "dropout_add":
         x, bias, _, seed, p = args
-        found = reference.dropout_add_backward(grad, seed, p, x.dtype, None if bias is None else bias.dtype, mask[:2])
-        return out, [*found, grad if mask[2] else None]
-    if sample.op == "scaled_masked_softmax":
-        sink = args[2]
-        y = sample().detach().double() if wide else out  # backward has the rounded result alone
-        wanted = (mask[0], mask[2])
-        d_x, d_sink = reference.scaled_masked_softmax_backward(
-            grad, y, *args[3:], None if sink is None else sink.dtype, wanted
-        )
-        return out, [d_x, None, d_sink]
-    return out, list(getattr(reference, f"{sample.op}_backward")(grad, *args, mask))
+        found = backward(grad, seed, p, x.dtype, None if bias is None else bias.dtype, mask[:2])
+        return [*found, grad if mask[2] else None]
+    if op == "scaled_masked_softmax":
+        sink_dtype = None if args[2] is None else args[2].dtype
+        d_x, d_sink = backward(grad, out, *args[3:], sink_dtype, (mask[0], mask[2]))
+        return [d_x, None, d_sink]
+    return list(backward(grad, *args, mask))
 
 
 def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None:
@@ -354,24 +358,7 @@ def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, l
     forward, backward = kernel_of(sample.op), kernel_of(f"{sample.op}_backward")
     with interpreting():
         out = forward(*args)
-        if sample.op == "dropout_add":
-            x, bias, _, seed, p = args
-            found = backward(grad, seed, p, x.dtype, None if bias is None else bias.dtype, mask[:2])
-            return out, [*found, grad if mask[2] else None]
-        if sample.op == "scaled_masked_softmax":
-            wanted = (mask[0], mask[2])
-            d_x, d_sink = backward(grad, out, *args[3:], None if args[2] is None else args[2].dtype, wanted)
-            return out, [d_x, None, d_sink]
-        return out, list(backward(grad, *args, mask))
-
-
-def is_so_by_triton(sample: Sample) -> None:
-    given = [t for t in sample.args if isinstance(t, Tensor)]
-    before = [raw(t.detach()) for t in given]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NumPy's, of infinities
-        is_as_in_torch(sample, by_triton)
-    assert [raw(t.detach()) for t in given] == before, "an input was written"
+        return out, gradients(backward, sample.op, grad, args, out, mask)
 
 
 @pytest.mark.slow
@@ -379,7 +366,12 @@ def is_so_by_triton(sample: Sample) -> None:
 @given(calls())
 def test_1000_of_triton_s_calls_are_as_in_torch(sample: Sample) -> None:
     pytest.importorskip("triton")
-    is_so_by_triton(sample)
+    given = [t for t in sample.args if isinstance(t, Tensor)]
+    before = [raw(t.detach()) for t in given]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, of infinities
+        is_as_in_torch(sample, by_triton)
+    assert [raw(t.detach()) for t in given] == before, "an input was written"
 
 
 # ---- gradients that are no numbers -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib
+import json
 import pkgutil
 import sys
 import threading
@@ -308,12 +309,8 @@ def test_what_float8_does_to_training(study: str, page: str, steps: int, seeds: 
 
 
 def to_twelve_digits(value: Any) -> Any:
-    """Numbers in lists and dictionaries, rounded: Python's statistics differ in the last digit from 3.10 to 3.11."""
-    if isinstance(value, dict):
-        return {key: to_twelve_digits(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [to_twelve_digits(one) for one in value]
-    return float(f"{value:.12g}") if isinstance(value, float) else value
+    """JSON with its numbers rounded: Python's statistics differ in the last digit from 3.10 to 3.11."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.12g}"))
 
 
 @pytest.mark.slow

@@ -1,17 +1,16 @@
 """What is pickled, copied, cached and shared: other processes, threads, start methods, imports and exits."""
 
 import copy
+import functools
 import importlib
 import io
-import os
 import pickle
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,20 +18,7 @@ from torch import Tensor, nn
 import torch_fused_ops as tfo
 from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig
 
-
-def python(program: str, *arguments: object, folder: Path | None = None, **environment: str) -> str:
-    """What a new interpreter prints; it must end well, and without a word on stderr."""
-    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
-    if folder is not None:  # a file: what spawn imports again
-        (folder / "program.py").write_text(program)
-        command[3:5] = [str(folder / "program.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = [line for line in done.stderr.splitlines() if not re.match(r"[IW]\d{4} ", line)]  # but torch's own log
-    assert not said, done.stderr[-3000:]
-    return done.stdout
-
-
+quietly = functools.partial(harness.python, quiet=True)
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "FusedMLP": lambda: FusedMLP(8, 16),
     "FusedMLP gated": lambda: FusedMLP(8, 16, "silu", gated=True, memory="fp8", dropout=0.1),
@@ -105,7 +91,7 @@ def test_modules_load_in_a_process_that_has_not_imported_us(tmp_path: Path) -> N
     x = torch.randn(3, 8)
     modules = [make().eval() for make in MODULES.values()]
     torch.save([(m, x, m(x)) for m in modules], tmp_path / "modules.pt")
-    python(LOADS, tmp_path / "modules.pt")
+    quietly("-c", LOADS, tmp_path / "modules.pt")
 
 
 def test_policies_reports_and_configs() -> None:
@@ -141,7 +127,7 @@ def test_a_registered_activation_is_pickled_by_name_and_missed_by_name(tmp_path:
     tfo.register_activation("pickled_twice", lambda x: 2 * x)
     modules = [FusedMLP(8, 16, "pickled_twice"), MLP(MLPConfig(8, activation_func="pickled_twice"))]
     (tmp_path / "modules.pkl").write_bytes(pickle.dumps(modules))
-    python(NAMES_A_REGISTERED_ACTIVATION, tmp_path / "modules.pkl")
+    quietly("-c", NAMES_A_REGISTERED_ACTIVATION, tmp_path / "modules.pkl")
 
 
 CACHES = """
@@ -191,14 +177,14 @@ def test_cache_artifacts_serve_another_process_and_no_other_meaning(tmp_path: Pa
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
             "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         }
-        return python(CACHES, what, tmp_path / "artifacts", factor, **settings).split()
+        return quietly("-c", CACHES, what, tmp_path / "artifacts", factor, **settings).split()
 
     assert run("save", 1.0, "first") == ["miss", "miss"]
     assert run("load", 3.0, "second") == ["hit", "miss", "miss"]
 
 
 PROCESSES = """
-import sys, torch
+import torch
 import torch.multiprocessing as mp
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
@@ -215,16 +201,13 @@ def spelled(x):
 
 compiled = torch.compile(spelled, backend="fused", options={"policy": tfo.FusionPolicy(strict=True)})
 
-def child(queue, module, compiles):
+def child(queue, module):
     # As loaders' workers do: OpenMP's threads do not come along through fork, and F.gelu alone waits for them forever.
     torch.set_num_threads(1)
     x, seed = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([3])
     with torch.no_grad():
         module.fc1.weight.mul_(2)  # shared with the parent
-    out = [t.numpy().copy() for t in step(x, seed)]
-    if compiles:
-        out.append(compiled(x).numpy().copy())
-    queue.put(out)
+    queue.put([t.numpy().copy() for t in (*step(x, seed), compiled(x))])
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
@@ -235,39 +218,33 @@ class Data(torch.utils.data.Dataset):
 if __name__ == "__main__":
     x, seed = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([3])
     expected = step(x, seed)  # the parent has used them
-    methods = sys.argv[1].split(",")
-    if "compile" in methods:
-        torch.testing.assert_close(compiled(x), spelled(x))
-    for method in methods:
-        if method == "compile":
-            continue
+    torch.testing.assert_close(compiled(x), spelled(x))
+    for method in ("fork", "forkserver", "spawn"):
         context, module = mp.get_context(method), FusedMLP(8, 16).share_memory()
         before = module.fc1.weight.detach().clone()
         queue = context.Queue()
-        process = context.Process(target=child, args=(queue, module, "compile" in methods))
+        process = context.Process(target=child, args=(queue, module))
         process.start()
         found = [torch.from_numpy(t) for t in queue.get(timeout=60)]
         process.join()
         assert process.exitcode == 0, method
-        torch.testing.assert_close(found, expected + [spelled(x)] * ("compile" in methods))
+        torch.testing.assert_close(found, [*expected, spelled(x)])
         torch.testing.assert_close(module.fc1.weight, 2 * before)
         print(method)
-    if "fork" in methods:
-        loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")
-        torch.testing.assert_close(torch.cat(list(loader)), torch.stack([Data()[i] for i in range(4)]))
+    loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")
+    torch.testing.assert_close(torch.cat(list(loader)), torch.stack([Data()[i] for i in range(4)]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("methods", ["compile,fork,forkserver,spawn"])
-def test_start_methods(methods: str, tmp_path: Path) -> None:
-    """Operators, shared modules, loaders' workers; in the slow run what the parent has compiled, too."""
-    wanted = [method for method in methods.split(",") if method != "compile"]
-    assert python(PROCESSES, methods, folder=tmp_path).split() == wanted
+def test_start_methods(tmp_path: Path) -> None:
+    """Operators, shared modules, loaders' workers, and what the parent has compiled."""
+    (tmp_path / "program.py").write_text(PROCESSES)  # a file: what spawn imports again
+    assert quietly(tmp_path / "program.py").split() == ["fork", "forkserver", "spawn"]
 
 
 THREADS = """
-import importlib, sys, threading, traceback
+import importlib, threading, traceback
 import torch
 
 COUNT, failed = 8, []
@@ -334,33 +311,35 @@ from torch_fused_ops.lowerings import passes
 tag = torch.compiler.config.cache_key_tag
 assert tag.count("torch_fused_ops") == 1 and tag.endswith(passes.identity()), tag
 
-if sys.argv[1] == "compile":
-    w = torch.eye(8)
-    def compiles(i):
-        policy = tfo.FusionPolicy(strict=True, memory=("free", "off")[i % 2])
-        fn = torch.compile(lambda x: torch.nn.functional.gelu(x @ w) @ w, backend="fused", options={"policy": policy})
-        barrier.wait()
-        for rows in (4, 5):
-            x = torch.randn(rows, 8, requires_grad=True)
-            y = fn(x)
-            y.sum().backward()
-            torch.testing.assert_close(y, torch.nn.functional.gelu(x))
-    everywhere(compiles)
-    shared = torch.compile(lambda x: torch.nn.functional.silu(x @ w) @ w, backend="fused")
-    def calls(i):
-        barrier.wait()
-        x = torch.randn(6, 8)
-        torch.testing.assert_close(shared(x), torch.nn.functional.silu(x))
-    everywhere(calls)
+w = torch.eye(8)
+
+def compiles(i):
+    policy = tfo.FusionPolicy(strict=True, memory=("free", "off")[i % 2])
+    fn = torch.compile(lambda x: torch.nn.functional.gelu(x @ w) @ w, backend="fused", options={"policy": policy})
+    barrier.wait()
+    for rows in (4, 5):
+        x = torch.randn(rows, 8, requires_grad=True)
+        y = fn(x)
+        y.sum().backward()
+        torch.testing.assert_close(y, torch.nn.functional.gelu(x))
+
+everywhere(compiles)
+shared = torch.compile(lambda x: torch.nn.functional.silu(x @ w) @ w, backend="fused")
+
+def calls(i):
+    barrier.wait()
+    x = torch.randn(6, 8)
+    torch.testing.assert_close(shared(x), torch.nn.functional.silu(x))
+
+everywhere(calls)
 print("done")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["compile"])
-def test_threads(what: str) -> None:
-    """First import and first use at once; registering while others call; the slow run compiles in every thread."""
-    assert python(THREADS, what) == "done\n"
+def test_threads() -> None:
+    """First import and first use at once; registering while others call; compiling in every thread."""
+    assert quietly("-c", THREADS) == "done\n"
 
 
 AGAIN = """
@@ -387,7 +366,7 @@ print("ends")
 @pytest.mark.slow
 def test_reloaded_and_left_enabled_at_exit() -> None:
     """The second import finds the operators there; the interpreter ends without a word."""
-    assert python(AGAIN) == "ends\n"
+    assert quietly("-c", AGAIN) == "ends\n"
 
 
 def test_import_hook_is_passive() -> None:

@@ -147,22 +147,15 @@ assert x.grad is not None and torch.isfinite(x.grad).all()
 print("done")
 """
 
+TABLE = "import torch_fused_ops.lowerings.internals as i; i.INTERNALS['torch._inductor.{}'] {} ('Gone',)"
 MISSING = {
-    "a name of a module that is in early": (
-        "",
-        "import torch_fused_ops.lowerings.internals as i; i.INTERNALS['torch._inductor.ir'] += ('Gone',)",
-        "torch._inductor.ir.Gone",
-    ),
+    "a name of a module that is in early": ("", TABLE.format("ir", "+="), "torch._inductor.ir.Gone"),
     "a name of a module that nobody has imported yet": (
         "",
-        "import torch_fused_ops.lowerings.internals as i; i.INTERNALS['torch._inductor.select_algorithm'] += ('Gone',)",
+        TABLE.format("select_algorithm", "+="),
         "torch._inductor.select_algorithm.Gone",
     ),
-    "a module": (
-        "",
-        "import torch_fused_ops.lowerings.internals as i; i.INTERNALS['torch._inductor.gone'] = ('f',)",
-        "torch._inductor.gone",
-    ),
+    "a module": ("", TABLE.format("gone", "="), "torch._inductor.gone"),
     "really": (
         "import torch._inductor.compile_fx",
         "import torch._inductor.custom_graph_pass as c; del c.CustomPartitionerFn",

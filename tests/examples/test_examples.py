@@ -2,16 +2,14 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOUR = EXAMPLES / "tour.ipynb"
@@ -24,18 +22,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, cache: Path, *arguments: str, **environment: str) -> str:
     """The output of a Python program in a folder."""
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONIOENCODING": "utf-8", **environment}
-    ran = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
-    )
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    return ran.stdout
+    return python(*arguments, cwd=folder, TORCHINDUCTOR_CACHE_DIR=str(cache), PYTHONUTF8="1", **environment)
 
 
 @pytest.mark.slow

@@ -478,33 +478,29 @@ def test_random_numbers_and_buffers_stay() -> None:
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
-COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64, "pad_token_id": 0}
-COMMON |= {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "intermediate_size": 48}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64, "bos_token_id": 1}
-T5 = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 2, "d_kv": 16, "vocab_size": 64}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "layers.{}.mlp": ("Llama", COMMON),
-    "h.{}.mlp": ("GPT2", {**GPT2, "eos_token_id": 2}),
-    "encoder.layer.{}": ("Bert", COMMON),
-    "encoder.block.{}.layer.1.DenseReluDense": ("T5Encoder", T5),
-    "layers.{}.mlp ": ("GPTNeoX", COMMON),
-    "decoder.layers.{}": ("OPT", {**COMMON, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+# Where an architecture has its MLPs.
+MODELS = {
+    "llama": "model.layers.{}.mlp",
+    "gpt2": "transformer.h.{}.mlp",
+    "bert": "bert.encoder.layer.{}",
+    "t5": "transformer.encoder.block.{}.layer.1.DenseReluDense",
+    "gpt_neox": "gpt_neox.layers.{}.mlp",
+    "opt": "model.decoder.layers.{}",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [next(iter(MODELS)), *(pytest.param(path, marks=pytest.mark.slow) for path in [*MODELS][1:])]
-)
-def test_transformers(path: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    kind, arguments = MODELS[path]
-    config = getattr(transformers, f"{kind.removesuffix('Encoder')}Config")(**arguments)
-    model = getattr(transformers, f"{kind}Model")(config).eval()
-    ids = torch.randint(3, 64, (2, 9))
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from architectures import made
+
+    two = {"gpt2": {"n_layer": 2}, "t5": {"num_layers": 2}}.get(name, {"num_hidden_layers": 2})
+    model, _, inputs = made(name, **two)
+    model, ids = model.eval(), inputs["input_ids"]
     expected = model(ids)[0]
     report = replace_mlps(model, ids)
-    assert list(report.replaced) == [path.strip().format(i) for i in range(2)], report
+    assert list(report.replaced) == [MODELS[name].format(i) for i in range(2)], report
     torch.testing.assert_close(model(ids)[0], expected, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
