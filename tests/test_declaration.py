@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from harness import python
+from harness import python, raises
 
 from torch_fused_ops.declaration import OPERATORS, PointwiseOperator, above_zero, finite, one_of
 
@@ -166,5 +166,4 @@ def test_rules_name_the_argument_its_value_and_what_is_accepted() -> None:
         (above_zero("cap"), 0.0, "cap=0.0 is not accepted: it must be above 0"),
         (one_of("layout", ("a", "b")), "c", "layout='c' is not known; accepted: a, b"),
     ):
-        with pytest.raises(ValueError, match=re.escape(textwrap.dedent(text))):
-            rule.check(value)
+        raises(ValueError, re.escape(textwrap.dedent(text)), rule.check, value)

@@ -1,30 +1,22 @@
 """What docs/release.md makes: a source distribution that is a clone, and a wheel that is the package."""
 
-import os
+import functools
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from harness import python
 
 import torch_fused_ops as tfo
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
-
-
-def run(*arguments: str, cwd: Path, path: Path | None = None) -> str:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    if path is not None:
-        env["PYTHONPATH"] = str(path)
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+alone = functools.partial(python, PYTHONPATH="")  # without this clone
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +37,7 @@ def source(tracked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / "clone" / name, follow_symlinks=False)
     build = "from setuptools import build_meta; print(build_meta.build_sdist('../dist'))"
-    name = run("-c", build, cwd=folder / "clone").splitlines()[-1]
+    name = alone("-c", build, cwd=folder / "clone").splitlines()[-1]
     assert name == f"torch_fused_ops-{tfo.__version__}.tar.gz"
     return folder / "dist" / name
 
@@ -62,7 +54,7 @@ def wheel(unpacked: Path) -> Path:
     """Built from the source distribution."""
     folder = unpacked.parent / "wheels"
     options = ("--no-build-isolation", "--no-deps", "--wheel-dir", str(folder))
-    run("-m", "pip", "wheel", ".", *options, cwd=unpacked)
+    alone("-m", "pip", "wheel", ".", *options, cwd=unpacked)
     (found,) = folder.iterdir()
     assert found.name == f"torch_fused_ops-{tfo.__version__}-py3-none-any.whl"
     return found
@@ -83,8 +75,8 @@ def test_a_source_distribution_is_a_clone(unpacked: Path, tracked: set[str]) -> 
 
 def test_its_tests_run(unpacked: Path) -> None:
     which = "import torch_fused_ops, torch_fused_ops.lowerings as l; print(torch_fused_ops.__file__, l.__file__)"
-    assert run("-c", which, cwd=unpacked).count(str(unpacked)) == 2
-    out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_reference.py", cwd=unpacked)
+    assert alone("-c", which, cwd=unpacked).count(str(unpacked)) == 2
+    out = alone("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_reference.py", cwd=unpacked)
     assert re.search(r"^\d+ passed", out, re.M), out
 
 
@@ -107,15 +99,15 @@ from importlib.metadata import entry_points, version
 assert version("torch-fused-ops") == torch_fused_ops.__version__
 print(*(point.name for group in ("torch.backends", "torch_dynamo_backends") for point in entry_points(group=group)))
 """
-    assert run("-c", program, cwd=tmp_path.parent, path=tmp_path).split() == ["torch_fused_ops", "fused"]
-    printed = run("-m", top, "--version", cwd=tmp_path.parent, path=tmp_path)
+    assert alone("-c", program, cwd=tmp_path.parent, PYTHONPATH=str(tmp_path)).split() == ["torch_fused_ops", "fused"]
+    printed = alone("-m", top, "--version", cwd=tmp_path.parent, PYTHONPATH=str(tmp_path))
     assert printed == f"torch_fused_ops {tfo.__version__}\n"
 
 
 def test_the_index_takes_them(source: Path, wheel: Path) -> None:
     if find_spec("twine") is None:
         pytest.skip("twine is not installed")
-    out = run("-m", "twine", "check", "--strict", str(source), str(wheel), cwd=source.parent)
+    out = alone("-m", "twine", "check", "--strict", str(source), str(wheel), cwd=source.parent)
     assert out.count("PASSED") == 2, out
 
 

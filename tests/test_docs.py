@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import python
+from harness import python, raises
 
 import torch_fused_ops
 from torch_fused_ops import FusionPolicy
@@ -174,8 +174,7 @@ def test_the_page_on_gpus_is_filled_from_results(
     assert page.count("not measured yet") == 9 and "**kernels**: Some GPU, torch 2.11" in page
     assert "| 1 of 9 is below<br>0.80  softmax \\| forward |" in page
     (tmp_path / "gpu_kernels.json").write_text(json.dumps({**result, "quick": True}))
-    with pytest.raises(ValueError, match="quick run"):
-        generate.gpu()
+    raises(ValueError, "quick run", generate.gpu)
 
 
 @pytest.mark.slow

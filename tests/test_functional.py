@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import raises
 
 from torch_fused_ops import functional as tf
 from torch_fused_ops.testing.samples import OPERATORS, samples
@@ -214,5 +215,4 @@ def test_blocks_are_what_halves_are(block, memory):
     ],
 )
 def test_what_is_no_layout(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
+    raises(error, words, call)

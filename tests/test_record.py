@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from harness import Net, Stack
+from harness import Net, Stack, raises
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
@@ -282,8 +282,7 @@ def test_saved_bytes_are_those_by_hand() -> None:
     assert str(found) == repr(found) and str(found) in str(report) and "saved for backward" in str(found)
     assert report.measure() is found, "they are kept"
     for nonsense in ("H300", 3):
-        with pytest.raises(ValueError, match=f"gpu={nonsense!r} is not known; accepted: A100"):
-            report.measure(nonsense)
+        raises(ValueError, f"gpu={nonsense!r} is not known; accepted: A100", report.measure, nonsense)
     other = report.measure("A100")
     assert other is not None and other.target.startswith("NVIDIA A100")
 

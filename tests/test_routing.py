@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,5 +195,4 @@ def two(*values: int) -> torch.Tensor:
     ],
 )
 def test_what_is_refused(call, error: type, words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()
+    raises(error, words, call)

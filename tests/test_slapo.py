@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import GELU_TANH as gelu_tanh
+from harness import raises
 from torch import nn
 
 from torch_fused_ops import slapo
@@ -100,8 +101,7 @@ def test_mixed_dtypes():
 
 def test_errors():
     for cls in (slapo.LinearWithAct, slapo.LinearWithDropout):
-        with pytest.raises(ValueError, match=f"bias=False is not accepted by {cls.__name__}"):
-            cls(6, 8, bias=False)
+        raises(ValueError, f"bias=False is not accepted by {cls.__name__}", cls, 6, 8, bias=False)
     with pytest.raises(NotImplementedError, match=r"act_fn='mish' is not known; accepted: .*gelu_new"):
         slapo.LinearWithAct(6, 8, act_fn="mish")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Calls, python
+from harness import Calls, python, raises
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -132,8 +132,7 @@ def test_tensors_on_two_devices_are_rejected(name: str, kind: str) -> None:
                     else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
                     for i, t in enumerate(args)
                 ]
-                with pytest.raises((ValueError, RuntimeError), match=r"is on device \w+(:0)?; accepted: "):
-                    fn(*moved)
+                raises((ValueError, RuntimeError), r"is on device \w+(:0)?; accepted: ", fn, *moved)
 
 
 @pytest.mark.parametrize("name", CALLS)

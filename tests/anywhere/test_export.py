@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import MLP, Net, python
+from harness import MLP, Net, python, raises
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -155,8 +155,7 @@ def test_decompositions_refuse_what_the_operators_refuse() -> None:
         make_fx(lambda x, b: FF.bias_gelu(x, b), decomposition_table=tfo.decompositions())(
             torch.ones(3, 4), torch.ones(1)
         )
-    with pytest.raises(TypeError, match="differentiable='no' is not accepted"):
-        tfo.decompositions(differentiable="no")  # type: ignore[arg-type]
+    raises(TypeError, "differentiable='no' is not accepted", tfo.decompositions, differentiable="no")
 
 
 @pytest.mark.covering(every=2)

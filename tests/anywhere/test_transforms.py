@@ -377,9 +377,13 @@ SLOW_TRANSFORMS = {
 
 
 def pairs() -> Iterator[Any]:
-    """Every case under every transform: by default one operator of each mechanism under all but the dear ones."""
+    """Every case under every transform: by default one operator of each mechanism under all but the dear ones.
+
+    Of modules at each level: calls and gradients for each example, and second derivatives.
+    """
     for (name, case), transform in itertools.product(CASES.items(), ALL):
         quick = (name in MECHANISMS and transform not in SLOW_TRANSFORMS) or (name, transform) in RAISES
+        quick |= name.startswith("nn.") and transform in ("vmap of grad", "nested vmap", "double backward")
         marks = [] if quick or (case.operator and transform in ("jvp", "grad")) else [pytest.mark.slow]
         yield pytest.param(name, transform, marks=marks)
 
@@ -524,24 +528,6 @@ def test_batched_gradients_of_what_is_compiled() -> None:
             GRAPHS["batched gradients"](torch.compile(ours, backend="aot_eager", fullgraph=True), t),
             GRAPHS["batched gradients"](theirs, t),
         )
-
-
-# ---- per-sample gradients --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
-@pytest.mark.parametrize("gated", [False, True])
-def test_per_sample_gradients_of_a_module(memory: str, gated: bool) -> None:
-    module = fused_nn.FusedMLP(4, 6, "silu", gated=gated, memory=memory).double()
-    parameters, x = dict(module.named_parameters()), torch.randn(5, 2, 4, dtype=F64)
-
-    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        h = F.linear(x, p["fc1.weight"], p["fc1.bias"])
-        h = F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if gated else F.silu(h)
-        return F.linear(h, p["fc2.weight"], p["fc2.bias"]).square().sum()
-
-    each = vmap(grad(lambda p, x: functional_call(module, p, (x,)).square().sum()), (None, 0))(parameters, x)
-    assert_same(each, vmap(grad(plain), (None, 0))(parameters, x))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

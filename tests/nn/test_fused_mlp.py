@@ -133,19 +133,6 @@ def test_dropout(level):
     torch.testing.assert_close(mlp.eval()(x), whole)
 
 
-def test_transforms_checkpoint_and_double_backward():
-    mlp = FusedMLP(8, 12, "silu", gated=True, dtype=torch.float64)
-    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    for mlp.memory in ("off", "free", "input"):
-        assert torch.autograd.gradcheck(mlp, (x,))
-        assert torch.autograd.gradgradcheck(mlp, (x,))
-        (expected,) = torch.autograd.grad(mlp(x).sum(), x)
-        torch.testing.assert_close(torch.func.grad(lambda x: mlp(x).sum())(x), expected)
-        torch.testing.assert_close(torch.func.vmap(mlp)(x), mlp(x))
-        y = torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=False)
-        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected)
-
-
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_compiled(dropout):

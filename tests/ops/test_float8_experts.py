@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import raises
 from test_float8 import product_bound
 from torch import Tensor
 
@@ -106,8 +107,7 @@ def test_rows_may_lie_anyhow(lie: Callable[[Tensor], Tensor]) -> None:
 )
 def test_what_is_not_accepted_is_named(call: Callable[..., Any], message: str) -> None:
     x, w, ends, _ = drawn()
-    with pytest.raises((ValueError, TypeError), match=message):
-        fused.grouped_linear_fp8(*call(x.detach(), w.detach(), ends))
+    raises((ValueError, TypeError), message, fused.grouped_linear_fp8, *call(x.detach(), w.detach(), ends))
 
 
 def test_the_typed_name() -> None:

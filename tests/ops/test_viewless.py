@@ -8,8 +8,7 @@ from harness import Calls, Net, raises
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from torch_fused_ops import functional
-from torch_fused_ops.operators.viewless import (
+from torch_fused_ops.functional import (
     MakeViewlessTensor,
     assert_viewless_tensor,
     make_viewless_tensor,
@@ -37,12 +36,6 @@ def is_alias(out, inp):
     same = out.data_ptr() == inp.data_ptr() and out.untyped_storage()._cdata == inp.untyped_storage()._cdata
     layout = (out.shape, out.stride(), out.storage_offset()) == (inp.shape, inp.stride(), inp.storage_offset())
     return same and layout and out._base is None
-
-
-def test_names_are_exported():
-    for name in ("make_viewless_tensor", "assert_viewless_tensor", "safely_set_viewless_tensor_data"):
-        assert getattr(functional, name) is globals()[name] and name in functional.__all__
-    assert functional.MakeViewlessTensor is MakeViewlessTensor
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
