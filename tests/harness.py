@@ -27,6 +27,11 @@ WITHOUT_BIAS = functools.partial(nn.Linear, bias=False)
 GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """As CLIP has it."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 class MLP(nn.Module):
     """down(activation(up(x))); an activation of ``halves`` = 2 halves the features."""
 

@@ -13,6 +13,7 @@ import torch
 from harness import raises
 
 import torch_fused_ops as tfo
+from torch_fused_ops.lowerings import partition, saved_tensors
 from torch_fused_ops.settings import environment
 from torch_fused_ops.testing import check as runner
 from torch_fused_ops.tools import cli
@@ -45,6 +46,21 @@ class Zoo:
 
 def one_tensor():
     return MLP(), torch.randn(4, 8)
+
+class Decaying(MLP):
+    # Backward reads a buffer as it was before forward has updated it.
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8))
+        self.register_buffer("decay", torch.ones(8))
+
+    def forward(self, x):
+        if self.training:
+            self.decay.mul_(0.5)
+        return self.down(nn.functional.gelu(self.up(x))) + torch.tanh(x * self.decay * self.scale)
+
+def decaying():
+    return Decaying(), (torch.randn(4, 8),)
 
 def nothing():
     pass
@@ -267,6 +283,22 @@ def test_plan(models, capsys):
         assert f"error: {name}='{value}' is not" in capsys.readouterr().err
     assert main([*arguments, "--memory", "1MiB", "--dp", "0"]) == 2
     assert "error: dp=0 is not accepted" in capsys.readouterr().err
+
+
+def test_verify(models, capsys, monkeypatch):
+    arguments = ["verify", "some_models.py:decaying", "--memory", "input", "--json", "found.json"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "1 of 1 MLP sites fused" in out and "'input'" in out
+    assert json.loads((models / "found.json").read_text())["ok"]
+    monkeypatch.setattr(partition, "_copies_of_written", lambda *args: [])
+    monkeypatch.setattr(saved_tensors.SavedTensors, "check", lambda self: None)
+    assert main(["verify", "some_models.py:decaying"]) == 1
+    out = capsys.readouterr().out
+    assert "gradient of scale" in out and "not ok" in out
+    assert main(["verify", "some_models.py:decaying", "--eval"]) == 0, "nothing is written in evaluation"
+    assert main(["verify", "some_models.py:decaying", "--json", "/"]) == 2
+    assert main(["verify", "nowhere.py:example"]) == 2
 
 
 def test_what_takes_long_is_said_while_it_does(capsys):

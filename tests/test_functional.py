@@ -5,6 +5,8 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import GELU_TANH as gelu_tanh
+from harness import quick_gelu as quick
 from harness import raises
 
 from torch_fused_ops import functional as tf
@@ -13,14 +15,6 @@ from torch_fused_ops.testing.samples import OPERATORS, samples
 B, S = torch.linspace(-1, 1, 8), torch.tensor([0.5, -1.0, 2.0])
 X, Y = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(-3, 3, 24).reshape(3, 8)
 GATE, UP = X.chunk(2, -1)
-
-
-def gelu_tanh(x):
-    return F.gelu(x, approximate="tanh")
-
-
-def quick(x):
-    return x * torch.sigmoid(1.702 * x)
 
 
 # What float8 and float32 hold exactly.

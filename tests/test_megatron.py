@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import GELU_TANH as gelu_tanh
+from harness import quick_gelu as quick
 from harness import raises, saving
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -29,10 +30,6 @@ def randn(*shape, dtype=torch.float32, seed=0, scale=1.0, requires_grad=False):
 
 def leaves(*tensors):
     return [t if t is None else t.detach().clone().requires_grad_() for t in tensors]
-
-
-def quick(x):
-    return x * torch.sigmoid(1.702 * x)
 
 
 def glu(act, y, bias=None, weights=None, offset=0.0, clamp=None):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import MLP, Net, Stack, SwiGLU, raises
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -749,13 +749,9 @@ def is_never_short(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_plan_of_a_model_with_an_odd_layer(kind: str) -> None:
-    is_never_short(*odd(kind, 7, 6))
-
-
-@pytest.mark.slow
-@settings(max_examples=5, deadline=None)
-@given(st.sampled_from(KINDS), st.integers(6, 8), st.integers(0, 7))
+@settings(max_examples=1, deadline=None)
+@given(layers=st.integers(6, 8), number=st.integers(0, 7))
+@example(layers=7, number=6)
 def test_plans_of_models_with_an_odd_layer(kind: str, layers: int, number: int) -> None:
     is_never_short(*odd(kind, layers, number))
 
@@ -835,21 +831,16 @@ def test_the_optimizers_step_has_the_batch_beside_it() -> None:
     assert replace(resident, batch=100).optimizer_peak == resident.optimizer_peak + 100
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+def test_a_graph_break_inside_a_loop_is_named() -> None:
+    def broken(s: Any, x: Tensor) -> Tensor:
+        for layer in s.layers:
             x = layer(x)
             torch._dynamo.graph_break()
         return x.sum()
 
-
-def test_a_graph_break_inside_a_loop_is_named() -> None:
-    with pytest.raises(ValueError, match=r"captures no graph of it, as with a graph break inside a loop: \w+"):
-        captured_model(Broken(), (torch.randn(4, 8),), {})
+    model = Net(broken, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(2)))
+    words = r"captures no graph of it, as with a graph break inside a loop: \w+"
+    raises(ValueError, words, captured_model, model, (torch.randn(4, 8),), {})
 
 
 def halved(x: Tensor) -> Tensor:

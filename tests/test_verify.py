@@ -18,7 +18,6 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings import partition, saved_tensors
-from torch_fused_ops.tools.cli import main
 from torch_fused_ops.tools.verify import _apart
 
 
@@ -286,54 +285,3 @@ def test_what_a_way_raises_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fused, float32: raised " in str(found)
     found = tfo.verify(MLP(), x_of(8, 16))
     assert found.ok and any("fusion failed" in note for note in found.notes), "the graph was left as it was"
-
-
-MODELS = """
-import torch
-from torch import nn
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.scale = nn.Parameter(torch.rand(8))
-        self.register_buffer("decay", torch.ones(8))
-
-    def forward(self, x):
-        if self.training:
-            self.decay.mul_(0.5)
-        return self.down(nn.functional.gelu(self.up(x))) + torch.tanh(x * self.decay * self.scale)
-
-def example():
-    return MLP(), (torch.randn(4, 8),)
-
-def wrong():
-    return MLP(), (torch.randn(4, 9),)
-"""
-
-
-@pytest.fixture
-def models(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (tmp_path / "verified_models.py").write_text(MODELS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
-    yield tmp_path
-    __import__("sys").modules.pop("verified_models", None)
-
-
-def test_the_command(models: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["verify", "verified_models.py:example", "--memory", "input", "--json", "found.json"]
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
-    assert "1 of 1 MLP sites fused" in out and "'input'" in out
-    assert json.loads((models / "found.json").read_text())["ok"]
-    monkeypatch.setattr(partition, "_copies_of_written", lambda *args: [])
-    monkeypatch.setattr(saved_tensors.SavedTensors, "check", lambda self: None)
-    assert main(["verify", "verified_models.py:example"]) == 1
-    out = capsys.readouterr().out
-    assert "gradient of scale" in out and "not ok" in out
-    assert main(["verify", "verified_models.py:example", "--eval"]) == 0, "nothing is written in evaluation"
-    assert main(["verify", "verified_models.py:example", "--json", "/"]) == 2
-    assert main(["verify", "nowhere.py:example"]) == 2
-    assert main(["verify", "verified_models.py:wrong"]) == 2, "an error of the model's own is no difference"
-    assert "error: verified_models.py:wrong cannot be run: " in capsys.readouterr().err

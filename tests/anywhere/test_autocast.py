@@ -15,6 +15,7 @@ import harness
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import quick_gelu
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vmap
@@ -45,10 +46,6 @@ def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 # ---- the operators' formulas -----------------------------------------------------------------------------------------
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
 
 
 class Formula(NamedTuple):

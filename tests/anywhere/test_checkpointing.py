@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Net, Ran, raises
+from harness import Net, Ran
 from torch import Tensor
 from torch.autograd.graph import (
     allow_mutation_on_saved_tensors,
@@ -325,7 +325,7 @@ def test_where_hooks_are_disabled(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_saved_may_be_mutated_where_that_is_allowed(name: str) -> None:
-    """Elsewhere autograd raises, and does not compute a wrong gradient."""
+    """What happens elsewhere: test_hostile.py."""
     case = CASES[name]
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
 
@@ -340,10 +340,6 @@ def test_what_is_saved_may_be_mutated_where_that_is_allowed(name: str) -> None:
 
     wanted = step(False)
     with allow_mutation_on_saved_tensors():
-        torch.testing.assert_close(step(True), wanted)
-    if case.keeps == H:  # h itself
-        raises(RuntimeError, "modified by an inplace operation", step, True)
-    else:
         torch.testing.assert_close(step(True), wanted)
 
 

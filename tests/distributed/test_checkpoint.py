@@ -32,19 +32,25 @@ def optimizer_of(mlp, lr=1e-2):
     return torch.optim.AdamW(mlp.parameters(), lr=lr)
 
 
-def stepped(mlp, rank, ranks):
-    """An optimizer whose state is, and a model that is, this rank's part of numbers that depend on names alone."""
-    optimizer = optimizer_of(mlp)
+def truth_of(mlp, ranks):
+    """Whole parameters and their optimizer's state: numbers that depend on names alone."""
     truth = {}
     for name, p, part in parts(mlp):
         whole = [n * ranks if axis == part.axis else n for axis, n in enumerate(p.shape)]
         for i, what in enumerate(("", "exp_avg", "exp_avg_sq")):
             truth[name, what] = tokens(*whole, seed=100 * len(name) + i, dtype=p.dtype)
+    return truth
+
+
+def stepped(mlp, truth, rank, ranks):
+    """An optimizer whose state is, and a model that is, this rank's part of the truth."""
+    optimizer = optimizer_of(mlp)
+    for name, p, part in parts(mlp):
         own = {what: cut(t, part, rank, ranks).clone() for (n, what), t in truth.items() if n == name}
         with torch.no_grad():
             p.copy_(own.pop(""))
         optimizer.state[p] = {"step": torch.tensor(3.0), **own}
-    return optimizer, truth
+    return optimizer
 
 
 def is_truth(mlp, optimizer, truth, rank, ranks):
@@ -71,12 +77,12 @@ def matrix(rank, ranks, folder):
             where = folder / f"{gated}{apart}{dtype}{n}{m}"
             if rank < n:
                 mlp = build(given, groups[n], seed=5)
-                optimizer, truth = stepped(mlp, rank, n)
+                optimizer = stepped(mlp, truth_of(mlp, n), rank, n)
                 distributed.save(where, mlp, optimizer, metadata=metadata, process_group=groups[n])
             dist.barrier()
             if rank < m:
                 mlp = build(given, groups[m], seed=6)
-                _, truth = stepped(build(given, groups[m]), rank, m)
+                truth = truth_of(mlp, m)
                 optimizer = optimizer_of(mlp, lr=5.0)
                 distributed.load(where, mlp, optimizer, metadata=metadata, process_group=groups[m])
                 is_truth(mlp, optimizer, truth, rank, m)
@@ -99,7 +105,7 @@ def mismatched(rank, ranks, folder):
     """Each rank hears of it, by key, and keeps what it has."""
     where = folder / "whole"
     mlp = build(config(), dist.group.WORLD)
-    optimizer, _ = stepped(mlp, rank, ranks)
+    optimizer = stepped(mlp, truth_of(mlp, ranks), rank, ranks)
     distributed.save(where, mlp, optimizer)
     dist.barrier()
     wider = build(config(gated_linear_unit=False), dist.group.WORLD)
@@ -194,13 +200,10 @@ def fresh(rank, ranks, folder):
     other = optimizer_of(twin)
     distributed.save(where, mlp, optimizer)
     assert not optimizer.state
-    with pytest.raises(CheckpointException, match=r"Size mismatch.*linear_fc\d\.weight"):
-        wider = build(MLPConfig(HIDDEN, ffn_hidden_size=2 * FFN), dist.group.WORLD)
-        refused = optimizer_of(wider)
-        try:
-            distributed.load(where, wider, refused)
-        finally:
-            assert not refused.state
+    wider = build(MLPConfig(HIDDEN, ffn_hidden_size=2 * FFN), dist.group.WORLD)
+    refused = optimizer_of(wider)
+    raises(CheckpointException, r"Size mismatch.*linear_fc\d\.weight", distributed.load, where, wider, refused)
+    assert not refused.state
     distributed.load(where, mlp, optimizer)
     for one, its in ((mlp, optimizer), (twin, other)):
         for p in one.parameters():
@@ -214,13 +217,9 @@ GROUPS = {"two": [matrix, mismatched, other_ways], "four": [matrix, mismatched, 
 
 
 @pytest.mark.slow
-def test_in_four_processes(tmp_path: Path) -> None:
-    in_processes(__file__, "four", 4, tmp_path)
-
-
-@pytest.mark.slow
-def test_in_two_processes(tmp_path: Path) -> None:
-    in_processes(__file__, "two", 2, tmp_path)
+@pytest.mark.parametrize(("group", "ranks"), [("two", 2), ("four", 4)])
+def test_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
+    in_processes(__file__, group, ranks, tmp_path)
 
 
 def test_one_process_writes_the_same_keys_and_layout(tmp_path: Path) -> None:

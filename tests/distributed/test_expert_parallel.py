@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from harness import raises
 from processes import in_processes, main
-from test_checkpoint import is_truth, optimizer_of
+from test_checkpoint import is_truth, optimizer_of, stepped, truth_of
 from test_tensor_parallel import SUM, Counted, cut, local, parts, tokens
 
 if not torch.distributed.is_available():
@@ -111,15 +111,11 @@ def refused(rank, ranks, folder):
     raises(ValueError, "sequence_parallel=True", parallelize_module, mlp, mesh, distributed.tensor_parallel_plan(mlp))
 
 
-def truths(mlp, ep_rank, tp_size):
-    """All experts' numbers, which depend on names alone, whole; and the part of the experts here."""
-    found = {}
-    for name, p, part in parts(mlp):
-        shape = [n * tp_size if axis == part.axis else n for axis, n in enumerate(p.shape)]
-        for i, what in enumerate(("", "exp_avg", "exp_avg_sq")):
-            whole = tokens(EXPERTS, *shape[1:], seed=100 * len(name) + i, dtype=p.dtype)
-            found[name, what] = whole[ep_rank * shape[0] : (ep_rank + 1) * shape[0]]
-    return found
+def truth_here(mlp, ep_rank):
+    """Of all experts' numbers those of the experts here."""
+    everything = truth_of(build(mlp.config), 1)  # whole already
+    here = mlp.num_local_experts
+    return {key: whole[ep_rank * here : (ep_rank + 1) * here] for key, whole in everything.items()}
 
 
 def round_trips(rank, ranks, folder):
@@ -142,18 +138,14 @@ def round_trips(rank, ranks, folder):
             (ep, tp), (whole, tp_group, ep_group) = (m, layouts[m]) if again else (n, layouts[n])
             if rank < ep * tp:
                 mlp = build(given, tp_group, ep_group, EXPERTS // ep, seed=5 + again)
-                truth = truths(mlp, rank // tp, tp)
-                optimizer = optimizer_of(mlp, 5.0 if again else 1e-2)
+                truth = truth_here(mlp, rank // tp)
                 where = folder / f"{flags}{apart}{n}{m}"
                 if again:
+                    optimizer = optimizer_of(mlp, lr=5.0)
                     distributed.load(where, mlp, optimizer, metadata=metadata, process_group=whole)
                     is_truth(mlp, optimizer, truth, rank % tp, tp)
                 else:
-                    for name, p, part in parts(mlp):
-                        of_p = {w: cut(t, part, rank % tp, tp).clone() for (key, w), t in truth.items() if key == name}
-                        with torch.no_grad():
-                            p.copy_(of_p.pop(""))
-                        optimizer.state[p] = {"step": torch.tensor(3.0), **of_p}
+                    optimizer = stepped(mlp, truth, rank % tp, tp)
                     distributed.save(where, mlp, optimizer, metadata=metadata, process_group=whole)
             dist.barrier()
 
@@ -224,13 +216,9 @@ GROUPS = {"two": CHECKS, "four": [tensor_parallel, round_trips, as_many_mlps, sa
 
 
 @pytest.mark.slow
-def test_in_two_processes(tmp_path: Path) -> None:
-    in_processes(__file__, "two", 2, tmp_path)
-
-
-@pytest.mark.slow
-def test_in_four_processes(tmp_path: Path) -> None:
-    in_processes(__file__, "four", 4, tmp_path)
+@pytest.mark.parametrize(("group", "ranks"), [("two", 2), ("four", 4)])
+def test_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
+    in_processes(__file__, group, ranks, tmp_path)
 
 
 if __name__ == "__main__":

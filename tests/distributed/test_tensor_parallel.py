@@ -410,15 +410,11 @@ GROUPS = {
         ("two", 2),
         pytest.param("two more", 2, marks=pytest.mark.slow),
         pytest.param("four", 4, marks=pytest.mark.slow),
+        pytest.param("many", 4, marks=pytest.mark.slow),
+        pytest.param("compiled", 2, marks=pytest.mark.slow),
     ],
 )
 def test_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
-    in_processes(__file__, group, ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("group", "ranks"), [("many", 4), ("compiled", 2)])
-def test_in_more_processes(group: str, ranks: int, tmp_path: Path) -> None:
     in_processes(__file__, group, ranks, tmp_path)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Net, Ran, of_halves, output, raises
+from harness import GELU_TANH, Net, Ran, of_halves, output, quick_gelu, raises
 from mlp_figures import mlp_figures
 from torch import nn
 
@@ -64,12 +64,12 @@ def plain(mlp, act, x, scale=None, clamp=None, offset=0.0):
 
 ACTIVATIONS = {  # what a config may say: the formula
     "gelu": (F.gelu, F.gelu),
-    "gelu, tanh": ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+    "gelu, tanh": ("gelu_tanh", GELU_TANH),
     "silu": (F.silu, F.silu),
     "silu, module": (nn.SiLU(), F.silu),
     "relu": (F.relu, F.relu),
     "squared relu": (functional.squared_relu, lambda x: F.relu(x).square()),
-    "quick gelu": (megatron.quick_gelu, lambda x: x * torch.sigmoid(1.702 * x)),
+    "quick gelu": (megatron.quick_gelu, quick_gelu),
     "sigmoid": (torch.sigmoid, torch.sigmoid),
     "somebody's": (F.mish, F.mish),
 }
@@ -319,21 +319,19 @@ def test_any_object_with_megatrons_names_is_a_config() -> None:
 def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
     asked, swiglu = {}, of_halves(F.silu)
 
-    class First(ColumnParallelLinear):
-        def __init__(self, *sizes, **arguments):
-            asked["fc1"] = sizes, set(arguments)
-            super().__init__(*sizes, **arguments)
+    def noting(name, linear):
+        def build_one(*sizes, **arguments):
+            asked[name] = sizes, set(arguments)
+            return linear(*sizes, **arguments)
 
-    class Second(RowParallelLinear):
-        def __init__(self, *sizes, **arguments):
-            asked["fc2"] = sizes, set(arguments)
-            super().__init__(*sizes, **arguments)
+        return build_one
 
     def Act(*, config):
         return Net(lambda s, x: swiglu(x))
 
     given = config(use_te_activation_func=True, gated_linear_unit=True)
-    mlp = build(given, submodules=MLPSubmodules(First, Second, Act))
+    first, second = noting("fc1", ColumnParallelLinear), noting("fc2", RowParallelLinear)
+    mlp = build(given, submodules=MLPSubmodules(first, second, Act))
     common = {"config", "init_method", "bias", "skip_bias_add", "is_expert", "tp_comm_buffer_name", "tp_group"}
     assert asked["fc1"] == ((HIDDEN, 2 * FFN), common | {"gather_output", "stride"})
     assert asked["fc2"] == ((FFN, HIDDEN), common | {"input_is_parallel"})
