@@ -127,13 +127,6 @@ def test_names_and_get():
     raises(ValueError, r"activation='swish' is not known: it is 'silu' here; accepted: relu", activations.get, "swish")
 
 
-@pytest.fixture
-def table(monkeypatch):
-    """The table, restored afterwards."""
-    monkeypatch.setattr(activations, "_TABLE", dict(activations._TABLE))
-    return activations._TABLE
-
-
 def mish(x):
     return x * torch.tanh(F.softplus(x))
 
@@ -142,7 +135,7 @@ def softsign_slope(x):
     return 1 / (1 + x.abs()) ** 2
 
 
-def test_register_derives_the_derivative(table):
+def test_register_derives_the_derivative():
     before = activations.table_hash()
     tfo.register_activation("mish", mish)
     assert "mish" in activations.names() and activations.table_hash() != before
@@ -152,7 +145,7 @@ def test_register_derives_the_derivative(table):
     assert not activations.get("mish").builtin
 
 
-def test_registered_works_in_the_operators(table):
+def test_registered_works_in_the_operators():
     tfo.register_activation("mish", mish)
     tfo.register_activation("softsign", F.softsign, softsign_slope)
     x, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (5,)))
@@ -164,7 +157,7 @@ def test_registered_works_in_the_operators(table):
         torch.library.opcheck(torch.ops.fused.bias_act.default, (x.float().detach().requires_grad_(), None, None, name))
 
 
-def test_register_again(table):
+def test_register_again():
     tfo.register_activation("mish", mish)
     row = activations.get("mish")
     tfo.register_activation("mish", lambda x: x * torch.tanh(F.softplus(x)))  # the same computation
@@ -174,7 +167,7 @@ def test_register_again(table):
 
 
 @pytest.mark.slow
-def test_register_in_place_of_another(table):
+def test_register_in_place_of_another():
     """As a cell of a notebook is run again: what is the same does nothing, and what is another is asked for."""
     tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
     tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
@@ -204,7 +197,7 @@ def test_register_in_place_of_another(table):
     raises(TypeError, "replace='yes'", tfo.register_activation, "celled", mish, replace="yes")
 
 
-def test_register_notifies(table, monkeypatch):
+def test_register_notifies(monkeypatch):
     calls = []
     monkeypatch.setattr(activations, "_on_change", [lambda: calls.append(activations.names()[-1])])
     tfo.register_activation("mish", mish)
@@ -226,10 +219,10 @@ def test_register_notifies(table, monkeypatch):
         ("new", mish, lambda x: x.mean(), ValueError, "derivative is not accepted"),
     ],
 )
-def test_register_refuses(table, name, fn, derivative, error, message):
-    before = dict(table)
+def test_register_refuses(name, fn, derivative, error, message):
+    before = dict(activations._TABLE)
     raises(error, message, tfo.register_activation, name, fn, derivative)
-    assert table == before
+    assert before == activations._TABLE
 
 
 def test_a_wrong_derivative_is_refused():

@@ -685,17 +685,9 @@ def test_a_disabled_model_is_said():
 
 def test_a_disabled_mlp_is_a_graph_break():
     """Dynamo captures no graph before it."""
-
-    class Disabled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block()
-            self.block.forward = torch.compiler.disable(self.block.forward)
-
-        def forward(self, x):
-            return self.block(x) + 1
-
-    (graph_break,) = explain(Disabled(), torch.randn(4, 8)).breaks
+    block = Block()
+    block.forward = torch.compiler.disable(block.forward)
+    (graph_break,) = explain(Net(lambda s, x: s.block(x) + 1, block=block), torch.randn(4, 8)).breaks
     assert "torch.compiler.disable" in graph_break.reason
 
 

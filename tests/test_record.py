@@ -48,20 +48,6 @@ def stack(layers: int) -> nn.Module:
     return Stack((normed() for _ in range(layers)), end=nn.Linear(WIDTH, 8))
 
 
-class Odd(nn.Module):
-    """An MLP with a number of its own, which makes each instance's code another."""
-
-    count = 0
-
-    def __init__(self, act: nn.Module) -> None:
-        super().__init__()
-        self.mlp, self.number = mlp(act), Odd.count
-        Odd.count += 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x) + self.number  # type: ignore[no-any-return]
-
-
 def operators(report: tfo.Report) -> list[tuple[str | None, str | None]]:
     return [(site.op, site.activation) for site in report.sites]
 
@@ -240,7 +226,8 @@ def test_dynamic_sizes_and_recompilations() -> None:
 @pytest.mark.slow
 def test_layers_that_share_their_code_are_no_recompilation() -> None:
     """Where Dynamo captures each layer by itself, its second one is the first one's code with other parameters."""
-    layers = nn.ModuleList([Odd(nn.GELU()), Odd(nn.GELU()), Odd(nn.SiLU())])
+    numbered = enumerate((nn.GELU(), nn.GELU(), nn.SiLU()))  # a number makes each instance's code another
+    layers = nn.ModuleList(Net(lambda s, x: s.mlp(x) + s.number, mlp=mlp(act), number=i) for i, act in numbered)
 
     def model(x: Tensor) -> Tensor:
         for layer in layers:

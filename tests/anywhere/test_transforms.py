@@ -376,14 +376,17 @@ SLOW_TRANSFORMS = {
 }
 
 
+FEW = ("vmap of grad", "nested vmap", "double backward")
+
+
 def pairs() -> Iterator[Any]:
     """Every case under every transform: by default one operator of each mechanism under all but the dear ones.
 
-    Of modules at each level: calls and gradients for each example, and second derivatives.
+    ReLU keeps its result, and modules have memory levels: they are under a few.
     """
     for (name, case), transform in itertools.product(CASES.items(), ALL):
         quick = (name in MECHANISMS and transform not in SLOW_TRANSFORMS) or (name, transform) in RAISES
-        quick |= name.startswith("nn.") and transform in ("vmap of grad", "nested vmap", "double backward")
+        quick |= (name == "relu" or name.startswith("nn.")) and transform in FEW
         marks = [] if quick or (case.operator and transform in ("jvp", "grad")) else [pytest.mark.slow]
         yield pytest.param(name, transform, marks=marks)
 

@@ -20,18 +20,9 @@ backward = torch.ops.fused.scaled_masked_softmax_backward
 CPU, INF = torch.device("cpu"), math.inf
 
 
-def composed(x, mask=None, sink=None, scale=1.0, causal=False, left=-1, right=-1):
+def composed(x, mask=None, sink=None, scale=1.0):
     """The operator as a user would compose it from PyTorch's own functions; NaN where a row is masked altogether."""
-    sq, sk = x.shape[-2:]
-    offset = torch.arange(sk) - torch.arange(sq)[:, None] - (sk - sq)
-    hidden = torch.zeros(sq, sk, dtype=torch.bool)
-    if causal:
-        hidden = hidden | (offset > 0)
-    if left >= 0:
-        hidden = hidden | (offset < -left)
-    if right >= 0:
-        hidden = hidden | (offset > right)
-    scores = (x * scale).masked_fill(hidden if mask is None else hidden | mask, -INF)
+    scores = x * scale if mask is None else (x * scale).masked_fill(mask, -INF)
     if sink is None:
         return torch.softmax(scores, -1)
     sinks = sink[..., None, None].expand(*scores.shape[:-1], 1)
