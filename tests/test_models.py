@@ -57,8 +57,7 @@ def step(model: Callable[..., Any], parameters: list[Tensor], inputs: dict[str, 
 
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if "a layer" in name else pytest.mark.slow) for name in MODELS],
+    "name", [pytest.param(name, marks=() if "a layer" in name else pytest.mark.slow) for name in MODELS]
 )
 def test_compiled_model_matches_eager(name: str) -> None:
     """Forward and gradients, against the same model in float64: as near to it as eager float32 is."""

@@ -98,22 +98,17 @@ else:
     python("-c", program, cwd=ROOT)
 
 
-def test_every_package_is_installed() -> None:
-    """Packages are listed by hand in pyproject.toml: one of them is a link to another folder."""
+def test_every_package_and_data_file_is_installed() -> None:
+    """They are listed by hand in pyproject.toml: one package is a link to another folder."""
     text = (ROOT / "pyproject.toml").read_text()
-    folders = {"torch_fused_ops": "torch_fused_ops", "lowerings": "torch_fused_ops.lowerings"}
-    for folder, package in folders.items():
-        for init in (ROOT / folder).rglob("__init__.py"):
-            parts = init.parent.relative_to(ROOT / folder).parts
-            name = ".".join((package, *parts))
-            assert f'"{name}"' in text, f"{name} is missing from pyproject.toml"
-
-
-def test_every_data_file_is_installed() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    for file in (ROOT / "torch_fused_ops").rglob("*"):
-        if file.is_file() and file.suffix not in (".py", ".pyc"):
-            assert f'"{file.name}"' in text, f"{file.name} is missing from pyproject.toml"
+    packages = [
+        (*["torch_fused_ops"] * (folder == "lowerings"), *p.parent.relative_to(ROOT).parts)
+        for folder in ("torch_fused_ops", "lowerings")
+        for p in (ROOT / folder).rglob("__init__.py")
+    ]
+    files = [p for p in (ROOT / "torch_fused_ops").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
+    for name in (*map(".".join, packages), *(file.name for file in files)):
+        assert f'"{name}"' in text, f"{name} is missing from pyproject.toml"
 
 
 COMPILED = """

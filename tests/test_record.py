@@ -1,5 +1,6 @@
 """``record``: real compilations report what pick-up did, in this context only, and what it saves."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -61,17 +62,11 @@ GELU = [("fused::bias_act", "gelu")]
 @pytest.mark.parametrize("way", ["backend", "options", "enable", "enabled"])
 def test_every_way_of_compiling(way: str) -> None:
     model, x = mlp(), batch()
-    with tfo.record() as report:
-        if way == "backend":
-            torch.compile(model, backend="fused")(x).sum().backward()
-        elif way == "options":
-            torch.compile(model, options=tfo.compile_options())(x).sum().backward()
-        elif way == "enable":
+    settings = {"backend": {"backend": "fused"}, "options": {"options": tfo.compile_options()}}.get(way, {})
+    with tfo.record() as report, tfo.enabled() if way == "enabled" else contextlib.nullcontext():
+        if way == "enable":
             tfo.enable()
-            torch.compile(model)(x).sum().backward()
-        else:
-            with tfo.enabled():
-                torch.compile(model)(x).sum().backward()
+        torch.compile(model, **settings)(x).sum().backward()
     assert operators(report) == GELU and report.graphs == 1
     assert report.title == "Sequential"
     assert "1 of 1 MLP sites fused" in str(report)

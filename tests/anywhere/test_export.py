@@ -162,11 +162,8 @@ def test_decompositions_refuse_what_the_operators_refuse() -> None:
 @pytest.mark.parametrize("name", tfo.activations.names())
 def test_a_decomposed_program_may_be_trained(name: str) -> None:
     """At 0, too, where formulas with |x| have no derivative; and twice."""
-
-    act, x = (
-        Net(lambda s, x: torch.ops.fused.bias_act(x, None, None, name)),
-        torch.tensor([-9.0, -1.5, -0.0, 0.0, 0.7, 9.0], requires_grad=True),
-    )
+    act = Net(lambda s, x: torch.ops.fused.bias_act(x, None, None, name))
+    x = torch.tensor([-9.0, -1.5, -0.0, 0.0, 0.7, 9.0], requires_grad=True)
     program = torch.export.export(act, (x,)).run_decompositions({**tfo.decompositions()}).module()
     first = [torch.autograd.grad(f(x).sum(), x, create_graph=True)[0] for f in (program, act)]
     torch.testing.assert_close(*first, rtol=2e-5, atol=1e-6)

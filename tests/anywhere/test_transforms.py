@@ -129,10 +129,7 @@ CASES = {
     ),
     "softmax_backward": Case(
         lambda g, y: fused.scaled_masked_softmax_backward(g, y, 0.7, False, -1, -1, F64, [True] * 2),
-        lambda g, y: (
-            0.7 * y * (g - (g * y).sum(-1, keepdim=True)),
-            ((y.sum(-1) - 1) * (g * y).sum(-1)).sum(-1),
-        ),
+        lambda g, y: (0.7 * y * (g - (g * y).sum(-1, keepdim=True)), ((y.sum(-1) - 1) * (g * y).sum(-1)).sum(-1)),
         ((2, 3, 4), (2, 3, 4)),
         True,
     ),

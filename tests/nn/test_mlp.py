@@ -208,6 +208,9 @@ def test_a_size_is_an_integer_from_1_on(size: object, error: type) -> None:
         ("input_size", lambda: MLP(config(), input_size=size)),
         ("moe_ffn_hidden_size", lambda: MLP(config(moe_ffn_hidden_size=size), is_expert=True)),
         ("moe_latent_size", lambda: MLP(config(moe_ffn_hidden_size=8, moe_latent_size=size), is_expert=True)),
+        ("moe_ffn_hidden_size", lambda: GroupedMLP(2, config(moe_ffn_hidden_size=size))),
+        ("moe_latent_size", lambda: GroupedMLP(2, config(moe_ffn_hidden_size=8, moe_latent_size=size))),
+        ("num_local_experts", lambda: GroupedMLP(size, config(moe_ffn_hidden_size=8))),
         ("input_size", lambda: linear(ColumnParallelLinear, size, 4)),
         ("output_size", lambda: linear(RowParallelLinear, 4, size)),
     ):

@@ -164,10 +164,7 @@ TYPED = {
         {"input": X, "bias": X[0], "residual": X, "seed": torch.tensor([1])},
     ),
     "bias_dropout_add": (partial(F.bias_dropout_add, p=0.5), {"x": X, "bias": X[0], "residual": X}),
-    "scaled_masked_softmax": (
-        F.scaled_masked_softmax,
-        {"input": X.expand(2, 3, 4), "mask": X > 0, "sink": X[:2, 0]},
-    ),
+    "scaled_masked_softmax": (F.scaled_masked_softmax, {"input": X.expand(2, 3, 4), "mask": X > 0, "sink": X[:2, 0]}),
 }
 SCALARS = {
     "bias_act": ("silu",),

@@ -1,6 +1,8 @@
 """``fused::make_viewless`` and the viewless tensors of ``torch_fused_ops.operators.viewless``."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -250,9 +252,6 @@ def test_safely_set_viewless_tensor_data():
 
 
 def test_setting_data_frees_the_memory(only_new_garbage):
-    import gc
-    import weakref
-
     def survives(make):
         base = torch.randn(1000)
         storage = weakref.ref(base.untyped_storage())
