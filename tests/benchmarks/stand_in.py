@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from torch_fused_ops.benchmarks.harness import Cuda
+
+synchronized = True
 
 
 class Event:
@@ -19,50 +20,36 @@ class Event:
         self.at = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
-        assert StandIn.synchronized
+        assert synchronized
         return 1e3 * (end.at - self.at)
 
 
-class StandIn:
-    """What the harness uses of ``torch.cuda``, on the CPU; every name of it must be one of torch.cuda's."""
-
-    Event = Event
+def synchronize(device: torch.device) -> None:
+    global synchronized
     synchronized = True
 
-    @staticmethod
-    def get_device_properties(device: torch.device) -> Any:
-        return SimpleNamespace(name="Stand-in 9000", total_memory=1 << 30, L2_cache_size=1 << 12)
 
-    @staticmethod
-    def get_device_capability(device: torch.device) -> tuple[int, int]:
-        return 9, 0
+def _sleep(cycles: int) -> None:
+    global synchronized
+    assert isinstance(cycles, int) and cycles > 0
+    synchronized = False
 
-    @staticmethod
-    def synchronize(device: torch.device) -> None:
-        StandIn.synchronized = True
 
-    @staticmethod
-    def _sleep(cycles: int) -> None:
-        assert isinstance(cycles, int) and cycles > 0
-        StandIn.synchronized = False
-
-    @staticmethod
-    def set_device(index: int) -> None: ...
-
-    @staticmethod
-    def empty_cache() -> None: ...
-
-    @staticmethod
-    def reset_peak_memory_stats(device: torch.device) -> None: ...
-
-    @staticmethod
-    def memory_allocated(device: torch.device) -> int:
-        return 100
-
-    @staticmethod
-    def max_memory_allocated(device: torch.device) -> int:
-        return 350
+PROPERTIES = SimpleNamespace(name="Stand-in 9000", total_memory=1 << 30, L2_cache_size=1 << 12)
+# Every name of it must be one of torch.cuda's.
+CUDA = SimpleNamespace(
+    Event=Event,
+    get_device_properties=lambda device: PROPERTIES,
+    get_device_capability=lambda device: (9, 0),
+    synchronize=synchronize,
+    _sleep=_sleep,
+    set_device=lambda index: None,
+    empty_cache=lambda: None,
+    reset_peak_memory_stats=lambda device: None,
+    memory_allocated=lambda device: 100,
+    max_memory_allocated=lambda device: 350,
+)
 
 
 def stand_in() -> Cuda:
-    return Cuda(torch.device("cpu"), StandIn)
+    return Cuda(torch.device("cpu"), CUDA)

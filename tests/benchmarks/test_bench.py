@@ -155,11 +155,7 @@ def test_results_are_written_to_the_current_folder_and_replace_nothing(
 
 
 def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for given in (
-        ["bench", "nonsense"],
-        ["bench"],
-        ["bench", "mlp", "--part"],
-    ):
+    for given in (["bench", "nonsense"], ["bench"], ["bench", "mlp", "--part"]):
         with pytest.raises(SystemExit) as stopped:
             cli(given)
         assert stopped.value.code == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import meta, on_meta
+from harness import Net, Stack, meta, on_meta
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy
@@ -104,24 +104,20 @@ def test_interpreted_code_has_the_eager_mask() -> None:
     assert torch.equal(out, fn(data, key)) and out.unique().tolist() == [0.0, 2.0]
 
 
-class Block(nn.Module):
+def block(s: Any, x: Tensor) -> Tensor:
     """A pre-norm MLP with both of its dropouts."""
+    return x + F.dropout(s.down(F.dropout(F.gelu(s.up(s.norm(x))), 0.1)), 0.1)
 
-    def __init__(self, width: int = 1024, p: float = 0.1) -> None:
-        super().__init__()
-        self.norm, self.p = nn.LayerNorm(width), p
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.dropout(F.gelu(self.up(self.norm(x))), self.p, self.training)
-        return x + F.dropout(self.down(h), self.p, self.training)
+def blocks() -> nn.Module:
+    members = ({"norm": nn.LayerNorm(1024), "up": nn.Linear(1024, 4096), "down": nn.Linear(4096, 1024)} for _ in "ab")
+    return Stack(Net(block, **each) for each in members)
 
 
 @cache
 def picked_up(dropout: bool | None) -> Any:
-    model = on_meta(lambda: nn.Sequential(Block(), Block()))
     config = {} if dropout is None else compile_options(FusionPolicy(dropout=dropout))
-    return virtual_gpu.compile_on_paper(model, meta(4096, 1024, requires_grad=True), config=config)
+    return virtual_gpu.compile_on_paper(on_meta(blocks), meta(4096, 1024, requires_grad=True), config=config)
 
 
 @pytest.mark.slow

@@ -49,7 +49,6 @@ def extern(graph: gpu.GeneratedGraph) -> dict[str, int]:
 def test_kernels_and_calls_of_a_step() -> None:
     paper = on_paper(SwiGLUMLP, gemm="fp8")
     forward, backward = paper.forward, paper.backward
-    assert forward is not None and backward is not None
     # The input, and gate and up with the activation: Inductor's. Three weights: ours.
     assert sum(k.launches for k in forward.kernels) == 2
     assert extern(forward) == {"quantize": 3, "scaled_mm": 3}
@@ -114,7 +113,6 @@ def test_blocks_of_32_on_sm_100() -> None:
     with tfo.enabled(FusionPolicy(gemm="mxfp8", strict=True)):
         paper = gpu.compile_on_paper(on_meta(SwiGLUMLP, HIDDEN, FFN), x, gpu=gpu.B200)
     forward, backward = paper.forward, paper.backward
-    assert forward is not None and backward is not None
     # Three weights, the activation, and the input, whose scales, kept for backward, are brought into tiles by a fifth.
     assert sum(k.launches for k in forward.kernels) == 6 and extern(forward) == {"scaled_mm_tiled": 3}
     activation = TOKENS * FFN * (2 + 2 + 1) + TOKENS * FFN // 32
@@ -127,7 +125,6 @@ def test_blocks_of_32_on_sm_100() -> None:
 @pytest.mark.slow
 def test_a_gelu_mlp_with_biases() -> None:
     backward = on_paper(GELUMLP, gemm="fp8").backward
-    assert backward is not None
     ours = {"quantize": 2, "quantize_both": 1, "requantize": 1, "bias_act_backward_quantized": 1}
     assert extern(backward) == {**ours, "scaled_mm": 4}
 
@@ -137,7 +134,6 @@ def test_what_tanh_costs_where_weights_gradients_are_in_bf16() -> None:
     moved = []
     for make in (GELUMLP, models.GELUMLP):
         backward = on_paper(make, gemm="fp8-wgrad-bf16").backward
-        assert backward is not None
         moved.append(bytes_besides_products(backward))
     assert moved[1] - moved[0] == TOKENS * 4 * HIDDEN * 2  # it reads both operands of the gradient again, not itself
 

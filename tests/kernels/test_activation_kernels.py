@@ -425,24 +425,6 @@ def test_compiles_everywhere(gpu: virtual_gpu.GPU, call: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", BUILTIN)
-def test_nothing_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype, activation: str) -> None:
-    if gpu is not virtual_gpu.H100 and activation not in ("gelu", "tanh", "silu"):
-        pytest.skip("on one GPU every activation, on the others the largest kernels")
-    sizes = [(4096, 8192)]
-    if activation == "gelu":  # rows of several to a tile, not a multiple of 16, and beyond 32-bit offsets
-        sizes += [(70000, 96), (4096, 1401), (2**18, 2**14)]
-    # In float64 ptxas may park one number of a thread to reach an occupancy step (tanh, interleaved, on sm_80).
-    spilling, allowed = [], 8 if dtype == torch.float64 else 0
-    for rows, n in sizes:
-        for name, call in calls(activation, dtype, rows, n).items():
-            spilling += [(name, rows, n, c.spills) for c in assemble(gpu, *call) if c.spills > allowed]
-    assert not spilling
-
-
-@pytest.mark.slow
 def test_only_what_is_used_is_read() -> None:
     x, packed = meta(512, 1024), meta(512, 2048)
     for masks, loads, call in (

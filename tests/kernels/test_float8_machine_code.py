@@ -59,19 +59,11 @@ def machine_code(
     return code
 
 
-MARKS: dict[str, Any] = {
-    "glu": pytest.mark.slow,
-    "weight": pytest.mark.slow,
-    "weight turned": pytest.mark.slow,
-    "32 straight": pytest.mark.slow,
-    "32 glu": pytest.mark.slow,
-    "32 bias_act": pytest.mark.slow,
-    "32 both": pytest.mark.slow,
-}
+SLOW = ("glu", "weight", "weight turned", "32 straight", "32 glu", "32 bias_act", "32 both")
 
 
 @pytest.mark.covering(every=6)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CALLS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CALLS])
 def test_fits_sm_90(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, registers, spills, instructions, loads, wide_stores, stores = CALLS[name]
     code = machine_code(call(), virtual_gpu.H200, monkeypatch)
@@ -113,11 +105,7 @@ SCALE = meta(1, 1, dtype=torch.float32)
 IN_ROWS: dict[str, tuple[Any, ...]] = {
     "row": (kernels.quantize, meta(ROWS, 14336), 1, 14336),
     "weight turned": (kernels.quantize_by, turned(), SCALE),
-    "experts turned": (
-        kernels.quantize_by,
-        meta(8, COLUMNS, ROWS).transpose(1, 2),
-        meta(8, 1, 1, dtype=torch.float32),
-    ),
+    "experts turned": (kernels.quantize_by, meta(8, COLUMNS, ROWS).mT, meta(8, 1, 1, dtype=torch.float32)),
 }
 
 

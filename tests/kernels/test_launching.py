@@ -43,20 +43,10 @@ class Driver:
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """Launches in Triton's place, which compiles it in C for each signature."""
 
-        def run(
-            x: int,
-            y: int,
-            z: int,
-            stream: int,
-            function: int,
-            packed: Any,
-            meta: Any,
-            enter: Any,
-            leave: Any,
-            *args: Any,
-        ) -> None:
+        def run(x: int, y: int, z: int, stream: int, *given: Any) -> None:
+            _function, _packed, meta, enter, _leave, *args = given
             enter(meta)
-            self.ran.append((source, stream, (x, y, z), args))
+            self.ran.append((source, stream, (x, y, z), tuple(args)))
 
         return run
 
@@ -89,6 +79,10 @@ def _kernel(a, b, c, m, n, k, WIDTH: tl.constexpr, SCALE: tl.constexpr):  # type
     pass
 
 
+def launch(jit: Any, first: torch.Tensor | None = None, rows: int = 3) -> None:
+    launching.launch(jit, (1, 1, 1), CPU, (first, None, None), (rows, 5, 7), CONSTANTS)
+
+
 CONSTANTS = {"WIDTH": 16, "SCALE": 1.5, "num_warps": 4, **launching.OPTIONS}
 
 
@@ -106,12 +100,7 @@ def cases() -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]
     tensors = [None, *(tensor(dtype, offset) for dtype, offset in kinds for _ in range(2))]
     integers = [None, 0, 1, 2, 7, 8, 15, 16, 17, 24, 48, 1000, 2**31 - 1, 2**31, 2**31 + 16, 2**40, -1, -16, -(2**40)]
     for _ in range(1500):
-        constants = {
-            "WIDTH": random.choice([16, 32]),
-            "SCALE": random.choice([None, 0.5, 1.5]),
-            "num_warps": 4,
-            **launching.OPTIONS,
-        }
+        constants = CONSTANTS | {"WIDTH": random.choice([16, 32]), "SCALE": random.choice([None, 0.5, 1.5])}
         yield tuple(random.choices(tensors, k=3)), tuple(random.choices(integers, k=3)), constants
 
 
@@ -146,7 +135,7 @@ def test_triton_is_asked_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -
     jit = kernel()
     runs = triton_runs(jit, monkeypatch)
     for offset, asked in ((0, 1), (0, 1), (8, 2), (4, 2), (0, 2)):
-        launching.launch(jit, (1, 1, 1), CPU, (tensor(torch.float32, offset), None, None), (3, 5, 7), CONSTANTS)
+        launch(jit, tensor(torch.float32, offset))
         assert len(runs) == asked
     assert len(driver.ran) == 5
 
@@ -188,7 +177,7 @@ def test_what_is_read_at_each_launch(driver: Driver, monkeypatch: pytest.MonkeyP
 
 def test_a_kernel_that_a_hook_keeps_from_compiling(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **_: True)
-    launching.launch(kernel(), (1, 1, 1), CPU, (None,) * 3, (3, 5, 7), CONSTANTS)
+    launch(kernel())
     assert not launching._COMPILED
 
 
@@ -196,7 +185,7 @@ def test_backends_that_look_at_more_than_alignment(driver: Driver, monkeypatch: 
     """AMD's: a tensor of less than 2 GiB has another kernel than a larger one."""
     driver.get_current_target = virtual_gpu.MI300X.target  # type: ignore[method-assign]
     jit = kernel()
-    launching.launch(jit, (1, 1, 1), CPU, (tensor(torch.float32, 0), None, None), (3, 5, 7), CONSTANTS)
+    launch(jit, tensor(torch.float32, 0))
     assert len(driver.ran) == 1
     assert not launching._COMPILED
 
@@ -209,7 +198,7 @@ def test_a_kernel_that_fails_says_how_to_do_without(driver: Driver, monkeypatch:
     with pytest.raises(
         RuntimeError, match=r"_kernel of torch_fused_ops .* cpu: ptxas: no\n.*TORCH_FUSED_OPS_WITHOUT=kernels"
     ):
-        launching.launch(kernel(), (1, 1, 1), CPU, (None,) * 3, (3, 5, 7), CONSTANTS)
+        launch(kernel())
     assert not launching._COMPILED
 
 
@@ -217,7 +206,7 @@ def test_memory_is_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(launching, "_MOST_COMPILED", 10)
     jit = kernel()
     for rows in range(35):
-        launching.launch(jit, (1, 1, 1), CPU, (None,) * 3, (rows, 5, 7), CONSTANTS)
+        launch(jit, rows=rows)
     assert len(launching._COMPILED) == 5
 
 

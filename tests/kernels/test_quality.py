@@ -23,7 +23,9 @@ from test_activation_kernels import calls as plain_calls
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.virtual_gpu import roofline
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+# Rows of several to a tile, not a multiple of 16, and beyond 32-bit offsets.
+MORE_SIZES = (70000, 96), (4096, 1401), (2**18, 2**14)
 THREADS, REGISTERS = 2048, 65536  # of a multiprocessor, sm_80 to sm_100
 RATES = roofline.rates_of(virtual_gpu.H200)
 assert RATES is not None
@@ -34,10 +36,10 @@ IN_FLIGHT_LESS = 3.35e12 * 600e-9 / virtual_gpu.H100.multi_processor_count
 
 
 def compiled(
-    gpu: virtual_gpu.GPU, activation: str, dtype: torch.dtype
+    gpu: virtual_gpu.GPU, activation: str, dtype: torch.dtype, *sizes: int
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], virtual_gpu.MachineCode]]:
     """(what and which kernel, its arguments, its constants, its code) of every launch there is."""
-    for name, call in plain_calls(activation, dtype).items():
+    for name, call in plain_calls(activation, dtype, *sizes).items():
         for launch, code in zip(recorded(*call), assemble(gpu, *call), strict=True):
             yield f"{name}: {launch.kernel.__name__}", launch.arguments, launch.constants, code
 
@@ -57,13 +59,14 @@ def bytes_loaded(arguments: dict[str, Any], constants: dict[str, Any]) -> float:
     return total * constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * constants["num_warps"])
 
 
-def assert_good(gpu: virtual_gpu.GPU, activation: str, dtype: torch.dtype) -> None:
-    nvidia = gpu is not virtual_gpu.MI300X
-    for what, arguments, constants, code in compiled(gpu, activation, dtype):
-        assert code.spills == 0, f"{what}: {code.spills} bytes"
+def assert_good(gpu: virtual_gpu.GPU, activation: str, dtype: torch.dtype, *sizes: int) -> None:
+    # In float64 ptxas may park one number of a thread to reach an occupancy step (tanh, interleaved, on sm_80).
+    parked = 8 if dtype == torch.float64 else 0
+    for what, arguments, constants, code in compiled(gpu, activation, dtype, *sizes):
+        assert code.spills <= parked, f"{what} {sizes}: {code.spills} bytes"
         # A sum whose order depends on who comes first would differ from run to run.
         assert not [i for i in code.instructions if i.lower().startswith(("atom", "red.")) or "atomic" in i], what
-        if not nvidia:
+        if gpu is virtual_gpu.MI300X or dtype == torch.float64 or sizes:
             continue
         # Few rows of sums leave a thread of _add_rows less than 16 bytes.
         elements = constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * constants["num_warps"])
@@ -76,14 +79,11 @@ def assert_good(gpu: virtual_gpu.GPU, activation: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", ["gelu"])
-def test_machine_code(activation: str) -> None:
-    assert_good(virtual_gpu.H100, activation, torch.bfloat16)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", BUILTIN)
-def test_machine_code_everywhere(gpu: virtual_gpu.GPU, dtype: str, activation: str) -> None:
-    assert_good(gpu, activation, DTYPES[dtype])
+def test_machine_code(gpu: virtual_gpu.GPU, dtype: str, activation: str) -> None:
+    if dtype == "fp64" and gpu is not virtual_gpu.H100 and activation not in ("gelu", "tanh", "silu"):
+        pytest.skip("on one GPU every activation, on the others the largest kernels")
+    for sizes in ((), *(MORE_SIZES if activation == "gelu" else ())):
+        assert_good(gpu, activation, DTYPES[dtype], *sizes)

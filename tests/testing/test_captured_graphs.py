@@ -116,14 +116,9 @@ def test_sizes_that_depend_on_data_are_refused() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         graph = captured(lambda x: x[x > 0] * 2, torch.randn(8))
     (placeholder,) = graph.gm.graph.find_nodes(op="placeholder")
-    made_inside = next(
-        n
-        for n in graph.gm.graph.nodes
-        if n.op != "placeholder"
-        and n.meta["example_value"].dim() == 1
-        and not isinstance(n.meta["example_value"].shape[0], int)
-    )
-    placeholder.meta["example_value"] = made_inside.meta["example_value"]
+    values = (n.meta["example_value"] for n in graph.gm.graph.nodes if n.op != "placeholder")
+    made_inside = next(v for v in values if v.dim() == 1 and not isinstance(v.shape[0], int))
+    placeholder.meta["example_value"] = made_inside
     raises(ValueError, "depends on data", virtual_gpu.compile_graph_on_paper, graph)
 
 

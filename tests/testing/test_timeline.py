@@ -46,18 +46,13 @@ class Transformer(nn.Module):
     def __init__(self, name: str, checkpointed: bool, attention: str = "sdpa") -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
-        common = {"vocab_size": 512, "num_hidden_layers": 3}
-        if name == "GPT2":
-            config = transformers.GPT2Config(vocab_size=512, n_layer=3, n_embd=128, n_head=4, n_positions=256)
-        elif name == "Llama":
-            config = transformers.LlamaConfig(
-                **common, hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2
-            )
-        else:
-            config = transformers.MixtralConfig(
-                **common, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
-                num_local_experts=4,
-            )  # fmt: skip
+        heads = {"num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+        settings = {
+            "GPT2": {"n_layer": 3, "n_embd": 128, "n_head": 4, "n_positions": 256},
+            "Llama": {**heads, "intermediate_size": 384},
+            "Mixtral": {**heads, "intermediate_size": 256, "num_local_experts": 4},
+        }[name]
+        config = getattr(transformers, f"{name}Config")(vocab_size=512, **settings)
         config.use_cache, config._attn_implementation = False, attention
         self.model = transformers.AutoModelForCausalLM.from_config(config)
         self.model.loss_type = "ForCausalLM"  # else it looks for one, and logs that
@@ -82,21 +77,20 @@ def ids() -> Tensor:
     return torch.randint(0, 512, (2, 256))
 
 
+def losses(count: int, layer: Callable[..., nn.Module], *sizes: int, checkpointed: bool = False) -> Loss:
+    return Loss(*(layer(*sizes) for _ in range(count)), checkpointed=checkpointed)
+
+
+def relu_mlp(width: int, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "GELU MLP": lambda: (Loss(gelu_mlp(128, 512)), torch.randn(1024, 128)),
-    "GELU MLPs, checkpointed": lambda: (
-        Loss(*(gelu_mlp(128, 512) for _ in range(3)), checkpointed=True),
-        torch.randn(1024, 128),
-    ),
-    "ReLU MLPs": lambda: (
-        Loss(*(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)) for _ in range(4))),
-        torch.randn(512, 128),
-    ),
-    "SwiGLU": lambda: (Loss(*(glu(128, 384) for _ in range(3))), torch.randn(1024, 128)),
-    "SwiGLU, checkpointed": lambda: (
-        Loss(*(glu(128, 384) for _ in range(3)), checkpointed=True),
-        torch.randn(1024, 128),
-    ),
+    "GELU MLP": lambda: (losses(1, gelu_mlp, 128, 512), torch.randn(1024, 128)),
+    "GELU MLPs, checkpointed": lambda: (losses(3, gelu_mlp, 128, 512, checkpointed=True), torch.randn(1024, 128)),
+    "ReLU MLPs": lambda: (losses(4, relu_mlp, 128, 256), torch.randn(512, 128)),
+    "SwiGLU": lambda: (losses(3, glu, 128, 384), torch.randn(1024, 128)),
+    "SwiGLU, checkpointed": lambda: (losses(3, glu, 128, 384, checkpointed=True), torch.randn(1024, 128)),
     "convolutions": lambda: (Loss(convolutions(16)), torch.randn(8, 3, 32, 32)),
     "dropout": lambda: (Loss(gelu_mlp(128, 512), nn.Dropout(0.5), glu(128, 256)), torch.randn(1024, 128)),
     "attention": lambda: (
@@ -142,9 +136,7 @@ class Compilation:
             kept = {name: i for i, name in enumerate(self.outputs) if i >= self.results}
             self.handed = tuple(kept.get(node.name) for node in placeholders)
         # parameters are what the step was not called with: counted apart, below
-        inputs = tuple(graph_input(node.meta["val"], is_parameter=True) for node in placeholders)
-        if kind == "backward":
-            inputs = tuple(graph_input(node.meta["val"], is_parameter=False) for node in placeholders)
+        inputs = tuple(graph_input(node.meta["val"], is_parameter=kind == "forward") for node in placeholders)
         code = generated[0]
         code = getattr(code, "value", code)
         self.graphs[kind] = GeneratedGraph(

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import GeluMLP, SwiGLU, meta, on_meta, raises
+from harness import GeluMLP, SwiGLU, meta, on_meta, python, raises
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -417,21 +417,11 @@ def test_the_best_of_a_reductions_configurations_is_taken():
 
 def test_bytes_accessed_in_the_text():
     for gpu in (virtual_gpu.H100, virtual_gpu.MI300X):
-        code = virtual_gpu.assemble(gate_kernel, gpu, signature=SIGNATURE, block={"BLOCK": 1024})
+        code = gate_code(gpu)
         assert code.bytes_accessed == 2 * 4 * code.elements / code.threads
         half = {**SIGNATURE, "x": "*bf16", "out": "*bf16"}
-        odd = virtual_gpu.assemble(gate_kernel, gpu, signature=half, block={"BLOCK": 1024}, divisible_by_16=False)
+        odd = gate_code(gpu, half, divisible_by_16=False)
         assert odd.bytes_accessed == 2 * 2 * odd.elements / odd.threads
-
-
-@pytest.mark.slow
-def test_divisible_arguments_by_name():
-    aligned = [
-        virtual_gpu.assemble(gate_kernel, signature=SIGNATURE, block={"BLOCK": 1024}, divisible_by_16=names)
-        for names in (["x", "n"], ["out", "n"], ["x", "out", "n"], ["x", "out"])
-    ]
-    wide = [("LDG.E.128" in code.instructions, "STG.E.128" in code.instructions) for code in aligned]
-    assert wide == [(True, False), (False, True), (True, True), (False, False)]
 
 
 @triton.jit
@@ -460,13 +450,26 @@ def many_registers_kernel(x, out, BLOCK: tl.constexpr):
 SIGNATURE = {"x": "*fp32", "out": "*fp32", "n": "i32"}
 
 
-def test_hand_written_kernel_assembles():
-    code = virtual_gpu.assemble(gate_kernel, signature=SIGNATURE, block={"BLOCK": 1024})
+def gate_code(gpu=virtual_gpu.H100, signature=SIGNATURE, **options):
+    return virtual_gpu.assemble(gate_kernel, gpu, signature=signature, block={"BLOCK": 1024}, **options)
+
+
+@pytest.mark.parametrize(
+    ("divisible", "wide"),
+    [
+        (True, (True, True)),
+        (False, (False, False)),
+        (["x", "n"], (True, False)),
+        (["out", "n"], (False, True)),
+        (["x", "out", "n"], (True, True)),
+        (["x", "out"], (False, False)),
+    ],
+)
+def test_a_hand_written_kernel_assembles_for_arguments_divisible_by_16(divisible, wide):
+    code = gate_code(divisible_by_16=divisible)
     assert code.elements == 1024 and code.threads == 128
-    vector = sum(name.startswith("LDG.E.128") for name in code.instructions)
-    assert vector == 2
-    unaligned = virtual_gpu.assemble(gate_kernel, signature=SIGNATURE, block={"BLOCK": 1024}, divisible_by_16=False)
-    assert not any(name.startswith("LDG.E.128") for name in unaligned.instructions)
+    assert ("LDG.E.128" in code.instructions, "STG.E.128" in code.instructions) == wide
+    assert sum(name.startswith("LDG.E.128") for name in code.instructions) == 2 * wide[0]
 
 
 @pytest.mark.slow
@@ -501,15 +504,22 @@ def ulps(result: Tensor, exact: Tensor) -> int:
     return int((ordered[0] - ordered[1]).abs().max())
 
 
+def interpreted(fn, *inputs, **options):
+    """What the one kernel that a function becomes writes, and the kernel."""
+    (kernel,) = compile_on_paper(fn, *inputs, training=False, **options).inference.kernels
+    expected = fn(*inputs)
+    out = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
+    virtual_gpu.interpret(kernel, *inputs, out, *([out.numel()] if options else []))
+    return out, kernel
+
+
 @pytest.mark.parametrize("size", [(64, 1000), (64, 1024)], ids=["masked", "even"])
 def test_pointwise_numerics(size):
     def fn(x: Tensor, b: Tensor) -> Tensor:
         return torch.tanh(x + b) * torch.erfc(x)
 
     x, b = torch.randn(size).to(BF16), torch.randn(size[1]).to(BF16)
-    kernel = compile_on_paper(fn, x, b, training=False).inference.kernels[0]
-    out = torch.full_like(x, float("nan"))
-    virtual_gpu.interpret(kernel, x, b, out)
+    out, kernel = interpreted(fn, x, b)
     assert ulps(out, fn(x.double(), b.double())) <= 1
     explicit = torch.full_like(x, float("nan"))
     virtual_gpu.interpret(kernel, x, b, explicit, x.numel(), grid=(-(-x.numel() // 512),), XBLOCK=512)
@@ -520,9 +530,7 @@ def test_float32_rounds_to_the_nearest_bfloat16():
     x = torch.cat([torch.randn(4096), torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-40, 3.4e38])])
     ties = (torch.randint(-(2**15), 2**15, (4096,), dtype=torch.int32) << 16 | 0x8000).view(torch.float32)
     x = torch.cat([x, ties[ties.isfinite()]])
-    kernel = compile_on_paper(lambda x: x.to(BF16), x, training=False).inference.kernels[0]
-    out = torch.zeros_like(x, dtype=BF16)
-    virtual_gpu.interpret(kernel, x, out)
+    out, _ = interpreted(lambda x: x.to(BF16), x)
     assert torch.equal(out.view(torch.int16), x.to(BF16).view(torch.int16))
 
 
@@ -532,9 +540,7 @@ def test_float32_rounds_to_the_nearest_float8(dtype: torch.dtype):
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     numbers = numbers[numbers.isfinite()].sort().values
     x = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, numbers * 0.999, torch.tensor([1e9, -1e9])])
-    kernel = compile_on_paper(lambda x: x.to(dtype), x, training=False).inference.kernels[0]
-    out = torch.zeros_like(x, dtype=dtype)
-    virtual_gpu.interpret(kernel, x, out)
+    out, _ = interpreted(lambda x: x.to(dtype), x)
     largest = torch.finfo(dtype).max
     assert torch.equal(out.float(), x.clamp(-largest, largest).to(dtype).float())
 
@@ -553,19 +559,13 @@ def test_float32_rounds_to_the_nearest_float8(dtype: torch.dtype):
 )
 def test_reduction_and_tiled_numerics(fn, shape):
     x = torch.randn(shape)
-    (kernel,) = compile_on_paper(fn, x, training=False).inference.kernels
-    expected = fn(x.double())
-    out = torch.full(expected.shape, float("nan"))
-    virtual_gpu.interpret(kernel, x, out)
-    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+    out, _ = interpreted(fn, x)
+    torch.testing.assert_close(out.double(), fn(x.double()), rtol=2e-5, atol=2e-5)
 
 
 def test_dynamic_size_arguments():
     x = torch.randn(300)
-    kernel = compile_on_paper(lambda x: x.exp(), x, dynamic=True).inference.kernels[0]
-    out = torch.zeros_like(x)
-    virtual_gpu.interpret(kernel, x, out, x.numel())
-    torch.testing.assert_close(out, x.exp())
+    torch.testing.assert_close(interpreted(torch.exp, x, dynamic=True)[0], x.exp())
 
 
 def test_hand_written_kernel_runs():
@@ -727,6 +727,19 @@ def test_leaves_no_trace():
     recompiled.sum().backward()
     torch.testing.assert_close(recompiled, eager)
     assert mlp.up.weight.grad is not None
+
+
+@pytest.mark.slow
+def test_a_compiler_that_is_imported_while_kernels_are_interpreted_is_whole():
+    """As it is imported it copies min and max of the language, which the interpreter has replaced for a while."""
+    program = """
+from torch_fused_ops.virtual_gpu import interpreter
+with interpreter._interpreting():
+    import triton.compiler.code_generator as compiler
+from triton.language import core
+print(compiler.CodeGenerator.builtin_namespace["min"] in (core.minimum, getattr(core, "builtin_min", None)))
+"""
+    assert python("-c", program).split() == ["True"]
 
 
 def test_automatic_dynamic_sizes_do_not_leak():
