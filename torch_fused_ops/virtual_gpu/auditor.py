@@ -250,9 +250,7 @@ class _Auditor:
         for launch, own, by_shape in self.codes.values():
             for code, configuration in (*own, *by_shape.values()):
                 self.registers(launch, configuration, code)
-            costs = [cost(code, launch.kernel) for code, _ in own]
-            best = costs.index(min(costs))
-            self.speed(launch, *own[best], costs[best])
+            self.speed(launch, *min(own, key=lambda compiled: cost(compiled[0], launch.kernel)))
         notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
         return Audit(self.gpu.name, len(self.codes), self.configurations, tuple(self.findings), notes)
 
@@ -321,9 +319,7 @@ class _Auditor:
             evidence = f"nothing writes {reads[0][1]} on any path before this; in all {len(reads)} such reads"
             self.add(launch, configuration, "register", reads[0][0], evidence)
 
-    def speed(
-        self, launch: _Launch, code: MachineCode, configuration: Configuration, its_cost: tuple[float, ...]
-    ) -> None:
+    def speed(self, launch: _Launch, code: MachineCode, configuration: Configuration) -> None:
         """Look for slow code in the configuration that a GPU would choose, of a launch that moves many bytes."""
         grid, add = launch.grid(configuration, self.gpu), functools.partial(self.add, launch, configuration)
         count, first = math.prod(grid.sizes), torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -342,16 +338,14 @@ class _Auditor:
         if code.spills > _SPILLED * max(1, code.bytes_accessed):
             evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"
             add("spills", f"{code.registers} registers", evidence)
-        _, roofline, instructions = its_cost
-        blocks = resident_blocks(code, self.gpu)
-        many = count > self.gpu.multi_processor_count
-        if blocks < 2 and many and roofline > instructions / LANE_INSTRUCTIONS:
-            evidence = f"{code.registers} registers of {code.threads} threads, {code.shared:,} bytes of shared memory"
+        _, roofline, instructions = cost(code, launch.kernel)
+        gpu, threads, shared = self.gpu, code.threads, code.shared
+        registers = -(-max(1, code.registers) // 8) * 8 * threads // (2 if gpu.is_amd else 1)
+        blocks = min(  # the system takes 1024 bytes of each block
+            gpu.max_threads_per_multi_processor // threads,
+            gpu.regs_per_multiprocessor // registers,
+            (gpu.shared_memory_per_block_optin + 1024) // (shared + 1024),
+        )
+        if blocks < 2 and count > gpu.multi_processor_count and roofline > instructions / LANE_INSTRUCTIONS:
+            evidence = f"{code.registers} registers of {threads} threads, {shared:,} bytes of shared memory"
             add("occupancy", f"{blocks} block a multiprocessor", evidence)
-
-
-def resident_blocks(code: MachineCode, gpu: GPU) -> int:
-    """The blocks that fit into a multiprocessor at once, by threads, registers and shared memory."""
-    registers = -(-max(1, code.registers) // 8) * 8 * code.threads // (2 if gpu.is_amd else 1)
-    by_shared = (gpu.shared_memory_per_block_optin + 1024) // (code.shared + 1024)  # the system takes 1024 of a block
-    return min(gpu.max_threads_per_multi_processor // code.threads, gpu.regs_per_multiprocessor // registers, by_shared)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ttgir
 from .accesses import traffic
 from .gpus import GPU, H200, described, import_triton
 from .kernels import Configuration, Kernel, load, written_sizes
 from .results import GeneratedKernel
 from .sass import Listing, nvidia_tools
+from .ttgir import Grid, NotAnalyzed, evaluated
 from .work import BYTES_MOVED, LANE_INSTRUCTIONS
 
 # An instruction in nvdisasm's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;", by its mnemonic.
@@ -163,21 +163,14 @@ def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
     All configurations use the same bytes, and each moves the sectors that hold them, in one program at a time. In the
     text are instructions for `bytes_accessed`, however a loop is unrolled.
     """
-    instructions = len(code.instructions) / max(code.bytes_accessed, 1)
-    return code.spills, max(sectors(code, kernel) / BYTES_MOVED, instructions / LANE_INSTRUCTIONS), instructions
-
-
-def sectors(code: MachineCode, kernel: Kernel) -> float:
-    """Bytes of the sectors that a program moves, for each byte that it uses; 1 where its addresses are not known."""
-    first, grid = (
-        torch.zeros(1, dtype=torch.int64, device="cpu"),
-        ttgir.Grid((1, 1, 1), code.threads, code.gpu.warp_size),
-    )
+    program, grid = torch.zeros(1, dtype=torch.int64, device="cpu"), Grid((1, 1, 1), code.threads, code.gpu.warp_size)
     try:
-        accesses = list(traffic(ttgir.evaluated(code.ttgir, written_sizes(kernel.jit.src), first, grid, most_turns=4)))
-    except ttgir.NotAnalyzed:
-        return 1.0
-    return sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0
+        accesses = list(traffic(evaluated(code.ttgir, written_sizes(kernel.jit.src), program, grid, most_turns=4)))
+    except NotAnalyzed:
+        accesses = []  # as if each moved what it uses
+    sectors = sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0
+    instructions = len(code.instructions) / max(code.bytes_accessed, 1)
+    return code.spills, max(sectors / BYTES_MOVED, instructions / LANE_INSTRUCTIONS), instructions
 
 
 def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;", re.M)
-_REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)(\.64|\.F32x2)?(?!\w)")
+_REGISTER = re.compile(r"(?<![\w.])(U?R|L)(\d+)(\.64|\.F32x2)?(?!\w)")
 _PREDICATE = re.compile(r"(?<![\w.])!?(U?P\d)(?!\w)")
 _IS_PREDICATE = re.compile(r"!?U?P(?:\d|T)$")
 # Instructions whose first operand is read: stores, atomics without a result, copies, branches, barriers.
@@ -152,6 +152,8 @@ def _successors(code: list[_Instruction]) -> list[list[int]]:
 def _instruction(match: re.Match[str]) -> _Instruction:
     address, guard, name, text = int(match[1], 16), match[2] or "", match[3], match[4]
     operands = tuple(operand.strip() for operand in re.split(r",(?![^\[]*\])", text)) if text else ()
+    if name.startswith(("STL", "LDL")):  # a word of the stack is a register: L2 of [R1+0x8]
+        operands = tuple(_PLACE.sub(lambda place: f"L{int(place[1] or '0', 16) // 4}", o) for o in operands)
     results, inputs = _results(name, operands)
     reads = {register for operand in inputs for register in _registers(operand, 1)}
     reads |= {predicate for operand in inputs for predicate in _PREDICATE.findall(operand)}
@@ -162,8 +164,6 @@ def _instruction(match: re.Match[str]) -> _Instruction:
     writes |= {register for operand in results for register in _registers(operand, _width(name))}
     if name.startswith(("PRMT", "UPRMT", "P2R")) or _ONE_BIT.match(f"{name} {text}"):  # the others may be unwritten
         reads -= writes
-    if name.startswith("STL"):
-        writes |= set(_places(name, operands[0]))
     copies = dict(_copies(name, operands))
     reads, writes = reads - set(copies.values()), writes - copies.keys()
     if name.startswith("R2P"):
@@ -178,23 +178,15 @@ def _copies(name: str, operands: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Pairs of what an instruction copies to and from: registers, places on the stack, and the upper byte of a pair."""
     if _PAIR_OF_BYTES.match(name):
         yield from ((_UPPER + to, source) for to in _registers(operands[0], 1) for source in _registers(operands[1], 1))
-    elif name.startswith(("STL", "LDL")):
-        to, source = (_places(name, o) or list(_registers(o, _width(name))) for o in operands[:2])
-        yield from zip(to, source, strict=False) if _PLACE.match("".join(operands[name.startswith("LDL")])) else ()
+    elif name.startswith(("STL", "LDL")) and any(operand.startswith("L") for operand in operands):
+        yield from zip(*(_registers(operand, _width(name)) for operand in operands), strict=False)
     elif _MOVE.match(name) and {*operands[1:-1]} <= {"RZ", "URZ"} and _REGISTER.fullmatch(operands[-1]):
         yield operands[0], operands[-1]
 
 
-def _places(name: str, operand: str) -> list[str]:
-    """The words of a spilled register on the stack."""
-    place = _PLACE.match(operand)
-    first = int(place[1] or "0", 16) if place else 0
-    return [f"[R1+{first + 4 * i:#x}]" for i in range(_width(name))] if place else []
-
-
 def _results(name: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The operands that an instruction writes, and those that it reads."""
-    if _NO_RESULT.match(name) or not operands:
+    if not operands or (_NO_RESULT.match(name) and not operands[0].startswith("L")):
         return (), operands
     count = 0
     if _IS_PREDICATE.match(operands[0]):
