@@ -229,13 +229,9 @@ def verified(model: nn.Module) -> None:
     tfo.verify(model, torch.randn(4, 8), policy=STRICT)
 
 
-def strictly(model: nn.Module) -> None:
+def strictly_and_reset(model: nn.Module) -> None:
     with pytest.raises(tfo.UnfusedError):
         torch.compile(model, backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
-
-
-def strictly_and_reset(model: nn.Module) -> None:
-    strictly(model)
     torch._dynamo.reset()
 
 
