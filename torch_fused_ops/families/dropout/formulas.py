@@ -124,10 +124,8 @@ def row_major(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
 
 def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
     """residual + dropout(input + bias); input (..., n), bias (n,), residual as input, seed int64 with one element."""
-    dtype, mask = (
-        compute_dtype(input, bias, residual),
-        mask_at(*row_major(input.shape, input.device), seed.reshape(()), p),
-    )
+    dtype = compute_dtype(input, bias, residual)
+    mask = mask_at(*row_major(input.shape, input.device), seed.reshape(()), p)
     y = dropout_add_element(input.to(dtype), widened(dtype, bias), widened(dtype, residual), mask, p)
     return y.to(input.dtype if residual is None else residual.dtype)
 
