@@ -196,16 +196,17 @@ def measure(sample: Sample) -> Errors:
     nears = near_of(sample, wide_grad)
     rows, row = _summands(sample, grad)
     op = declared_as(sample.op)
-    added: dict[int | None, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
-        op.scale: (row, lambda t: t.sum(-1)),
-        op.bias: (rows, reference.over_rows),
+    sizes = rows.abs() if nears[0] is None else torch.maximum(rows.abs(), nears[0])
+    added: dict[int | None, tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]] = {
+        op.scale: (row, row.abs(), lambda t: t.sum(-1)),
+        op.bias: (rows, sizes, reference.over_rows),
     }
     for i, (g, truth) in enumerate(zip(got, truths, strict=True)):
         if g is None:
             continue
         if i in added:
-            summands, total = added[i]
-            e = sum_error(g, total(summands), total(summands.abs()), reference.compute_dtype(*sample.tensors))
+            summands, absolute, total = added[i]
+            e = sum_error(g, total(summands), total(absolute), reference.compute_dtype(*sample.tensors))
             _worst(errors, "sum", e, g.dtype)
         else:
             _worst(errors, "gradient", error(g, truth, nears[i]), g.dtype)
