@@ -191,8 +191,8 @@ def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, optio
     named = {n: v for n, v in zip(kernel.jit.arg_names, args, strict=False) if n in compiled["signature"]}
 
     def sizes(configuration: Configuration) -> Sequence[int]:
-        given: Sequence[int] = grid({**named, **constants, **configuration.block}) if callable(grid) else grid
-        return given
+        blocks: Sequence[int] = grid({**named, **constants, **configuration.block}) if callable(grid) else grid
+        return blocks
 
     return _Launch(kernel.jit.__name__, kernel, named, sizes)
 
