@@ -53,6 +53,7 @@ RACES: dict[str, tuple[Callable[[], tuple[Any, ...]], int, str]] = {
     "of_another_program": (lambda: (meta(N), bf16(N), N), 1024, "programs run in any order"),
     "of_another_thread": (lambda: (meta(N), bf16(N), meta(N)), 1024, "no barrier"),
     "of_a_copy": (lambda: (meta(N), meta(N // 64)), 64, "thread 0 or another one of 2"),
+    "after_the_store": (lambda: (*[meta(N)] * 2, meta(N)), 1024, "the load comes after the store"),
 }
 
 
@@ -61,16 +62,11 @@ def test_races_are_found(name: str) -> None:
     args, block, evidence = RACES[name]
     audit = audited(getattr(kernels, name), *args(), grid=(N // block,), XBLOCK=block)
     assert kinds(audit) == ["race"] and not audit.ok
-    assert evidence in audit.findings[0].evidence and "load of in_out" in audit.findings[0].where
-
-
-def test_a_load_of_another_argument_after_the_store_is_found_if_they_share_memory() -> None:
-    x = meta(N)
-    assert kinds(audited(kernels.after_the_store, x, x, meta(N), grid=(4,), XBLOCK=1024)) == ["race"]
-    assert audited(kernels.after_the_store, x, meta(N), meta(N), grid=(4,), XBLOCK=1024).ok
+    assert evidence in audit.findings[0].evidence and "store of in_out" in audit.findings[0].where
 
 
 def test_a_barrier_makes_it_right() -> None:
+    assert audited(kernels.after_the_store, meta(N), meta(N), meta(N), grid=(4,), XBLOCK=1024).ok, "no memory is shared"
     assert audited(kernels.behind_a_barrier, meta(N), meta(4), grid=(4,), XBLOCK=1024).ok
     assert audited(kernels.of_a_copy, meta(N), meta(4), grid=(4,), XBLOCK=1024).ok, "no thread has a copy"
 
@@ -78,7 +74,7 @@ def test_a_barrier_makes_it_right() -> None:
 PLACES: dict[str, tuple[Any, str, tuple[Any, ...], int]] = {
     "beyond the end": (kernels.copied, "out of bounds", (meta(N - 1), meta(N), 1024), 4),
     "beyond the end in one program": (kernels.of_some_programs, "out of bounds", (meta(N), meta(N), N), 6),
-    "not all": (kernels.not_all, "unwritten", (meta(N), meta(N), N), 4),
+    "not all": (kernels.of_some_programs, "unwritten", (meta(N), meta(N), N - 3), 6),
     "in both programs": (kernels.copied, "written twice", (meta(N), meta(N), 512), 7),
     "in one place": (kernels.in_one_place, "written twice", (meta(N), meta(4)), 4),
 }
@@ -126,53 +122,45 @@ def test_the_float8_store_that_ptxas_miscompiles_is_found() -> None:
     assert audited(kernels.transposed_float8, *args, grid=(64, 128), YBLOCK=64, XBLOCK=64, num_warps=4).ok
 
 
-START = ["S2R R0, SR_TID.X", "ISETP.GE.AND P0, PT, R0, 0x4, PT"]
-CLEAR = "LOP3.LUT R2, R2, 0xfffffbff, RZ, 0xc0, !PT"
-SPILL = ["LDC R1, c[0x0][0x28]", "STL [R1+0x8], R2", "LDL R2, [R1+0x8]"]
-PAIR = [START[0], "IMAD.U32 R3, RZ, RZ, UR4", "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R3, R0, RZ"]
-# The instructions, and the registers that they read unwritten.
-LISTINGS: dict[str, tuple[list[str], str]] = {
-    "written": (["LDC R1, c[0x0][0x28]", "IADD3 R2, R1, 0x1, RZ", "EXIT"], ""),
-    "not written": (["IADD3 R2, R1, 0x1, RZ", "EXIT"], "R1"),
-    "wide": (
-        ["LDC.64 R2, c[0x0][0x210]", "LDG.E.128 R4, desc[UR4][R2.64]", "STG.E.128 desc[UR4][R2.64], R4", "EXIT"],
-        "UR4 UR4",
-    ),
-    "half of an address": (["LDC R2, c[0x0][0x210]", "LDG.E R4, [R2.64]", "EXIT"], "R3"),
-    "half of a value": (["CS2R R2, SRZ", "CS2R R4, SRZ", "STG.E.128 [R2.64], R4", "EXIT"], "R6 R7"),
-    "predicates": ([*START, "@P0 MOV R2, 0x1", "@!P0 IADD3 R3, R2, 0x1, RZ", "EXIT"], "R2"),
-    "same predicate": ([*START, "@P0 MOV R2, 0x1", "@P0 IADD3 R3, R2, 0x1, RZ", "EXIT"], ""),
-    "predicate": (["S2R R0, SR_TID.X", "SEL R2, R0, RZ, P1", "EXIT"], "P1"),
-    "new predicate": ([*START, "@P0 MOV R2, 0x1", START[1], "@!P0 IADD3 R3, R2, 0x1, RZ", "EXIT"], ""),
-    "uniform": (["UMOV UR4, 0x1", "UIADD3 UR5, UR4, UR6, URZ", "EXIT"], "UR6"),
-    "one way": ([*START, "@P0 BRA 0x40", "MOV R2, 0x1", "IADD3 R3, R2, 0x1, RZ", "EXIT"], ""),
-    "no way": (["S2R R0, SR_TID.X", "BRA 0x30", "MOV R2, 0x1", "IADD3 R3, R2, 0x1, RZ", "EXIT"], "R2"),
-    "loop": ([START[0], "IADD3 R3, R2, 0x1, RZ", START[1], "MOV R2, 0x1", "@P0 BRA 0x10", "EXIT"], ""),
-    "barrier": (
-        [*START, "BSSY B0, 0x60", "@P0 BRA 0x50", "MOV R2, 0x1", "BSYNC B0", "IADD3 R3, R2, 0x1, RZ", "EXIT"],
-        "",
-    ),
-    "before the same barrier": (
-        ["BSSY B0, 0x20", "BSYNC B0", "IADD3 R3, R2, 0x1, RZ", "BSSY B0, 0x60", "MOV R2, 0x1", "BSYNC B0", "EXIT"],
-        "R2",
-    ),
-    "bytes": (["PRMT R2, R0, 0x7632, R2", "EXIT"], "R0"),
-    "paired": ([START[0], "FADD2 R2, R0.F32, R0.F32", "FMUL2 R4, R2.F32x2.HI_LO, R6.F32x2.HI_LO", "EXIT"], "R6 R7"),
-    "packed predicates": ([*START, "P2R R2, PR, R2, 0x1", "R2P PR, R2, 0x1", "@P0 EXIT"], ""),
-    "one bit": ([*START, CLEAR, "@P0 LOP3.LUT R2, R2, 0x400, RZ, 0xfc, !PT", CLEAR.replace("fb", "f3")], ""),
-    "two bits": ([CLEAR.replace("fb", "f3"), CLEAR.replace("fffffb", "7fffff")], "R2"),
-    "sign": ([CLEAR.replace("fffffb", "7fffff")], "R2"),
-    "spilled": ([*SPILL, "PRMT R2, RZ, 0x7632, R2", "EXIT"], ""),
-    "spilled and read": ([*SPILL, "IADD3 R3, R2, 0x1, RZ", "EXIT"], "R2"),
-    "padding": ([*PAIR, "STG.E.U8 [R0], R4", "EXIT"], ""),
-    "no padding": ([*PAIR, "STG.E.U16 [R0], R4", "EXIT"], "the upper byte of R4"),
+TID, NEXT = "S2R R0, SR_TID.X", "IADD3 R3, R2, 0x1, RZ"
+START = f"{TID}; ISETP.GE.AND P0, PT, R0, 0x4, PT"
+CLEAR, CLEAR_TWO = (f"LOP3.LUT R2, R2, 0xfffff{digit}ff, RZ, 0xc0, !PT" for digit in "b3")
+SPILL = "LDC R1, c[0x0][0x28]; STL [R1+0x8], R2; LDL R2, [R1+0x8]"
+PAIR = f"{TID}; IMAD.U32 R3, RZ, RZ, UR4; F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R3, R0, RZ"
+# The instructions before EXIT, and the registers that they read unwritten.
+LISTINGS: dict[str, tuple[str, str]] = {
+    "written": ("LDC R1, c[0x0][0x28]; IADD3 R2, R1, 0x1, RZ", ""),
+    "not written": ("IADD3 R2, R1, 0x1, RZ", "R1"),
+    "wide": ("LDC.64 R2, c[0x0][0x210]; LDG.E.128 R4, desc[UR4][R2.64]; STG.E.128 desc[UR4][R2.64], R4", "UR4 UR4"),
+    "half of an address": ("LDC R2, c[0x0][0x210]; LDG.E R4, [R2.64]", "R3"),
+    "half of a value": ("CS2R R2, SRZ; CS2R R4, SRZ; STG.E.128 [R2.64], R4", "R6 R7"),
+    "predicates": (f"{START}; @P0 MOV R2, 0x1; @!P0 {NEXT}", "R2"),
+    "same predicate": (f"{START}; @P0 MOV R2, 0x1; @P0 {NEXT}", ""),
+    "predicate": (f"{TID}; SEL R2, R0, RZ, P1", "P1"),
+    "new predicate": (f"{START}; @P0 MOV R2, 0x1; ISETP.GE.AND P0, PT, R0, 0x4, PT; @!P0 {NEXT}", ""),
+    "uniform": ("UMOV UR4, 0x1; UIADD3 UR5, UR4, UR6, URZ", "UR6"),
+    "one way": (f"{START}; @P0 BRA 0x40; MOV R2, 0x1; {NEXT}", ""),
+    "no way": (f"{TID}; BRA 0x30; MOV R2, 0x1; {NEXT}", "R2"),
+    "loop": (f"{TID}; {NEXT}; ISETP.GE.AND P0, PT, R0, 0x4, PT; MOV R2, 0x1; @P0 BRA 0x10", ""),
+    "barrier": (f"{START}; BSSY B0, 0x60; @P0 BRA 0x50; MOV R2, 0x1; BSYNC B0; {NEXT}", ""),
+    "before the same barrier": (f"BSSY B0, 0x20; BSYNC B0; {NEXT}; BSSY B0, 0x60; MOV R2, 0x1; BSYNC B0", "R2"),
+    "bytes": ("PRMT R2, R0, 0x7632, R2", "R0"),
+    "paired": (f"{TID}; FADD2 R2, R0.F32, R0.F32; FMUL2 R4, R2.F32x2.HI_LO, R6.F32x2.HI_LO", "R6 R7"),
+    "packed predicates": (f"{START}; P2R R2, PR, R2, 0x1; R2P PR, R2, 0x1; @P0 EXIT", ""),
+    "one bit": (f"{START}; {CLEAR}; @P0 LOP3.LUT R2, R2, 0x400, RZ, 0xfc, !PT; {CLEAR_TWO}", ""),
+    "two bits": (f"{CLEAR_TWO}; LOP3.LUT R2, R2, 0x7fffffff, RZ, 0xc0, !PT", "R2"),
+    "sign": ("LOP3.LUT R2, R2, 0x7fffffff, RZ, 0xc0, !PT", "R2"),
+    "spilled": (f"{SPILL}; PRMT R2, RZ, 0x7632, R2", ""),
+    "spilled and read": (f"{SPILL}; {NEXT}", "R2"),
+    "padding": (f"{PAIR}; STG.E.U8 [R0], R4", ""),
+    "no padding": (f"{PAIR}; STG.E.U16 [R0], R4", "the upper byte of R4"),
 }
 
 
 @pytest.mark.parametrize("name", LISTINGS)
 def test_registers(name: str) -> None:
     instructions, registers = LISTINGS[name]
-    lines = [f"        /*{16 * i:04x}*/  {text} ;" for i, text in enumerate(instructions)]
+    lines = [f"        /*{16 * i:04x}*/  {text} ;" for i, text in enumerate([*instructions.split("; "), "EXIT"])]
     assert " ".join(register for _, register in unwritten("\n".join(lines))) == registers
 
 
