@@ -404,23 +404,21 @@ def _seconds(figures: dict[str, Any]) -> float:
 
 
 def _on_a_cpu() -> list[str]:
-    """A row for each operator: times beside PyTorch's, compiled and in eager mode."""
-    ratios: dict[str, dict[str, str]] = {}
+    """A row for each operator and size: medians beside PyTorch's, compiled and in eager mode."""
+    times: dict[str, dict[tuple[str, str, str], float]] = {}
     for case in json.loads((RESULTS / "pointwise_cpu.json").read_text())["cases"]:
-        name, _, rest = case["name"].partition(" forward ")
-        name, phase = (name, "forward") if rest else (case["name"].partition(" backward ")[0], "backward")
-        if " 1024×1024 " in case["name"]:
-            for ours, theirs in (("fused", "compile"), ("operators", "eager")):
-                ratio = case["ways"][ours]["ratio_to"][theirs]["median"]
-                ratios.setdefault(name, {})[f"{ours} {phase} {case['dtype']}"] = f"{ratio:.2g}"
-    heads = [f"{way}, {dtype}" for way in ("compiled", "eager") for dtype in ("float32", "bfloat16")]
-    lines = [f"| forward, backward | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for name, found in ratios.items():
-        cells = [
-            ", ".join(found[f"{ours} {phase} {dtype}"] for phase in ("forward", "backward"))
-            for ours in ("fused", "operators")
-            for dtype in ("float32", "bfloat16")
-        ]
+        facts = case["facts"]
+        row = times.setdefault(f"{facts['operator']}, {facts['tokens']} × {facts['width']}", {})
+        row.update({(way, case["dtype"], facts["kind"]): found["ms"]["median"] for way, found in case["ways"].items()})
+    kinds = {"compiled": ("fused", "compile"), "eager": ("operators", "eager")}
+    columns = list(itertools.product(kinds, ("float32", "bfloat16")))
+    lines = [f"| forward, backward, both | {' | '.join(map(', '.join, columns))} |", f"|---|{'---|' * len(columns)}"]
+    for name, row in times.items():
+        cells = []
+        for kind, dtype in columns:
+            ours, theirs = ([row[way, dtype, phase] for phase in ("forward", "backward")] for way in kinds[kind])
+            pairs = [*zip(ours, theirs, strict=True), (sum(ours), sum(theirs))]
+            cells.append(", ".join(f"{a / b:.2f}" for a, b in pairs))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, ""]
 
@@ -520,10 +518,10 @@ def compilation() -> str:
     heads = ("model", "plain", "fused", "ratio, 95 % interval", "this library's passes")
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for case in cases:
-        plain, fused = (f"{case['seconds'][way]['wall']['median']:.1f} s" for way in ("compile", "fused"))
-        low, high = case["ratio"]["wall"]["interval"]
+        plain, fused = (f"{case['seconds'][way]['cpu']['median']:.1f} s" for way in ("compile", "fused"))
+        low, high = case["ratio"]["cpu"]["interval"]
         passes = sum(part["median"] for part in case["ours_seconds"].values())
-        ratio = f"{case['ratio']['wall']['median']:.2f} ({low:.2f} to {high:.2f})"
+        ratio = f"{case['ratio']['cpu']['median']:.2f} ({low:.2f} to {high:.2f})"
         lines.append(f"| {case['model']} | {plain} | {fused} | {ratio} | {passes:.2f} s |")
     return _between("compilation.md", BEGIN_COMPILE_TIME, [*lines, ""])
 
