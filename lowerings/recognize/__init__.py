@@ -75,13 +75,11 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         sites = [(candidate.node, site_of(analysis, canonical, candidate)) for candidate in candidates]
         sites += [(call.node, called_site(call, linears)) for call, linears in called]
         sites += [(site.node, dropout_site(analysis, site)) for site in dropouts]
-        used = set[Node]()
-        if apply:
-            fused = [site for site in dropouts if site.reason is None]
-            replace(graph, [*_edits(proved), *dropout.fuse(fused), *gemms.fuse(analysis, recipes)])
-            used.update(*(subgraph.calls for _, subgraph in proved), *(site.calls for site in fused))
-        if used:
-            canonical.fold(used)
+        fused = [site for site in dropouts if site.reason is None]
+        edits = [*_edits(proved), *dropout.fuse(fused), *gemms.fuse(analysis, recipes)] if apply else []
+        if edits:
+            replace(graph, edits)
+            canonical.fold(set().union(*(subgraph.calls for _, subgraph in proved), *(site.calls for site in fused)))
         else:
             before.restore()
     except BaseException:
