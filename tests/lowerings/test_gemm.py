@@ -95,7 +95,7 @@ def test_what_gpus_are_given_in_one_pass_is_the_same(recipe: str, monkeypatch: p
     module, x, plain = gelu_mlp(), torch.randn(128, HIDDEN), SwiGLU()
     wanted = in_float8(plain, recipe)
     got, eager = step(compiled(plain, gemm=recipe, strict=True), plain, x), step(wanted, wanted, x)
-    assert len(calls) > 5 and max(distances(got, eager)) < 0.02
+    assert len(calls) == {"fp8": 7, "mxfp8": 5}[recipe] and max(distances(got, eager)) < 0.02
     got, exact = step(compiled(module, gemm=recipe, strict=True), module, x), step(module, module, x)
     assert max(distances(got, exact)) < 0.12
 
@@ -268,14 +268,16 @@ def test_experts_in_rows(memory: str) -> None:
 
 @pytest.mark.slow
 def test_experts_whose_rows_change_and_that_have_none() -> None:
-    module = Experts()
+    module, by_hand = Experts(), ExpertsInFloat8()
+    by_hand.load_state_dict(module.state_dict())
     options = {"policy": FusionPolicy(gemm="fp8-rowwise", strict=True)}
     fn = torch.compile(module, backend="fused", options=options, dynamic=True)
     for counts in ((5, 0, 16), (0, 0, 1), (40, 60, 3)):
-        module.ends.copy_(torch.tensor(counts).cumsum(0))
+        for experts in (module, by_hand):
+            experts.ends.copy_(torch.tensor(counts).cumsum(0))
         x = torch.randn(sum(counts), 48).bfloat16()
-        for mine, plain in zip(step(fn, module, x), step(module, module, x), strict=True):
-            assert apart(mine, plain) < 0.12
+        for mine, eager in zip(step(fn, module, x), step(by_hand, by_hand, x), strict=True):
+            assert apart(mine, eager) < 0.03
 
 
 def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +348,6 @@ def test_operators_that_a_model_calls_are_sites_where_float8_is_asked_for() -> N
     assert [site.module for site in sites(model, x, gemm={"mlp": "fp8"})] == ["mlp"]
 
 
-@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_operators_that_a_model_calls_multiply_in_float8() -> None:
     model, x = calling().eval(), torch.randn(5, HIDDEN)
