@@ -353,12 +353,6 @@ def _matrices(node: Node) -> tuple[list[Node], bool]:
     return matrices, not other
 
 
-def _is_of_tiles(t: torch.Tensor) -> bool:
-    """Tell whether rows and columns are known multiples of 128: the kernel for blocks of 32 has no other tiles."""
-    *rows, columns = t.shape
-    return all(isinstance(n, int) for n in t.shape) and math.prod(rows) % BLOCK == 0 and columns % BLOCK == 0
-
-
 def _merge_gradients(graph: Graph, node: Node) -> None:
     """Quantize an activation's gradients and result in one call, where float8 GEMMs alone read them."""
     op = BACKWARD.get(node.target)
@@ -374,7 +368,9 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
         return
     items = {user.args[1]: user for user in node.users}
     width = MX_BLOCK if any(_uses(m, 1, MX_BLOCK).columns for i in items for m in _matrices(items[i])[0]) else BLOCK
-    if width == MX_BLOCK and not _is_of_tiles(grad.meta["val"]):
+    *rows, columns = shape = grad.meta["val"].shape
+    in_tiles = all(isinstance(n, int) for n in shape) and math.prod(rows) % BLOCK == 0 and columns % BLOCK == 0
+    if width == MX_BLOCK and not in_tiles:  # its kernel has no others
         return
     of_gradients = []
     for i in range(op.data):

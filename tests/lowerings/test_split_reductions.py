@@ -65,14 +65,11 @@ def test_what_is_summed_is_not_read_again(
     assert nbytes < kernel < nbytes + 0.07 and sums < 0.07
 
 
-def gelu_dropped(h: Tensor) -> Tensor:
-    return F.dropout(harness.GELU_TANH(h), 0.1)
-
-
 @pytest.mark.parametrize(("memory", "nbytes"), [("free", 8), pytest.param("off", 6, marks=pytest.mark.slow)])
 def test_a_dropout_behind_is_in_the_kernel(memory: str, nbytes: int) -> None:
     """Its masks, too: a call of the generator draws for four elements."""
-    graph = backward(harness.named("dropped", harness.MLP, 64, activation=gelu_dropped), memory=memory)
+    dropped = harness.named("dropped", harness.MLP, 64, activation=lambda h: F.dropout(harness.GELU_TANH(h), 0.1))
+    graph = backward(dropped, memory=memory)
     (kernel,) = [k for k in graph.kernels if "dropout" in k.name]
     assert "bias_act_backward" in kernel.name
     assert nbytes < kernel.bytes_moved / (TOKENS * 3072) < nbytes + 0.07

@@ -196,18 +196,22 @@ def measure(sample: Sample) -> Errors:
     nears = near_of(sample, wide_grad)
     rows, row = _summands(sample, grad)
     op = declared_as(sample.op)
-    sizes = rows.abs() if nears[0] is None else torch.maximum(rows.abs(), nears[0])
-    added: dict[int | None, tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]] = {
-        op.scale: (row, row.abs(), lambda t: t.sum(-1)),
-        op.bias: (rows, sizes, reference.over_rows),
+    added: dict[int | None, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
+        op.scale: (row, lambda t: t.sum(-1)),
+        op.bias: (rows, reference.over_rows),
     }
+    computed_in = reference.compute_dtype(*sample.tensors)
+    is_mixed = any(t is not None and t.dtype != computed_in for t in sample.tensors)
     for i, (g, truth) in enumerate(zip(got, truths, strict=True)):
         if g is None:
             continue
         if i in added:
-            summands, absolute, total = added[i]
-            e = sum_error(g, total(summands), total(absolute), reference.compute_dtype(*sample.tensors))
-            _worst(errors, "sum", e, g.dtype)
+            summands, total = added[i]
+            absolute = total(summands.abs())
+            if computed_in == torch.float64 and is_mixed:  # other code than that of float64 alone, the summands'
+                _worst(errors, "gradient", error(g, total(summands), absolute), g.dtype)
+            else:
+                _worst(errors, "sum", sum_error(g, total(summands), absolute, computed_in), g.dtype)
         else:
             _worst(errors, "gradient", error(g, truth, nears[i]), g.dtype)
     return errors

@@ -198,7 +198,9 @@ def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuratio
     source, options = _source(kernel, configuration)
     with described(gpu):
         compiled = triton.compile(source, target=gpu.target(), options=options)
-    elements = math.prod({**_inner_blocks(kernel.jit), **configuration.block}.values())
+    # A persistent reduction fixes a block size in its body: `R0_BLOCK: tl.constexpr = 1024`.
+    fixed = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", kernel.jit.src, re.M)
+    elements = math.prod({**{name: int(size) for name, size in fixed}, **configuration.block}.values())
     threads, block, text = configuration.num_warps * gpu.warp_size, dict(configuration.block), compiled.asm["ttgir"]
     registers, spills, shared, ptx, listing = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
     return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, listing, block, text)
@@ -240,12 +242,6 @@ def _source(kernel: Kernel, configuration: Configuration) -> tuple[Any, dict[str
     if configuration.num_stages is not None:
         options["num_stages"] = configuration.num_stages
     return source, options
-
-
-def _inner_blocks(jit: Any) -> dict[str, int]:
-    """Block sizes that a persistent reduction fixes in its body: `R0_BLOCK: tl.constexpr = 1024`."""
-    sizes = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", jit.src, re.M)
-    return {name: int(size) for name, size in sizes}
 
 
 def _constexprs(signature: Mapping[str, str]) -> list[str]:
