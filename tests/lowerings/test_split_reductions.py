@@ -245,11 +245,6 @@ def test_the_kernel_keeps_the_precision_contract() -> None:
     assert torch.equal(total, parts.sum(0).to(BF16))
 
 
-def two_tiles(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = (fused.bias_act_backward(t, t, None, None, "gelu", [True, False, False])[0].sum(0) for t in (x, y))
-    return first, second
-
-
 ADDED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sums alone": lambda s, t, v: s + t,
     "a scalar beside a vector": lambda s, t, v: (v + 1.5) + s + t,
@@ -261,7 +256,9 @@ ADDED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ADDED)
 def test_whatever_is_added_to_sums_of_tiles_stays(name: str) -> None:
     def program(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        return ADDED[name](*two_tiles(x, y), v)
+        mask = [True, False, False]
+        sums = (fused.bias_act_backward(t, t, None, None, "gelu", mask)[0].sum(0) for t in (x, y))
+        return ADDED[name](*sums, v)
 
     args = torch.randn(64, 48), torch.randn(64, 48), torch.randn(48)
     paper = virtual_gpu.compile_on_paper(program, *args, training=False, config=tfo.compile_options(tfo.FusionPolicy()))

@@ -243,6 +243,9 @@ def test_graphs_are_joined() -> None:
     assert joined.end == 2 * MiB + 4  # x, the weight's gradient, the loss
     apart = timeline_of([first, second])
     assert apart.peak >= joined.peak + MiB  # the second graph's argument is another tensor
+    metric = compile_on_paper(lambda x: x.mean(), meta(512, 512, dtype=torch.float32, requires_grad=False))
+    events = timeline_of([first, metric, second], {(1, 0): (0, 0), (2, 0): (0, 0)}).events
+    assert list(dict.fromkeys(event.graph for event in events)) == ["forward", "inference", "backward"]
 
 
 def test_attention_counts_what_it_allocates_inside() -> None:

@@ -135,9 +135,9 @@ def timeline_of(
         tangents: dict[tuple[int, int], Any] = {}
         born: dict[tuple[int, int], tuple[int, int]] = {}
         for i, paper in reversed(list(enumerate(papers))):
+            inputs, tensors, positions = [], saved.pop(), iter(paper.tangents)
             if paper.backward is None:
                 continue
-            inputs, tensors, positions = [], saved.pop(), iter(paper.tangents)
             for j, spec in enumerate(paper.backward.inputs):
                 if paper.handed[j] is not None:
                     inputs.append(tensors[j])
