@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops import activations
-from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.declaration import DATA, PointwiseOperator, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import VIEWS
 
@@ -357,7 +357,7 @@ def over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results:
     """A lowering on its arguments with their rows in blocks, where its node asks for them; the kinds of both."""
 
     def viewed(box: Any, kind: str, rows: Sequence[Any]) -> Any:
-        if not isinstance(box, ir.TensorBox) or kind not in ("data", "packed", "per_row"):
+        if not isinstance(box, ir.TensorBox) or kind not in (*DATA, "per_row"):
             return box
         return lowerings[aten.view.default](box, [*rows, *([] if kind == "per_row" else box.get_size()[-1:])])
 
