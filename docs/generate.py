@@ -340,7 +340,6 @@ def _runs(choices: dict[str, str]) -> str:
 
 # ---- README.md -------------------------------------------------------------------------------------------------------
 
-USABLE_BYTES = 139 << 30  # of an H200, as CUDA reports them to a process; its data sheet says 141 GB
 SAVES = {
     "off": "as plain `torch.compile`",
     "free": "all but the activation's result",
@@ -357,6 +356,8 @@ def _change(ratio: float) -> str:
 
 def readme() -> str:
     """The page, with a plan's peaks, and what PyTorch's memory budget saves."""
+    from torch_fused_ops.virtual_gpu import H200
+
     plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B"]["plans"][0]
     lines = [
         "| every MLP at | saved of each MLP | peak | share of 139 GiB | time of the step |",
@@ -367,7 +368,7 @@ def readme() -> str:
             name = {"free": '`"free"`, the default', "checkpoint": "a checkpoint around each layer"}.get(row["level"])
             peak = max(row["peak"], plan["optimizer_peak"])
             cells = (name or f'`"{row["level"]}"`', SAVES[row["level"]], f"{peak / 2**30:.0f} GiB")
-            share = f"{100 * peak / USABLE_BYTES:.0f} %"
+            share = f"{100 * peak / H200.total_memory:.0f} %"
             lines.append(f"| {' | '.join(cells)} | {share} | {_change(row['seconds'] / plan['off_seconds'])} |")
     page = _between("../README.md", BEGIN_PLAN, [*lines, ""])
     return _between("../README.md", BEGIN_ON_PAPER, [*_budget(), ""], page)

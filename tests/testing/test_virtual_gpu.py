@@ -335,6 +335,7 @@ def test_gemm_templates():
         "triton_tem_fused_addmm_gelu_t_0",
         "triton_tem_fused_addmm_t_1",
     ]
+    assert paper.forward.kernels[1].bytes_moved == x.element_size() * (512 * 1024 + 1024 * 256 + 256 + 512 * 256)
     assert not paper.forward.extern and not paper.backward.extern
     assert sum("tem" in kernel.name for kernel in paper.backward.kernels) == 4
     library = compile_on_paper(on_meta(GeluMLP, 256, 1024), x, gemm="triton", config={"max_autotune_gemm": False})

@@ -172,8 +172,8 @@ def test_what_it_says() -> None:
     assert text.startswith("1 kernel in 1 configuration for NVIDIA H100 80GB HBM3: 1 finding\n")
     assert "race: of_another_program (4 warps)" in text
     assert data["ok"] is False and set(data["findings"][0]) == {"kernel", "configuration", "kind", "where", "evidence"}
-    with pytest.raises(ValueError, match="grid: missing"):
-        audited(kernels.right, meta(N), bf16(N), meta(N), XBLOCK=512)
+    with pytest.raises(ValueError, match="grid: 64; a hand-written kernel needs a tuple"):
+        audited(kernels.right, meta(N), bf16(N), meta(N), grid=64, XBLOCK=512)
     with pytest.raises(TypeError, match="got int"):
         audited(3, grid=(1,))
 

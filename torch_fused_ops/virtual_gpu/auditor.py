@@ -178,8 +178,8 @@ def _generated_grid(kernel: Kernel, named: Mapping[str, Any], configuration: Con
 
 
 def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, options: dict[str, Any]) -> _Launch:
-    if grid is None:
-        raise ValueError("grid: missing; a hand-written kernel is launched with one")
+    if not callable(grid) and not isinstance(grid, Sequence):
+        raise ValueError(f"grid: {grid!r}; a hand-written kernel needs a tuple of up to three sizes, or a function")
     kernel, compiled = load(function, gpu), specialization(function, args, options)
     constants = compiled["constants"]
     tuned = [Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in getattr(function, "configs", ())]

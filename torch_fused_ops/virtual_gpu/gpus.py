@@ -30,7 +30,7 @@ class GPU:
         arch: the machine code's target, "sm_90" or "gfx942".
         capability: compute capability; (9, 4) for gfx942, as ROCm reports it.
         multi_processor_count: streaming multiprocessors, or compute units.
-        total_memory: bytes of device memory.
+        total_memory: bytes of device memory, of an H200 as CUDA reports them.
         shared_memory_per_block: bytes a block gets without asking.
         shared_memory_per_block_optin: bytes a block can get; the limit Triton compiles against.
         warp_size: threads that execute together.
@@ -76,7 +76,7 @@ class GPU:
 MiB, GiB = 1 << 20, 1 << 30
 A100 = GPU("NVIDIA A100-SXM4-80GB", "sm_80", (8, 0), 108, 80 * GiB, 49152, 166912, 40 * MiB)
 H100 = GPU("NVIDIA H100 80GB HBM3", "sm_90", (9, 0), 132, 80 * GiB, 49152, 232448, 50 * MiB)
-H200 = GPU("NVIDIA H200", "sm_90", (9, 0), 132, 141 * GiB, 49152, 232448, 60 * MiB)
+H200 = GPU("NVIDIA H200", "sm_90", (9, 0), 132, 139 * GiB, 49152, 232448, 60 * MiB)
 B200 = GPU("NVIDIA B200", "sm_100", (10, 0), 148, 180 * GiB, 49152, 232448, 126 * MiB)
 MI300X = GPU(
     "AMD Instinct MI300X", "gfx942", (9, 4), 304, 192 * GiB, 65536, 65536, 4 * MiB, 64, regs_per_multiprocessor=131072
