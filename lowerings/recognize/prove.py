@@ -115,13 +115,8 @@ def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
         return read(make_fx(lambda x: definition(x))(torch.zeros(2, dtype=torch.float64)).graph)
 
 
-def _forget() -> None:
-    """Forget activations by name: a name may be registered anew."""
-    for known in (_prove, _table, _definition):
-        known.cache_clear()
-
-
-activations._on_change.append(_forget)
+# A name may be registered anew.
+activations._on_change.extend(known.cache_clear for known in (_prove, _table, _definition))
 
 
 def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:
