@@ -3,7 +3,6 @@
 import io
 import itertools
 import os
-import re
 import shutil
 import subprocess
 import warnings
@@ -209,7 +208,8 @@ def packaged(program: torch.export.ExportedProgram, path: Path, how: str) -> str
                 package = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     with zipfile.ZipFile(package) as archive:
         libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
-    assert libraries and not any(re.search(rb"fused[:.]+\w+", code) for code in libraries)
+    # So would a custom operator be called. Its name may stand in a check of a buffer that its lowering made.
+    assert libraries and not any(b"proxy_executor_call_function" in code for code in libraries)
     return package
 
 
