@@ -195,7 +195,7 @@ def spelled() -> nn.Module:
 
 
 def packaged(program: torch.export.ExportedProgram, path: Path, how: str) -> str:
-    """The package, compiled with pick-up by ``how``; no call of ours is in it."""
+    """The package, compiled with pick-up by ``how``; it calls no custom operator, but may name one in a check."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         if how == "options":
@@ -208,7 +208,6 @@ def packaged(program: torch.export.ExportedProgram, path: Path, how: str) -> str
                 package = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     with zipfile.ZipFile(package) as archive:
         libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
-    # So would a custom operator be called. Its name may stand in a check of a buffer that its lowering made.
     assert libraries and not any(b"proxy_executor_call_function" in code for code in libraries)
     return package
 
