@@ -383,8 +383,8 @@ def test_a_failure_in_measuring_loses_no_site(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.slow
 def test_a_graph_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    fails_once = mock.Mock(wraps=figures_module.on_paper, side_effect=[RuntimeError("not this one"), mock.DEFAULT])
-    monkeypatch.setattr(figures_module, "on_paper", fails_once)
+    fails_once = [RuntimeError("not this one"), mock.DEFAULT, mock.DEFAULT]
+    monkeypatch.setattr(figures_module, "on_paper", mock.Mock(wraps=figures_module.on_paper, side_effect=fails_once))
     with tfo.record(figures=True) as report:
         for _ in range(2):
             torch.compile(mlp(), backend="fused")(batch(grad=True))
