@@ -405,11 +405,11 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
         if layout is None:
             _before_sums(mask[op.data :], *found[: op.data])
         if op.bias is not None and mask[op.bias] and (bias := tensors[op.bias]) is not None:
-            # Of packed data each half is summed by itself.
-            sums = [
-                _sum_rows(e.node(elements.grads, *scalars, result=half), bias.get_dtype())
-                for half in range(1 if layout is None else 2)
-            ]
+            halves = [e.node(elements.grads, *scalars, result=half) for half in range(1 if layout is None else 2)]
+            if layout is None and mask[0] and not is_on_gpu(grad):
+                halves[0].realize()  # on CPUs sums over rows have a loop of their own, which would compute it again
+                found[0] = to_dtype(halves[0], tensors[0].get_dtype())
+            sums = [_sum_rows(half, bias.get_dtype()) for half in halves]
             found[op.bias] = sums[0] if layout is None else pack(sums[0], sums[1], layout)
         if op.scale is not None and mask[op.scale] and (scale := tensors[op.scale]) is not None:
             sums = lowerings[aten.sum.dim_IntList](e.node(elements.scale_grad, *scalars), [-1])

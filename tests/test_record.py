@@ -394,16 +394,12 @@ def test_a_graph_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatc
     assert "a graph is missing from the figures: RuntimeError: not this one" in str(report)
 
 
-def test_without_triton_the_report_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_triton_it_says_what_to_get(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     report = tfo.explain(mlp(), batch())
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.WARNING, "torch_fused_ops"):
         assert report.measure() is None and "pip install" in str(report)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"figures are not available: {report.figures_missing}"
-    ]
+    assert [r.getMessage() for r in caplog.records] == [f"figures are not available: {report.figures_missing}"]
     assert operators(report) == GELU
 
 

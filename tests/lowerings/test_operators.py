@@ -236,6 +236,12 @@ def test_cpus_multiply_and_add_in_one_instruction() -> None:
     assert code.count("fma") >= 7 and "blendv" not in code and " ? " not in code
 
 
+def test_cpus_sum_what_was_computed_for_the_input() -> None:
+    grad, bias = torch.ones(8, 64), torch.ones(64)
+    (code,) = cpp(lambda g, b: fused.bias_act_backward(g, g, b, None, "silu", [True, True, False]), grad, bias)
+    assert code.count("exp2()") == 1
+
+
 def test_whole_numbers_are_not_multiplied_and_added_as_floats() -> None:
     """``std::fma`` of them is a float64."""
     tfo.register_activation("stairs", lambda x: x + (x.detach().to(torch.int64) * 3 + 2**60).to(x.dtype))
