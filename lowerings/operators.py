@@ -393,22 +393,24 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
         ranges, loads = _loads(op, tensors, layout)
         e = _Elementwise(ranges, (grad, _here), *loads)
 
-        def of_data(i: int, dtype: torch.dtype | None = None) -> Box:
+        def of_data(i: int, dtype: torch.dtype) -> Box:
             if layout is None:
                 return e.node(elements.grads, *scalars, dtype=dtype, result=i)
             gate, up = (e.node(elements.grads, *scalars, dtype=dtype, result=half) for half in (0, 1))
             return pack(gate, up, layout)
 
         found: list[Box | None] = [None] * len(tensors)
+        bias = tensors[op.bias] if op.bias is not None and mask[op.bias] else None
+        halves = [e.node(elements.grads, *scalars, result=half) for half in range(1 if layout is None else 2)]
+        if bias is not None and layout is None and mask[0] and not is_on_gpu(grad):
+            halves[0].realize()  # on CPUs sums over rows have a loop of their own, which would compute it again
+            found[0] = to_dtype(halves[0], tensors[0].get_dtype())
         for i, t in enumerate(tensors[: op.data]):
-            found[i] = of_data(i, t.get_dtype()) if mask[i] else None
+            if mask[i] and found[i] is None:
+                found[i] = of_data(i, t.get_dtype())
         if layout is None:
             _before_sums(mask[op.data :], *found[: op.data])
-        if op.bias is not None and mask[op.bias] and (bias := tensors[op.bias]) is not None:
-            halves = [e.node(elements.grads, *scalars, result=half) for half in range(1 if layout is None else 2)]
-            if layout is None and mask[0] and not is_on_gpu(grad):
-                halves[0].realize()  # on CPUs sums over rows have a loop of their own, which would compute it again
-                found[0] = to_dtype(halves[0], tensors[0].get_dtype())
+        if op.bias is not None and bias is not None:
             sums = [_sum_rows(half, bias.get_dtype()) for half in halves]
             found[op.bias] = sums[0] if layout is None else pack(sums[0], sums[1], layout)
         if op.scale is not None and mask[op.scale] and (scale := tensors[op.scale]) is not None:

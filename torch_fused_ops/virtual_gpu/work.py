@@ -17,9 +17,7 @@ def nbytes_moved(node: Any) -> int:
     Inductor (`get_read_write_buffer_accesses`) counts all of a buffer for a fused kernel and for a library's call, even
     where they read a slice of it. Here a buffer counts for at most the bytes that its accesses together touch.
     """
-    from torch._inductor.scheduler import SchedulerNode
-
-    if isinstance(node, SchedulerNode) and node.is_template():  # there Inductor counts no more of it than of the result
+    if node.is_template() and len(node.get_nodes()) == 1:  # there Inductor counts no more of it than of the result
         return sum(dict(_touched(node)).values())
     accesses: dict[str, int] = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     touched: Counter[str] = Counter()
