@@ -64,7 +64,10 @@ class _View(NamedTuple):
 def allow(nodes: Sequence[Any]) -> None:
     """Let results reuse the buffers of inputs, in a schedule's kernels that have a loop of one of our operators."""
     ours = [node for node in nodes if _is_ours(node)]
-    pinned = _pinned_buffers(ours[0].scheduler) if ours else frozenset()
+    pinned: frozenset[str] = frozenset()  # what must not be reused: mutated, aliased or unaligned buffers
+    if ours:  # (Triton would spread an unaligned input over threads in another way than its aligned result.)
+        aliased = (alias for buffer in ours[0].scheduler.name_to_buf.values() for alias in buffer.get_aliases())
+        pinned = _mutated_buffers(ours[0].scheduler).union(V.graph.unaligned_buffers, aliased)
     kernels = [_kernel(node, pinned) for node in ours]
     plans = [(kernel, owners, _views(kernel, owners)) for kernel in kernels for owners in [_owners(kernel)]]
     for kernel, owners, _ in plans:
@@ -230,15 +233,6 @@ def _mutated_buffers(scheduler: Any) -> frozenset[str]:
     """
     mutated = scheduler.mutation_renames.keys() | scheduler.mutation_real_name.keys() | V.graph.never_reuse_buffers
     return frozenset(mutated.union(scheduler.mutation_real_name.values()))
-
-
-def _pinned_buffers(scheduler: Any) -> frozenset[str]:
-    """The names of buffers that must not be reused: mutated, aliased or unaligned.
-
-    (Triton would spread an unaligned input over threads in another way than its aligned result.)
-    """
-    aliased = (alias for buffer in scheduler.name_to_buf.values() for alias in buffer.get_aliases())
-    return _mutated_buffers(scheduler).union(V.graph.unaligned_buffers, aliased)
 
 
 def _itemsize(name: str) -> int:

@@ -228,7 +228,8 @@ class Report:
         """
         names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "figures")
         report = {name: getattr(self, name) for name in (*names, "figures_missing", "notes")}
-        return json.dumps(report, indent=2, ensure_ascii=False, default=_plain)
+        plain: dict[type, Any] = {Kind: lambda kind: kind.name, Figures: Figures.as_dict}
+        return json.dumps(report, indent=2, ensure_ascii=False, default=lambda v: plain.get(type(v), asdict)(v))
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report to ``path`` as one self-contained page; returns the path.
@@ -239,10 +240,3 @@ class Report:
         path = writable(f"path={str(path)!r}", path)
         path.write_text(page(self, grouped(self.sites), grouped(self.unread)), encoding="utf-8")
         return path
-
-
-def _plain(value: Any) -> object:
-    """Convert a report's value that JSON has no form for."""
-    if isinstance(value, Kind):
-        return value.name
-    return value.as_dict() if isinstance(value, Figures) else asdict(value)

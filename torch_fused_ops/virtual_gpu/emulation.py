@@ -107,7 +107,7 @@ def cuda_autocast() -> Iterator[None]:
         op = torch._library.utils.lookup_op(full_name)
         cuda_kernel = op.py_kernels.get(torch._C.DispatchKey.AutocastCUDA)
         if cuda_kernel is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "AutocastCPU"):
-            kernels[op] = functools.partial(_python_kernel, cuda_kernel)
+            kernels[op] = _without_autocast()(cuda_kernel)
     autocast = torch.amp.autocast_mode.autocast
     with (
         kernels_registered(kernels, "AutocastCPU"),
@@ -122,34 +122,31 @@ def cuda_autocast() -> Iterator[None]:
             torch.set_autocast_dtype("cpu", state[1])
 
 
-def _without_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        yield
 
 
 def _is_low_precision(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
+@_without_autocast()
 def _float32_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Autocast's policy fp32: arguments in float32."""
     cast = functools.partial(tree_map, lambda value: value.float() if _is_low_precision(value) else value)
-    with _without_autocast():
-        return op(*cast(args), **cast(kwargs))
+    return op(*cast(args), **cast(kwargs))
 
 
+@_without_autocast()
 def _float32_result_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Autocast's policy fp32_set_opt_dtype: `dtype=float32` by default."""
     position = [argument.name for argument in op._schema.arguments].index("dtype")
     dtype = kwargs.get("dtype") if len(args) <= position else args[position]
     if dtype is None and (_is_low_precision(args[0]) or args[0].dtype == torch.float32):
         args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
-    with _without_autocast():
-        return op(*args, **kwargs)
-
-
-def _python_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _without_autocast():
-        return kernel(*args, **kwargs)
+    return op(*args, **kwargs)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

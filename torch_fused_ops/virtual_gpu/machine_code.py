@@ -70,7 +70,8 @@ class MachineCode:
     def instructions(self) -> tuple[str, ...]:
         """The mnemonics of the whole kernel in order, padding left out: "FFMA", "v_fma_f32"."""
         if self.gpu.is_amd:
-            return tuple(name for name in AMD_INSTRUCTION.findall(_body(self.asm)) if name not in AMD_PADDING)
+            code = (self.asm.partition("; %bb.0:")[2] or self.asm).partition(".Lfunc_end0")[0]  # no directives
+            return tuple(name for name in AMD_INSTRUCTION.findall(code) if name not in AMD_PADDING)
         return tuple(name for name in SASS_INSTRUCTION.findall(self.asm) if name != "NOP")
 
     @property
@@ -323,9 +324,3 @@ def _amd_code(compiled: Any) -> tuple[Any, ...]:
     asm = compiled.asm["amdgcn"]
     used = {name: int(value) for name, value in re.findall(r"^\s*-?\s*\.(\w+):\s+(\d+)\s*$", asm, re.M)}
     return used["vgpr_count"], 4 * used["vgpr_spill_count"], used["group_segment_fixed_size"], "", asm
-
-
-def _body(asm: str) -> str:
-    """A kernel's instructions in AMD's assembler, without the directives around them."""
-    body = asm[asm.index("; %bb.0:") :] if "; %bb.0:" in asm else asm
-    return body[: body.index(".Lfunc_end0") if ".Lfunc_end0" in body else len(body)]

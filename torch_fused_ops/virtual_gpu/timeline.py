@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -340,15 +341,13 @@ class _Memory(Storages):
         self.call, self.flop, self.launch = "", 0.0, None
 
 
-def _flash_backward(args: Any) -> int:
-    """Flash attention 2's backward sums dq in float32: batch · heads · rows rounded up to 128 · width up to 32."""
-    query = args[1]
-    batch, heads, rows, width = query.shape
-    return int(batch * heads * -(-rows // 128) * 128 * -(-width // 32) * 32 * 4)
-
-
-# Bytes that a library allocates inside a call, by its source: mha_bwd in flash-attention's flash_api.cpp.
-_WORKSPACE: dict[Any, Callable[[Any], int]] = {aten._scaled_dot_product_flash_attention_backward: _flash_backward}
+# Bytes that a library allocates inside a call, by its source. Flash attention 2's backward (mha_bwd in flash_api.cpp)
+# sums dq, the shape of its query, in float32: rows rounded up to 128, width up to 32.
+_WORKSPACE: dict[Any, Callable[[Any], int]] = {
+    aten._scaled_dot_product_flash_attention_backward: lambda args: (
+        math.prod(args[1].shape[:2]) * -(-args[1].shape[2] // 128) * 128 * -(-args[1].shape[3] // 32) * 32 * 4
+    )
+}
 
 
 # ---- stand-ins for kernels and libraries -----------------------------------------------------------------------------

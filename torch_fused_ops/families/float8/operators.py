@@ -105,10 +105,6 @@ def _check_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dt
         refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
 
 
-def _check_requantize(values: Tensor, scales: Tensor) -> None:
-    _check_stored("values", values, scales, 1)
-
-
 def _check_product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
 ) -> None:
@@ -179,14 +175,6 @@ def _fake_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tens
     return values, input.new_empty(float8.scales_shape(values.shape, rows, columns), dtype=torch.float32)
 
 
-def _fake_quantize_by(input: Tensor, scales: Tensor) -> Tensor:
-    return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
-
-
-def _fake_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    return values.new_empty(values.shape, dtype=dtype)
-
-
 def _fake_requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return _fake_quantize(values.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1)))
 
@@ -238,7 +226,7 @@ _quantize_by = register_plain(
         "The float8 of quantize, in rows or in one block, by scales that are known.",
     ),
     float8.quantize_by,
-    _fake_quantize_by,
+    lambda input, scales: input.new_empty(input.shape, dtype=float8.dtype_of(input.device)),
     _check_quantize_by,
 )
 _dequantize = register_plain(
@@ -249,7 +237,7 @@ _dequantize = register_plain(
         "What quantize has stored.",
     ),
     float8.dequantize,
-    _fake_dequantize,
+    lambda values, scales, rows, dtype: values.new_empty(values.shape, dtype=dtype),
     _check_dequantize,
 )
 _requantize = register_plain(
@@ -261,7 +249,7 @@ _requantize = register_plain(
     ),
     float8.requantize,
     _fake_requantize,
-    _check_requantize,
+    lambda values, scales: _check_stored("values", values, scales, 1),
 )
 _scaled_mm = _register_product(
     "scaled_mm",

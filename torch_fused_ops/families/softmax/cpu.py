@@ -30,11 +30,6 @@ def _exact(factor: float) -> bool:
     return abs(factor) <= 1.0 and abs(math.frexp(factor)[0]) == 0.5
 
 
-def _scores_are_small(input: Tensor, size: float) -> bool:
-    low, high = torch.aminmax(input)
-    return max(-low.item(), high.item()) * size <= _LARGEST_SCORE[input.dtype]  # NaN says no: Python's max keeps it
-
-
 def _times(x: Tensor, own: bool, factor: float) -> tuple[Tensor, bool]:
     """x · factor, in x where that is ours, and whether the result is."""
     if factor == 1.0:
@@ -78,7 +73,11 @@ def scaled_masked_softmax(
     exact = sink is None and _exact(factor)
     wide = input.dtype != dtype and not exact
     x = input.to(dtype) if wide else input
-    if exact or (sink is None and sign and _scores_are_small(input, size)):
+    is_small = exact
+    if sink is None and sign and not exact:
+        low, high = torch.aminmax(input)
+        is_small = max(-low.item(), high.item()) * size <= _LARGEST_SCORE[input.dtype]  # not NaN: Python's max keeps it
+    if is_small:
         y = _zero_closed_rows(_softmax(*_hide(*_times(x, wide, factor), hidden)), input, sign, hidden)
     else:
         x, own = _hide(*_times(x, wide, sign), hidden)
