@@ -20,6 +20,7 @@ from torch._inductor.lowering import fallback_handler, lowerings, make_fallback,
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator
@@ -237,17 +238,12 @@ def merged(graphs: Graphs) -> Graphs:
     for graph in edited:
         for merge in (_merge_gradients, _merge):
             for node in list(graph.nodes):
-                if _is_on_gpu(node):
+                tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+                if tensors and tensors[0].device.type != "cpu":
                     merge(graph, node)
             stable_topological_sort(graph)
             graph.eliminate_dead_code()
     return _make_graph_module(forward, edited[0]), _make_graph_module(backward, edited[1])
-
-
-def _is_on_gpu(node: Node) -> bool:
-    values = node.meta.get("val")
-    first = next((v for v in (values if isinstance(values, (tuple, list)) else [values]) if v is not None), None)
-    return isinstance(first, torch.Tensor) and first.device.type != "cpu"
 
 
 def _round_once(graph: Graph) -> None:

@@ -13,7 +13,7 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -307,11 +307,14 @@ def _sum_rows(box: Box, dtype: torch.dtype) -> Box:
     return to_dtype(lowerings[aten.sum.dim_IntList](box, axes) if axes else box, dtype)
 
 
+def _is_row_by_row(box: Box, layout: str | None) -> bool:
+    return _rows_of_a_block() is not None and not is_on_gpu(box) and layout != "interleaved"  # there it is no one piece
+
+
 def _row_by_row(*boxes: Box, sums: bool = False) -> Box:
     """Boxes of (blocks, rows, n) side by side, or the sums of their rows, by loops over (blocks, n).
 
-    The sum of a block's few rows, which Inductor writes as additions, has such a loop, too. So it fuses them, and every
-    value is computed once.
+    So has the sum of a block's few rows, which are additions: Inductor fuses all, and computes every value once.
     """
     blocks, count, n = boxes[0].get_size()
     rows = [lowerings[aten.select.int](box, 1, row) for row in range(count) for box in boxes]
@@ -396,13 +399,29 @@ def over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results:
     return lower
 
 
+def _over_few_rows(op: PointwiseOperator, data: int, in_blocks: Callable[..., Any]) -> Callable[..., Any]:
+    """On a CPU, have calls on data of which a bias's gradient is wanted go over blocks of a few rows."""
+
+    def lower(first: Box, *args: Any) -> Any:
+        node, bias = cast(Any, (V.graph.current_node, op.bias))
+        users = [] if bias is None or is_on_gpu(first) or node.kwargs else node.args[data].users
+        calls = [user.args for user in users if user.target is op.signatures[1].overload and not user.kwargs]
+        summed = any(given[1 + bias] is not None and given[-1][bias] for given in calls)
+        if summed and V.graph.sizevars.statically_known_multiple_of(sympy_product(first.get_size()[:-1]), _FEW_ROWS):
+            node.meta[ROWS] = _FEW_ROWS
+        return in_blocks(first, *args)
+
+    return lower
+
+
 def _forward(op: PointwiseOperator) -> Callable[..., Box]:
     def lowering(*args: Any) -> Box:
         tensors, layout, scalars = op.split(args)
         ranges, loads = _loads(op, tensors, layout)
-        return _Elementwise(ranges, *loads).node(_elements(op).value, *scalars, dtype=tensors[0].get_dtype())
+        value = _Elementwise(ranges, *loads).node(_elements(op).value, *scalars, dtype=tensors[0].get_dtype())
+        return _row_by_row(value) if _is_row_by_row(value, layout) else value
 
-    return over_blocks(lowering, op.kinds, ["data"])
+    return _over_few_rows(op, 0, over_blocks(lowering, op.kinds, ["data"]))
 
 
 def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
@@ -414,8 +433,7 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
 
         bias = tensors[op.bias] if op.bias is not None and mask[op.bias] else None
         sums_on_cpu = bias is not None and not is_on_gpu(grad)
-        # Interleaved, a row is no one piece.
-        row_by_row = sums_on_cpu and _rows_of_a_block() is not None and layout != "interleaved"
+        row_by_row = _is_row_by_row(grad, layout)
         kept: list[Box] = []
 
         def unrounded(i: int) -> list[Box]:
@@ -444,15 +462,7 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
             found[op.scale] = to_dtype(sums, scale.get_dtype())
         return tuple(found)
 
-    in_blocks = over_blocks(lowering, ["data", *op.kinds], op.kinds)
-
-    def lower(grad: Box, *args: Any) -> Any:
-        summed = op.bias is not None and args[-1][op.bias] and args[op.bias] is not None and not is_on_gpu(grad)
-        if summed and V.graph.sizevars.statically_known_multiple_of(sympy_product(grad.get_size()[:-1]), _FEW_ROWS):
-            V.graph.current_node.meta[ROWS] = _FEW_ROWS
-        return in_blocks(grad, *args)
-
-    return lower
+    return _over_few_rows(op, 1, over_blocks(lowering, ["data", *op.kinds], op.kinds))
 
 
 def lower(op: PointwiseOperator) -> None:

@@ -233,10 +233,10 @@ def test_cpus_multiply_and_add_in_one_instruction() -> None:
 
 @pytest.mark.parametrize(("rows", "together"), [(8, 4), (9, 1)])
 def test_cpus_sum_what_was_computed_for_the_input(rows: int, together: int) -> None:
-    """Of four rows at once, in one loop, if there are whole fours."""
-    grad, bias = torch.ones(rows, 64, dtype=BF16), torch.ones(64)
-    (code,) = cpp(lambda g, b: fused.bias_act_backward(g, g, b, None, "silu", [True, True, False]), grad, bias)
-    assert code.count("exp2()") == together == code.count("at::vec::convert<at::BFloat16,1,float,2>")
+    grad, bias, mask = torch.ones(rows, 64, dtype=BF16), torch.ones(64), [True, True, False]
+    step = lambda g, b: (fused.bias_act(g, b, None, "silu"), *fused.bias_act_backward(g, g, b, None, "silu", mask))  # noqa: E731
+    (code,) = cpp(step, grad, bias)
+    assert 2 * code.count("exp2()") == 2 * together == code.count("at::vec::convert<at::BFloat16,1,float,2>")
 
 
 def test_whole_numbers_are_not_multiplied_and_added_as_floats() -> None:

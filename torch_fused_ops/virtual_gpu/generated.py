@@ -29,6 +29,9 @@ def generated_graph(
     inputs: Sequence[GraphInput],
     results: int,
 ) -> GeneratedGraph:
+    from torch._inductor.ir import MultiOutput  # not earlier: Inductor takes seconds to import
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
     code = unmarked(marked_code)
     kernel_of = {node: kernel for kernel, nodes in kernel_nodes.items() for node in nodes}
     kernel_bytes: Counter[str] = Counter()
@@ -41,7 +44,9 @@ def generated_graph(
     kernels = tuple(
         GeneratedKernel(name, source, kernel_bytes[name], launches[name]) for name, source in sources.items()
     )
-    launched = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in bytes_of.items() if _is_launched(node))
+    # A node that only names a part of another's result runs nothing.
+    ran = [n for n in bytes_of if not isinstance(n, NopKernelSchedulerNode) and not isinstance(n.node, MultiOutput)]
+    launched = tuple(Launch(bytes_of[node], modules_of(node)) for node in ran)
     in_order = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in scheduled)
     return GeneratedGraph(
         code, kernels, extern, sum(bytes_of.values()), gm, launched, tuple(inputs), results, in_order, marked_code
@@ -54,14 +59,6 @@ def graph_input(value: Any, is_parameter: bool, name: str = "") -> GraphInput:
         return GraphInput(number=hint(value), name=name)
     shape, stride = (tuple(map(hint, sizes)) for sizes in (value.shape, value.stride()))
     return GraphInput(shape, stride, value.dtype, is_parameter, name=name)
-
-
-def _is_launched(node: Any) -> bool:
-    """Tell whether a scheduler node runs anything: not if it only names a part of another's result."""
-    from torch._inductor.ir import MultiOutput
-    from torch._inductor.scheduler import NopKernelSchedulerNode
-
-    return not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, MultiOutput)
 
 
 def modules_of(node: Any) -> tuple[str, ...]:

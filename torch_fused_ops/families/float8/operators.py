@@ -175,10 +175,6 @@ def _fake_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tens
     return values, input.new_empty(float8.scales_shape(values.shape, rows, columns), dtype=torch.float32)
 
 
-def _fake_requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    return _fake_quantize(values.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1)))
-
-
 def _fake_product(a: Tensor, a_scales: Tensor, b: Tensor, *others: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[-2]), dtype=others[-1])
 
@@ -248,7 +244,7 @@ _requantize = register_plain(
         f"quantize(dequantize(values, scales, 1)ᵀ, {BLOCK}), in one pass; of blocks of (1, {MX_BLOCK}) again in these.",
     ),
     float8.requantize,
-    _fake_requantize,
+    lambda values, scales: _fake_quantize(values.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1))),
     lambda values, scales: _check_stored("values", values, scales, 1),
 )
 _scaled_mm = _register_product(
