@@ -314,7 +314,7 @@ def _is_row_by_row(box: Box, layout: str | None) -> bool:
 def _row_by_row(*boxes: Box, sums: bool = False) -> Box:
     """Boxes of (blocks, rows, n) side by side, or the sums of their rows, by loops over (blocks, n).
 
-    So has the sum of a block's few rows, which are additions: Inductor fuses all, and computes every value once.
+    The sum of a block's few rows is additions with such loops, too: Inductor fuses all, and computes every value once.
     """
     blocks, count, n = boxes[0].get_size()
     rows = [lowerings[aten.select.int](box, 1, row) for row in range(count) for box in boxes]
