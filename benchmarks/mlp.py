@@ -153,7 +153,7 @@ def works(mlp: str, size: Size, dtype: torch.dtype, way: str, backward: bool) ->
     """What a way's kernels do at least: its matrix products, and one pass over the hidden tensors each way.
 
     Below "off" (``torch.compile`` keeps as much) backward's pass writes the activation again; "fp8" writes and reads
-    what the activation reads in a byte; "input" computes the first products again; cuBLASLt's epilogue needs no pass.
+    what the activation reads in a byte; "input" computes the first products again.
     The gradients of biases are left out: they are the same for all.
     """
     level = way.removeprefix("fused-") if way.startswith("fused-") else "off"
@@ -162,7 +162,7 @@ def works(mlp: str, size: Size, dtype: torch.dtype, way: str, backward: bool) ->
     product = Work(flop=2.0 * size.tokens * size.width * size.hidden)
     found = [product] * (firsts + 1)
     fp8 = level == "fp8" and backward
-    if way not in ("gemms", *ways.LIBRARY):
+    if way != "gemms":
         found.append(Work(nbytes=elements * ((firsts + 1) * number + (firsts if fp8 else 0))))
     if backward:
         found += [product] * (2 * (firsts + 1) + (firsts if level == "input" else 0))
@@ -213,8 +213,6 @@ def inference_case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device
     _, inputs, _ = tensors(mlp, size, dtype, device, sets, plan.seed, grad=False)
     settings = {"fullgraph": True, "dynamic": False}
     names: tuple[str, ...] = ("compile", "fused-free", *ways.TUNED) if tuned else ways.INFERENCE
-    if device.type == "cuda" and mlp != "swiglu" and not tuned:
-        names += ways.LIBRARY
     made: dict[str, Callable[[], Trial]] = {name: ways.inference(name, fn, inputs, **settings) for name in names}
     made["gemms"] = functools.partial(gemms, mlp, size, dtype, device, False)
     flops, nbytes = work(mlp, size, dtype, backward=False)
@@ -327,7 +325,7 @@ TARGETS = [
 
 
 def _inference_targets() -> Iterator[Target]:
-    for mine, other in (("fused-free", "compile"), ("fused-library", "compile"), ("fused-autotune", "autotune")):
+    for mine, other in (("fused-free", "compile"), ("fused-autotune", "autotune")):
         away = beyond_roofline(mine, other, lambda c: c["facts"]["tokens"] > max(DECODE))
         yield Target(f"{mine} to {other}, over what the roofline allows; more than {max(DECODE)} tokens", NOISE, away)
         yield Target(f"{mine} to {other}, decoding", 1.0, ratios(mine, other, decoding), mean=True)

@@ -41,7 +41,6 @@ MEANINGS = (
     Meaning(tuple(f"torchao-{recipe.replace('_', '-')}" for recipe in TORCHAO), _TRAINED,
             "`torch.compile` after torchao's `convert_to_float8_training` of the same layers, where torchao can be "
             "imported; only where `--ways` names it"),
-    Meaning(("fused-library",), ("inference",), '`FusionPolicy(epilogues="library")`; GPUs'),
     Meaning(("operators",), ("pointwise", "mlp"), "eager PyTorch with our eager operators"),
     Meaning(("fused",), ("pointwise",), "our operators under `torch.compile`"),
     Meaning(("gemms",), ("mlp", "inference"),

@@ -140,14 +140,12 @@ COMPILED: dict[str, Callable[..., Function]] = {
     **{f"fused-{memory}": ours(memory) for memory in MEMORY if memory not in ("free", "off", "tiled")},
     "autotune": lambda fn, **settings: torch.compile(fresh(fn), mode=AUTOTUNE, **settings),
     "fused-autotune": ours("free", AUTOTUNE),
-    "fused-library": ours("free", epilogues="library"),
     **{f"gemm-{recipe}": float8(recipe) for recipe in GEMM if recipe != "bf16"},
     **{f"torchao-{recipe.replace('_', '-')}": torchao(recipe) for recipe in TORCHAO},
 }
 FLOAT8 = tuple(name for name in COMPILED if name.startswith(("gemm-", "torchao-")))  # only where they are named
-TRAINING = tuple(name for name in COMPILED if not name.endswith(("autotune", "library")) and name not in FLOAT8)
+TRAINING = tuple(name for name in COMPILED if not name.endswith("autotune") and name not in FLOAT8)
 INFERENCE = ("eager", "compile", "fused-free")  # nothing is kept for backward: budgets and memory= change nothing
-LIBRARY = ("fused-library",)  # cuBLASLt's epilogues, unmeasured: on GPUs
 TUNED = ("autotune", "fused-autotune")
 OURS = (
     "fused-free",

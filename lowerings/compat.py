@@ -37,12 +37,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
-# The base class of a pass that is called with ``is_inference``; older versions call it without.
 if TYPE_CHECKING:
-    InferenceAwarePass = custom_graph_pass.CustomInferenceAwareGraphPass
     SchedulerPass = custom_graph_pass.CustomSchedulerPass
 else:
-    InferenceAwarePass = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
     SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 

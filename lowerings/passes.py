@@ -1,7 +1,7 @@
 """The passes in Inductor's slots: their registration, their policies, and their part of cache keys.
 
 There are four slots: ``pre_grad_custom_pass`` (stage 1, recognition), ``custom_partitioner_fn`` (stage 2,
-partitioning), ``post_grad_custom_post_pass`` (stage 3, sums over rows and GEMM epilogues) and
+partitioning), ``post_grad_custom_post_pass`` (stage 3, sums over rows) and
 ``_post_fusion_custom_pass`` (stage 4, buffer reuse).
 Two kinds of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put
 it into one compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and
@@ -36,7 +36,6 @@ from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import (
     buffer_reuse,
     compat,
-    epilogues,
     memory_levels,
     partition,
     saved_tensors,
@@ -297,20 +296,15 @@ def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[in
     return {"bytes": sum(tensor["bytes"] for tensor in saved), "tensors": saved}
 
 
-class PostGrad(Stage, compat.InferenceAwarePass):
-    """Stage 3's choice of GEMM, and its sums over rows: one of the passes in ``post_grad_custom_post_pass``."""
+class PostGrad(Stage, CustomGraphPass):
+    """Stage 3, sums over rows: one of the passes in ``post_grad_custom_post_pass``."""
 
     name, shares = "post-grad", True
 
-    def __call__(self, graph: torch.fx.Graph, is_inference: bool = True) -> None:
+    def __call__(self, graph: torch.fx.Graph) -> None:
         policy = self.policy_to_run()
-        if policy is None:
-            return
-        guard = functools.partial(_guarded, self, policy)
-        if inductor_config.split_reductions and not switches.is_without("split_reductions"):
-            guard(functools.partial(split_reductions.rewrite, graph))
-        if is_inference:
-            guard(functools.partial(epilogues.rewrite, graph, policy, guard))
+        if policy is not None and inductor_config.split_reductions and not switches.is_without("split_reductions"):
+            _guarded(self, policy, functools.partial(split_reductions.rewrite, graph))
 
 
 class BufferReuse(Stage, compat.SchedulerPass):

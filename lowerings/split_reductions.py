@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
 from torch_fused_ops.declaration import DATA, OPERATORS, Operator
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.epilogues import autotuned
 from torch_fused_ops.lowerings.partition import VIEWS, is_gemm
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
@@ -54,6 +54,12 @@ def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None
     return divisor if blocks > 1 and divisor >= _FEWEST_ROWS else None
 
 
+def _has_triton_gemms() -> bool:
+    """Return True if Inductor's Triton templates compete for GEMMs."""
+    backends = inductor_config.max_autotune_gemm_backends.upper().replace(" ", "").split(",")
+    return "TRITON" in backends and bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
+
+
 class _Edit(NamedTuple):
     marked: list[Node]
     sums: list[Node]
@@ -67,7 +73,7 @@ def rewrite(graph: Graph) -> int:
     operators = {op.signatures[1].overload: op for op in OPERATORS.values() if op.pointwise}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _gather(graph, node, operators)
-    if autotuned("TRITON") and compat.keeps_loops_it_tried():
+    if _has_triton_gemms() and compat.keeps_loops_it_tried():
         return 0  # d would leave the epilogues of Inductor's own GEMMs
     edits = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators))]
     for marked, sums, rows in edits:

@@ -55,7 +55,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "levels": (
         (
             *("lowerings.memory_levels", "lowerings.recognize.tiles", "lowerings.recognize.per_row_scale"),
-            *("lowerings.buffer_reuse", "lowerings.epilogues", "lowerings.split_reductions"),
+            *("lowerings.buffer_reuse", "lowerings.split_reductions"),
         ),
         WORDS,
     ),

@@ -14,10 +14,8 @@ from torch_fused_ops.settings import tiles
 
 Memory = Literal["off", "free", "fp8", "input", "tiled"]
 Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
-Epilogues = Literal["measured", "library", "off"]
 MEMORY: tuple[str, ...] = get_args(Memory)  # the levels, each saving less for backward than the one before
 GEMM: tuple[str, ...] = get_args(Recipe)  # families/float8/recipes.py has what each means
-EPILOGUES: tuple[str, ...] = get_args(Epilogues)
 LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # the accepted values, for messages
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ class PolicyFields(TypedDict, total=False):
     dropout: bool
     strict: bool
     exclude: Sequence[str]
-    epilogues: Epilogues
     gemm: Recipe | Mapping[str, str]
 
 
@@ -61,9 +58,6 @@ class FusionPolicy:
             otherwise the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not count. A model
             with linear layers but no site raises, too (``docs/policies.md``, Strict).
         exclude: modules not to fuse, as shell patterns for their paths in the model, e.g. ``("encoder.*",)``.
-        epilogues: let cuBLASLt compute a linear layer and its activation (relu, GELU by tanh) in one call, at inference
-            on CUDA (``docs/epilogues.md``). ``"measured"``: if it is fastest, under max-autotune only. ``"library"``:
-            always, without measuring. ``"off"``: never.
         gemm: the precision of the linear layers of fused MLPs (``docs/fp8.md``), ``nn.FusedMLP``'s included.
             ``"bf16"``: the model's dtype. ``"fp8"``: float8_e4m3fn with a scale for each block of 128, in all three
             GEMMs of a training step; weights and their gradients keep their dtypes. ``"fp8-wgrad-bf16"``: the same,
@@ -77,7 +71,6 @@ class FusionPolicy:
     dropout: bool = True
     strict: bool = False
     exclude: Sequence[str] = ()
-    epilogues: Epilogues = "measured"
     gemm: Recipe | Mapping[str, str] | tuple[tuple[str, str], ...] = "bf16"
 
     def __new__(cls, *args: Any, **fields: Any) -> FusionPolicy:
@@ -89,8 +82,6 @@ class FusionPolicy:
     def __post_init__(self) -> None:
         for name in _KNOWN:
             object.__setattr__(self, name, _value_or_pairs(name, getattr(self, name)))
-        if self.epilogues not in EPILOGUES:
-            raise ValueError(f"epilogues={self.epilogues!r} is not known; accepted: {', '.join(EPILOGUES)}")
         for name in ("dropout", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} is not accepted: it must be True or False")

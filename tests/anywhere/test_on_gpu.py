@@ -156,18 +156,6 @@ def test_one_program_for_all_batches(inductor_code: None, device: str, name: str
     check(name, memory, "default", device, rows=(ROWS, 200, 8), dynamic=True)
 
 
-@everywhere("mode", gpu=[("default",), ("reduce-overhead",)], cpu=[("default",)])
-def test_the_librarys_epilogue(inductor_code: None, device: str, mode: str) -> None:
-    model = GELU().to(BF16).to(device).eval()
-    compiled = ways.ours("free", mode, epilogues="library")(model, fullgraph=True, dynamic=False)
-    for _ in range(3):
-        x, _ = inputs(ROWS, device)
-        with torch.no_grad():
-            torch.compiler.cudagraph_mark_step_begin()
-            found = compiled(x).clone()
-            assert_exact([found], [copy.deepcopy(model).cpu().double()(x.cpu().double())], "free")
-
-
 @everywhere("name", gpu=[("swiglu",)], cpu=[("swiglu",)])
 def test_a_wrong_result_is_found(inductor_code: None, device: str, name: str) -> None:
     model = MODELS[name]().to(BF16).to(device)

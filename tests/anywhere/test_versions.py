@@ -24,7 +24,6 @@ PROBED = {
     "torch._inductor.config._post_fusion_custom_pass",
     "torch._inductor.config.cuda_backend",
     "torch._inductor.config.pre_grad_pass_timing",  # torch 2.13
-    "torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",  # torch 2.13
     "torch._inductor.custom_graph_pass.CustomSchedulerPass",  # torch 2.13
     "torch._inductor.scheduler.FusedSchedulerNode",
     "torch.__path__",  # every package has one

@@ -189,7 +189,6 @@ NOT_ACCEPTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gemm": "int8"}, ValueError, "gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"),
     ({"gemm": {"a": "int8"}}, ValueError, "gemm='int8' for 'a' is not accepted"),
     ({"gemm": 3}, TypeError, "gemm=3 is not accepted: it must be a recipe"),
-    ({"epilogues": "cublas"}, ValueError, "epilogues='cublas' is not known; accepted: measured, library, off"),
 ]
 
 

@@ -102,7 +102,7 @@ def test_what_compiled_code_goes_without(monkeypatch: pytest.MonkeyPatch, part: 
 
     def ran() -> list[str]:
         calls.clear()
-        passes.PostGrad(tfo.FusionPolicy())(None, is_inference=False)
+        passes.PostGrad(tfo.FusionPolicy())(None)
         passes.BufferReuse(tfo.FusionPolicy())([])
         return list(calls)
 

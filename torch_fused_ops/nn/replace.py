@@ -63,7 +63,6 @@ def replace_mlps(
     gemm: str | Mapping[str, str] = "bf16",
     exclude: Collection[str] = (),
     dropout: bool = True,
-    epilogues: str = "measured",
     strict: bool = False,
     **kwargs: Any,
 ) -> Replacements:
@@ -80,7 +79,7 @@ def replace_mlps(
         memory: as ``FusionPolicy.memory``; a mapping's module patterns match paths in ``model``.
         gemm: linear layers' precision, as ``FusionPolicy.gemm``.
         exclude: MLPs not to fuse, as ``FusionPolicy.exclude``.
-        dropout, epilogues: as ``FusionPolicy``'s, in the compiled modules.
+        dropout: as ``FusionPolicy``'s, in the compiled modules.
         strict: raise where an MLP is not compiled, now or in a later recompilation.
         **kwargs: keyword arguments of the one call.
 
@@ -95,7 +94,7 @@ def replace_mlps(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
-    policy = FusionPolicy(memory, dropout, strict, exclude, epilogues, gemm)  # type: ignore[arg-type]
+    policy = FusionPolicy(memory, dropout, strict, exclude, gemm)  # type: ignore[arg-type]
     capture = _Capture(model, policy)
     paths = list(capture.modules)
     for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
