@@ -13,6 +13,7 @@ partitioner's pointwise list  closed to operators outside aten (2.11 to 2.15): t
 budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget beside the older mark on nodes
 the end of a compiled call    has no hook (2.11 to 2.15): read off the stack
 loops that were tried         torch ≥ 2.13's scheduler restores loops that it reordered to see whether two nodes fuse
+recompiles by call            torch ≥ 2.13 can count them for each call of torch.compile; before, for each code object
 ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as aten.cat's is
 ============================  =========================================================================================
 """
@@ -28,7 +29,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -257,6 +258,27 @@ def compiled_call() -> CompiledCall | None:
             is_whole = False
         frame = frame.f_back
     return None
+
+
+def compile_in_place(module: torch.nn.Module, **options: Any) -> None:
+    """Call ``module.compile(**options)`` so that Dynamo's limit of eight compilations counts for this module alone.
+
+    Modules of one class share the code of ``forward``: the ninth that differs from the others would stay eager. Older
+    versions of torch count by code object. There each module gets its own, into which Dynamo inlines ``forward`` and
+    the hooks. Versions before 2.15 compile ``forward`` of torch's own classes, such as ``nn.Sequential``, only if the
+    call is wrapped.
+    """
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        own = FunctionType(_call_impl.__code__.replace(), globals())
+        module._compiled_call_impl = torch.compile(MethodType(own, module), **options)
+        return
+    is_torchs = type(module).forward.__module__.startswith("torch.nn.")
+    with torch._dynamo.config.patch(wrap_top_frame=is_torchs):
+        module.compile(**options, isolate_recompiles=True)
+
+
+def _call_impl(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
 
 
 # ---- the partitioner -----------------------------------------------------------------------------

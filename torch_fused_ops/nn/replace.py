@@ -1,29 +1,29 @@
-"""``replace_mlps``: compile a model's MLPs in place with ``backend="fused"``, and nothing else of it.
-
-A capture as in ``explain`` finds the modules that hold an MLP. Each gets a ``_compiled_call_impl``, as from
-``nn.Module.compile``: Dynamo's guards check its code, and PyTorch leaves it out of copies and pickles.
-"""
+"""``replace_mlps``: ``explain`` finds a model's MLPs, and ``nn.Module.compile`` compiles the modules that hold them."""
 
 from __future__ import annotations
 
-import difflib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace as replaced
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from torch_fused_ops import lowerings
-from torch_fused_ops.graphs.capture import run_captured, throwaway
+from torch_fused_ops.graphs.capture import run_captured
 from torch_fused_ops.graphs.modules import module_path, source_name, tensor_path
 from torch_fused_ops.graphs.reasons import Kind, Reason, excluded
 from torch_fused_ops.graphs.sites import Site
-from torch_fused_ops.policy import FusionPolicy, UnfusedError, check_not_meant, enclosing_modules, names_module
-from torch_fused_ops.reports.breaks import break_of
-from torch_fused_ops.reports.figures import sites_of
+from torch_fused_ops.policy import (
+    FusionPolicy,
+    UnfusedError,
+    check_not_meant,
+    enclosing_modules,
+    names_module,
+    unmatched,
+)
+from torch_fused_ops.reports.explain import add_graph
 from torch_fused_ops.reports.report import Report
 
 if TYPE_CHECKING:
@@ -38,10 +38,8 @@ class Replacements(Report):
         replaced: the compiled modules by their paths in the model.
     """
 
-    def __init__(self, sites: tuple[Site, ...], graphs: int, replaced: dict[str, nn.Module], title: str) -> None:
-        super().__init__(sites, graphs)
-        self.title, self.replaced = title, replaced
-        self._calls = {path: module._compiled_call_impl for path, module in replaced.items()}
+    replaced: dict[str, nn.Module]
+    _calls: dict[str, Any]
 
     @property
     def summary(self) -> str:
@@ -68,10 +66,10 @@ def replace_mlps(
 ) -> Replacements:
     """Compile a model's MLPs in place, and nothing else of it; ``report.restore()`` undoes it.
 
-    The model runs once while Dynamo captures it, as in ``explain``. The innermost module around each MLP is compiled
-    with ``backend="fused"``; a module with several MLPs is compiled once. Its first call generates code, which takes
-    seconds; equal modules share it. Parameters, names, state dicts, training flags and hooks are unchanged. Copies and
-    pickles of the model are not compiled, as with ``nn.Module.compile``.
+    The model runs once while Dynamo captures it, as in ``explain``. The innermost module around each MLP is then
+    compiled as by ``module.compile(backend="fused")``; a module with several MLPs is compiled once. Its first call
+    generates code, which takes seconds; equal modules share it through Inductor's cache. Parameters, names, state dicts
+    and training flags are unchanged. Copies and pickles of the model are not compiled.
 
     Args:
         model: a module, in training or evaluation mode.
@@ -80,7 +78,7 @@ def replace_mlps(
         gemm: linear layers' precision, as ``FusionPolicy.gemm``.
         exclude: MLPs not to fuse, as ``FusionPolicy.exclude``.
         dropout: as ``FusionPolicy``'s, in the compiled modules.
-        strict: raise where an MLP is not compiled, now or in a later recompilation.
+        strict: raise if an MLP is not compiled, now or in a later recompilation.
         **kwargs: keyword arguments of the one call.
 
     Returns:
@@ -89,178 +87,129 @@ def replace_mlps(
     Raises:
         TypeError, ValueError: an argument is not accepted, including a pattern that matches no module.
         UnfusedError: under ``strict``, an MLP is not fused, or there is none.
-        RuntimeError: the compiler is switched off, or there is none for CPUs.
         The model's own errors. In each case the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
     policy = FusionPolicy(memory, dropout, strict, exclude, gemm)  # type: ignore[arg-type]
-    capture = _Capture(model, policy)
-    paths = list(capture.modules)
-    for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
-        if not names_module(pattern, paths):
-            near = difflib.get_close_matches(pattern.removesuffix(".*"), paths)
-            close = f", as {' or '.join(map(repr, near))} would" if near else ""
-            raise ValueError(f"{name}={pattern!r} is not accepted: it must match a module of the model{close}")
+    modules = {module_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
     check_not_meant("replace_mlps", model, kwargs)
     if not args and not kwargs:
         raise TypeError("replace_mlps needs example inputs, as in replace_mlps(model, x): the model is run once")
     lowerings.require()
-    run_captured(model, args, kwargs, capture.graph)
-    if not capture.graphs:
-        raise RuntimeError(
-            "replace_mlps compiles modules, and torch.compile captured nothing: it is disabled (TORCH_COMPILE_DISABLE, "
-            "TORCHDYNAMO_DISABLE, torch.compiler.set_stance), or the model computes nothing with tensors"
-        )
-    chosen = capture.choose()
-    sites = tuple(capture.sites)
-    missed = [site for site in sites if site.is_missed]
-    if strict and (missed or not sites):
-        lines = [f"{site.source}: {site.missed}" for site in missed] or [_first_reason(capture)]
+    report = Replacements((), 0, title=type(getattr(model, "_orig_mod", model)).__name__)
+    run_captured(model, args, kwargs, _Capture(model, modules, policy, report))
+    if wrong := unmatched(policy, report.sites, modules):
+        raise ValueError(wrong[0])
+    report.sites, report.replaced = _choose(model, modules, policy, report.sites)
+    missed = [site for site in report.sites if site.is_missed]
+    reasons = [f"{site.source}: {site.reason}" for site in (*report.sites, *report.unread)] or [report.nothing]
+    if strict and (missed or not report.sites):
+        lines = [f"{site.source}: {site.missed}" for site in missed] or reasons[:1]
         raise UnfusedError("strict=True and these MLPs were not compiled:\n" + "\n".join(f"  {line}" for line in lines))
-    if any(p.device.type == "cpu" for module in chosen.values() for p in module.parameters()):
-        _check_compiler()
-    calls, entries = [], dict[Any, Callable[..., Any]]()
-    for module in chosen.values():
-        inner = policy_within(policy, capture.paths(module), module)
-        entry = entries.setdefault((_shape(module), _settings(module), inner), throwaway(_call))
-        calls.append(_Compiled(module, inner, entry))
-    for module, call in zip(chosen.values(), calls, strict=True):
-        module._compiled_call_impl = call
-    report = Replacements(sites, capture.graphs, chosen, type(getattr(model, "_orig_mod", model)).__name__)
-    report.unread = tuple(capture.unread)
-    report.breaks = tuple(b for b in capture.breaks if b is not None)
-    around = enclosing_modules(path for module in chosen.values() for path in capture.paths(module))
-    report.notes = tuple(
-        f"{name}={pattern!r} names no module that was compiled"
-        for name in ("memory", "gemm")
-        for pattern in policy.patterns.get(name, ())
-        if not names_module(pattern, around)
-    )
-    if not chosen:
-        warnings.warn(f"replace_mlps compiled no module: {_first_reason(capture)}", stacklevel=2)
+    from torch_fused_ops.lowerings import compat
+
+    for module in report.replaced.values():
+        inner = policy_within(policy, _paths(modules, module), module)
+        compat.compile_in_place(module, backend="fused", options={"policy": inner})
+    report._calls = {path: module._compiled_call_impl for path, module in report.replaced.items()}
+    inside = {id(inner) for module in report.replaced.values() for inner in module.modules()}
+    report.notes = unmatched(policy, report.sites, [path for path, module in modules.items() if id(module) in inside])
+    if not report.replaced:
+        warnings.warn(f"replace_mlps compiled no module: {reasons[0]}", stacklevel=2)
     return report
 
 
-# ---- captured modules ------------------------------------------------------------------------------------------------
-
-
 class _Capture:
-    """The MLPs in the captured graphs of a model's run, by the paths of their modules."""
+    """A backend for Dynamo: report a graph's MLPs when the graph runs, and run it unchanged.
 
-    def __init__(self, model: nn.Module, policy: FusionPolicy) -> None:
-        named = list(model.named_modules(remove_duplicate=False))
-        self.policy = policy
-        self.modules = {module_path(name): module for name, module in named}  # a wrapper's module, not the wrapper
-        self.compiled = {
-            module_path(name)
-            for name, module in named
-            if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
-        }
-        self.owners: dict[int, list[str]] = {}
+    Behind a graph break Dynamo's paths begin at another module than the model, and equal layers share a graph. The
+    parameters of each run tell which layer it is.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: Mapping[str, nn.Module], policy: FusionPolicy, report: Report
+    ) -> None:
+        self.modules, self.policy, self.report = modules, policy, report
+        self.owners: dict[int, set[str]] = {}
         for tensors in (model.named_parameters, model.named_buffers):
             for name, tensor in tensors(remove_duplicate=False):
-                self.owners.setdefault(id(tensor), []).append(module_path(name))
-        self.sites: list[Site] = []
-        self.unread: list[Site] = []
-        self.breaks: list[Any] = []
-        self.graphs = 0
+                self.owners.setdefault(id(tensor), set()).add(f".{module_path(name)}")
 
-    def paths(self, module: nn.Module) -> list[str]:
-        """All paths of a module: a module used twice has two."""
-        return [path for path, other in self.modules.items() if other is module]
+    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        names = [f".{tensor_path(source_name(node))}" for node in gm.graph.find_nodes(op="placeholder")]
+        seen: set[str | None] = set()
 
-    def graph(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """A backend for Dynamo: collect a graph's MLPs, and run it unchanged."""
-        from torch_fused_ops.lowerings import recognize
+        def run(*inputs: Any) -> Any:
+            owned = [
+                (name, self.owners[id(value)])
+                for name, value in zip(names, inputs, strict=True)
+                if id(value) in self.owners
+            ]
+            starts = [{path.removesuffix(name) for path in paths if path.endswith(name)} for name, paths in owned]
+            start = min(set.intersection(*starts), default=None) if starts else None
+            if start not in seen:
+                seen.add(start)
+                self.add(gm, None if start is None else start.strip("."))
+            return gm.forward(*inputs)
 
-        self.graphs += 1
-        places = [
-            (tensor_path(source_name(node)), self.owners[id(value)])
-            for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-            if id(value) in self.owners
-        ]
-        # Behind a graph break Dynamo's paths begin at another module than the model: no pattern matches them.
-        whole = all(path in paths for path, paths in places)
-        policy = self.policy if whole else FusionPolicy(dropout=self.policy.dropout)
-        self.sites += [self._placed(site, places) for site in sites_of(gm, policy) if site.is_mlp]
-        self.unread += recognize.unread(gm.graph)
-        self.breaks.append(break_of(gm))
-        return gm.forward
+        return run
 
-    def _placed(self, site: Site, places: Sequence[tuple[str, list[str]]]) -> Site:
-        """Find the site's module path in the model by the module's parameters."""
-        inside = f"{site.module}." if site.module else ""
-        for path, paths in places:
-            if path.startswith(inside) and path not in paths:
-                within = path.removeprefix(inside)
-                for whole in paths:
-                    if whole == within or whole.endswith(f".{within}"):
-                        return self._in_module(site, whole.removesuffix(within).strip("."))
+    def add(self, gm: GraphModule, start: str | None) -> None:
+        """Report the MLPs of a graph whose paths begin at the module ``start``, or at one that is not known (None)."""
+        policy, before = self.policy, self.report.sites
+        if start is None:
+            policy = FusionPolicy(dropout=policy.dropout)
+        elif start:
+            policy = policy_within(policy, [start], self.modules[start])
+        add_graph(self.report, gm, policy)
+        sites = [site for site in self.report.sites[len(before) :] if site.is_mlp]
+        self.report.sites = (*before, *(_in_module(site, start) for site in sites))
+
+
+def _in_module(site: Site, start: str | None) -> Site:
+    """The site of a graph whose paths begin at ``start``, with its path in the model."""
+    if start is None:
+        return _refused(site, Reason(Kind.UNPLACED, "it comes after a graph break, and its module is not known"))
+    path = f"{start}.{site.module}".strip(".")
+    where = site.source.partition(" in ")[0]
+    return replaced(site, module=path, source=f"{where} in {path}" if path else where)
+
+
+def _refused(site: Site, reason: Reason | None) -> Site:
+    if site.op is None or reason is None:
         return site
+    return replaced(site, op=None, reason=str(reason), kind=reason.kind, excluded_by=reason.excluded_by)
 
-    def choose(self) -> dict[str, nn.Module]:
-        """Choose the modules to compile, by their paths; the other sites get their reasons."""
-        if self.graphs > 1:
-            self._add_alike()
-        chosen: dict[str, nn.Module] = {}
-        for i, site in enumerate(self.sites):
-            path = site.module
-            while path in self.modules and type(self.modules[path]).forward is nn.Module.forward:
-                path = path.rpartition(".")[0]  # a ModuleList has no forward
-            refusal = self._refusal(path) if site.op is not None else None
-            if refusal is not None:
-                self.sites[i] = replaced(
-                    site, op=None, reason=str(refusal), kind=refusal.kind, excluded_by=refusal.excluded_by
-                )
-            elif site.op is not None and not any(module is self.modules[path] for module in chosen.values()):
-                chosen[path] = self.modules[path]
-        inner = {id(m) for module in chosen.values() for m in list(module.modules())[1:]}
-        return {path: module for path, module in chosen.items() if id(module) not in inner}
 
-    def _refusal(self, path: str) -> Reason | None:
-        if path not in self.modules:
-            return Reason(Kind.UNPLACED, "it comes after a graph break, and its module is not known")
-        pattern = self.policy.excluding(enclosing_modules(self.paths(self.modules[path])))
-        if pattern is not None:
-            return excluded(pattern)
-        for other in self.compiled:
+def _choose(
+    model: nn.Module, modules: Mapping[str, nn.Module], policy: FusionPolicy, sites: tuple[Site, ...]
+) -> tuple[tuple[Site, ...], dict[str, nn.Module]]:
+    """Choose the modules to compile, by their paths; the sites in other modules get their reasons."""
+    compiled = [
+        module_path(name)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
+    ]
+    chosen, judged = dict[str, nn.Module](), list[Site]()
+    for site in sites:
+        path = site.module
+        while path and type(modules[path]).forward is nn.Module.forward:
+            path = path.rpartition(".")[0]  # a ModuleList has no forward
+        for other in compiled:
             if not other or not path or f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}."):
-                return Reason(Kind.COMPILED, f"{other or 'the model'} is compiled already")
-        return None
-
-    def _add_alike(self) -> None:
-        """Add the sites of equal modules: behind a graph break Dynamo captures equal layers once."""
-        captured: dict[str, list[Site]] = {}
-        for site in self.sites:
-            captured.setdefault(site.module, []).append(site)
-        alike = {_shape(self.modules[path]): sites for path, sites in captured.items() if path in self.modules}
-        for path, module in self.modules.items():
-            if path not in captured:
-                self.sites += [self._in_module(site, path) for site in alike.get(_shape(module), ())]
-
-    def _in_module(self, site: Site, path: str) -> Site:
-        """Copy the site into another module."""
-        where = site.source.partition(" in ")[0]
-        memory = self.policy.memory_of(enclosing_modules([path])) if site.memory else ""
-        return replaced(site, module=path, source=f"{where} in {path}" if path else where, memory=memory)
+                site = _refused(site, Reason(Kind.COMPILED, f"{other or 'the model'} is compiled already"))
+        pattern = policy.excluding(enclosing_modules(_paths(modules, modules[path])))
+        judged.append(_refused(site, excluded(pattern) if pattern else None))
+        if judged[-1].op is not None and not any(module is modules[path] for module in chosen.values()):
+            chosen[path] = modules[path]
+    inner = {id(m) for module in chosen.values() for m in list(module.modules())[1:]}
+    return tuple(judged), {path: module for path, module in chosen.items() if id(module) not in inner}
 
 
-def _first_reason(capture: _Capture) -> str:
-    for site in (*capture.sites, *capture.unread):
-        return f"{site.source}: {site.reason}"
-    return "no matrix product in the model reads an activation of matrix products (docs/recognition.md)"
-
-
-def _check_compiler() -> None:
-    from torch._inductor import cpp_builder
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except RuntimeError as error:
-        raise RuntimeError(
-            "replace_mlps compiles modules, and for CPUs no C++ compiler was found: install g++, or set CXX"
-        ) from error
+def _paths(modules: Mapping[str, nn.Module], module: nn.Module) -> list[str]:
+    """All paths of a module: a module used twice has two."""
+    return [path for path, other in modules.items() if other is module]
 
 
 def policy_within(policy: FusionPolicy, paths: Collection[str], module: nn.Module) -> FusionPolicy:
@@ -291,63 +240,3 @@ def policy_within(policy: FusionPolicy, paths: Collection[str], module: nn.Modul
 
     exclude = tuple(name for pattern in policy.exclude for name in within(pattern))
     return replaced(policy, memory=of(policy.memory), gemm=of(policy.gemm), exclude=exclude)
-
-
-# ---- compiled calls --------------------------------------------------------------------------------------------------
-
-
-def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """The compiled function. Dynamo skips ``_call_impl``'s frame, which ``nn.Module.compile`` compiles, and with it the
-    forward of torch's own classes, such as ``nn.Sequential``."""
-    return module._call_impl(*args, **kwargs)
-
-
-class _Compiled:
-    """A module's compiled call.
-
-    Args:
-        module: the module.
-        policy: its policy, whose patterns begin at the module.
-        entry: the function to compile, with a code object that equal modules share. Dynamo stores at most eight
-            compilations with a code object: different layers must not share that limit.
-    """
-
-    def __init__(self, module: nn.Module, policy: FusionPolicy, entry: Callable[..., Any]) -> None:
-        self.module, self.policy = module, policy
-        self._compile(entry)
-
-    def _compile(self, entry: Callable[..., Any]) -> None:
-        self.hooks = _hooks(self.module)
-        options: dict[str, Any] = {"policy": self.policy}
-        self.call = torch.compile(MethodType(entry, self.module), backend="fused", options=options)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _hooks(self.module) != self.hooks:  # Dynamo traces hooks without guards on them
-            self._compile(throwaway(_call))
-        return self.call(*args, **kwargs)
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    """The ids of the hooks of a module and its children."""
-    ids = [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks]
-    for child in module._modules.values():
-        if child is not None:
-            ids += _hooks(child)
-    return ids
-
-
-def _shape(module: nn.Module) -> Any:
-    """The classes of a module and its children, and the parameters: equal for equal layers."""
-    tensors = tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in module.named_parameters())
-    return tuple((name, type(child)) for name, child in module.named_modules()), tensors
-
-
-def _settings(module: nn.Module) -> Any:
-    """The plain attributes of a module and its children, such as a layer's number, which Dynamo may specialize on."""
-    plain = (bool, int, float, str)
-    return tuple(
-        (key, type(value), value)
-        for child in module.modules()
-        for key, value in vars(child).items()
-        if isinstance(value, plain)
-    )

@@ -41,17 +41,10 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     from torch_fused_ops import lowerings
 
     lowerings.require()
-    from torch_fused_ops.lowerings import recognize
-
     report = Report((), 0, title=name_of(model))
 
     def capture(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.graphs += 1
-        report._captures.append(set_aside(gm, policy))
-        report.sites += tuple(sites_of(gm, policy))
-        report.unread += tuple(recognize.unread(gm.graph))
-        if (graph_break := break_of(gm)) is not None:
-            report.breaks += (graph_break,)
+        add_graph(report, gm, policy)
         return gm.forward
 
     noted = reasons_noted()
@@ -59,3 +52,15 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     report.breaks = report.breaks or since(noted)
     report.notes = unmatched(policy, report.sites)
     return report
+
+
+def add_graph(report: Report, gm: GraphModule, policy: FusionPolicy) -> None:
+    """Add a captured graph to a report: its sites under the policy, and the graph break that ends it."""
+    from torch_fused_ops.lowerings import recognize
+
+    report.graphs += 1
+    report._captures.append(set_aside(gm, policy))
+    report.sites += tuple(sites_of(gm, policy))
+    report.unread += tuple(recognize.unread(gm.graph))
+    if (graph_break := break_of(gm)) is not None:
+        report.breaks += (graph_break,)
