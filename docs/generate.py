@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ def compatibility() -> str:
         "`.ci/versions` runs these tests on CPUs, in an environment for each version. Numbers are passed + skipped.",
         "Slow tests count where they ran. ✗ marks failures, *part* that some files did not run.",
         "",
-        f"| | what | tests | {' | '.join(versions)} |",
-        f"|---|---|---|{'---|' * len(versions)}",
+        f"| | what | {' | '.join(versions)} |",
+        f"|---|---|{'---|' * len(versions)}",
     ]
     for name, what, files in ITEMS:
         cells = []
@@ -82,13 +82,12 @@ def compatibility() -> str:
             cells.append(
                 f"✗ {failed} failed" if failed else text if ran else "not run" if not passed else f"part: {text}"
             )
-        tests = ", ".join(f"`{file}`" for file in files)
-        lines.append(f"| {name} | {what} | {tests} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {what} | {' | '.join(cells)} |")
     totals = []
     for version in versions:
         passed, failed, skipped = (sum(column) for column in zip(*record[version].values(), strict=True))
         totals.append(f"**{passed}** + {skipped}" + f", ✗ {failed}" * bool(failed))
-    lines += [f"| **All tests** | | `tests/` | {' | '.join(totals)} |", ""]
+    lines += [f"| **All tests** | | {' | '.join(totals)} |", ""]
     return "\n".join(lines)
 
 
@@ -134,7 +133,8 @@ def operators() -> str:
     """The page: functions and operators, from their signatures, docstrings and schemas."""
     import torch_fused_ops as tfo
     from torch_fused_ops import activations, functional
-    from torch_fused_ops.operators import fp8_store, reference
+    from torch_fused_ops.declaration import OPERATORS
+    from torch_fused_ops.operators import reference
 
     schemas = _schemas()
     lines = ["# Operators", "", NOTE, INTRODUCTION, "## Functions", "", "| | computes |", "|---|---|"]
@@ -153,12 +153,19 @@ def operators() -> str:
         "",
     ]
     lines += ["| | computes |", "|---|---|"]
+    inner = []
     for schema in schemas:
         name = schema.name.removeprefix("fused::")
-        described = getattr(reference, name, None) or getattr(functional, f"{name}_tensor", None)
-        formula = _first_line(described or getattr(fp8_store, name, None))
-        text = str(schema).replace("|", "\\|")
-        lines.append(f"| `{text}` | {formula} |")
+        if name in OPERATORS:
+            text = str(schema).replace("|", "\\|")
+            lines.append(f"| `{text}` | {_first_line(getattr(reference, name))} |")
+        else:
+            inner.append(f"`{name}`")
+    lines += [
+        "",
+        f"Derivatives, viewless tensors, and the parts of float8 storage and GEMMs: {', '.join(inner)}.",
+    ]
+    lines += ["A `_backward` takes the gradient, forward's arguments, and a list of the requested gradients."]
     lines += [
         "",
         "## Activations",
@@ -208,17 +215,12 @@ def stub() -> str:
 # ---- recognition.md --------------------------------------------------------------------------------------------------
 
 BEGIN = "<!-- Written by `python docs/generate.py` from docs/reasons.json; change that, not this. -->\n"
-BEGIN_GPU = (
-    "<!-- Written by `python docs/generate.py` from benchmarks/laboratory/decisions.py and results; change those. -->\n"
-)
 BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
 BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
 BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/variants.py; change that. -->\n"
-BEGIN_UPSTREAM = "<!-- Written by `python docs/generate.py` from benchmarks/results/upstream_memory.json. -->\n"
 BEGIN_CPU = "<!-- Written by `python docs/generate.py` from benchmarks/results/pointwise_cpu.json. -->\n"
-BEGIN_COMPILE_TIME = "<!-- Written by `python docs/generate.py` from benchmarks/results/compile_time.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
 TABLE_OF = "torch_fused_ops/families/float8/recipes.py"
 BEGIN_TABLE = f"<!-- Written by `python docs/generate.py` from {TABLE_OF}; change that. -->\n"
@@ -238,13 +240,12 @@ def recognition() -> str:
     for category in Category:
         heading = reasons["categories"][category.name]
         lines += [f"### {heading['title']}", "", *([heading["introduction"], ""] if heading["introduction"] else [])]
-        lines += ["| the report says | what it means, and what helps | its kind |", "|---|---|---|"]
+        lines += ["| kind | meaning |", "|---|---|"]
         for kind in Kind:
             if kind.category is category:
                 entry = reasons["kinds"][kind.name]
-                says, means = _cell("; ".join(entry["texts"])), _cell(f"{entry['means']} {kind.hint}".strip())
-                anchor = kind.row.partition("#")[2]
-                lines.append(f'| {says} | {means} | <a id="{anchor}"></a>`{kind.name}` |')
+                means = entry["means"] or "; ".join(entry["texts"])  # a report adds the hint itself
+                lines.append(f'| <a id="{kind.row.partition("#")[2]}"></a>`{kind.name}` | {_cell(means)} |')
         lines.append("")
     return _between("recognition.md", BEGIN, lines)
 
@@ -254,32 +255,6 @@ def _between(page: str, mark: str, lines: list[str], text: str | None = None) ->
     before, begin, rest = (text or (DOCS / page).read_text()).partition(mark)
     _, end, after = rest.partition(END)
     return "\n".join([before + begin, *lines, end + after])
-
-
-# ---- gpu.md ----------------------------------------------------------------------------------------------------------
-
-
-def gpu() -> str:
-    """The page, with what each part's results decide; "not measured yet" where there are none."""
-    from torch_fused_ops.benchmarks.laboratory import decisions
-    from torch_fused_ops.benchmarks.laboratory.gpu import PARTS
-
-    lines = []
-    for part in PARTS:
-        file = RESULTS / f"gpu_{part}.json"
-        result = json.loads(file.read_text()) if file.exists() else {"decisions": []}
-        if result.get("quick"):
-            raise ValueError(f"{file} is of a quick run: its figures mean nothing")
-        answers = {d["question"]: d for d in result["decisions"]}
-        where = f": {result['device']['name']}, torch {result['machine']['torch']}" if answers else ""
-        lines += [f"**{part}**{where}", "", "| question | what follows | answer |", "|---|---|---|"]
-        asked = [(d.question, d.follows) for d in decisions.DECISIONS if d.part == part]
-        for question, follows in asked or [(decisions.COMPUTES, "what does not is mended before anything is timed")]:
-            answer = answers.get(question, {"answer": "not measured yet", "rows": []})
-            text = "<br>".join([answer["answer"], *answer["rows"]])
-            lines.append(f"| {_cell(question)} | {_cell(follows)} | {_cell(text)} |")
-        lines.append("")
-    return _between("gpu.md", BEGIN_GPU, lines)
 
 
 # ---- plan.md ---------------------------------------------------------------------------------------------------------
@@ -405,11 +380,13 @@ def _seconds(figures: dict[str, Any]) -> float:
 
 
 def _on_a_cpu() -> list[str]:
-    """A row for each operator and size: medians beside PyTorch's, compiled and in eager mode."""
+    """A row for each operator at 1024 × 1024: medians beside PyTorch's, compiled and in eager mode."""
     times: dict[str, dict[tuple[str, str, str], float]] = {}
     for case in json.loads((RESULTS / "pointwise_cpu.json").read_text())["cases"]:
         facts = case["facts"]
-        row = times.setdefault(f"{facts['operator']}, {facts['tokens']} × {facts['width']}", {})
+        if facts["tokens"] != 1024:
+            continue
+        row = times.setdefault(facts["operator"], {})
         row.update({(way, case["dtype"], facts["kind"]): found["ms"]["median"] for way, found in case["ways"].items()})
     kinds = {"compiled": ("fused", "compile"), "eager": ("operators", "eager")}
     columns = list(itertools.product(kinds, ("float32", "bfloat16")))
@@ -425,9 +402,8 @@ def _on_a_cpu() -> list[str]:
 
 
 def benchmarks() -> str:
-    """The page, with the variants, and with all losses in the estimates."""
+    """The page, with the variants and the times on a CPU."""
     from torch_fused_ops.benchmarks import variants
-    from torch_fused_ops.benchmarks.laboratory import on_paper
 
     table = [
         f"| {', '.join(f'`{way}`' for way in m.ways)} | {', '.join(m.benchmarks)} | {m.text} |"
@@ -435,16 +411,7 @@ def benchmarks() -> str:
     ]
     page = _between("benchmarks.md", BEGIN_WAYS, ["| way | of | |", "|---|---|---|", *table, ""])
 
-    page = _between("benchmarks.md", BEGIN_CPU, _on_a_cpu(), page)
-    rows: dict[str, dict[str, list[str]]] = {}
-    for loss in on_paper.losses(json.loads((RESULTS / "on_paper.json").read_text())):
-        cells = rows.setdefault(f"{loss.name}, {loss.phase}", {ours: [] for _, ours in on_paper.COMPARED})
-        cells[loss.ours].append(f"{loss.figure} {loss.values}")
-    heads = [" → ".join(pair) for pair in on_paper.COMPARED]
-    lines = [f"| | {' | '.join(heads)} |", "|---|---|---|"]
-    for name, cells in rows.items():
-        lines.append(f"| {name} | {' | '.join('; '.join(found) for found in cells.values())} |")
-    return _between("benchmarks.md", BEGIN_ON_PAPER, [*lines, ""], page)
+    return _between("benchmarks.md", BEGIN_CPU, _on_a_cpu(), page)
 
 
 # ---- fp8.md ----------------------------------------------------------------------------------------------------------
@@ -496,35 +463,14 @@ WAYS = {
 
 
 def memory() -> str:
-    """The page, with blocks at each level, and PyTorch's own settings beside ours."""
-    from torch_fused_ops.benchmarks.laboratory import upstream_memory
-
+    """The page, with blocks at each level."""
     lines = [f"| saved, MiB; step | {' | '.join(WAYS.values())} |", f"|---|{'---|' * len(WAYS)}"]
     for block in json.loads((RESULTS / "on_paper.json").read_text())["blocks"]:
         figures = [block["ways"][way] for way in WAYS]
         plain = _seconds(figures[0])
         cells = [_saved(each) + f"; {_change(_seconds(each) / plain)}" * (each is not figures[0]) for each in figures]
         lines.append(f"| {block['name'].replace('GELU MLP', 'GELU (tanh) MLP')} | {' | '.join(cells)} |")
-    page = _between("memory.md", BEGIN_ON_PAPER, [*lines, ""])
-    result = json.loads((RESULTS / "upstream_memory.json").read_text())
-    return _between("memory.md", BEGIN_UPSTREAM, upstream_memory.tables(result), page)
-
-
-# ---- compilation.md --------------------------------------------------------------------------------------------------
-
-
-def compilation() -> str:
-    """The page, with the time that compiling takes."""
-    cases = json.loads((RESULTS / "compile_time.json").read_text())["cases"]
-    heads = ("model", "plain", "fused", "ratio, 95 % interval", "this library's passes")
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    for case in cases:
-        plain, fused = (f"{case['seconds'][way]['cpu']['median']:.1f} s" for way in ("compile", "fused"))
-        low, high = case["ratio"]["cpu"]["interval"]
-        passes = sum(part["median"] for part in case["ours_seconds"].values())
-        ratio = f"{case['ratio']['cpu']['median']:.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"| {case['model']} | {plain} | {fused} | {ratio} | {passes:.2f} s |")
-    return _between("compilation.md", BEGIN_COMPILE_TIME, [*lines, ""])
+    return _between("memory.md", BEGIN_ON_PAPER, [*lines, ""])
 
 
 # ---- largest-batch.md ------------------------------------------------------------------------------------------------
@@ -563,24 +509,38 @@ def command_line() -> str:
 
     lines = ["# Command line", "", NOTE, COMMAND_LINE]
 
-    def add(command: argparse.ArgumentParser, name: str, text: str) -> None:
-        rows, nested = [], []
+    def rows(command: argparse.ArgumentParser, known: Container[str] = ()) -> list[str]:
+        found = []
         for action in command._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
-                nested = [(choice, f"{name} {key}".strip(), texts[key]) for key, choice in action.choices.items()]
-            elif action.help and "-h" not in action.option_strings:
+            if action.help and "-h" not in action.option_strings and not isinstance(action, argparse._SubParsersAction):
                 value = action.metavar or "|".join(map(str, action.choices or ())) or action.dest.upper()
                 option = " ".join([*action.option_strings, str(value) * (action.nargs != 0)]).strip()
-                rows.append(f"| `{_cell(option)}` | {_cell(action.help)} |")
-        if name:
-            lines.extend([f"## {name}", "", f"{text[:1].upper()}{text[1:]}.", ""])
-        if rows and name:
-            lines.extend(["| | |", "|---|---|", *rows, ""])
-        for each in nested:
-            add(*each)
+                row = f"| `{_cell(option)}` | {_cell(action.help)} |"
+                found += [row] if row not in known else []
+        return found
 
-    add(parser(), "", "")
+    def commands(command: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.ArgumentParser]]:
+        found = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
+        texts = {choice.dest: choice.help or "" for each in found for choice in each._choices_actions}
+        return {name: (texts[name], choice) for each in found for name, choice in each.choices.items()}
+
+    tables = {name: rows(command) for name, (_, command) in commands(parser()).items()}
+    every = [row for table in tables.values() for row in table]
+    shared = list(dict.fromkeys(row for row in every if every.count(row) > 1))
+    lines += [
+        "## Shared options",
+        "",
+        "Of `explain`, `verify`, `audit` and `run`, and MODULE:CALLABLE also of `plan`:",
+        "",
+    ]
+    lines += ["| | |", "|---|---|", *shared, ""]
+    for name, (text, command) in commands(parser()).items():
+        lines += [f"## {name}", "", f"{text[:1].upper()}{text[1:]}.", ""]
+        table = rows(command, shared)
+        for nested, (what, benchmark) in commands(command).items():
+            lines += [f"* `{name} {nested}`: {what}"]
+            table += rows(benchmark, table)
+        lines += [""] * bool(commands(command)) + (["| | |", "|---|---|", *table, ""] if table else [])
     return "\n".join(lines)
 
 
@@ -588,13 +548,11 @@ PAGES: dict[str, Callable[[], str]] = {
     "benchmarks.md": benchmarks,
     "fp8.md": fp8,
     "memory.md": memory,
-    "compilation.md": compilation,
     "largest-batch.md": largest_batch,
     "command-line.md": command_line,
     "operators.md": operators,
     "compatibility.md": compatibility,
     "recognition.md": recognition,
-    "gpu.md": gpu,
     "plan.md": plan,
     "../README.md": readme,
     "../torch_fused_ops/ops.pyi": stub,

@@ -15,11 +15,11 @@ the user sets decides.
 
 Backward must not recompute from two kinds of value, as they may have changed by then:
 
-* An input that forward writes. PyTorch's partitioner does not know (docs/upstream/written-inputs.md): backward reads a
+* An input that forward writes. PyTorch's partitioner does not know (docs/upstream.md): backward reads a
   buffer that forward has updated as if it had not, whatever the budget. Here forward reads a copy of it. The copy is
   saved where backward needs it, and costs no kernel where backward does not.
 * A result, or an argument. The caller has it and may write it, so the value that PyTorch would save in its place is
-  saved. Of results with views PyTorch's own cut does not save enough (docs/upstream/written-results.md).
+  saved. Of results with views PyTorch's own cut does not save enough (docs/upstream.md).
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, 
     ``h = linear(x); return linear(relu(h)), h.view(-1)``: autograd saves relu's result, and the caller may write ``h``.
     The caller must not write a tensor that autograd saves, which is one that backward reads. Nor a result or an
     argument that is saved as it is: torch's version check guards it, but not a view of it
-    (docs/upstream/written-results.md). With ``free`` PyTorch itself must save it too, so that no check is ours alone.
+    (docs/upstream.md). With ``free`` PyTorch itself must save it too, so that no check is ours alone.
 
     Parameters and buffers do not count: they must not be written before backward (docs/memory.md).
     """

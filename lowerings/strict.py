@@ -138,7 +138,7 @@ class _Model:
             raise UnfusedError(
                 f"strict=True and {nothing}. "
                 "torch_fused_ops.explain(model, ...) lists all that lies between them: graph breaks with their lines, "
-                "opaque calls, activations that are not sites (docs/nothing-fused.md)"
+                "opaque calls, activations that are not sites (docs/recognition.md)"
             )
         if self.warns_of_nothing:
             log.warning(

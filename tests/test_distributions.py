@@ -1,4 +1,4 @@
-"""What docs/release.md makes: a source distribution that is a clone, and a wheel that is the package."""
+"""What a release makes (CONTRIBUTING.md): a source distribution that is a clone, and a wheel that is the package."""
 
 import functools
 import re

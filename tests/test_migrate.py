@@ -1,4 +1,4 @@
-"""The figures of docs/migrate*.md: each row of its tables is computed here, and must stand there."""
+"""The figures of docs/migrate.md: each row of its tables is computed here, and must stand there."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from harness import saving
 from torch_fused_ops import functional, megatron, slapo
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = "".join(p.read_text(encoding="utf-8") for p in sorted(DOCS.glob("migrate*.md")))
+PAGE = (DOCS / "migrate.md").read_text(encoding="utf-8")
 TOKENS, WIDTH, MLP = 8192, 4096, 16384
 meta = partial(harness.meta, requires_grad=True)
 
@@ -113,14 +113,14 @@ def test_tail(name):
 
 
 def test_every_name_on_the_page_exists():
-    for module, page in ((megatron, "# From Megatron-LM"), (slapo, "# From Slapo")):
+    for module, page in ((megatron, "## From Megatron-LM"), (slapo, "## From Slapo")):
         text = PAGE[PAGE.index(page) :].split("\nFurther differences", 1)[0].split("\nMissing", 1)[0]
         first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
         names = [name.split("(")[0] for cell in first for name in cell.split("`")[1::2]]
         for name in names:
             assert "=" in name or "…" in name or hasattr(module, name), name
         assert len(names) > 6
-    for page in ("liger", "transformer-engine"):  # test_functional.py has what their right columns compute
-        text = (DOCS / f"migrate-{page}.md").read_text(encoding="utf-8")
+    for page in ("Liger Kernel", "TransformerEngine"):  # test_functional.py has what their right columns compute
+        text = PAGE.partition(f"\n## From {page}\n")[2].partition("\n## ")[0]
         calls = re.findall(r"`(\w+)\([^`]*\)`[^|]*\|$", text, re.M)
         assert {"swiglu", "bias_swiglu"} & {*calls} and {*calls} - {"compile"} <= set(functional.__all__), calls

@@ -2,14 +2,13 @@
 
 python -m torch_fused_ops.benchmarks.laboratory.NAME --help
 
-on_paper         estimates for an H200; plans: what ``plan`` says of four models; diagrams: pictures of the pages
-compile_time     what fusion adds to compile time
-coverage         which MLPs of transformers' architectures are fused
-fp8_recipes      float8's recipes beside torchao's; fp8_training, long_training: losses after training
-paper_and_devices  times and peaks that others measured, beside those that the virtual GPU predicts
-upstream_memory  PyTorch's own ways to keep less for backward
-gpu              a GPU that is there for half an hour; probe: its kernels' variants; decisions: what follows;
-                 gpu_tests: the plug-in by which pytest survives the loss of the device
+on_paper           estimates of six blocks for an H200
+plans              ``plan`` of four models
+coverage           which MLPs of transformers' architectures are fused
+fp8_recipes        float8 recipes beside torchao's
+training           losses after training, by memory level and recipe
+paper_and_devices  times and peaks that others measured, beside the virtual GPU's
+gpu                all measurements of a GPU in three commands; gpu_tests is its pytest plug-in
 """
 
 from __future__ import annotations

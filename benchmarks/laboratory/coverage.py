@@ -1,12 +1,12 @@
 """Which MLP sites of Hugging Face's architectures are fused, as what, and why not: a census of spellings.
 
-    python benchmarks/laboratory/coverage.py [--only NAME …] [--jobs N] [--fresh] [--out FILE] [--docs]
+    python benchmarks/laboratory/coverage.py [--only NAME …] [--jobs N] [--out FILE] [--docs]
 
 Every architecture of the installed ``transformers`` is built tiny (two layers, width 64, random weights; nothing is
 downloaded), run, and captured with ``torch_fused_ops.explain`` in training and in evaluation mode. One process for each
 architecture: one that fails, hangs or crashes costs itself only. Results are written as they come, one JSON line each;
 a second run goes on where the first stopped, as long as torch, transformers and our own sources are the same.
-``--docs`` writes ``docs/coverage.md``, its picture and its rows (CSV) from the results.
+``--docs`` writes ``docs/coverage.md`` and its rows (CSV) from the results.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -22,7 +22,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -348,18 +347,14 @@ def _warm_up() -> None:
     torch._dynamo.reset()
 
 
-def run(names: Iterable[str], out: Path, jobs: int, fresh: bool) -> None:
-    """Capture the named architectures, each in a process of its own, ``jobs`` at a time."""
+def run(names: Iterable[str], out: Path, jobs: int) -> None:
+    """Capture the named architectures that ``out`` lacks, each in a process of its own, ``jobs`` at a time."""
     every, now = architectures(), versions()
-    done = {} if fresh else {r["architecture"]: r for r in load(out) if r["versions"] == now}
-    todo = [n for n in names if n not in done]
-    kept = [r for r in load(out) if r["architecture"] in done or r["architecture"] not in todo]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept), encoding="utf-8")
+    results = {r["architecture"]: r for r in load(out) if r["versions"] == now}
     _warm_up()
     context = multiprocessing.get_context("fork")  # torch and transformers are imported once
     running: dict[str, tuple[Any, Any, float]] = {}
-    finished, start, waiting = 0, time.monotonic(), list(reversed(todo))
+    waiting = [n for n in names if n not in results][::-1]
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop()
@@ -377,33 +372,14 @@ def run(names: Iterable[str], out: Path, jobs: int, fresh: bool) -> None:
                 result = receive.recv() if receive.poll() else {"error": f"more than {10 * SECONDS} s"}
             except EOFError:
                 process.join(5)
-                code = process.exitcode
-                late = code == -signal.SIGXCPU
-                result = {"error": f"more than {SECONDS} s" if late else f"the process ended with {code}"}
+                result = {"error": f"the process ended with {process.exitcode}"}
             process.kill()
             process.join()
             del running[name]
-            finished += 1
-            record = {"architecture": name, "model": every[name][1], "versions": now, **result}
-            record["seconds"] = round(time.monotonic() - since, 1)
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            line = _progress(record)
-            left = (time.monotonic() - start) / finished * (len(todo) - finished)
-            print(f"[{finished}/{len(todo)}, {left:.0f} s left] {name}: {line}", flush=True)
-
-
-def _progress(record: dict[str, Any]) -> str:
-    if "error" in record:
-        return f"not built: {record['error'].split(' | ')[0][:150]}"
-    parts = []
-    for mode, found in record["modes"].items():
-        if "error" in found:
-            parts.append(f"{mode}: {found['error'][:100]}")
-            continue
-        mlps = [s for s in _each(found) if is_mlp(s)]
-        parts.append(f"{mode}: {sum(s['op'] is not None for s in mlps)} of {len(mlps)} fused")
-    return "; ".join(parts)
+            results[name] = {"architecture": name, "model": every[name][1], "versions": now, **result}
+            print(f"{len(waiting)} left; {name}: {result.get('error', 'captured')}", flush=True)
+            lines = (json.dumps(r, ensure_ascii=False) + "\n" for r in results.values())
+            out.write_text("".join(lines), encoding="utf-8")
 
 
 # What the page needs to know of a site; sites of a mode that agree in it are one record, with their number.
@@ -441,7 +417,6 @@ def load(path: Path) -> list[dict[str, Any]]:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 PAGE = ROOT / "docs" / "coverage.md"
-PICTURE = ROOT / "docs" / "images" / "coverage.png"
 ROWS = {name: ROOT / "docs" / f"coverage-{name}.csv" for name in ("patterns", "architectures", "not-built")}
 OUTCOMES = ("fused", "not fused", "not an MLP")
 
@@ -507,7 +482,7 @@ def _write_rows(name: str, header: Sequence[str], rows: Iterable[Sequence[object
 
 
 def write_page(results: list[dict[str, Any]]) -> None:
-    """docs/coverage.md, its picture and its rows, from the results alone."""
+    """docs/coverage.md and its rows, from the results alone."""
     built = [r for r in results if "modes" in r]
     missing = [r for r in results if "modes" not in r]
     counts = {mode: Counter(outcome(site) for _, site in _sites(built, mode)) for mode in MODES}
@@ -520,7 +495,6 @@ def write_page(results: list[dict[str, Any]]) -> None:
     for name, site in _sites(built):
         where.setdefault(site["reason"], {})[name] = None
     now = results[0]["versions"]
-    _draw(built)
     patterns = list(_by_spelling(built))
     _write_rows("patterns", ("functions", "architectures", *OUTCOMES, "fused as, or reason"), patterns)
     _write_rows("architectures", ("architecture", *MODES, "fused as, or reason"), _by_architecture(built))
@@ -547,8 +521,6 @@ It runs each one and captures it in training and in evaluation mode, with torch 
 | not an MLP, such as a gate on attention's output | {every["not an MLP"]} |
 
 {_table(("mode", *OUTCOMES, "fused, of the MLP sites"), modes)}
-
-![Sites by what they are fused as, not fused, and not an MLP](images/coverage.png)
 
 ## Not fused
 
@@ -581,42 +553,11 @@ def _share(counts: Counter[str]) -> float:
     return 100 * counts["fused"] / max(1, counts["fused"] + counts["not fused"])
 
 
-FORMS = {"fused::bias_act": "", "fused::glu": " · up", "fused::bias_glu": " · up, packed"}
-
-
-def _draw(results: list[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    found: dict[str, list[dict[str, Any]]] = {}
-    for _, site in _sites(results):
-        found.setdefault(f"{site['activation']}{FORMS[site['op']]}" if site["op"] else outcome(site), []).append(site)
-    rows = sorted(found.items(), key=lambda item: (item[0] in OUTCOMES, -len(item[1])))
-    colors = dict(zip(OUTCOMES, ("#2a7f62", "#d1495b", "#b8c0c8"), strict=True))
-    figure = Figure(figsize=(7, 0.3 * len(rows) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    names = [name for name, _ in rows]
-    axes.barh(names, [len(sites) for _, sites in rows], color=[colors.get(n, colors["fused"]) for n in names])
-    for name, sites in rows:
-        spellings = len({_spelling(site) for site in sites})
-        said = f"{len(sites)}, in {spellings} patterns" if spellings > 1 else str(len(sites))
-        axes.annotate(said, (len(sites), name), (4, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_xlabel("sites, training and evaluation mode together")
-    axes.margins(x=0.2, y=0.01)
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, dpi=110, metadata={"Software": None})
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures only")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--fresh", action="store_true", help="take nothing from earlier results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--docs", action="store_true", help=f"then write {PAGE.relative_to(ROOT)} from all results")
     arguments = parser.parse_args(argv)
@@ -624,7 +565,7 @@ def main(argv: list[str] | None = None) -> None:
     unknown = set(arguments.only or ()) - set(every)
     if unknown:
         parser.error(f"unknown architectures: {', '.join(sorted(unknown))}")
-    run(arguments.only or every, arguments.out, arguments.jobs, arguments.fresh)
+    run(arguments.only or every, arguments.out, arguments.jobs)
     if arguments.docs:
         write_page(sorted(load(arguments.out), key=lambda result: result["architecture"]))
 

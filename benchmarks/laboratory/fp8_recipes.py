@@ -1,17 +1,11 @@
-"""Recipes of float8 products on paper, ours beside torchao's: what a training step of an MLP launches, moves and keeps.
+"""Float8 recipes for an MLP, ours and torchao's: kernels, bytes and saved tensors of a training step on an H200.
 
-    python -m torch_fused_ops.benchmarks.laboratory.fp8_recipes [--widths 4096 …] [--out FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.fp8_recipes [--out FILE]
 
-*plain* and our recipes' names are the model in bfloat16 under ``torch.compile`` and our ``gemm=``; *torchao …* are
-torchao's recipes by its own ``convert_to_float8_training``, under plain ``torch.compile``. All are compiled for an H200
-that is not there (``docs/virtual-gpu.md``), and ours for the devices that they are for besides. torchao's linear layers
-do not ask which device they run on, so what is captured is what a GPU would be given.
+All are compiled without a device. *plain* is torch.compile in bfloat16. torchao's recipes use its own
+``convert_to_float8_training`` under plain torch.compile.
 
-Kernels and bytes are of everything but the matrix products. The step's time is a roofline: the products by the rate of
-what they multiply, and all those bytes by the rate of a copy. All products in float8 count at one rate, whatever their
-scales: it says what is around them, not which recipe's products are quickest.
-
-The JSON is written after every case; what it has already, by the same versions, is not counted again.
+Kernels and bytes are of everything but the GEMMs. The time is a roofline that assumes one rate for all float8 GEMMs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -21,7 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +33,7 @@ from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU, GeneratedGraph, PaperCompilation
 
-TOKENS = 8192
-WIDTHS = (4096, 1024, 2048, 8192, 16384)
+TOKENS, WIDTH = 8192, 4096
 # torch's products and ours.
 PRODUCTS = ("mm", "addmm", "_scaled_mm", "scaled_mm", "scaled_mm_tiled", "_grouped_mm", "scaled_grouped_mm")
 
@@ -77,12 +70,6 @@ class Experts(nn.Module):
 EXPERTS = (8, 4096, 14336)  # Mixtral 8x7B's; two of them take each of 8192 tokens
 OURS = tuple(name for name, (scaling, _) in RECIPES.items() if (9, 0) in scaling.sm)  # an H200's
 WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in variants.TORCHAO))
-# One of each kind that "fp8-rowwise" is for: sm_89, sm_90, gfx942, which has float8_e4m3fnuz, and sm_100, with "mxfp8".
-ROWWISE = ("plain", "fp8-rowwise")
-DEVICES = {
-    **dict.fromkeys(("NVIDIA L40S", "NVIDIA H100 80GB HBM3", "AMD Instinct MI300X"), ROWWISE),
-    "NVIDIA B200": (*ROWWISE, "mxfp8", "mxfp8-wgrad-bf16"),
-}
 
 
 def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
@@ -126,24 +113,15 @@ def flop(graph: GeneratedGraph) -> dict[str, int]:
     return found
 
 
-def described(name: str) -> GPU:
-    """A GPU of ``DEVICES``, on paper."""
-    virtual_gpu = on_paper._virtual_gpu()
-    l40s = virtual_gpu.GPU(
-        "NVIDIA L40S", "sm_89", (8, 9), 142, 48 << 30, 49152, 101376, 96 << 20, max_threads_per_multi_processor=1536
-    )
-    return next(gpu for gpu in (l40s, *virtual_gpu.gpus.GPUS.values()) if gpu.name == name)
-
-
-def compiled(mlp: str, width: int, way: str, tokens: int = TOKENS, device: str = "NVIDIA H200") -> PaperCompilation:
+def compiled(mlp: str, way: str, width: int = WIDTH, tokens: int = TOKENS, gpu: GPU | None = None) -> PaperCompilation:
     """A training step of an MLP, compiled on paper.
 
     Args:
         mlp: of ``MLPS``.
-        width: of its input and result.
         way: of ``WAYS``.
+        width: of its input and result.
         tokens: rows of its input.
-        device: the GPU's name.
+        gpu: the target device, by default an H200.
 
     Raises:
         harness.Unavailable: where torchao cannot be imported.
@@ -155,10 +133,11 @@ def compiled(mlp: str, width: int, way: str, tokens: int = TOKENS, device: str =
         x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
     if way.startswith("torchao "):
         module, way = ways.by_torchao(module, way.removeprefix("torchao ")), "plain"
-    return _on_paper(module, x, way, described(device))
+    return _on_paper(module, x, way, gpu)
 
 
-def _on_paper(module: nn.Module, x: Tensor, way: str, gpu: GPU) -> PaperCompilation:
+def _on_paper(module: nn.Module, x: Tensor, way: str, gpu: GPU | None = None) -> PaperCompilation:
+    gpu = gpu or on_paper._virtual_gpu().H200
     if way == "plain":
         return on_paper._virtual_gpu().compile_on_paper(module, x, gpu=gpu)
     with tfo.enabled(tfo.FusionPolicy(gemm=way, strict=True)):  # type: ignore[arg-type]
@@ -171,7 +150,7 @@ def compiled_experts(way: str, rows: int = 2 * TOKENS) -> PaperCompilation:
     with torch.device("meta"):
         module = Experts(*EXPERTS).bfloat16()
         x = torch.empty(rows, EXPERTS[1], dtype=torch.bfloat16, requires_grad=True)
-    return _on_paper(module, x, way, described("NVIDIA H200"))
+    return _on_paper(module, x, way)
 
 
 def figures(paper: PaperCompilation) -> dict[str, Any]:
@@ -193,28 +172,15 @@ def figures(paper: PaperCompilation) -> dict[str, Any]:
     return found
 
 
-def case(mlp: str, width: int, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """All ways of an MLP; one that is not there says why. ``known``: what was counted already."""
-    found: dict[str, Any] = {"mlp": mlp, "width": width, "hidden": int(MLPS[mlp][1] * width), "ways": {}}
+def case(mlp: str) -> dict[str, Any]:
+    """Return all variants of an MLP, or the reason why a variant is unavailable."""
+    found: dict[str, Any] = {"mlp": mlp, "width": WIDTH, "hidden": int(MLPS[mlp][1] * WIDTH), "ways": {}}
     for way in WAYS:
-        if known and "unavailable" not in known.get(way, {"unavailable": ""}):
-            found["ways"][way] = known[way]
-            continue
         try:
-            found["ways"][way] = figures(compiled(mlp, width, way))
+            found["ways"][way] = figures(compiled(mlp, way))
         except harness.Unavailable as reason:
             found["ways"][way] = {"unavailable": str(reason)}
-        print(f"{mlp} {width} {way}: {found['ways'][way]}", flush=True)
-    return found
-
-
-def device_case(mlp: str, device: str) -> dict[str, Any]:
-    """Its ways of an MLP of width 4096 on a device: no time, as there are no rates that were measured there."""
-    found: dict[str, Any] = {"mlp": mlp, "width": 4096, "device": device, "ways": {}}
-    for way in DEVICES[device]:
-        found["ways"][way] = figures(compiled(mlp, 4096, way, device=device))
-        del found["ways"][way]["seconds"]
-        print(f"{mlp} {device} {way}: {found['ways'][way]}", flush=True)
+        print(f"{mlp} {way}: {found['ways'][way]}", flush=True)
     return found
 
 
@@ -234,17 +200,12 @@ COLUMNS = ("kernels", "forward, MiB", "backward, MiB", "saved, MiB")
 
 
 def tables(result: dict[str, Any]) -> list[str]:
-    """In Markdown what was counted: every recipe at width 4096, other devices, experts. No times: see the page."""
-    cases = {(case["mlp"], case["width"]): case["ways"] for case in result["cases"]}
+    """Return the page's tables in Markdown: every recipe, and experts. The page says why they have no times."""
     lines = [*_row("MLP, for an H200", "", *COLUMNS), *_row(*["---"] * (2 + len(COLUMNS)))]
-    for mlp in MLPS:
-        for way, f in cases[mlp, 4096].items():
-            lines += _row(f"{mlp}, {int(4096 * MLPS[mlp][1])}" if way == "plain" else "", _named(way), *_counted(f))
-    lines += ["", *_row("MLP", "device", "", *COLUMNS), *_row(*["---"] * (3 + len(COLUMNS)))]
-    for case in result["devices"]:
-        for name, f in case["ways"].items():
-            place = (case["mlp"], case["device"]) if name == "plain" else ("", "")
-            lines += _row(*place, _named(name), *_counted(f))
+    for case in result["cases"]:
+        for way, f in case["ways"].items():
+            name = f"{case['mlp']}, {case['hidden']}" if way == "plain" else ""
+            lines += _row(name, _named(way), *_counted(f))
     lines += ["", *_row("experts, 8 × 14336", *COLUMNS), *_row(*["---"] * (1 + len(COLUMNS)))]
     for name, f in result["experts"]["ways"].items():
         lines += _row('`gemm="bf16"`' if name == "bf16" else _named(name), *_counted(f))
@@ -268,47 +229,20 @@ def _counted(f: dict[str, Any]) -> list[str]:
     return [" + ".join(str(side["kernels"]) for side in sides), *(f"{each:.0f}" for each in mib)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Count every case and write the JSON after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
     parser.add_argument("--out", type=Path, default=default_out())
-    given = parser.parse_args(arguments)
-    rates = on_paper._rates()
-    result: dict[str, Any] = {
-        "benchmark": "fp8-recipes",
-        "schema": harness.SCHEMA,
-        "versions": versions(),
-        "gpu": on_paper._virtual_gpu().H200.name,
-        "constants": {
-            "copy_bytes_per_s": rates.nbytes,
-            "bf16_flop_per_s": rates.flop,
-            "fp8_flop_per_s": FLOAT8_FLOP,
-        },
-        "tokens": TOKENS,
-        "cases": [],
-    }
-    before = harness.read(given.out, result["benchmark"]) if given.out.exists() else {}
-    if any(before.get(name) != result[name] for name in ("versions", "constants", "tokens")):
-        before = {}
-    known = {(one["mlp"], one["width"]): one["ways"] for one in before.get("cases", ())}
-    result["devices"] = before.get("devices", [])
-    for width in given.widths:
-        for mlp in MLPS:
-            result["cases"].append(case(mlp, width, known.get((mlp, width))))
-            harness.write(given.out, result)
-    result["experts"] = before.get("experts") or {
-        "sizes": EXPERTS,
-        "rows": 2 * TOKENS,
-        "ways": {way: figures(compiled_experts(way)) for way in ("plain", "bf16", "fp8-rowwise")},
-    }
-    harness.write(given.out, result)
-    there = {(one["mlp"], one["device"]) for one in result["devices"]}
-    for device in DEVICES:
-        for mlp in MLPS:
-            if (mlp, device) not in there:
-                result["devices"].append(device_case(mlp, device))
-                harness.write(given.out, result)
+    out, rates = parser.parse_args().out, on_paper._rates()
+    constants = {"copy_bytes_per_s": rates.nbytes, "bf16_flop_per_s": rates.flop, "fp8_flop_per_s": FLOAT8_FLOP}
+    result: dict[str, Any] = {"benchmark": "fp8-recipes", "schema": harness.SCHEMA, "versions": versions()}
+    result |= {"gpu": on_paper._virtual_gpu().H200.name, "constants": constants, "tokens": TOKENS, "cases": []}
+    for mlp in MLPS:
+        result["cases"].append(case(mlp))
+        harness.write(out, result)
+    ways = {way: figures(compiled_experts(way)) for way in ("plain", "bf16", "fp8-rowwise")}
+    result["experts"] = {"sizes": EXPERTS, "rows": 2 * TOKENS, "ways": ways}
+    harness.write(out, result)
     print("\n".join(tables(result)))
     return 0
 

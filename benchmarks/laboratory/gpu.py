@@ -1,53 +1,45 @@
-"""A first look at a GPU that is there for minutes.
+"""All measurements of a GPU that is there for half an hour, in three commands.
 
     python -m torch_fused_ops.benchmarks.laboratory.gpu --part {correctness,kernels,steps} --out DIR
 
-A part is a list of steps in order of importance, each a process of its own with a share of the time that is left: what
-one does not use, the next ones have. An error that takes the device along takes its process, which is then started
-again without what did it. Nothing runs beyond the limit; what is cut, or found no time, is recorded as that. DIR gets
-two files: PART.json, written anew after each step, and PART.log, all that the steps printed. What the figures decide
-is printed last (``docs/gpu.md``).
+A part is a list of steps, the most important first. Each step is a process with a share of the remaining time. DIR gets
+PART.json, written after each step, and PART.log with the output of all steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_fused_ops.benchmarks import harness
 from torch_fused_ops.benchmarks.harness import UsageError
-from torch_fused_ops.benchmarks.laboratory import decisions, run_script
+from torch_fused_ops.benchmarks.laboratory import run_script
 
-ROOT = Path(__file__).resolve().parents[2]  # of a clone, where tests are
+ROOT = Path(__file__).resolve().parents[2]  # of a clone, where the tests are
 LIMIT = 540.0  # seconds of a part
-FEWEST = 10.0  # seconds below which a step is not begun
-LAST = 5.0  # seconds that are kept for the end
-MOST_RESTARTS = 20
-LOG_BYTES = 1 << 20  # of a step's output, its beginning and as much of its end
+FEWEST = 10.0  # seconds below which a step does not start
+RESTARTS = 20  # of a benchmark whose case ended the process or lost the device
+PARTS = ("correctness", "kernels", "steps")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A process of a part.
 
     Attributes:
         name: unique in its part.
-        kind: "command": of ``python -m torch_fused_ops``; "bench": a benchmark with results, or the probe; "tests":
-            pytest.
+        kind: "command", a command of ``torch_fused_ops``; "bench", a benchmark with results; "tests", pytest.
         arguments: without device, limit and files, which are added.
-        share: of the time that is left, relative to the shares of the steps behind it.
+        share: of the remaining time, relative to the shares of the later steps.
     """
 
     name: str
@@ -57,7 +49,7 @@ class Step:
 
 
 def steps(part: str, device: str, quick: bool) -> list[Step]:
-    """A part's steps, the most telling first. ``quick``: a little of each, for a machine without a GPU too."""
+    """Return a part's steps. ``quick``: a few cases of each, also for a machine without a GPU."""
     kind = device.partition(":")[0]
     models, kernels, graphs = kind, kind, "captured or reduce_overhead"
     compiled: tuple[str, ...] = ("mlp", "--quick")
@@ -80,7 +72,6 @@ def steps(part: str, device: str, quick: bool) -> list[Step]:
         some = ("operators", "compile", "fused", "megatron", "copy")
         return [
             Step("operators", "bench", ("pointwise", *main, "--ways", "operators", "copy"), 4.0),
-            Step("probe", "bench", ("probe",), 4.5),
             Step("compared", "bench", ("pointwise", *compared, "--ways", *some), 1.0),
         ]
     several = ("compile", "fused-off", "fused-free", "fused-fp8", "gemms")
@@ -90,296 +81,182 @@ def steps(part: str, device: str, quick: bool) -> list[Step]:
     ]
 
 
-PARTS = ("correctness", "kernels", "steps")
-
-
-@dataclass
 class Part:
-    """A part while it runs: what is known, and where it is written."""
+    """A part while it runs.
 
-    name: str
-    out: Path
-    device: str
-    quick: bool
-    limit: float
-    began: float = field(default_factory=time.monotonic)
-    result: dict[str, Any] = field(default_factory=dict)
-    child: subprocess.Popen[bytes] | None = None
+    Args:
+        name: of ``PARTS``.
+        out: the folder for PART.json and PART.log.
+        device, quick, limit: as the command's options.
+    """
 
-    @property
-    def json(self) -> Path:
-        return self.out / f"{self.name}.json"
-
-    @property
-    def log(self) -> Path:
-        return self.out / f"{self.name}.log"
-
-    def left(self) -> float:
-        return self.limit - LAST - (time.monotonic() - self.began)
+    def __init__(self, name: str, out: Path, device: str, quick: bool, limit: float) -> None:
+        self.name, self.out, self.device, self.quick = name, out, device, quick
+        self.until = time.monotonic() + limit - 5
+        self.json, self.log = out / f"{name}.json", out / f"{name}.log"
+        self.child: subprocess.Popen[bytes] | None = None
 
     def say(self, text: str) -> None:
-        """To the terminal and the log."""
+        """Print to the terminal and the log."""
         print(text, flush=True)
         with self.log.open("a", encoding="utf-8") as log:
             log.write(text + "\n")
 
-    def write(self) -> None:
-        self.result["seconds"] = round(time.monotonic() - self.began, 1)
-        harness.write(self.json, self.result)
-
     def run(self) -> dict[str, Any]:
-        """All steps; returns what is written."""
+        """Run all steps; returns the JSON's content."""
         self.out.mkdir(parents=True, exist_ok=True)
         self.log.write_text("", encoding="utf-8")
         todo = steps(self.name, self.device, self.quick)
-        self.result = {
-            "benchmark": "gpu", "schema": harness.SCHEMA, "part": self.name, "quick": self.quick, "limit": self.limit,
-            "machine": harness.machine(), "device": {"type": self.device.partition(":")[0]},
-            "steps": [
-                {"name": s.name, "kind": s.kind, "arguments": list(s.arguments), "status": "not run"} for s in todo
-            ],
-            "decisions": [],
-        }  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="torch_fused_ops_gpu_") as work:
-            for i, (step, entry) in enumerate(zip(todo, self.result["steps"], strict=True)):
-                seconds = self.left() * step.share / sum(s.share for s in todo[i:])
-                if seconds < FEWEST:
-                    entry["reason"] = f"the limit of {self.limit:.0f} s is near"
-                    continue
-                gone = harness.clock(time.monotonic() - self.began)
-                self.say(f"\n==== {self.name}, {step.name}: at most {seconds:.0f} s; {gone} gone")
-                began = time.monotonic()
-                try:
-                    entry.update(
-                        {"command": _command, "bench": _bench, "tests": _tests}[step.kind](
-                            self, step, seconds, Path(work)
-                        )
-                    )
-                except Exception as error:  # one step must not take the others along
-                    entry.update(status="failed", reason=f"{type(error).__name__}: {error}")
-                entry["seconds"] = round(time.monotonic() - began, 1)
-                self.result["device"] = entry.get("result", {}).get("device", self.result["device"])
-                self.result["decisions"] = decisions.of(self.result)
-                self.write()
-                self.say(outcome(entry))
-        self.say("\n" + report(self.result))
-        self.write()
-        self.say(f"\n{self.json}, {self.log.name}; {self.result['seconds']:.0f} s")
-        return self.result
-
-    def process(self, command: Sequence[str], seconds: float, output: Path, **variables: str) -> int | None:
-        """Run a command, its output to a file and to the log; its exit status, None where it was cut."""
-        with output.open("wb") as sink:
+        entries: list[dict[str, Any]] = [{**s._asdict(), "status": "not run"} for s in todo]
+        result = {"benchmark": "gpu", "schema": harness.SCHEMA, "part": self.name, "quick": self.quick}
+        result |= {"machine": harness.machine(), "device": {"type": self.device}, "steps": entries}
+        for i, (step, entry) in enumerate(zip(todo, entries, strict=True)):
+            seconds = (self.until - time.monotonic()) * step.share / sum(s.share for s in todo[i:])
+            if seconds < FEWEST:
+                continue
+            self.say(f"\n==== {self.name}, {step.name}: at most {seconds:.0f} s")
+            run = {"command": self._command, "bench": self._bench, "tests": self._tests}[step.kind]
             began = time.monotonic()
+            try:
+                entry.update(run(step, seconds))
+            except Exception as error:  # one step must not take the others along
+                entry.update(status="failed", reason=f"{type(error).__name__}: {error}")
+            entry["seconds"] = round(time.monotonic() - began, 1)
+            result["device"] = entry.get("result", {}).get("device", result["device"])
+            harness.write(self.json, result)
+            self.say(outcome(entry))
+        self.say(f"\n{self.json}, {self.log.name}: " + ", ".join(f"{e['name']} {e['status']}" for e in entries))
+        return result
+
+    def process(self, command: list[str], seconds: float, **variables: str) -> tuple[str, str]:
+        """Run a command; returns "passed", "failed" or "cut", and its output, which the log gets too."""
+        began, start = time.monotonic(), self.log.stat().st_size
+        with self.log.open("ab") as sink:
             # A group of its own, so that its children end with it.
             self.child = subprocess.Popen(
-                command,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=_folder(),
-                env={**os.environ, **variables},
-                preexec_fn=os.setpgrp,
-            )
+                command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder(),
+                env={**os.environ, **variables}, start_new_session=True,
+            )  # fmt: skip
             try:
-                status: int | None = self.child.wait(max(1.0, seconds))
+                status = "failed" if self.child.wait(max(1.0, seconds)) else "passed"
             except subprocess.TimeoutExpired:
-                status = None
+                status = "cut"
             self.end()
-        data = output.read_bytes()
-        if len(data) > 2 * LOG_BYTES:
-            data = data[:LOG_BYTES] + b"\n[...]\n" + data[-LOG_BYTES:]
-        with self.log.open("ab") as log:
-            log.write(f"$ {' '.join(map(str, command))}\n".encode() + data)
-            log.write(f"exit status {status}, {time.monotonic() - began:.0f} s\n".encode())
-        return status
+        output = self.log.read_bytes()[start:].decode(errors="replace")
+        self.say(f"$ {' '.join(command)}: {status}, {time.monotonic() - began:.0f} s")
+        return status, output
 
     def end(self) -> None:
-        """End the process that runs, and its children."""
+        """End the running process and its children."""
         if self.child is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.child.pid, signal.SIGKILL)
             self.child.wait()
             self.child = None
 
+    def _command(self, step: Step, seconds: float) -> dict[str, Any]:
+        status, output = self.process(module(*step.arguments), seconds)
+        return {"status": status, "output": output.splitlines()[-40:]}
 
-def _folder() -> Path:
+    def _bench(self, step: Step, seconds: float) -> dict[str, Any]:
+        """Run a benchmark, and again without the case that ended its process or lost the device."""
+        until, out = time.monotonic() + seconds, self.out / f"{self.name}.{step.name}.part.json"
+        quick = ["--quick"] if self.quick and "--quick" not in step.arguments else []
+        fatal: list[str] = []
+        result: dict[str, Any] | None = None
+        status, output = "cut", ""
+        for restart in range(RESTARTS):
+            left = until - time.monotonic()
+            if restart and left < FEWEST:
+                break
+            limit = max(1.0, left - min(25.0, 0.2 * left))
+            given = list(step.arguments)
+            if fatal and "--skip" in given:
+                given[given.index("--skip") + 1 : given.index("--skip") + 1] = fatal
+            elif fatal:
+                given += ["--skip", *fatal]
+            options = ["--device", self.device, "--out", str(out), "--limit", f"{limit:.0f}"]
+            status, output = self.process(
+                module("bench", *given, *quick, *options, *(["--resume"] if restart else [])), left
+            )
+            with contextlib.suppress(UsageError):
+                result = harness.read(out, step.arguments[0])
+            if result is not None and status == "failed" and (result["lost"] or result["running"]):
+                fatal += [result["running"]] if result["running"] else []
+                continue
+            break
+        out.unlink(missing_ok=True)
+        if result is None:
+            return {"status": status, "reason": (output.strip().splitlines() or ["no output"])[-1]}
+        return {"status": status, "ended_the_process": fatal, "result": result}
+
+    def _tests(self, step: Step, seconds: float) -> dict[str, Any]:
+        if not (ROOT / "tests").is_dir():
+            return {"status": "not run", "reason": "the tests are in a clone of the repository; this is not a clone"}
+        workers = "1" if self.quick else str(min(12, os.cpu_count() or 1))
+        command = [
+            sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "torch_fused_ops.benchmarks.laboratory.gpu_tests",
+            "-n", workers, "--dist", "worksteal", "--max-worker-restart", "100", "-p", "no:cacheprovider",
+            *step.arguments,
+        ]  # fmt: skip
+        # Otherwise each worker would start as many compilers and threads as there are cores.
+        alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        status, output = self.process(command, seconds, **alone)
+        found = outcomes(output)
+        return {"status": "failed" if found["failures"] else status, "tests": found}
+
+
+def folder() -> Path:
+    """The clone, or the current folder if there is no clone."""
     return ROOT if (ROOT / "tests").is_dir() else Path.cwd()
 
 
-def _module(*arguments: str) -> list[str]:
+def module(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "torch_fused_ops", *arguments]
 
 
-def _benchmark(name: str, *arguments: str) -> list[str]:
-    if name == "probe":
-        return [sys.executable, "-m", "torch_fused_ops.benchmarks.laboratory.probe", *arguments]
-    return _module("bench", name, *arguments)
-
-
-def _status(status: int | None) -> str:
-    return "cut" if status is None else "passed" if status == 0 else "failed"
-
-
-def _command(part: Part, step: Step, seconds: float, work: Path) -> dict[str, Any]:
-    output = work / f"{step.name}.txt"
-    status = part.process(_module(*step.arguments), seconds, output)
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    return {"status": _status(status), "exit_status": status, "output": lines[-40:]}
-
-
-def _bench(part: Part, step: Step, seconds: float, work: Path) -> dict[str, Any]:
-    """A benchmark, which keeps to its limit by itself; again without what ended it or took the device along."""
-    out, until = work / f"{step.name}.json", time.monotonic() + seconds
-    quick = ("--quick",) if part.quick and "--quick" not in step.arguments else ()
-    fatal: list[str] = []  # cases that ended the process
-    status: int | None = None
-    for restart in range(MOST_RESTARTS):
-        left = until - time.monotonic()
-        if restart and left < FEWEST:
-            break
-        added = [
-            *quick,
-            "--device",
-            part.device,
-            "--out",
-            str(out),
-            "--limit",
-            f"{max(1.0, left - min(25.0, 0.2 * left)):.0f}",
-        ]
-        skipped = [*step.arguments, *(("--skip",) if fatal and "--skip" not in step.arguments else ())]
-        if fatal:
-            at = skipped.index("--skip") + 1
-            skipped[at:at] = fatal
-        command = _benchmark(*skipped, *added, *(["--resume"] if restart else []))
-        status = part.process(command, left, work / f"{step.name}.txt")
-        result = _read(out, step.arguments[0])
-        if result is not None and result.get("lost"):
-            continue
-        if result is not None and status not in (0, 2, None) and result.get("running"):
-            fatal.append(result["running"])
-            continue
-        break
-    found = {"status": _status(status), "exit_status": status, "ended_the_process": fatal}
-    result = _read(out, step.arguments[0])
-    if result is None:
-        lines = (work / f"{step.name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return {
-            **found,
-            "status": "cut" if status is None else "failed",
-            "reason": lines[-1] if lines else "nothing said",
-        }
-    return {**found, "result": result}
-
-
-def _read(out: Path, benchmark: str) -> dict[str, Any] | None:
-    with contextlib.suppress(UsageError):
-        return harness.read(out, benchmark)
-    return None
-
-
-def _tests(part: Part, step: Step, seconds: float, work: Path) -> dict[str, Any]:
-    if not (ROOT / "tests").is_dir():
-        return {"status": "not run", "reason": "the tests lie in a clone of the repository, and this is not in one"}
-    file = work / f"{step.name}.jsonl"
-    workers = "1" if part.quick else str(min(12, os.cpu_count() or 1))
-    command = [
-        sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "torch_fused_ops.benchmarks.laboratory.gpu_tests",
-        "--gpu-report", str(file),
-        "-n", workers, "--dist", "worksteal", "--max-worker-restart", "100", "-p", "no:cacheprovider", *step.arguments,
-    ]  # fmt: skip
-    # Each of the processes would start as many to compile, and as many threads, as there are cores.
-    alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    status = part.process(command, seconds, work / f"{step.name}.txt", **alone)
-    from torch_fused_ops.benchmarks.laboratory import gpu_tests  # which needs pytest, as this part does alone
-
-    found = gpu_tests.read(file)
-    if status is not None and not found["collected"]:
-        lines = (work / f"{step.name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return {
-            "status": "failed",
-            "exit_status": status,
-            "reason": lines[-1] if lines else "nothing said",
-            "tests": found,
-        }
-    if status == 0 and found["failed"]:
-        status = 1
-    return {"status": _status(status), "exit_status": status, "tests": found}
-
-
-# ---- what is printed -------------------------------------------------------------------------------------------------
+def outcomes(output: str) -> dict[str, Any]:
+    """Count the outcomes in the output of ``pytest -v -n``, which may have been cut."""
+    lines = re.findall(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|SKIPPED|ERROR) (\S.*)$", output, re.M)
+    failures = [name for outcome, name in lines if outcome in ("FAILED", "ERROR")]
+    failures += re.findall(r"^worker '\w+' crashed while running '(.+)'$", output, re.M)
+    collected = re.findall(r"^\d+ workers? \[(\d+) items?\]", output, re.M)
+    counts = {kind.lower(): sum(each == kind for each, _ in lines) for kind in ("PASSED", "SKIPPED")}
+    return {"collected": int(collected[0]) if collected else 0, **counts, "failures": sorted(set(failures))}
 
 
 def outcome(entry: dict[str, Any]) -> str:
-    """A step in a line or a few: what became of it, and what failed in it."""
+    """A step's result in a few lines."""
     lines = [f"{entry['name']}: {entry['status']}{', ' + entry['reason'] if entry.get('reason') else ''}"]
-    if "seconds" in entry:
-        lines[0] += f", {entry['seconds']:.0f} s"
     if tests := entry.get("tests"):
-        counts = ", ".join(
-            f"{tests[kind]} {kind.replace('_', ' ')}" for kind in ("passed", "failed", "skipped", "not_run")
-        )
-        lines.append(f"  {counts} of {tests['collected']}")
-        lines += [f"  FAILED {f['test']}: {f['reason']}" for f in tests["failures"][:12]]
-        if len(tests["failures"]) > 12:
-            lines.append(f"  … and {len(tests['failures']) - 12} more; all are in the JSON")
+        lines.append(f"  {tests['passed']} passed, {tests['skipped']} skipped of {tests['collected']}")
+        lines += [f"  FAILED {name}" for name in tests["failures"]]
     if result := entry.get("result"):
-        ways = [(c["name"], n, w) for c in result["cases"] for n, w in c["ways"].items()]
-        measured = sum(w["status"] == "measured" for *_, w in ways)
-        cases = f"  {len(result['cases'])} cases, {len(result['not_run'])} not run"
-        lines.append(f"{cases}; {measured} of {len(ways)} ways measured")
-        bad = [(c, n, w) for c, n, w in ways if w["status"] in ("failed", "wrong", "lost")]
-        lines += [f"  {w['status'].upper()} {c}, {n}: {w['reason'][:160]}" for c, n, w in bad[:12]]
-        if len(bad) > 12:
-            lines.append(f"  … and {len(bad) - 12} more; all are in the JSON")
-    lines += [f"  ENDED THE PROCESS: {name}" for name in entry.get("ended_the_process", ())]
-    if entry["kind"] == "command" and entry["status"] != "not run":
-        lines += [f"  {line[:150]}" for line in (entry.get("output") or [])[-3:]]
-    return "\n".join(lines)
-
-
-def report(result: dict[str, Any]) -> str:
-    """All of a part: a line for each step, then what the figures decide."""
-    device = result["device"].get("name", result["device"]["type"])
-    lines = [f"==== {result['part']}: {device}, torch {result['machine']['torch']}"]
-    for entry in result["steps"]:
-        lines.append(outcome(entry).splitlines()[0])
-    if result["quick"]:
-        lines.append("a quick run: that it runs is all that this shows, the figures mean nothing")
-    for decision in result["decisions"]:
-        lines.append(f"\n{decision['question']}\n  → {decision['answer']}")
-        lines += [f"    {row}" for row in decision["rows"]]
+        bad = ("failed", "wrong", "lost")
+        ways = [(c["name"], n, w) for c in result["cases"] for n, w in c["ways"].items() if w["status"] in bad]
+        lines.append(f"  {len(result['cases'])} cases, {len(result['not_run'])} not run")
+        lines += [f"  {way['status'].upper()} {case}, {name}: {way['reason'][:160]}" for case, name, way in ways]
     return "\n".join(lines)
 
 
 def main(arguments: Namespace) -> int:
-    """Run a part; exit code 1 if a step failed, was cut or found no time."""
+    """Run a part; exit code 1 if a step failed, was cut, or had no time."""
     if arguments.part not in PARTS:
         raise UsageError(f"--part {arguments.part} is not accepted: it must be {', '.join(PARTS)}")
-    if arguments.out is None:
-        raise UsageError("--out DIR is needed: PART.json and PART.log are written there")
-    if arguments.out.is_file():
-        raise UsageError(f"--out {arguments.out} is a file; it must be a folder")
+    if arguments.out is None or arguments.out.is_file():
+        raise UsageError("--out DIR is needed: the folder for PART.json and PART.log")
     device = arguments.device or "cuda"
     if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {device} is not there; --device cpu --quick shows that everything runs")
     if device == "cpu" and not arguments.quick:
-        raise UsageError("--device cpu is for --quick alone: what this measures is a GPU's")
+        raise UsageError("--device cpu needs --quick: the figures are of a GPU")
     limit = LIMIT if arguments.limit is None else arguments.limit
-    if limit <= 0:
-        raise UsageError(f"--limit {limit:g} is not accepted: it must be above 0")
     part = Part(arguments.part, arguments.out.resolve(), device, arguments.quick, limit)
-
-    def stop(number: int, frame: Any) -> None:
-        part.end()
-        raise SystemExit(128 + number)
-
-    ends: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         result = part.run()
     finally:
         part.end()
-        signal.signal(signal.SIGTERM, ends)
     return int(any(entry["status"] != "passed" for entry in result["steps"]))
 
 

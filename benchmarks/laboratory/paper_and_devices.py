@@ -300,10 +300,6 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _figure(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
 def tables(result: dict[str, Any]) -> str:
     """The tables of docs/paper-and-devices.md."""
     columns = ["GPU", "GEMMs, TFLOP/s", "memory, TB/s", "strided, TB/s", "a launch, µs"]
@@ -328,17 +324,6 @@ def tables(result: dict[str, Any]) -> str:
         errors = [abs(r["predicted"] / r["measured"] - 1) for r in result["memory"] if r["pass"] == part]
         near = sum(error <= 0.01 for error in errors)
         lines.append(f"| {part} | {len(errors)} | {near / len(errors):.0%} | {statistics.median(errors):.1%} |")
-    for metric in ("speed", "memory"):
-        groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
-        for row in result[metric]:
-            groups[row["gpu"], row["kernel"], row["provider"], row["pass"]].append(row)
-        unit = "ms" if metric == "speed" else "MiB"
-        lines += ["", f"| GPU | program | pass | predicted / measured, {unit}, by size |", "|---|---|---|---|"]
-        for (gpu, kernel, provider, part), rows in groups.items():
-            shown = "; ".join(
-                f"{float(r['size']):.0f}: {_figure(r['predicted'])} / {_figure(r['measured'])}" for r in rows
-            )
-            lines.append(f"| {gpu.removeprefix('NVIDIA ')} | {kernel}, {provider} | {part} | {shown} |")
     return "\n".join(lines)
 
 

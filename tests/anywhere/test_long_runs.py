@@ -25,7 +25,7 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops import functional
 from torch_fused_ops.benchmarks import harness, models
-from torch_fused_ops.benchmarks.laboratory import fp8_training, long_training
+from torch_fused_ops.benchmarks.laboratory import training
 from torch_fused_ops.lowerings import compat, passes
 
 SLOTS = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")
@@ -261,23 +261,18 @@ def test_eager_calls_of_fresh_shapes_leave_nothing_behind(calls: int, only_new_g
     assert len(gc.get_objects()) - alive < 20
 
 
-def test_500_steps_of_training_agree() -> None:
-    """What was measured: benchmarks/results/long_training.json, and the picture of it."""
-    result = harness.read(harness.results_folder() / "long_training.json", "long_training")
-    assert result["steps"] == 500 and all(len(row) == 500 for rows in result["curves"].values() for row in rows)
-    found = long_training.summary(result["curves"])
-    assert found == result["summary"] and len(found["minus_eager"]["fused"]["each"]) == 5
-    assert long_training.agrees(found, "fused") and long_training.agrees(found, "compile")
-    assert (Path(__file__).parents[2] / "docs" / "images" / "long_training.png").stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("study", "page", "steps", "seeds"),
-    [("memory", "memory.md", 300, 5), ("gemm", "fp8.md", 300, 5), ("rowwise", "fp8.md", 120, 3)],
+    [
+        ("rounding", "", 500, 5),
+        ("memory", "memory.md", 300, 5),
+        ("gemm", "fp8.md", 300, 5),
+        ("rowwise", "fp8.md", 120, 3),
+    ],
 )
-def test_what_float8_does_to_training(study: str, page: str, steps: int, seeds: int) -> None:
+def test_losses_after_training(study: str, page: str, steps: int, seeds: int) -> None:
     """The tables of the pages are what was measured, and the statistic is of the curves."""
-    kind, docs = fp8_training.STUDIES[study], Path(__file__).parents[2] / "docs"
+    kind, docs = training.STUDIES[study], Path(__file__).parents[2] / "docs"
     result = harness.read(harness.results_folder() / f"{kind.out}.json", kind.out)
     assert result["steps"] == steps and result["models"] == {
         name: vars(config) for name, (_, config) in kind.models.items()
@@ -285,20 +280,22 @@ def test_what_float8_does_to_training(study: str, page: str, steps: int, seeds: 
     for name, curves in result["curves"].items():
         lengths = {way: [len(row) for row in rows] for way, rows in curves.items()}
         assert lengths == dict.fromkeys(kind.ways, [steps] * seeds)
-        assert to_twelve_digits(fp8_training.summary(kind, curves)) == to_twelve_digits(result["summary"][name])
+        assert to_twelve_digits(training.summary(kind, curves)) == to_twelve_digits(result["summary"][name])
+    if study == "rounding":
+        assert all(training.agrees(result["summary"]["GELU"], way) for way in ("compile", "fused"))
+        return
     text = (docs / page).read_text(encoding="utf-8")
-    rows = fp8_training.table(result).splitlines()
+    rows = training.table(result).splitlines()
     assert len(rows) == len(kind.pairs) * len(kind.models) and all(row in text for row in rows)
     if study == "rowwise":
         bounds = [row["interval_95"] for found in result["summary"].values() for row in found["differences"].values()]
         assert all(-0.015 < low < 0 < high < 0.015 for low, high in bounds)
         return
-    assert (docs / "images" / f"{kind.out}.png").stat().st_size > 10_000
     if study == "gemm":  # what the page says of them
         bounds = [row["interval_95"] for found in result["summary"].values() for row in found["differences"].values()]
         assert all(-0.02 < low < 0 < high < 0.02 for low, high in bounds)
-        late = {way: [fp8_training.final(row, 200) for row in rows] for way, rows in result["curves"]["GELU"].items()}
-        found = fp8_training.differences(late, "fp8", "plain")
+        late = {way: [training.final(row, 200) for row in rows] for way, rows in result["curves"]["GELU"].items()}
+        found = training.differences(late, "fp8", "plain")
         low, high = found["interval_95"]
         assert f"{found['mean']:+.4f} ({low:+.4f} to {high:+.4f})".replace("-", "−") in text
         assert round(result["summary"]["GELU"]["between_seeds"] / found["mean"]) == 14
@@ -315,18 +312,21 @@ def test_training_agrees_here(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = long_training.compare(120, 3, batch=4)["summary"]
-        assert long_training.agrees(found, "fused") and long_training.agrees(found, "compile"), long_training.table(
-            found
-        )
+        study = training.STUDIES["rounding"]
+        result: dict[str, Any] = {}
+        training.measure(study, 120, 3, result, print)
+        found = result["summary"]["GELU"]
+        assert training.agrees(found, "fused") and training.agrees(found, "compile"), training.table(result)
 
-        def wrong(model: torch.nn.Module, way: str) -> Callable[..., Tensor]:
+        def wrong(model: torch.nn.Module, policy: Any, autocast: bool) -> Callable[..., Tensor]:
             for mlp in model.modules():
-                if way == "fused" and isinstance(mlp, models.GELUMLP):
+                if policy is not None and isinstance(mlp, models.GELUMLP):
                     mlp.forward = lambda x, self=mlp: self.down(F.relu(self.up(x)))
-            return long_training.prepared(model, way if way == "nudged" else "eager")
+            return model
 
-        found = long_training.compare(120, 3, batch=4, prepare=wrong)["summary"]
-        assert not long_training.agrees(found, "fused"), long_training.table(found)
+        monkeypatch.setattr(training, "compiled", wrong)
+        result = {}
+        training.measure(study, 120, 3, result, print)
+        assert not training.agrees(result["summary"]["GELU"], "fused"), training.table(result)
     finally:
         torch.set_num_threads(threads)

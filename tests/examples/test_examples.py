@@ -101,3 +101,10 @@ def test_the_tour_runs_and_prints_what_it_shows(cache: Path, tmp_path: Path) -> 
         shown = "".join("".join(output.get("text", "")) for output in cell["outputs"])
         for line in (r"sites fused.*", r"^chosen: .*", r"^ok: .*", r"^saved for backward .*"):
             assert re.findall(line, shown, re.M) == re.findall(line, text, re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", sorted((EXAMPLES / "upstream").glob("*.py")), ids=lambda path: path.stem)
+def test_a_fault_of_pytorch_still_shows(program: Path, cache: Path, tmp_path: Path) -> None:
+    """A program of docs/upstream.md asserts what it shows; if one fails, upstream may have corrected the fault."""
+    run(tmp_path, cache, str(program))

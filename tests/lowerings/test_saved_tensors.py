@@ -140,7 +140,7 @@ def test_under_a_budget_of_the_users(budget: float) -> None:
 
 @pytest.mark.parametrize("name", ["pointwise", "counted"])
 def test_plain_is_wrong(name: str) -> None:
-    """Why "off" is edited, too. If this fails, upstream has mended it: docs/upstream/written-inputs.md says what."""
+    """Why "off" is edited, too. If this fails, upstream has mended it: docs/upstream.md says what."""
     model = model_of(name)
     assert apart(step(model), step(model, interpreted(None))) > 0.1
 

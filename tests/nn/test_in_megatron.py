@@ -169,7 +169,7 @@ def test_a_checkpoint_in_megatrons_format_is_read(tmp_path: Path) -> None:
     """
     layers, at, tp = 3, 1, 2
     mlp, experts = "decoder.layers.mlp.", "decoder.layers.mlp.experts.experts."
-    page = (Path(__file__).parents[2] / "docs" / "migrate-megatron.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text(encoding="utf-8")
     assert f'mlp.sharded_state_dict("{mlp}", ((0, layer, layers),))' in page and f'`"{experts}"`' in page
     dense = {
         "linear_fc1.weight": ((2 * FFN, HIDDEN), (FFN // tp, HIDDEN)),

@@ -381,7 +381,7 @@ def _widened(dtype: torch.dtype, t: Tensor) -> Tensor:
     """Convert a floating tensor to another dtype.
 
     A single number that is not a parameter keeps its dtype: it narrows no result, and torch 2.13 drops a compiled
-    forward's writes into one in float64 (docs/upstream/written-inputs.md).
+    forward's writes into one in float64 (docs/upstream.md).
     """
     single = t.dim() == 0 and not isinstance(t, torch.nn.Parameter)
     return t.to(dtype) if t.is_floating_point() and not single else t

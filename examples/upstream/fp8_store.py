@@ -1,11 +1,5 @@
-# Upstream: activations stored in float8 are not scaled back
+"""Activations stored in float8 are not scaled back (docs/upstream.md)."""
 
-PyTorch can store saved activations in float8: `post_grad_fusion_options["activation_quantization_aten_pass"]`.
-Unless the option says `use_scaling`, gradients are wrong, without a warning, in torch 2.11, 2.13 and 2.15.
-
-## Program
-
-```python
 from collections.abc import Callable
 
 import torch
@@ -36,14 +30,3 @@ def off(**store: bool) -> float:
 assert off() > 100  # scaled in forward, and not back
 assert off(use_scaling=True) < 0.1
 assert off(use_scaling=False) < 0.1
-```
-
-## Cause
-
-`torch/_functorch/partitioners.py` reads the option with two defaults. Forward (`quantize_activation_fw`, `perform_fp8_activation_quantization`)
-uses `.get("use_scaling", True)`. Backward (`quantize_activation_bw`) uses `.get("use_scaling", False)`.
-So forward scales a row, and backward reads it unscaled.
-
-## Remedy
-
-Use one default, in one place. Until then, set `use_scaling` yourself.

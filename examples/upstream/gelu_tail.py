@@ -1,11 +1,5 @@
-# Upstream: GELU loses its negative tail
+"""GELU loses its negative tail (docs/upstream.md)."""
 
-`F.gelu` computes `0.5·x·(1 + erf(x/√2))`, or with `approximate="tanh"` `0.5·x·(1 + tanh(u))`. For negative x, the sum cancels.
-The relative error grows, and the result becomes 0 where the true value is far above the dtype's least number.
-
-## Program
-
-```python
 import math
 
 import torch
@@ -36,16 +30,3 @@ assert off((0.5 * narrow * torch.erfc(-narrow / math.sqrt(2))).bfloat16(), exact
 assert off((narrow * torch.sigmoid(2 * v)).bfloat16(), exact["tanh"]) == 0
 
 assert F.gelu(torch.tensor(-6.0), approximate="tanh") == 0  # x·sigmoid(2u) has -8.4e-11
-```
-
-## Remedy
-
-Use `0.5·x·erfc(−x/√2)` and `x·sigmoid(2u)`, and the same for derivatives. Both are cheaper as well.
-Instructions per element in Inductor's code for an H200, Triton 3.9 (`tests/codegen/test_figures.py`):
-
-| | PyTorch | this form |
-|---|---|---|
-| erf | 36.2 | 22.6 |
-| tanh | 27.6 | 14.0 |
-
-Pull request 189234 changes the erf form in eager mode and decompositions. The tanh form is not part of it.

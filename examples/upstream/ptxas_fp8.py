@@ -1,11 +1,5 @@
-# Upstream: ptxas 12.8 and 12.9 miscompile a transposed float8 store
+"""Ptxas 12.8 and 12.9 miscompile a transposed float8 store (docs/upstream.md)."""
 
-A report for Triton (triton#11111) and NVIDIA: the machine code of a transposed float8 store reads registers that nothing has written.
-Triton 3.7 and 3.8 bring such a ptxas. Triton 3.9.0 brings a later one, whose machine code is right.
-
-## Program
-
-```python
 import torch
 import triton
 import triton.language as tl
@@ -34,31 +28,3 @@ x, scale = meta(8192, 4096, dtype=torch.bfloat16), meta(1, dtype=torch.float32)
 straight, transposed = (meta(*s, dtype=torch.float8_e5m2) for s in ((8192, 4096), (4096, 8192)))
 args = x, scale, straight, transposed, 8192, 4096
 print(audit(transposed_float8, *args, gpu=H100, grid=(64, 64), YBLOCK=128, XBLOCK=64, num_warps=8))
-```
-
-## What the audit prints
-
-Triton 3.7.1:
-
-```text
-1 kernel in 1 configuration for NVIDIA H100 80GB HBM3: 1 finding
-
-register: transposed_float8 (8 warps)
-    /*03a0*/ PRMT R25, R28, 0x9910, RZ
-    nothing writes R28 on any path before this; in all 6 such reads
-```
-
-Triton 3.9.0:
-
-```text
-1 kernel in 1 configuration for NVIDIA H100 80GB HBM3: no finding
-```
-
-## What follows
-
-Executed instruction by instruction, this machine code writes 1,982 of the 8,192 transposed bytes of a block wrongly.
-No address is wrong and no thread races, so a sanitizer has nothing to report.
-
-## Until then
-
-Limit values by comparisons instead of `tl.maximum` and `tl.minimum` with `PropagateNan.ALL`, or use blocks of 64 × 64.

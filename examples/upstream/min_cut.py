@@ -1,11 +1,5 @@
-# Upstream: what the min-cut saves, and what the budget does about it
+"""What the min-cut saves, and what the budget does about it (docs/upstream.md)."""
 
-An MLP's activation reads the first GEMM's result and feeds the second. Backward needs both tensors.
-One is a pointwise function of the other, so saving one is enough. `min_cut_rematerialization_partition` saves both.
-
-## Program
-
-```python
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,18 +43,3 @@ assert products(backward) == 3, "and nothing but pointwise work is done again"
 linears = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
 (_, plain), (_, budget) = (graphs(linears, x, b) for b in (1.0, 0.99))
 assert (products(plain), products(budget)) == (7, 8), "the budget computes a matrix product again"
-```
-
-## Cause
-
-`should_ban_recomputation` rejects a node that backward reads in an op it cannot fuse with (`ban_recompute_materialized_backward`).
-Its comment says that recomputing is then never free. It is nearly free here: the kernel of the derivative loads the same input anyway.
-For the MLP of a Llama-3-8B layer, this is 352 MiB of 1091, for 0.5 % of the step ([table](../memory.md)).
-
-`activation_memory_budget` below 1 lifts that rule and others, and weighs the bytes of the whole graph.
-Without cheap candidates it recomputes a GEMM, as in the program, or attention's softmax. At 0.99 and 0.5 its effect is not what the number says.
-
-## Remedy
-
-Drop this rule for pointwise nodes that share an input with a kernel of backward. `memory="free"` does so: it runs the min-cut with
-the other rules on (`lowerings/partition.py`). The number of kernels stays, and no GEMM is repeated.

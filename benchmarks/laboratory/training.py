@@ -1,17 +1,16 @@
-"""What rounding to float8 does to training: loss curves of small GPTs over several seeds.
+"""Losses after training small GPTs: our compiled code, memory levels and float8 recipes beside plain training.
 
-    python -m torch_fused_ops.benchmarks.laboratory.fp8_training [--study memory|gemm|rowwise] [--steps N] [--seeds N]
-        [--out FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.training --study {rounding,memory,gemm,rowwise} [--steps N]
+        [--seeds N] [--out FILE]
 
-``memory``: ``eager`` (PyTorch), ``free`` (``backend="fused"``) and ``fp8`` (the same with ``memory="fp8"``). Eager
-against free shows how far two runs drift apart that differ in nothing but rounding. ``gemm``: ``plain``
-(``backend="fused"``, its products in bf16) against ``gemm="fp8"`` and ``gemm="fp8-wgrad-bf16"``, of a GELU and of a
-SwiGLU model; ``rowwise``: against ``gemm="fp8-rowwise"``. All under bf16 autocast, weights and optimizer in float32.
-Each seed has weights and batches of its own, the same for all ways, so differences are paired: their mean has a 95 %
-interval (Student's t), to be read beside the spread between seeds.
+Weights and optimizer are in float32, under bf16 autocast except in ``rounding``. Each seed has its own weights and
+batches, the same for every variant, so differences are paired: their mean has a 95 % interval (Student's t).
 
-The text is the Python standard library on this machine, as in ``examples/quickstart.py``. Results are written as JSON
-after every run, and a run that is there is not run again: to start over, remove the file. ``--picture`` draws them.
+``rounding``: eager, torch.compile and backend="fused" beside *nudged*, which is eager from weights that are each one
+float32 number further. Training is chaotic: nudged shows how far two correct runs drift apart. A variant agrees with
+eager if the mean square of its differences is at most F times nudged's (the 99 % quantile of the F distribution).
+
+The text is Python's standard library. The JSON is written after every run, and a run that it has is not repeated.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -19,6 +18,7 @@ after every run, and a run that is there is not run again: to start over, remove
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sysconfig
 import time
@@ -34,8 +34,9 @@ import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.benchmarks import harness, models
 
-TAIL = 40  # the steps, at the end, whose mean is called the final loss
-COLORS = ("#9aa3ad", "#2563eb", "#d97706")
+TAIL = 40  # the final loss is the mean of so many last steps
+# By degrees of freedom: the 99 % quantile of F(n, n).
+F = {1: 4052.2, 2: 99.0, 3: 29.457, 4: 15.977, 5: 10.967, 6: 8.466, 7: 6.993, 8: 6.029, 9: 5.351, 10: 4.849}
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's t at 97.5 %
 SEEDS = range(2, 2 + max(T))
 
@@ -47,26 +48,33 @@ class Study:
     """What is compared.
 
     Attributes:
-        ways: by name, the policy; None for eager.
-        pairs: which way is compared with which.
+        ways: by name, the policy; None for eager, "compile" for plain torch.compile.
+        pairs: (variant, the variant it is compared with).
         models: by name, the class and its sizes.
-        batch: sequences in a batch.
-        out: the name of the results, and of their picture.
+        out: the name of the results.
+        autocast: whether forward runs under bf16 autocast.
     """
 
-    ways: Mapping[str, FusionPolicy | None]
+    ways: Mapping[str, FusionPolicy | str | None]
     pairs: tuple[tuple[str, str], ...]
     models: Mapping[str, tuple[Callable[[models.Config], nn.Module], models.Config]]
-    batch: int
     out: str
+    autocast: bool = True
 
 
+BATCH = 8
 STUDIES = {
+    "rounding": Study(
+        {"eager": None, "nudged": None, "compile": "compile", "fused": FusionPolicy(strict=True)},
+        (("nudged", "eager"), ("compile", "eager"), ("fused", "eager")),
+        {"GELU": (models.GPT, models.TINY)},
+        out="long_training",
+        autocast=False,
+    ),
     "memory": Study(
         {"eager": None, "free": FusionPolicy(strict=True), "fp8": FusionPolicy(memory="fp8", strict=True)},
         (("free", "eager"), ("fp8", "free")),
         {"GELU": (models.GPT, models.SMALL)},
-        batch=8,
         out="fp8_training",
     ),
     "gemm": Study(
@@ -77,14 +85,12 @@ STUDIES = {
         },
         (("fp8", "plain"), ("fp8-wgrad-bf16", "plain")),
         {"GELU": (models.GPT, models.TINY), "SwiGLU": (models.Llama, models.TINY_LLAMA)},
-        batch=8,
         out="fp8_gemm_training",
     ),
     "rowwise": Study(
         {"plain": FusionPolicy(strict=True), "fp8-rowwise": FusionPolicy(gemm="fp8-rowwise", strict=True)},
         (("fp8-rowwise", "plain"),),
         {"GELU": (models.GPT, models.TINY), "SwiGLU": (models.Llama, models.TINY_LLAMA)},
-        batch=8,
         out="fp8_rowwise_training",
     ),
 }
@@ -96,21 +102,21 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)[:4_000_000]), dtype=torch.uint8)
 
 
-def compiled(model: nn.Module, policy: FusionPolicy | None) -> Callable[..., Tensor]:
-    """The model under bf16 autocast, with the policy; eager for None.
+def compiled(model: nn.Module, policy: FusionPolicy | str | None, autocast: bool = True) -> Callable[..., Tensor]:
+    """Return the model with a study's policy.
 
     Raises:
-        RuntimeError: at the first call: an MLP's linear layers do not multiply in what the policy says.
+        RuntimeError: at the first call, if an MLP's linear layers do not multiply in what the policy says.
     """
     forward: Callable[..., Tensor] = model
-    checked = policy is None
     if policy is not None:
-        options: dict[str, Any] = {"policy": policy}
-        forward = torch.compile(model, backend="fused", fullgraph=True, dynamic=False, options=options)
+        options = {"backend": "fused", "options": {"policy": policy}} if isinstance(policy, FusionPolicy) else {}
+        forward = torch.compile(model, fullgraph=True, dynamic=False, **options)
+    checked = not isinstance(policy, FusionPolicy)
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
         nonlocal checked
-        with torch.autocast(tokens.device.type, torch.bfloat16):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             if checked:
                 return forward(tokens, targets)
             with tfo.record() as report:
@@ -122,7 +128,7 @@ def compiled(model: nn.Module, policy: FusionPolicy | None) -> Callable[..., Ten
     return run
 
 
-def check_sites(model: nn.Module, report: tfo.Report, policy: FusionPolicy | None) -> None:
+def check_sites(model: nn.Module, report: tfo.Report, policy: Any) -> None:
     """RuntimeError where the linear layers of a model's MLPs do not all multiply in what the policy says."""
     expected = policy.gemm if policy and policy.gemm != "bf16" else ""
     mlps = sum(isinstance(m, (models.GELUMLP, models.SwiGLUMLP)) for m in model.modules())
@@ -131,10 +137,14 @@ def check_sites(model: nn.Module, report: tfo.Report, policy: FusionPolicy | Non
         raise RuntimeError(f"{mlps} MLPs were to multiply in {expected or 'bf16'}, but what was compiled is {found}")
 
 
-def start(model: nn.Module, fresh: nn.Module, seed: int) -> None:
-    """Give a model, which may have been trained, the weights that ``fresh`` of its class starts from with this seed."""
+def start(model: nn.Module, fresh: nn.Module, seed: int, nudged: bool = False) -> None:
+    """Give a model the weights that ``fresh`` of its class starts from with this seed; ``nudged``: the next numbers."""
     models.initialize(fresh, seed)
     model.load_state_dict(fresh.state_dict())
+    if nudged:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
 
 
 def train(
@@ -165,7 +175,15 @@ def differences(finals: Mapping[str, Sequence[float]], way: str, other: str) -> 
     """The final losses of a way minus another's, seed by seed; their mean and its 95 % interval."""
     each = [a - b for a, b in zip(finals[way], finals[other], strict=True)]
     mean, reach = statistics.fmean(each), T[len(each) - 1] * statistics.stdev(each) / len(each) ** 0.5
-    return {"each": each, "mean": mean, "interval_95": [mean - reach, mean + reach]}
+    square = statistics.fmean(d * d for d in each)
+    return {"each": each, "mean": mean, "interval_95": [mean - reach, mean + reach], "root_mean_square": square**0.5}
+
+
+def agrees(found: Mapping[str, Any], way: str) -> bool:
+    """Return True if a variant's final losses differ from eager's by rounding only, in a summary of ``rounding``."""
+    rows, n = found["differences"], len(found["final_loss"]["eager"]["each"])
+    ours, nudged = (rows[f"{name} − eager"]["root_mean_square"] for name in (way, "nudged"))
+    return bool(ours**2 <= F[n] * nudged**2)
 
 
 def summary(study: Study, curves: Curves) -> dict[str, Any]:
@@ -211,12 +229,12 @@ def measure(study: Study, steps: int, seeds: int, result: dict[str, Any], tell: 
                 continue
             torch._dynamo.reset()
             model = make(config).to(device)
-            forward = compiled(model, policy)  # once for all seeds
+            forward = compiled(model, policy, study.autocast)  # once for all seeds
             for seed in range(len(done), seeds):
                 began = time.perf_counter()
                 torch.manual_seed(seed)
-                start(model, make(config).to(device), seed)
-                losses = train(forward, model, steps, study.batch, config.context, seed)
+                start(model, make(config).to(device), seed, way == "nudged")
+                losses = train(forward, model, steps, BATCH, config.context, seed)
                 done.append([round(loss, 6) for loss in losses])
                 if seeds > 1 and all(len(each) == seeds for rows in curves.values() for each in rows.values()):
                     result["summary"] = {name: summary(study, rows) for name, rows in curves.items()}
@@ -224,69 +242,24 @@ def measure(study: Study, steps: int, seeds: int, result: dict[str, Any], tell: 
                 tell(f"{name:<6} {way:<14} seed {seed}  final loss {final(losses):.4f}  {took:.0f} s")
 
 
-def draw(study: Study, result: dict[str, Any], path: Path) -> None:
-    """A row for each model: mean curves on the left, differences on the right, seed by seed and in the mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    every = max(1, result["steps"] // 60)
-
-    def smooth(losses: Sequence[float]) -> list[float]:
-        return [statistics.fmean(losses[i : i + every]) for i in range(0, len(losses) - every + 1, every)]
-
-    at = [i * every + every / 2 for i in range(result["steps"] // every)]
-    colors = dict(zip(study.ways, COLORS, strict=True))
-    size = (10, 3.6 * len(study.models))
-    figure, panels = plt.subplots(len(study.models), 2, figsize=size, layout="constrained", squeeze=False)
-    for (left, right), (model, curves) in zip(panels, result["curves"].items(), strict=True):
-        for way in study.ways:
-            rows = [smooth(c) for c in curves[way]]
-            means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-            left.plot(at, means, color=colors[way], label=way)
-        left.set(xlabel="step", ylabel="training loss, mean of the seeds", title=f"{model}: loss")
-        left.legend(frameon=False)
-        for way, other in study.pairs:
-            rows = [
-                [p - q for p, q in zip(smooth(x), smooth(y), strict=True)]
-                for x, y in zip(curves[way], curves[other], strict=True)
-            ]
-            for row in rows:
-                right.plot(at, row, color=colors[way], alpha=0.25, linewidth=0.8)
-            means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-            right.plot(at, means, color=colors[way], label=f"{way} − {other}")
-        right.axhline(0, color="#1f2937", linewidth=0.6)
-        right.set(xlabel="step", ylabel="difference in loss", title=f"{model}: differences, each seed (thin) and mean")
-        right.legend(frameon=False)
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", choices=tuple(STUDIES), default="memory", help="what is compared (default: memory)")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=5, help=f"{SEEDS.start} to {SEEDS.stop - 1} (default: 5)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, so small are the models)")
-    parser.add_argument("--out", type=Path, help="the results, gone on with if they are there")
-    parser.add_argument("--picture", type=Path, help="draw what is in --out once all is there")
+    parser.add_argument("--seeds", type=int, default=5, choices=SEEDS, help="(default: 5)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, the models are small)")
+    parser.add_argument("--out", type=Path, help="the results, continued if they are there")
     args = parser.parse_args()
-    if args.seeds not in SEEDS:
-        parser.error(f"--seeds {args.seeds} is not accepted: it must be from {SEEDS.start} to {SEEDS.stop - 1}")
     study, name = STUDIES[args.study], STUDIES[args.study].out
     out = args.out or harness.results_folder() / f"{name}.json"
     torch.set_num_threads(args.threads)
     about = {
         "benchmark": name, "schema": harness.SCHEMA, "machine": harness.machine(), "steps": args.steps,
-        "models": {model: vars(config) for model, (_, config) in study.models.items()}, "batch": study.batch,
+        "models": {model: vars(config) for model, (_, config) in study.models.items()}, "batch": BATCH,
     }  # fmt: skip
     result = harness.read(out, name) if out.exists() else about
     if any(result[key] != about[key] for key in ("steps", "models", "batch")):
-        parser.error(f"--out {out} is of another run, of other steps, models or batches: remove it, or name another")
+        parser.error(f"--out {out} has other steps, models or batches: remove it, or name another")
 
     def tell(line: str) -> None:
         print(line, flush=True)
@@ -294,8 +267,6 @@ def main() -> None:
 
     measure(study, args.steps, args.seeds, result, tell)
     print(table(result))
-    if args.picture:
-        draw(study, result, args.picture)
 
 
 if __name__ == "__main__":
