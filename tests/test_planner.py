@@ -168,6 +168,7 @@ def a_model(*units: str, names: Sequence[str] = ()) -> Any:
         layers={unit: unit for unit in units},
         unit_of=lambda path: path if path in units else "",
         parameter=lambda graph, number: names[number],
+        unread=0,
     )
 
 
@@ -829,6 +830,59 @@ def test_parameters_that_get_no_gradient_are_not_trained() -> None:
     assert {each.name: each.trained for each in whole} == {
         name: p.grad is not None for name, p in model.named_parameters()
     }
+
+
+class Student(nn.Module):
+    """Its teacher is in a list, which registers nothing; ``forward`` does not read the batch's labels."""
+
+    def __init__(self, register: bool) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 8, bias=False)
+        teacher = nn.Linear(8, 8).requires_grad_(False)
+        self.teacher: Any = teacher if register else [teacher]
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        teacher = self.teacher if isinstance(self.teacher, nn.Module) else self.teacher[0]
+        return (self.net(batch["x"]) - teacher(batch["x"])).square().mean()
+
+
+def resident(model: Callable[..., Any], *args: Any) -> tuple[Resident, int]:
+    """The resident bytes of a step, and the bytes alive before its first call."""
+    captured = captured_model(model, args, {})
+    timeline, _ = compiled_timeline(captured, H100, FusionPolicy())
+    parts = cut(timeline, captured, lambda call: 0.0)
+    tensors = resident_tensors(model, captured.unit_of, parts.trained.__contains__, captured.unregistered)
+    return Resident.of(tensors, "adamw", 1), parts.entry
+
+
+def test_every_parameter_that_a_graph_reads_is_counted() -> None:
+    """Of a function, a bound method and a closure; registered or not; two modules whose paths are equal."""
+    model, x = Student(register=True), torch.randn(4, 8)
+    batch = {"x": x}
+    expected = resident(model, batch)
+    assert (expected[0].parameters, expected[0].gradients, expected[0].state) == (4 * 136, 256, 512)
+    for call in (lambda batch: model(batch), model.forward, Student(register=False)):
+        found = resident(call, batch)
+        assert found[1] == expected[1] and replace(found[0], by_unit={}) == replace(expected[0], by_unit={})
+    other = nn.Linear(8, 8, bias=False)
+    assert resident(lambda x: other(model.net(x)).sum(), x)[0].parameters == 512
+
+
+def test_arguments_that_no_graph_reads_are_alive_too() -> None:
+    batch = {"x": torch.randn(4, 8), "labels": torch.zeros(100)}
+    (_, without), (_, entry) = resident(Student(True), {"x": batch["x"]}), resident(Student(True), batch)
+    assert entry == without + 400
+    batch["labels"] = batch["x"][1:]  # no storage of its own
+    assert resident(Student(True), batch)[1] == without
+
+
+def test_fsdp_does_not_shard_what_is_not_registered() -> None:
+    model = Student(register=False)
+    captured = captured_model(model, ({"x": torch.randn(4, 8)},), {})
+    check_shards(model, captured.unit_of, 2, captured.unregistered)
+    model.teacher[0].requires_grad_()
+    words = "dp=2 is not accepted: the model does not register teacher.0.weight, so FSDP2 does not shard it"
+    raises(ValueError, words, check_shards, model, captured.unit_of, 2, captured.unregistered)
 
 
 def test_the_optimizers_step_has_the_batch_beside_it() -> None:

@@ -143,6 +143,7 @@ def predicted(model, tokens, ranks):
         layers={unit: unit for unit in units},
         unit_of=unit_of,
         parameter=lambda graph, number: names[number],
+        unread=0,
     )
     parts = cut(Timeline(moments, entry, kept, end, gradients), captured, lambda call: 0.0)
     resident = Resident.of(resident_tensors(model, unit_of), "none", ranks)

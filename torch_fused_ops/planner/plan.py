@@ -234,13 +234,14 @@ def plan(
         return models.captured_model(model, *resized)
 
     captured = captured_at(size)
-    check_shards(model, captured.unit_of, dp)  # its errors come before minutes of compiling
+    check_shards(model, captured.unit_of, dp, captured.unregistered)  # its errors come before minutes of compiling
     parts = {}
     for level in (*levels, OFF) if captured.mlps else levels[:1]:
         log.info('compiling: every MLP at "%s"', level)
         parts[level] = parts_of(captured, described, FusionPolicy(memory=level))  # type: ignore[arg-type]
     step = Step(captured.units, captured.mlps, parts)
-    tensors = resident_tensors(model, captured.unit_of, parts[levels[0]].trained.__contains__)
+    trained = parts[levels[0]].trained.__contains__
+    tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
     planner = _Planner(model, lambda: captured_at(size), captured, step, tensors, described, optimizer, levels, dp)
     result, resident = planner.within(limit), planner.resident
     if maximum is None:
@@ -273,7 +274,7 @@ class _Planner:
         """
         from torch_fused_ops.planner.static_memory import check_shards
 
-        check_shards(self.model, self.captured.unit_of, dp)
+        check_shards(self.model, self.captured.unit_of, dp, self.captured.unregistered)
         return self if dp == self.dp else replace(self, dp=dp)
 
     @cached_property

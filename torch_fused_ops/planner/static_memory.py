@@ -48,13 +48,13 @@ def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class ResidentTensor:
-    """A parameter or a buffer."""
+    """A parameter, a buffer, or another tensor that lives as long."""
 
     name: str  # its path in the model
     unit: str  # its layer, "" if it is in none
     shape: tuple[int, ...]  # on one GPU
     dtype: torch.dtype  # of it and its gradient
-    is_parameter: bool  # False for a buffer
+    is_parameter: bool  # False for a buffer, and for a tensor that the model does not register
     trained: bool  # it needs a gradient
 
     @property
@@ -66,22 +66,25 @@ def resident_tensors(
     model: Callable[..., Any],
     unit_of: Callable[[str], str],
     gets_gradient: Callable[[str], bool] = lambda path: True,
+    unregistered: Mapping[str, Tensor] | None = None,
 ) -> list[ResidentTensor]:
-    """List a model's parameters and buffers; a function has none.
+    """List the parameters and buffers of a step.
 
     Args:
         model: a module or a function.
         unit_of: the layer of a module, by its path.
         gets_gradient: True if backward reaches the parameter at a path; others are not trained.
+        unregistered: parameters and buffers that the step reads and the model does not register, by path.
     """
-    if not isinstance(model, nn.Module):
-        return []
-    reached = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if gets_gradient(name)}
+    others = list((unregistered or {}).items())
+    module = model if isinstance(model, nn.Module) else nn.Module()
+    every = [*module.named_parameters(remove_duplicate=False), *others]
+    reached = {id(p) for name, p in every if gets_gradient(name)}
     tensors = []
-    for is_parameter, named in ((True, model.named_parameters()), (False, model.named_buffers())):
+    for kind, named in ((0, module.named_parameters()), (1, module.named_buffers()), (2, others)):
         for name, t in named:
             unit, trained = unit_of(name.rpartition(".")[0]), t.requires_grad and id(t) in reached
-            tensors.append(ResidentTensor(name, unit, tuple(t.shape), t.dtype, is_parameter, trained))
+            tensors.append(ResidentTensor(name, unit, tuple(t.shape), t.dtype, kind == 0, trained))
     return tensors
 
 
@@ -101,17 +104,25 @@ def check_whole(model: Callable[..., Any], dp: int) -> None:
         raise ValueError(f"dp={dp} is not accepted: {sharded} is in shards already; plan the whole model")
 
 
-def check_shards(model: Callable[..., Any], unit_of: Callable[[str], str], dp: int) -> None:
+def check_shards(
+    model: Callable[..., Any],
+    unit_of: Callable[[str], str],
+    dp: int,
+    unregistered: Mapping[str, Tensor] | None = None,
+) -> None:
     """Check a model for several GPUs for what ``fully_shard`` refuses.
 
     Raises:
         ValueError: as ``check_whole``; or parameters are scalars, or in several layers, or trained ones of several
-            dtypes in a layer.
+            dtypes in a layer, or trained ones are not registered.
     """
     check_whole(model, dp)
     if dp == 1:
         return
     assert isinstance(model, nn.Module)
+    loose = next((name for name, t in (unregistered or {}).items() if t.requires_grad), None)
+    if loose is not None:
+        raise ValueError(f"dp={dp} is not accepted: the model does not register {loose}, so FSDP2 does not shard it")
     units: dict[int, tuple[str, str]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name, p in model.named_parameters(remove_duplicate=False):

@@ -233,7 +233,9 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         pieces.append((kind, "", before))
         pieces += [(kind, unit, segment) for unit, segment in by_owner.items()]
         pieces.append((kind, "", replace(behind, net=behind.net + left)))
-    return Parts(timeline.entry, tuple(pieces), frozenset(model.parameter(*key) for key in timeline.gradients))
+    return Parts(
+        timeline.entry + model.unread, tuple(pieces), frozenset(model.parameter(*key) for key in timeline.gradients)
+    )
 
 
 def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
