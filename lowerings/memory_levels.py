@@ -1,14 +1,16 @@
-"""Stage 2, second half: what is saved for backward at ``memory="free"`` (``rebuild``) and below (``keep_less``).
+"""Memory levels in the partitioner: edits of a forward and a backward graph that save less for backward.
 
-What is left there, besides the GEMMs' own inputs, is what the activations read. Two levels go below that, by editing
-the two graphs that the partitioner made (``saved_tensors.SavedTensors``): each saved tensor that an MLP's activation
-reads becomes something smaller, from which the backward graph computes it again.
+``rebuild`` applies to every level but "off". ``keep_less`` applies what the policy requests below "free":
 
-``"fp8"``    float8_e4m3fn and a scale for each row, made where forward computes the activation; backward's kernels read
-             that. Only where nothing else in backward reads the tensor: whatever does would see the rounding.
-``"input"``  nothing: the GEMM that made it (of an adapted linear layer the GEMMs and their sum) is computed again,
-             from inputs that are kept for the weights' gradients anyway. So is what ``"tiled"`` has left whole: the
-             tiles themselves are stage 1's (``recognize/tiles.py``), and keep nothing that could be kept smaller.
+``memory="fp8"``       An MLP's saved activation inputs become float8_e4m3fn with a scale per row. Forward computes both
+                       in the activation's kernel. A tensor stays as it is if backward reads it in anything but
+                       activations, which would see the rounding.
+``memory="input"``     These tensors are not saved. Backward repeats the GEMM that produced them, with the bias, adapter
+                       and casts behind it, from inputs that are saved for the weights' gradients anyway. MLPs that the
+                       pre-grad pass could not tile (``"tiled"``, ``recognize/tiles.py``) are treated the same way.
+``attention="input"``  Likewise for queries, keys, values and the projected result of attention (``attention.py``).
+
+All of them use one recomputation (``_recomputation``), and one pair of graphs (``saved_tensors.SavedTensors``).
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import copy
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._inductor.decomposition import select_decomp_table
@@ -32,11 +34,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.graphs.reasons import Kind, Rejection
-from torch_fused_ops.lowerings import compat
+from torch_fused_ops.lowerings import attention, compat
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear, op_types
 from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors
 from torch_fused_ops.operators import reference
-from torch_fused_ops.policy import FusionPolicy, enclosing_modules
+from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules
 from torch_fused_ops.settings import tiles
 
 log = logging.getLogger("torch_fused_ops")
@@ -44,7 +46,7 @@ log = logging.getLogger("torch_fused_ops")
 aten, fused = torch.ops.aten, torch.ops.fused
 
 OPERATOR: dict[Any, PointwiseOperator] = {op.forward.overload: op for op in elementwise()}
-SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
+_T = TypeVar("_T")
 
 
 _LEVEL = "torch_fused_ops_memory"  # a level that an operator asks for itself, in what tracing hands on of its node
@@ -74,72 +76,57 @@ def asked(node: Node) -> str | None:
 
 
 def rebuild(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Graphs:
-    """Copies of both graphs in which backward rebuilds what linear layers read of what it is handed anyway.
+    """Return copies of both graphs in which backward recomputes more saved tensors, without a GEMM.
 
-    The partitioner does so, but for what a matrix product stands between: of two readers of a value, one behind a
-    product that reads the value, too, the far one is kept ("used far apart"). It means a frozen layer's product beside
-    its adapter's dropout, and a router's beside the tokens gathered for experts; and sees it or not by how the program
-    is written: with tokens in three dimensions a view stands in front of the product, with two none does. Here
-    nothing is rebuilt from what is not handed over for something else, but parameters and buffers.
+    * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, except across a
+      GEMM: if one of a value's readers comes after a GEMM that also reads the value, it saves that reader ("used far
+      apart"). Examples are a frozen layer's GEMM beside its adapter's dropout, and a router's GEMM beside the tokens
+      gathered for experts.
+    * Tensors that repeat a smaller one, such as keys and values under grouped-query attention. The smaller tensor is
+      saved instead.
 
     Args:
-        graphs: what ``partition`` made; not touched, and handed back where there is nothing to do.
-        outputs: how many of forward's results are the user's, before what is kept for backward.
-        static_inputs: which of forward's inputs live on in any case: parameters and buffers.
+        graphs: the result of ``partition``. Not modified, and returned if there is nothing to do.
+        outputs: number of forward's results that belong to the user. The tensors saved for backward follow them.
+        static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
     """
-    as_it_is = SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static_inputs)
-    if not any(_again(as_it_is, node) for node in as_it_is.kept()):
+    original = SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static_inputs)
+    if not any(_without_gemm(original, node) for node in original.kept()):
         return graphs
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
-    both = SavedTensors(forward, backward, outputs, static_inputs)
-    for node in both.kept():
-        again = _again(both, node)
-        if again:
-            log.info("%s: backward recomputes it from saved tensors, %d bytes less", node.name, both.cost([node]))
-            sources = dict.fromkeys(n for one in again for n in one.all_input_nodes)
-            both.keep_instead(node, [n for n in sources if n in both.static and n not in both.same])
-            _compute_again(both, node, again)
-    return _finished(graphs, both)
+    pair = SavedTensors(forward, backward, outputs, static_inputs)
+    for node in pair.kept():
+        recomputation = _without_gemm(pair, node)
+        if recomputation is not None:
+            less = pair.cost([node]) - pair.cost(recomputation.to_save)
+            log.info("%s: backward recomputes it from saved tensors, %d bytes less", node.name, less)
+            _replace(pair, node, recomputation)
+    return _finished(graphs, pair)
 
 
-def _again(both: SavedTensors, node: Node) -> list[Node]:
-    """The calls that make a kept tensor of what backward has, for linear layers' products alone; none if it is kept."""
-    if (
-        node in both.static
-        or node in both.returned()[: both.outputs]
-        or isinstance(base(node).meta.get("recompute"), CheckpointPolicy)
-        or not both.same[node].users
-        or not all(map(is_linear, _readers(both.same[node])))
-    ):
-        return []
-    again: list[Node] = []
-    pending = [node]
-    while pending:
-        one = pending[-1]
-        own = [n for n in one.all_input_nodes if n in both.static]  # a norm's bias: it is there in any case
-        known = {node, *both.same, *own, *again}
-        sources = [n for n in one.all_input_nodes if n not in known]
-        if not _is_rebuilt(one) or len(again) + len(pending) > CALLS or any(n in both.stale for n in (base(one), *own)):
-            return []
-        pending += sources
-        if not sources:
-            again.append(pending.pop())
-    return list(dict.fromkeys(again))
+def _without_gemm(pair: SavedTensors, node: Node) -> Recomputation | None:
+    """Return how backward recomputes a saved tensor at ``memory="free"``; None if it must stay saved."""
+    if not _may_be_replaced(pair, node):
+        return None
+    try:
+        recomputation = _recomputation(pair, node, gemms=False)
+    except Rejection:
+        return None
+    if all(map(is_linear, _readers(pair.same[node]))):
+        return None if pair.cost(recomputation.to_save) else recomputation
+    read = {source for call in recomputation.calls for source in call.all_input_nodes}.difference(recomputation.calls)
+    return recomputation if len(read) == 1 and pair.cost(read) < pair.cost([node]) else None
 
 
-CALLS = 32  # as many as are rebuilt for one tensor: an activation that was left alone, not a model's residual sums
-
-
-def _is_rebuilt(node: Node) -> bool:
-    """True if a call is a view, is pointwise, picks rows or joins tensors: no sums, no random numbers."""
-    kinds = op_types()
-    if node.op != "call_function" or kinds.is_random(node):
-        return False
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in OPERATOR
-    moves = node.target in (aten.index.Tensor, aten.gather.default, aten.index_select.default, aten.cat.default)
-    if node.target is operator.getitem:  # a part of what is split, as "tiled" splits tokens
-        moves = node.all_input_nodes[0].target in SAME_ELEMENTS
-    return pointwise or moves or node.target in SAME_ELEMENTS or node.target is fused.dropout_add.default
+def _may_be_replaced(pair: SavedTensors, node: Node) -> bool:
+    """True for a saved tensor that forward computes, unless the user gets it or a checkpoint asks to save it."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and node not in pair.returned()[: pair.outputs]
+        and not isinstance(base(node).meta.get("recompute"), CheckpointPolicy)
+        and bool(pair.same[node].users)
+    )
 
 
 def _readers(node: Node) -> Iterator[Node]:
@@ -151,16 +138,129 @@ def _readers(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _compute_again(both: SavedTensors, node: Node, again: Sequence[Node]) -> None:
-    """Let backward make ``node``, kept until now, by copies of forward's calls, the last of which is ``node``."""
-    first = both.first_reader(node)
+# ---- recomputation -------------------------------------------------------------------------------
+
+MAX_CALLS = 32  # enough for a norm and a rotary embedding, too few for a model's chain of residual adds
+
+
+class Recomputation(NamedTuple):
+    """The calls with which backward computes a saved tensor again.
+
+    Attributes:
+        calls: forward's calls to repeat, in order; the last one computes the tensor.
+        to_save: tensors that these calls read and that must be saved for them.
+    """
+
+    calls: tuple[Node, ...]
+    to_save: tuple[Node, ...]
+
+
+def _recomputation(pair: SavedTensors, node: Node, *, gemms: bool) -> Recomputation:
+    """Return the cheapest recomputation of a saved tensor from values that backward has, or that can be saved for it.
+
+    Views, pointwise calls and gathers are repeated. With ``gemms`` so is one layer of GEMMs, and everything between it
+    and ``node``. Random numbers and sums are never repeated.
+
+    Raises:
+        Rejection: a value that it needs cannot be saved, or may have changed before backward reads it.
+    """
+    exposed = pair.callers.difference(map(base, pair.kept()))
+    depth = 0
+
+    @functools.cache
+    def obtain(source: Node, role: str) -> Recomputation:
+        """The cheaper of two ways to have ``source`` in backward: repeat its call, or save it.
+
+        ``role``: of ``source`` in the repeated GEMM that depends on it, "data" or "weight"; "" if there is none.
+        """
+        if source is not node and source in pair.same:
+            return Recomputation((), ())
+        if base(source) in pair.stale:
+            raise Rejection(Kind.MADE_OF_WRITTEN, f"cannot recompute: forward writes {base(source)}")
+        repeated = None
+        if (_is_rebuilt(source) or (gemms and not role and is_gemm(source))) and depth < MAX_CALLS:
+            try:
+                repeated = repeat(source, role)
+            except Rejection:  # save it instead, except where a GEMM was to be repeated
+                if source is node or (gemms and not role):
+                    raise
+        if repeated and (source is node or (gemms and not role) or _is_cheaper(pair, repeated, source)):
+            return repeated
+        if source is node:
+            raise Rejection(Kind.NO_GEMM, "it is not the result of a GEMM")
+        if not isinstance(source.meta.get("val"), torch.Tensor):
+            raise Rejection(Kind.MADE_OF_SIZE, f"cannot recompute: the size {source} is not saved")
+        if role != "weight" and base(source) in exposed:
+            text = f"cannot recompute: the caller may modify {base(source)} before backward needs it"
+            raise Rejection(Kind.MADE_OF_CALLERS, text)
+        return Recomputation((), (source,))
+
+    def repeat(call: Node, role: str) -> Recomputation:
+        nonlocal depth
+        depth += 1
+        try:
+            parts = [obtain(source, role or _role(call, source)) for source in call.all_input_nodes]
+        finally:
+            depth -= 1
+        calls = dict.fromkeys((*(c for part in parts for c in part.calls), call))
+        if len(calls) > MAX_CALLS:
+            raise Rejection(Kind.MANY_RECOMPUTED, f"cannot recompute: it takes more than {MAX_CALLS} calls")
+        return Recomputation(tuple(calls), tuple(dict.fromkeys(n for part in parts for n in part.to_save)))
+
+    return obtain(node, "")
+
+
+def _is_cheaper(pair: SavedTensors, repeated: Recomputation, source: Node) -> bool:
+    more = pair.cost(repeated.to_save)
+    return not more or not isinstance(source.meta.get("val"), torch.Tensor) or more < pair.cost([source])
+
+
+def _role(call: Node, source: Node) -> str:
+    """The role of an operand in a GEMM: "data" or "weight" (a bias, too); "" in other calls."""
+    if not is_gemm(call):
+        return ""
+    has_bias = getattr(call.target, "overloadpacket", None) in (aten.addmm, aten.baddbmm)
+    return "data" if source is call.args[1 if has_bias else 0] else "weight"
+
+
+def _is_rebuilt(node: Node) -> bool:
+    """True if a call is a view, is pointwise, picks rows, joins tensors, or quantizes a weight."""
+    kinds = op_types()
+    if node.op != "call_function" or kinds.is_random(node):
+        return False
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in OPERATOR
+    moves = node.target in _MOVES
+    if node.target is operator.getitem:  # a part of what is split, as "tiled" splits tokens
+        moves = node.all_input_nodes[0].target in SAME_ELEMENTS
+    return pointwise or moves or node.target in SAME_ELEMENTS or _is_quantized(node)
+
+
+_MOVES = {
+    aten.index.Tensor,
+    aten.gather.default,
+    aten.index_select.default,
+    aten.cat.default,
+    fused.dropout_add.default,  # its mask is a function of a seed
+}
+
+
+def _is_quantized(node: Node) -> bool:
+    """True for a weight in float8, or a part of it: that is a pass over the weight."""
+    made = node.args[0] if node.target is operator.getitem else node
+    return isinstance(made, Node) and made.target is fused.quantize.default
+
+
+def _replace(pair: SavedTensors, node: Node, recomputation: Recomputation) -> None:
+    """Recompute a saved tensor in backward, and save what that needs."""
+    pair.keep_instead(node, [n for n in recomputation.to_save if n not in pair.same])
+    first = pair.first_reader(node)
     copies: dict[Node, Node] = {}
-    with both.backward.inserting_before(first):
-        for one in again:
-            copies[one] = both.backward.node_copy(one, lambda n: copies.get(n) or both.same[n])
-            copies[one].meta["autograd_backward"] = True
-    both.make_again(node, copies.pop(node))
-    both.same.update(copies)
+    with pair.backward.inserting_before(first):
+        for call in recomputation.calls:
+            copies[call] = pair.backward.node_copy(call, lambda n: copies.get(n) or pair.same[n])
+            copies[call].meta["autograd_backward"] = True
+    pair.make_again(node, copies.pop(node))
+    pair.same.update(copies)
 
 
 # ---- below "free" --------------------------------------------------------------------------------
@@ -176,17 +276,34 @@ def keep_less(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inpu
         static_inputs: which of forward's inputs live on in any case: parameters and buffers.
     """
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
-    both = SavedTensors(forward, backward, outputs, static_inputs)
-    for node, level in _kept(both, policy):
-        module, before = next(reversed(module_stack(node)), ""), both.nbytes()
+    pair = SavedTensors(forward, backward, outputs, static_inputs)
+    for edit in (*_mlp_edits(pair, policy), *_attention_edits(pair, policy)):
+        before = pair.nbytes()
         try:
-            if isinstance(node.meta.get("recompute"), CheckpointPolicy):
-                raise Rejection(Kind.CHECKPOINTED, "selective checkpointing saves it")
-            _LEVELS[level](both, node)
-            log.info("%s in %s: memory=%r, %d bytes less saved", node.name, module, level, before - both.nbytes())
-        except Rejection as refusal:
-            log.info("%s in %s: memory=%r has no effect: %s", node.name, module, level, refusal)
-    return _finished(graphs, both)
+            edit.apply()
+            log.info("%s: %s, %d bytes less saved", edit.place, edit.setting, before - pair.nbytes())
+        except Rejection as rejection:
+            log.info("%s: %s has no effect: %s", edit.place, edit.setting, rejection)
+            if policy.strict and edit.is_site:
+                text = f"strict=True and {edit.setting} has no effect on {edit.place}: {rejection}"
+                raise UnfusedError(text) from rejection
+    return _finished(graphs, pair)
+
+
+class _Edit(NamedTuple):
+    """An edit that the policy asks for.
+
+    Attributes:
+        setting: the policy's field and value, for the log.
+        place: the tensors or the module, for the log.
+        apply: edits the graphs, or raises a Rejection.
+        is_site: ``strict`` counts a rejection.
+    """
+
+    setting: str
+    place: str
+    apply: Callable[[], None]
+    is_site: bool = False
 
 
 def _finished(graphs: Graphs, both: SavedTensors) -> Graphs:
@@ -201,18 +318,33 @@ def _finished(graphs: Graphs, both: SavedTensors) -> Graphs:
     return _make_graph_module(graphs[0], both.forward), _make_graph_module(graphs[1], both.backward)
 
 
-def _kept(both: SavedTensors, policy: FusionPolicy) -> list[tuple[Node, str]]:
-    """The tensors that activations read and that are kept for backward, with their memory levels."""
-    found: dict[Node, str] = {}
-    for node in both.forward.nodes:
+def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit]:
+    """The policy's memory levels for the saved tensors that MLPs' activations read."""
+    seen = set[Node]()
+    for node in pair.forward.nodes:
         if node.target not in OPERATOR:
             continue
         level = asked(node) or policy.memory_of(enclosing_modules(module_stack(node)))
-        level = "input" if tiles.asked(level) is not None else level  # what stage 1 has not cut into tiles
-        for source in (both.kept_source(node.args[i]) for i in DATA[node.target]) if level in _LEVELS else ():
-            if source is not None:
-                found.setdefault(source, level)
-    return list(found.items())
+        level = "input" if tiles.asked(level) is not None else level  # an MLP that the pre-grad pass could not tile
+        sources = dict.fromkeys(pair.kept_source(node.args[i]) for i in DATA[node.target])
+        nodes = [source for source in sources if source is not None and source not in seen]
+        seen.update(nodes)
+        if nodes and level in _EDITS:
+            place = f"{', '.join(n.name for n in nodes)} in {next(reversed(module_stack(node)), '')}"
+            yield _Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes))
+
+
+def _attention_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit]:
+    """The policy's ``attention="input"``, for each attention of the graph."""
+    if policy.attention == "off":
+        return
+    for site in attention.find(pair.forward):
+        stacks = {linear: enclosing_modules(module_stack(linear)) for linear in site.linears}
+        linears = {n for n, modules in stacks.items() if policy.attention_of(modules) == "input"}
+        linears = {n for n in linears if policy.excluding(stacks[n]) is None}
+        if linears:
+            edit = functools.partial(_save_attention_inputs, pair, site.values, linears)
+            yield _Edit("attention='input'", site.module or "the model", edit, is_site=True)
 
 
 # ---- "fp8" ---------------------------------------------------------------------------------------
@@ -231,7 +363,17 @@ def unrounded(on: bool = True) -> Iterator[None]:
         _unrounded.reset(token)
 
 
-def _keep_fp8(both: SavedTensors, node: Node) -> None:
+def _save_fp8(both: SavedTensors, nodes: Sequence[Node]) -> None:
+    """Save tensors as float8, except those that cannot be.
+
+    Raises:
+        Rejection: none of them can be.
+    """
+    _each(functools.partial(_save_one_fp8, both), nodes)
+
+
+def _save_one_fp8(both: SavedTensors, node: Node) -> None:
+    _check_not_checkpointed(node)
     value, exact = node.meta["val"], _unrounded.get()
     if value.dtype not in (torch.bfloat16, torch.float16, torch.float32) and not exact:
         raise Rejection(Kind.FP8_DTYPE, f"it is {value.dtype}")
@@ -280,52 +422,57 @@ _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "autograd_ba
 # ---- "input" -------------------------------------------------------------------------------------
 
 
-def _keep_input(both: SavedTensors, node: Node) -> None:
-    again: list[Node] = []  # forward's nodes to compute again in backward, in order
-    keep: list[Node] = []  # and those to keep for that
-    _plan(both, node, None, again, keep)
-    if not any(map(is_gemm, again)):
-        raise Rejection(Kind.NO_GEMM, "it is not the result of a GEMM")
-    more, less = both.cost(keep), both.cost([node])
-    if more >= less:
-        raise Rejection(Kind.COSTS_MORE, f"cannot recompute: its inputs take {more} bytes and are not saved otherwise")
-    both.keep_instead(node, keep)
-    _compute_again(both, node, again)
+def _save_inputs(pair: SavedTensors, nodes: Sequence[Node]) -> None:
+    """Recompute saved tensors in backward by GEMMs, from inputs that are saved for the weights' gradients anyway.
 
-
-def _plan(both: SavedTensors, node: Node, operand: str | None, again: list[Node], keep: list[Node]) -> None:
-    """List the calls that recompute ``node`` in backward: GEMMs, sums of them, and views of saved tensors.
-
-    ``operand``: its role in the GEMM that reads it, "data" or "weight" (or bias), if one does.
+    Raises:
+        Rejection: none of them can be recomputed, or the inputs take as many bytes.
     """
-    for source in node.all_input_nodes:
-        inside = operand or (None if not is_gemm(node) else "data" if source is _data(node) else "weight")
-        if source in again or source in keep or source in both.same:
-            continue
-        if base(source) in both.stale:
-            raise Rejection(Kind.MADE_OF_WRITTEN, f"cannot recompute: forward writes {base(source)}")
-        if not isinstance(source.meta.get("val"), torch.Tensor) and not _is_quantized(source):
-            raise Rejection(Kind.MADE_OF_SIZE, f"cannot recompute: the size {source} is not saved")
-        product = not inside and (is_gemm(source) or source.target in SUMS)
-        if source.target in SAME_ELEMENTS or _is_quantized(source) or product:
-            _plan(both, source, inside, again, keep)
-        elif inside != "weight" and base(source) in both.callers.difference(map(base, both.kept())):
-            text = f"cannot recompute: the caller may modify {base(source)} before backward needs it"
-            raise Rejection(Kind.MADE_OF_CALLERS, text)
-        else:
-            keep.append(source)
-    again.append(node)
+    planned = dict(_each(functools.partial(_with_gemms, pair), nodes))
+    if not any(is_gemm(call) for each in planned.values() for call in each.calls):
+        raise Rejection(Kind.NO_GEMM, "it is not the result of a GEMM")
+    more = pair.cost({source for each in planned.values() for source in each.to_save})
+    if more >= pair.cost(planned):
+        raise Rejection(Kind.COSTS_MORE, f"cannot recompute: its inputs take {more} bytes and are not saved otherwise")
+    for node in planned:
+        _replace(pair, node, _with_gemms(pair, node))
 
 
-def _data(gemm: Node) -> Any:
-    """The operand of a GEMM beside its weight: a bias comes before it."""
-    return gemm.args[1] if getattr(gemm.target, "overloadpacket", None) in (aten.addmm, aten.baddbmm) else gemm.args[0]
+def _save_attention_inputs(pair: SavedTensors, values: Collection[Node], linears: Collection[Node]) -> None:
+    """``_save_inputs`` for the ``values`` of one attention that these linear layers alone compute."""
+
+    def computed_by_others(node: Node) -> bool:
+        return any(is_gemm(call) and call not in linears for call in _with_gemms(pair, node).calls)
+
+    nodes = [node for node in pair.kept() if node in values and _may_be_replaced(pair, node)]
+    others = dict.fromkeys(node for node, answer in _each(computed_by_others, nodes) if answer)
+    if len(others) < len(nodes):
+        _save_inputs(pair, [node for node in nodes if node not in others])
 
 
-def _is_quantized(node: Node) -> bool:
-    """True for a weight in float8, or a part of it: that is a pass over the weight."""
-    made = node.args[0] if node.target is operator.getitem else node
-    return isinstance(made, Node) and made.target is fused.quantize.default
+def _with_gemms(pair: SavedTensors, node: Node) -> Recomputation:
+    _check_not_checkpointed(node)
+    return _recomputation(pair, node, gemms=True)
 
 
-_LEVELS: dict[str, Callable[[SavedTensors, Node], None]] = {"fp8": _keep_fp8, "input": _keep_input}
+_EDITS: dict[str, Callable[[SavedTensors, Sequence[Node]], None]] = {"fp8": _save_fp8, "input": _save_inputs}
+
+
+def _check_not_checkpointed(node: Node) -> None:
+    if isinstance(node.meta.get("recompute"), CheckpointPolicy):
+        raise Rejection(Kind.CHECKPOINTED, "selective checkpointing saves it")
+
+
+def _each(fn: Callable[[Node], _T], nodes: Sequence[Node]) -> list[tuple[Node, _T]]:
+    """Return the results of ``fn`` for the nodes that it does not reject. If it rejects all, raise the first reason."""
+    results: list[tuple[Node, _T]] = []
+    rejections: list[Rejection] = []
+    for node in nodes:
+        try:
+            results.append((node, fn(node)))
+        except Rejection as rejection:
+            log.info("%s: %s", node.name, rejection)
+            rejections.append(rejection)
+    if rejections and not results:
+        raise rejections[0]
+    return results

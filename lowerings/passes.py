@@ -248,8 +248,10 @@ class Partition(Stage, CustomPartitionerFn):
         policy = self.policy_to_run()
         if policy is None:
             return partition.upstream(gm, joint_inputs, **kwargs)
-        free = policy.memory != "off" and not partition.budgeted(gm.graph)
-        less = policy.memory != "free" or any(map(memory_levels.asked, gm.graph.nodes))
+        decides = not partition.budgeted(gm.graph)  # otherwise the user's budget does
+        free = policy.memory != "off" and decides
+        less = free and (policy.memory != "free" or any(map(memory_levels.asked, gm.graph.nodes)))
+        less = less or (decides and policy.attention != "off")
         handed = {
             "outputs": kwargs["num_fwd_outputs"],
             "static_inputs": kwargs.get("static_lifetime_input_indices") or (),
@@ -267,7 +269,7 @@ class Partition(Stage, CustomPartitionerFn):
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
         if free:
             graphs = _guarded(self, policy, functools.partial(memory_levels.rebuild, graphs, **handed)) or graphs
-        if free and less:
+        if less:
             graphs = (
                 _guarded(self, policy, functools.partial(memory_levels.keep_less, graphs, policy, **handed)) or graphs
             )

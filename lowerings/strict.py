@@ -91,7 +91,8 @@ class _Model:
         self.warns_of_nothing = explicit and policy.memory != "off"
         self.title = title_of(graph) or "a compiled function"
         self.sites: list[Site] = []
-        self.modules: set[str] = set()
+        self.modules: set[str] = set()  # inside the sites' modules
+        self.all_modules: set[str] = set()
         self.has_ours, self.linears, self.graphs, self.is_new = False, 0, 0, False
         self.raised = sys.exc_info()[1]
 
@@ -100,6 +101,7 @@ class _Model:
         mlps = {site.module for site in sites if site.activation != DROPOUT}
         inside = tuple(f"{mlp}." if mlp else "" for mlp in mlps)
         self.modules.update(path for path in modules if f"{path}.".startswith(inside))
+        self.all_modules.update(modules)
         self.has_ours = self.has_ours or _has_ours(graph)
         self.linears += 0 if self.has_sites else _linears(graph)
 
@@ -148,7 +150,7 @@ class _Model:
             )
 
     def _compare_patterns(self) -> None:
-        notes = unmatched(self.policy, self.sites, self.modules)
+        notes = unmatched(self.policy, self.sites, self.modules, self.all_modules)
         if notes and self.policy.strict:
             raise UnfusedError(f"strict=True and in {self.title} {'; '.join(notes)}")
         for note in notes:

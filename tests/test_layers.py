@@ -54,7 +54,12 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "float8": (("families.float8", "lowerings.float8", "lowerings.recognize.gemms"), (*WORDS, "operators")),
     "levels": (
         (
-            *("lowerings.memory_levels", "lowerings.recognize.tiles", "lowerings.recognize.per_row_scale"),
+            *(
+                "lowerings.memory_levels",
+                "lowerings.attention",
+                "lowerings.recognize.tiles",
+                "lowerings.recognize.per_row_scale",
+            ),
             *("lowerings.buffer_reuse", "lowerings.split_reductions"),
         ),
         WORDS,

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 from torch_fused_ops.settings import tiles
 
 Memory = Literal["off", "free", "fp8", "input", "tiled"]
+Attention = Literal["off", "input"]
 Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
 MEMORY: tuple[str, ...] = get_args(Memory)  # the levels, each saving less for backward than the one before
+ATTENTION: tuple[str, ...] = get_args(Attention)
 GEMM: tuple[str, ...] = get_args(Recipe)  # families/float8/recipes.py has what each means
 LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # the accepted values, for messages
 
@@ -34,6 +36,7 @@ class PolicyFields(TypedDict, total=False):
     strict: bool
     exclude: Sequence[str]
     gemm: Recipe | Mapping[str, str]
+    attention: Attention | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class FusionPolicy:
             scale for each row, on more devices, and for a mixture's experts, too. ``"mxfp8"`` and
             ``"mxfp8-wgrad-bf16"``: like the first two, with a scale for each 32 elements, for Blackwell. A mapping
             from module patterns selects one for each MLP; "bf16" is the default.
+        attention: the memory level of attention. ``"input"`` saves its input instead of queries, keys, values and the
+            projected result, and recomputes their linear layers in backward. Attention itself is never run again.
+            ``"off"`` saves what the partitioner saves. A mapping from module patterns to levels selects linear layers,
+            or all of a module's; "off" is the default.
     """
 
     memory: Level | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
@@ -72,6 +79,7 @@ class FusionPolicy:
     strict: bool = False
     exclude: Sequence[str] = ()
     gemm: Recipe | Mapping[str, str] | tuple[tuple[str, str], ...] = "bf16"
+    attention: Attention | Mapping[str, str] | tuple[tuple[str, str], ...] = "off"
 
     def __new__(cls, *args: Any, **fields: Any) -> FusionPolicy:
         for name in fields:
@@ -155,9 +163,13 @@ class FusionPolicy:
         """The recipe of the linear layers of an MLP inside these modules."""
         return self._of("gemm", modules, "bf16")
 
-    def decisions(self, modules: Collection[str]) -> tuple[str, str, str | None]:
+    def attention_of(self, modules: Collection[str]) -> str:
+        """The memory level of attention's linear layers inside these modules."""
+        return self._of("attention", modules, "off")
+
+    def decisions(self, modules: Collection[str]) -> tuple[str | None, ...]:
         """The choices of all patterns inside these modules, for compile keys: a graph may have no module paths."""
-        return self.memory_of(modules), self.gemm_of(modules), self.excluding(modules)
+        return *(self._of(name, modules, "") for name in _KNOWN), self.excluding(modules)
 
     def _of(self, name: str, modules: Collection[str], otherwise: str) -> str:
         value = getattr(self, name)
@@ -211,15 +223,16 @@ class _Known(NamedTuple):
     noun: str
 
 
-# The fields that may be mappings from module patterns, and their values. "off" is for a whole model only.
+# The fields that may be mappings from module patterns, and their values. Memory level "off" is for a whole model only.
 _KNOWN = {
     "memory": _Known(is_level, LEVELS, "level"),
     "gemm": _Known(lambda value: isinstance(value, str) and value in GEMM, ", ".join(GEMM), "recipe"),
+    "attention": _Known(lambda value: isinstance(value, str) and value in ATTENTION, ", ".join(ATTENTION), "level"),
 }
 
 
 def check_known(name: str, value: object) -> None:
-    """Raise a ValueError if ``value`` is not a memory level (``name`` "memory"), or not a recipe ("gemm")."""
+    """Raise a ValueError if the field ``name`` does not accept ``value``: a memory level, for instance."""
     if not _KNOWN[name].has(value):
         raise ValueError(f"{name}={value!r} is not known; accepted: {_KNOWN[name].accepted}")
 
@@ -237,10 +250,12 @@ def _value_or_pairs(name: str, value: object) -> str | tuple[tuple[str, str], ..
             f"{noun}s"
         ) from None
     for pattern, chosen in pairs:
-        if chosen == "off" or not has(chosen):
+        off = name == "memory" and chosen == "off"
+        if off or not has(chosen):
             raise ValueError(
-                f"{name}={chosen!r} for {pattern!r} is not accepted; accepted: {accepted.removeprefix('off, ')}"
-                + ("; 'off' is for a whole model only" if chosen == "off" else "")
+                f"{name}={chosen!r} for {pattern!r} is not accepted; accepted: "
+                + (accepted.removeprefix("off, ") if name == "memory" else accepted)
+                + ("; 'off' is for a whole model only" if off else "")
             )
     return pairs
 
@@ -256,13 +271,16 @@ def names_module(pattern: str, modules: Collection[str]) -> bool:
     return any(fnmatchcase(path, p) for path in modules for p in (pattern, pattern.removesuffix(".*")))
 
 
-def unmatched(policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] = ()) -> tuple[str, ...]:
+def unmatched(
+    policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] = (), every: Collection[str] = ()
+) -> tuple[str, ...]:
     """Notes on the policy's patterns that match no site: a typo, or meant for another model.
 
     Args:
         policy: has the patterns.
         sites: of the model.
         inner: the paths of modules inside these sites, where they are known: a pattern may match one of them.
+        every: the paths of all modules, if they are known: patterns of ``attention`` are compared with these.
     """
     paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
     modules = enclosing_modules((*paths, *inner))
@@ -273,7 +291,10 @@ def unmatched(policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] 
     there = ", ".join(joined_paths(group) or "the model itself" for group in alike.values()) or "none"
     notes = []
     for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
-        if not (name == "exclude" and pattern in excluding) and not names_module(pattern, modules):
+        if name == "attention":
+            if every and not names_module(pattern, enclosing_modules(every)):
+                notes.append(f"attention={pattern!r} matches no module")
+        elif not (name == "exclude" and pattern in excluding) and not names_module(pattern, modules):
             near = difflib.get_close_matches(pattern.removesuffix(".*"), modules)
             meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             notes.append(f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}{meant}")

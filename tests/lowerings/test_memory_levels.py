@@ -393,14 +393,15 @@ def test_a_failure_leaves_free(level: str, monkeypatch: pytest.MonkeyPatch, capl
     """Half way through, with one tensor of two already replaced."""
     calls = []
 
-    def fails(both: Any, node: Any) -> None:
-        calls.append(node)
+    def fails(*args: Any) -> None:
+        calls.append(args)
         if len(calls) == 2:
             raise RuntimeError(f"on purpose: {level}")
-        original(both, node)
+        original(*args)
 
-    original = memory_levels._LEVELS[level]
-    monkeypatch.setitem(memory_levels._LEVELS, level, fails)
+    name = {"fp8": "_save_one_fp8", "input": "_replace"}[level]
+    original = getattr(memory_levels, name)
+    monkeypatch.setattr(memory_levels, name, fails)
     monkeypatch.setattr(passes, "_logged", set())  # it is logged once a process
     inputs = tensors("swiglu")
     got, kept = step_of(compiled(swiglu, level, strict=False), inputs)

@@ -135,20 +135,6 @@ def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:
     return torch.softmax(h @ u.t(), -1) @ u * torch.sigmoid(h)
 
 
-def cut_by_ddp(patch: Patch) -> Site:
-    """The first bucket has 1 MiB, which is within the second MLP."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(nn.Sequential(MLP(256, 1024), MLP(256, 1024)))
-        return explain(model, torch.randn(4, 256)).sites[-1]
-    finally:
-        dist.destroy_process_group()
-
-
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
@@ -219,12 +205,18 @@ def made_of_a_size(patch: Patch) -> Reason:
     """The partitioner hands backward every size that we have met: the graph is written by hand."""
     graph = torch.fx.Graph()
     n, x, w = (graph.placeholder(name) for name in "nxw")
-    n.meta["val"], x.meta["val"], w.meta["val"] = 6, torch.empty(2, 3, 8), torch.empty(8, 16)
-    view = graph.call_function(torch.ops.aten.view.default, (x, [n, 8]))
-    view.meta["val"] = torch.empty(6, 8)
-    product = graph.call_function(torch.ops.aten.mm.default, (view, w))
-    handed = SimpleNamespace(same={}, stale=set(), callers=set(), kept=list)
-    return refusal(memory_levels._plan, handed, product, None, [], [])
+    n.meta["val"], x.meta["val"], w.meta["val"] = 6, torch.empty(6, 8), torch.empty(8, 16)
+    product = graph.call_function(torch.ops.aten.mm.default, (x, w))
+    view = graph.call_function(torch.ops.aten.view.default, (product, [n, 16]))
+    saved = SimpleNamespace(same={}, stale=set(), callers=set(), kept=list)
+    return refusal(functools.partial(memory_levels._recomputation, gemms=True), saved, view)
+
+
+def many_calls(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    h = F.linear(x, w)
+    for _ in range(40):
+        h = h * 0.5 + 1
+    return F.linear(F.gelu(h), v)
 
 
 def frozen(hidden: int = 2) -> list[Tensor]:
@@ -379,9 +371,9 @@ PROGRAMS: dict[Kind, Program] = {
         made_of_written, torch.randn(6, 8), torch.randn(16, 8), nn.Parameter(torch.randn(16)), tensors()[-1]
     ),
     Kind.MADE_OF_SIZE: made_of_a_size,
+    Kind.MANY_RECOMPUTED: kept(many_calls, *tensors()),
     Kind.GRAPH_BREAK: broken(in_experts=False),
     Kind.EXPERT_LOOP: broken(in_experts=True),
-    Kind.DDP_BUCKET: cut_by_ddp,
 }
 
 

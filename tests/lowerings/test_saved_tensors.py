@@ -493,12 +493,12 @@ def test_unsound_edits_are_failures_of_the_pass(
 ) -> None:
     """Graphs as they were, one line, an exception under strict."""
 
-    def wrong(both: SavedTensors, node: torch.fx.Node) -> None:
+    def wrong(both: SavedTensors, node: torch.fx.Node, recomputation: Any) -> None:
         placeholder = both.same[node]
         other = next(n for n in both.backward.find_nodes(op="placeholder") if n is not placeholder)
         both.same[node] = other
 
-    monkeypatch.setitem(memory_levels._LEVELS, "input", wrong)
+    monkeypatch.setattr(memory_levels, "_replace", wrong)
     passes._logged.clear()
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).double()
     fused = interpreted(FusionPolicy(memory="input", strict=strict))

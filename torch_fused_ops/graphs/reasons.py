@@ -163,15 +163,12 @@ class Kind(Enum):
     MADE_OF_WRITTEN = Category.MEMORY
     MADE_OF_CALLERS = Category.MEMORY, _SAME_GRAPH
     MADE_OF_SIZE = Category.MEMORY
+    MANY_RECOMPUTED = Category.MEMORY
 
     GRAPH_BREAK = (
         Category.CAPTURE,
         "Move the line out of the model's forward, or out of the MLP. TORCH_LOGS=graph_breaks shows Dynamo's hints; "
         "torch.compile(fullgraph=True) makes a graph break an error.",
-    )
-    DDP_BUCKET = (
-        Category.CAPTURE,
-        "Set torch._dynamo.config.optimize_ddp = False. Larger buckets do not help: the first one stays at 1 MiB.",
     )
     EXPERT_LOOP = (
         Category.CAPTURE,

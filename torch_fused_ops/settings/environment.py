@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         error(f"{what} {name!r} does not exist: give the path of a Python program, or -m and a module's name")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: `import torch` then loads no plug-in, this one included")
-    fields = [f"memory={arguments.memory}", f"gemm={arguments.gemm}", f"strict={arguments.strict}".lower()]
+    fields = [f"{name}={getattr(arguments, name)}" for name in ("memory", "gemm", "attention")]
+    fields.append(f"strict={arguments.strict}".lower())
     text = ",".join((*fields, *(f"exclude={pattern}" for pattern in arguments.exclude)))
     environ = {**os.environ, NAME: text}
     try:

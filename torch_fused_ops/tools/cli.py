@@ -169,7 +169,9 @@ def _load(arguments: argparse.Namespace, training: bool) -> tuple[Callable[..., 
 
 def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
     with _usage_errors(ValueError):
-        policy = tfo.FusionPolicy.parse(f"memory={arguments.memory},gemm={arguments.gemm}")
+        policy = tfo.FusionPolicy.parse(
+            f"memory={arguments.memory},gemm={arguments.gemm},attention={arguments.attention}"
+        )
         return dataclasses.replace(policy, exclude=arguments.exclude)
 
 

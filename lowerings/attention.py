@@ -1,0 +1,142 @@
+"""Find attention in a forward graph by its data flow: the linear layers before and after a product of computed tensors.
+
+Module and operator names do not matter. The core of attention is PyTorch's ``scaled_dot_product_attention``,
+FlexAttention, or two batched GEMMs of computed tensors with a softmax between them. Queries, keys and values come from
+linear layers through views, casts, rotary embeddings and norms. The result goes to a linear layer through views and
+factors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+from torch.fx import Graph, Node
+
+from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.lowerings.partition import base, is_gemm, is_linear, op_types
+
+aten, fused = torch.ops.aten, torch.ops.fused
+
+# Calls behind which a softmax is recognized, in the forms that decompositions leave.
+_SOFTMAX = {aten.exp.default, aten._softmax.default, fused.scaled_masked_softmax.default}
+_MAX_VALUES = 128  # between linear layers and a core: norms, rotary embeddings and masks take about 60
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The linear layers of one attention, and the values that they produce.
+
+    Attributes:
+        linears: the calls that produce queries, keys and values, and those that read the result.
+        values: all values from the linear layers to the core, and the projected result with its residual sum.
+    """
+
+    linears: tuple[Node, ...]
+    values: frozenset[Node]
+
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that contains all linear layers."""
+        stacks = [module_stack(linear) for linear in self.linears]
+        common = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))
+        return next(reversed([paths[0] for paths in common]), "")
+
+
+def find(graph: Graph) -> Iterator[Attention]:
+    """Yield every attention of a forward graph that has a linear layer, in graph order."""
+    for node in graph.nodes:
+        if not (_is_fused_attention(node) or (is_gemm(node) and not is_linear(node))):
+            continue
+        before, between = _sources(node)
+        if not (_is_fused_attention(node) or _has_scores(between)):
+            continue
+        after = list(_projections(node))
+        if before or after:
+            values = _computed_from(before, between).union(*map(_results, after))
+            yield Attention((*before, *after), frozenset(values))
+
+
+def _is_fused_attention(node: Node) -> bool:
+    """True for PyTorch's attention operators and FlexAttention."""
+    name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
+    return node.op == "call_function" and (name.startswith("_scaled_dot_product") or name == "flex_attention")
+
+
+def _has_scores(between: Iterable[Node]) -> bool:
+    """True if a softmax of another product of two computed tensors is among these values."""
+    nodes = set(between)
+    products = (n for n in nodes if is_gemm(n) and all(base(s).op == "call_function" for s in n.all_input_nodes))
+    return any(n.target in _SOFTMAX for n in nodes) and next(products, None) is not None
+
+
+def _sources(core: Node) -> tuple[list[Node], list[Node]]:
+    """Return the linear layers that a core's operands come from, and the values between. A linear layer's input ends
+    the search, so that it never follows the residual stream of a query that is not projected."""
+    linears: dict[Node, None] = {}
+    between: dict[Node, None] = {}
+    pending = list(core.all_input_nodes)
+    while pending and len(between) < _MAX_VALUES:
+        node = pending.pop()
+        if node.op != "call_function" or node in between or any(map(is_linear, _readers(node))):
+            continue
+        if is_linear(node):
+            linears[node] = None
+        else:
+            between[node] = None
+            pending += node.all_input_nodes
+    return list(linears), list(between)
+
+
+def _computed_from(linears: Iterable[Node], between: Iterable[Node]) -> set[Node]:
+    """Return these linear layers, the values between that depend on them (a mask does not), and all their views."""
+    others, values, pending = set(between), set[Node](), list(linears)
+    while pending:
+        node = pending.pop()
+        values.add(node)
+        pending += [u for u in node.users if (u in others or op_types().is_view(u)) and u not in values]
+    return values
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        if op_types().is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _projections(core: Node) -> Iterator[Node]:
+    """Yield the linear layers that read a core's result, through views, casts and factors."""
+    pending, seen = list(core.users), set[Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_linear(node):
+            yield node
+        elif _moves(node) or node.target is aten.mul.Tensor:
+            pending += node.users
+
+
+def _moves(node: Node) -> bool:
+    first = node.target is operator.getitem and node.args[1] == 0
+    copies = node.target in (aten.clone.default, torch.ops.prims.convert_element_type.default)
+    return first or copies or bool(op_types().is_view(node))
+
+
+def _results(linear: Node) -> Iterator[Node]:
+    """Yield a linear layer's result, its views, and the pointwise calls that read it: a bias, a dropout, a residual."""
+    yield linear
+    pending = list(linear.users)
+    while pending:
+        node = pending.pop()
+        if op_types().is_view(node):
+            pending += node.users
+            yield node
+        elif torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is fused.dropout_add.default:
+            yield node
