@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .graph import PIECES, Call, record, statically, tensor, write_call
+from .graph import PIECES, REGIONS, Call, Modes, record, statically, tensor, write_call
 from .symbolic import RULES
 
 
@@ -35,6 +35,7 @@ class Canonical:
         self.originals: dict[Node, Node] = {}
         self.calls: dict[Node, Call] = {}
         self._expanded: list[tuple[Node, list[Node]]] = []  # a call and the parts that stand in its place
+        self._region: dict[Node, int] = {}
         self._thread_and_expand()
 
     def fold(self, used: Collection[Node]) -> None:
@@ -55,6 +56,7 @@ class Canonical:
 
     def _thread_and_expand(self) -> None:
         written: dict[Node, Node] = {}  # a tensor, and the result of the call that wrote it in place next
+        modes = Modes(self.graph)
         for node in list(self.graph.nodes):
             for a in [a for a in node.all_input_nodes if a in written]:
                 last = written[a]
@@ -63,6 +65,9 @@ class Canonical:
                 written[a] = last  # else a thousand calls on one tensor take a million steps
                 node.replace_input_with(a, last)
             call = self.calls[node] = Call(node)
+            if call.name in REGIONS:
+                modes.switch(call.name, node)
+            self._region[node] = modes.region
             target = call.args[0] if call.args else None
             if call.inplace and call.name in RULES and isinstance(target, Node):
                 if target.op not in ("placeholder", "get_attr"):
@@ -76,7 +81,8 @@ class Canonical:
         """Replace a piece of an activation's result, all of which is cut, by the activation of a piece.
 
         Nothing else reads the result, so that a write into a piece reaches no other. The new calls stand at the
-        activation's place, so that writes behind it are seen.
+        activation's place, so that writes behind it are seen. All calls are of one region: a piece that is cut under
+        ``no_grad`` has no gradient.
         """
         cut: Any = node.args[0]
         i = node.args[1]
@@ -87,9 +93,13 @@ class Canonical:
         if not isinstance(pieces, (tuple, list)) or not _is_taken_once(cut, i % len(pieces), len(pieces)):
             return
         act: Any = call.args[0] if call.args else None
+        passed: list[Node] = []
         while (of := self.calls.get(act)) and of.name == "dropout" and not of.dropout_is_active():
+            passed.append(act)
             act = of.args[0] if len(act.users) == 1 else None
         if of is None or of.name not in RULES or of.inplace or len(act.all_input_nodes) != 1 or len(act.users) != 1:
+            return
+        if any(self._region[other] != self._region[cut] for other in (*passed, act)):
             return
         source = act.all_input_nodes[0]
         value, whole = tensor(source), tensor(act)

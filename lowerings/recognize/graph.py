@@ -384,7 +384,7 @@ _WRITTEN_BY_FUNCTIONAL = {
 }
 
 
-class _Modes:
+class Modes:
     """The grad mode, autocast, inference mode and hooks in force, on the way through a graph.
 
     A mode that is entered and left again between two calls does not separate them: bitsandbytes sets a parameter under
@@ -448,7 +448,7 @@ class GraphAnalysis:
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
         self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that are views of it
         inference = 0
-        modes = _Modes(graph)
+        modes = Modes(graph)
         for i, node in enumerate(graph.nodes):
             call = self.calls[node] = known[node] if node in known else Call(node)
             if node.target is _CUSTOM or (compat.traced_function(node.target) and not call.known):
@@ -610,10 +610,15 @@ class GraphAnalysis:
         return scale is node
 
 
-def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]]:
+def join(graph: Graph, *, autograd_functions: bool = False) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]]:
     """Copy the graph, for analysis alone, with the bodies of higher-order operators in place of their calls.
 
-    A body's second call stays a call, and an autograd function's. An operator with several bodies reads their results.
+    A body's second call stays a call. An operator with several bodies reads their results.
+
+    Args:
+        graph: is not changed.
+        autograd_functions: True inlines the forwards of autograd functions, and no other body. False inlines all other
+            bodies.
 
     Returns:
         The copy; and for each of its nodes the original, and the operators around that.
@@ -638,13 +643,14 @@ def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]
             if isinstance(source, Node) and isinstance(known[source], (tuple, list)):
                 known[node] = known[source][node.args[1]]
                 continue
-            calls = isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not _CUSTOM
-            bodies = list(dict.fromkeys(_bodies(node))) if calls else []
+            is_function = node.target is _CUSTOM
+            calls = isinstance(node.target, torch._ops.HigherOrderOperator) and is_function == autograd_functions
+            bodies = list(dict.fromkeys(_bodies(node)))[: 1 if is_function else None] if calls else []
             fresh = [body for body in bodies if body not in seen]
             seen.update(fresh)
             results = [put(body.graph, operands(node, body), (*inside, node)) for body in fresh]
             if len(results) == len(bodies) == 1:
-                known[node] = results[0]
+                known[node] = results[0][0] if is_function else results[0]  # a forward also returns what it saves
             else:
                 known[node] = copy = whole.node_copy(node, known.__getitem__)
                 copy.args += tuple(results)

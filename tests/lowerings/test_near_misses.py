@@ -396,6 +396,10 @@ SWITCHED = "autocast or grad mode is switched between its parts"
 NO_DERIVATIVE = "the backward of a custom autograd.Function is not its derivative"
 
 REGIONS: dict[str, tuple[Case, str]] = {
+    "a piece cut without gradient": (
+        lambda h, u, p, w, m: F.linear(-within(torch.no_grad, torch.split, torch.tanh(p), 16, -1)[0], w),
+        "getitem stands between",
+    ),
     "sigmoid without gradient": (one(lambda x: x * within(torch.no_grad, torch.sigmoid, x)), SWITCHED),
     "gate without gradient": (two(lambda h, u: within(torch.no_grad, F.silu, h) * u), SWITCHED),
     "product without gradient": (
