@@ -708,7 +708,7 @@ def test_exclude_that_matches_nothing_is_said():
     report = explain(model, x=torch.randn(4, 8), policy=FusionPolicy(exclude=("mlp.*", "mpl")))
     assert report.sites[0].reason == "the policy excludes 'mlp.*'"
     assert report.notes == (
-        "exclude='mpl' matches no site's modules; the sites' modules are mlp, odd; did you mean 'mlp'?",
+        "exclude='mpl' matches no site's modules; the sites' modules are mlp, mlp.2, odd; did you mean 'mlp'?",
     )
     policy = FusionPolicy(exclude=("mlp", "mlp.*"), memory={"mlp": "fp8", "od": "fp8", "*": "input"})
     assert explain(model, torch.randn(4, 8), policy=policy).notes == (

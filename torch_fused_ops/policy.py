@@ -53,10 +53,10 @@ class FusionPolicy:
             "free" is the default. At all levels but "off" a factor per row after an MLP's last GEMM, such as a
             router's weight, moves through the GEMM, whose result is then not saved. Your own
             ``torch._functorch.config.activation_memory_budget`` takes precedence.
-        dropout: turn active dropouts after linear layers and fused activations into ``fused::dropout_add``, with the
-            residual. Backward then needs a seed only, not a mask of a byte per element. The distribution is the same
-            as with plain torch.compile, the dropped elements are not; ``torch.manual_seed`` works as before. Not
-            applied under Inductor's ``fallback_random``.
+        dropout: turn active dropouts after linear layers, and after pointwise functions of their results, into
+            ``fused::dropout_add``, with the residual. Backward then needs a seed only, not a mask of a byte per
+            element. The distribution is the same as with plain torch.compile, the dropped elements are not;
+            ``torch.manual_seed`` works as before. Not applied under Inductor's ``fallback_random``.
         strict: raise ``UnfusedError`` at compile time if an MLP site is not fused or a pass fails, naming each reason;
             otherwise the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not count. A model
             with linear layers but no site raises, too (``docs/policies.md``, Strict).

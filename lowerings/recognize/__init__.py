@@ -71,7 +71,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             for candidate, subgraph in proved:
                 if candidate.memory and not isinstance(candidate.tiling, Tiling):
                     candidate.row_scale = per_row_scale.find(analysis, subgraph, recipes)
-        dropouts = dropout.find(analysis, policy, {subgraph.output for _, subgraph in proved})
+        dropouts = dropout.find(analysis, policy)
         sites = [(candidate.node, site_of(analysis, canonical, candidate)) for candidate in candidates]
         sites += [(call.node, called_site(call, linears)) for call, linears in called]
         sites += [(site.node, dropout_site(analysis, site)) for site in dropouts]

@@ -1,10 +1,15 @@
 """Dropouts of linear layers: ``residual + F.dropout(linear(x) + bias, p)`` becomes ``fused::dropout_add``.
 
 Its mask is a function of a seed, so that backward recomputes it, where autograd saves a byte for each element. A *site*
-is an active dropout of a linear layer's result, or of a recognized activation. (Attention's probabilities and
-embeddings are neither: they stay as they are, unlisted.) It drops other elements than PyTorch's, by the same
+is an active dropout of a linear layer's result, or of a pointwise function of such results. (Attention's probabilities
+and embeddings are neither: they stay as they are, unlisted.) It drops other elements than PyTorch's, by the same
 distribution, from ``torch.manual_seed``; ``fallback_random`` preserves eager's own numbers. Seeds are Inductor's own:
 one launch draws those of all random calls of a device.
+
+A reentrant checkpoint compiles a function twice. It runs forward without gradients, and recomputes it with gradients.
+Both must drop the same elements, so neither the sites nor the order of their seeds may depend on gradients. A site does
+not depend on a proof: the activation before it may be proved in one of the two graphs only. Each seed is drawn where
+its dropout stands, whether a sum behind it joins or not.
 
 The operator includes a sum that is the dropout's only reader, if its result has the dtype and shape of the sum. It
 rounds once, where the calls round up to three times.
@@ -12,7 +17,7 @@ rounds once, where the calls round up to three times.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,7 +30,7 @@ from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection, excluded
 from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 
-from .graph import AFFINE, GraphAnalysis, shown, statically, tensor, write_call
+from .graph import FREE, GraphAnalysis, join, shown, statically, tensor, write_call
 from .rewrite import Edit
 from .subgraph import check_in_place_call
 from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
@@ -42,20 +47,19 @@ class Dropout:
     calls: list[Node] = field(default_factory=list)
     bias: Node | None = None
     residual: Node | None = None
+    copies: bool = False  # in place on a tensor of another grad mode, which keeps its gradient
     left: str = ""  # the reason a sum that reads it stays
     reason: Reason | None = None  # it is not fused; None where it is
 
 
-def find(analysis: GraphAnalysis, policy: FusionPolicy, activations: Collection[Node]) -> list[Dropout]:
-    """List every site in graph order. ``activations``: the output nodes of activations that become operators."""
-    sites = []
+def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:
+    """List every site in graph order."""
+    sites, states = [], _states(analysis)
     for node, call in analysis.calls.items():
         if call.name != DROPOUT or not call.dropout_is_active() or not call.args or not isinstance(call.args[0], Node):
             continue
-        value, source = tensor(node), call.args[0]
-        linear = analysis.state[source] == AFFINE or analysis.origin(source) in activations
-        # Without gradients, too: a reentrant checkpoint runs forward so, then with them, and must drop the same.
-        if value is None or not linear:
+        source = call.args[0]
+        if tensor(node) is None or states[node] == FREE:
             continue
         site = Dropout(node)
         try:
@@ -64,6 +68,15 @@ def find(analysis: GraphAnalysis, policy: FusionPolicy, activations: Collection[
             site.reason = rejection.reason
         sites.append(site)
     return sites
+
+
+def _states(analysis: GraphAnalysis) -> Mapping[Node, int]:
+    """Each node's state if autograd functions were inlined: without gradients Dynamo inlines them."""
+    if all(node.target is not torch.ops.higher_order.autograd_function_apply for node in analysis.calls):
+        return analysis.state
+    joined, copied = join(next(iter(analysis.calls)).graph, autograd_functions=True)
+    inlined = GraphAnalysis(joined, {})
+    return {node: inlined.state[copy] for copy, (node, inside) in copied.items() if not inside}
 
 
 def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, source: Node) -> None:
@@ -85,6 +98,7 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
         raise Rejection(Kind.ORDER, "its result has another memory order than the operator's")
     if call.inplace:
         check_in_place_call(analysis, node, node, [node])
+        site.copies = analysis.region[source] != analysis.region[node]
     site.p, site.calls = float(p), [node]
     _take_bias(analysis, site, source)
     _take_residual(analysis, site)
@@ -159,9 +173,13 @@ def fuse(sites: Sequence[Dropout]) -> list[Edit]:
     def write(site: Dropout) -> Node:
         last, x, device = site.calls[-1], site.node.all_input_nodes[0], value_of(site.node).device
         make = partial(torch.empty, (), dtype=torch.int64, device=device)
-        seed = write_call(last, inductor_prims.seed, device, make=make)
+        with last.graph.inserting_before(site.node):
+            seed = write_call(site.node, inductor_prims.seed, device, make=make)
         if site.bias is not None:
             x = next(a for a in x.all_input_nodes if a is not site.bias)
-        return write_call(last, torch.ops.fused.dropout_add.default, x, site.bias, site.residual, seed, site.p)
+        result = write_call(last, torch.ops.fused.dropout_add.default, x, site.bias, site.residual, seed, site.p)
+        if site.copies and site.residual is None:
+            return write_call(last, torch.ops.aten.copy_.default, x, result)
+        return result
 
     return [(site.calls[-1], partial(write, site), site.calls) for site in sites]

@@ -405,6 +405,9 @@ def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
             raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into its result in place")
     for node in subgraph.calls:
         if analysis.calls[node].inplace:
+            if analysis.region[node.all_input_nodes[0]] != analysis.region[node]:  # under no_grad it loses the gradient
+                text = f"{shown(node)} works in place in another grad mode or autocast region than its argument's"
+                raise Rejection(Kind.IN_PLACE_REGION, text)
             check_in_place_call(analysis, node, subgraph.output, subgraph.calls)
 
 
@@ -420,9 +423,6 @@ def check_in_place_call(analysis: GraphAnalysis, node: Node, output: Node, calls
     Raises:
         Rejection: something reads it, or the argument is the caller's.
     """
-    if analysis.region[node.all_input_nodes[0]] != analysis.region[node]:  # under no_grad it would lose the gradient
-        text = f"{shown(node)} works in place in another grad mode or autocast region than its argument's"
-        raise Rejection(Kind.IN_PLACE_REGION, text)
     of_result = {output}  # and its views
     for alias in analysis.aliases[analysis.storage(node)]:
         if alias.op in ("placeholder", "get_attr"):

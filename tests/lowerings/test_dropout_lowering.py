@@ -148,7 +148,7 @@ def capture(
 ) -> tuple[list[Any], torch.fx.Graph]:
     """The dropouts' sites, and the rewritten graph."""
     with inductor_config.patch(settings):
-        _, sites, (graph,) = differential.capture(model, *args, policy=policy or FusionPolicy(strict=True))
+        _, sites, (graph, *_) = differential.capture(model, *args, policy=policy or FusionPolicy(strict=True))
     return [site for site in sites if site.activation == "dropout"], graph
 
 
@@ -192,6 +192,7 @@ LEFT: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda s, x: F.dropout(s.c(x), 0.3) + x.bfloat16(),
         "it is torch.float32 where bfloat16 is torch.bfloat16",
     ),
+    "in place in another mode": (lambda s, x: _in_place_in_another_mode(s, x), ""),
     "in-place sum": (lambda s, x: x.sin().add_(F.dropout(s.c(x), 0.3)), "it works in place"),
     "autocast between": (lambda s, x: _autocast_between(s, x), "autocast or grad mode is switched between"),
     "written between": (lambda s, x: _written(s, x), "something is written in place between"),
@@ -297,7 +298,6 @@ def test_found_under_autocast_and_with_dynamic_sizes() -> None:
 
 UNLISTED: dict[str, Callable[..., Tensor]] = {
     "attention's probabilities": lambda s, x: F.dropout(weights(s, x), 0.5) @ x,
-    "another function": lambda s, x: s.b(F.dropout(torch.sigmoid(s.a(x)) * torch.cos(s.a(x)), 0.5)),
     "an input": lambda s, x: s.c(F.dropout(x, 0.5)),
     "in evaluation": lambda s, x: s.c(x) + F.dropout(s.c(x), 0.5, training=False),
     "p 0": lambda s, x: s.c(x) + F.dropout(s.c(x), 0.0),
@@ -312,12 +312,82 @@ def test_not_listed_and_left_as_it_is(name: str) -> None:
     assert not sites and not calls(graph)
 
 
-def test_the_same_is_done_without_gradients() -> None:
-    """A reentrant checkpoint runs forward so, and then again with them: both must drop the same."""
-    model = Net(FOUND["whole MLP"][0])
+class Softmax(torch.autograd.Function):
+    """Not pointwise; without gradients Dynamo inlines its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Product(torch.autograd.Function):
+    """A GEMM and a function of its result, which no name shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w).cos()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.mT @ x
+
+
+def _sum_in_another_mode(s: Any, x: Tensor) -> Tensor:
+    d = F.dropout(s.c(x), 0.3)
+    e = F.dropout(s.c(x), 0.6)
     with torch.no_grad():
-        sites, graph = capture(model, torch.randn(X))
-    assert len(sites) == 2 and len(calls(graph)) == 2 and kept(graph) == 0
+        y = x + d
+    return y + e
+
+
+def _in_place_in_another_mode(s: Any, x: Tensor) -> Tensor:
+    h = s.c(x)
+    with torch.no_grad():
+        d = F.dropout(h, 0.3, True, True)
+    return d * 2
+
+
+EITHER_WAY: dict[str, tuple[Callable[..., Any], list[tuple[float, bool]]]] = {
+    "whole MLP": (FOUND["whole MLP"][0], [(0.3, True), (0.3, True)]),
+    # Only without gradients the activation is proved.
+    "a kink": (lambda s, x: s.b(F.dropout(torch.maximum(h := s.a(x), torch.zeros_like(h)), 0.3)), [(0.3, True)]),
+    "an input that is returned": (lambda s, x: (h := s.a(x), s.b(F.dropout(F.silu(h), 0.3))), [(0.3, True)]),
+    "not an activation": (lambda s, x: s.b(F.dropout(s.a(x).cos(), 0.3)), [(0.3, True)]),
+    # A sum behind the second dropout joins the first only without gradients. Seeds keep the order of the dropouts.
+    "a sum in another mode": (_sum_in_another_mode, [(0.3, True), (0.6, True)]),
+    "a sum behind the next": (
+        lambda s, x: (d := F.dropout(s.c(x), 0.3), F.dropout(s.c(x), 0.6), x + d),
+        [(0.3, True), (0.6, True)],
+    ),
+    "in place in another mode": (_in_place_in_another_mode, [(0.3, True)]),
+    # With gradients these are calls of an operator, without gradients their forwards.
+    "a function, not pointwise": (lambda s, x: F.dropout(Softmax.apply(s.c(x)), 0.3), [(0.3, False)]),
+    "a function with a GEMM": (lambda s, x: F.dropout(Product.apply(x, s.c.weight * 2), 0.3), [(0.3, True)]),
+}
+
+
+@pytest.mark.parametrize("name", EITHER_WAY)
+def test_the_same_is_done_without_gradients(name: str) -> None:
+    """A reentrant checkpoint runs forward without, and then again with gradients: both must drop the same."""
+    body, expected = EITHER_WAY[name]
+    model = Net(body)
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            _, graph = capture(model, torch.randn(X, requires_grad=gradients), policy=FusionPolicy())
+        seeded = {
+            seed: call.args[4] for call in calls(graph) for seed in call.all_input_nodes if seed.target is inductor_seed
+        }
+        drawn = [
+            (seeded[n], True) if n in seeded else (n.args[1], False)
+            for n in graph.nodes if n in seeded or n.target is F.dropout
+        ]  # fmt: skip
+        assert drawn == expected, gradients
 
 
 def test_strict_does_not_count_dropouts() -> None:
@@ -339,7 +409,9 @@ def test_strict_does_not_count_dropouts() -> None:
 
 
 @pytest.mark.covering(every=3)
-@pytest.mark.parametrize("name", [*FOUND, "two readers", "in-place sum", "narrow residual", "written between"])
+@pytest.mark.parametrize(
+    "name", [*FOUND, "two readers", "in-place sum", "narrow residual", "written between", "in place in another mode"]
+)
 def test_with_the_operators_own_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.dropout given the operator's masks: value and gradients of the original are the rewritten graph's."""
     body = (FOUND if name in FOUND else LEFT)[name][0]
@@ -350,7 +422,8 @@ def test_with_the_operators_own_mask(name: str, monkeypatch: pytest.MonkeyPatch)
     masked, seeds = iter(drawn.split(1)), iter(drawn)
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return fused.dropout_add(input, None, None, next(masked), p)  # type: ignore[no-any-return]
+        result: Tensor = fused.dropout_add(input, None, None, next(masked), p)
+        return input.copy_(result) if inplace else result
 
     def run(fn: Callable[[Tensor], Tensor]) -> list[Any]:
         y = fn(x)
