@@ -2,9 +2,8 @@
 
     harness     how everything is timed, checked, written down
     ways        the ways to run a function that are compared
-    pointwise, mlp, inference, model    what is measured, and the targets
+    pointwise, mlp, inference, model    what is measured
     models      the models that are measured, in plain PyTorch
-    pictures    drawn from the results' JSON
     laboratory  scripts behind other figures of the pages: of a clone, not installed
 
 Lives at the top of the repository, is installed and imported as ``torch_fused_ops.benchmarks``.

@@ -7,36 +7,31 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_fused_ops.benchmarks import variants
 
-from . import harness, mlp, model, pictures, pointwise, ways
-from .harness import Case, Device, Plan, Target, UsageError
+from . import harness, mlp, model, pointwise, ways
+from .harness import Case, Device, Plan, UsageError
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """What the commands differ in.
+class Benchmark(NamedTuple):
+    """The parts in which the benchmarks differ.
 
     Attributes:
-        grid: what to measure: of the device, ``--quick``, sizes and dtypes.
-        name: of one combination.
-        case: makes it.
-        targets: judged at the end.
-        shape, counts: what ``--sizes`` takes, and how many numbers that is.
-        size: makes a size of its numbers.
+        grid: returns the combinations to measure, of the device, ``--quick``, sizes and dtypes.
+        name, case: return a combination's name, and its case.
+        shape, counts: describe a value of ``--sizes``, and the numbers that it may have.
         seconds: of timing a case, by kind of device.
+        size: makes a size of its numbers.
     """
 
     grid: Callable[[Device, bool, Any, Sequence[str]], Sequence[tuple[Any, ...]]]
     name: Callable[..., str]
     case: Callable[..., Case]
-    targets: Sequence[Target]
     shape: str
     counts: tuple[int, ...]
     seconds: dict[str, float]
@@ -45,53 +40,32 @@ class Benchmark:
 
 BENCHMARKS = {
     "pointwise": Benchmark(
-        pointwise.grid,
-        pointwise.name_of,
-        pointwise.case,
-        pointwise.TARGETS,
-        pointwise.SHAPE,
-        (2,),
-        {"cuda": 0.5, "cpu": 4.0},
+        pointwise.grid, pointwise.name_of, pointwise.case, pointwise.SHAPE, (2,), {"cuda": 0.5, "cpu": 4.0}
     ),
-    "mlp": Benchmark(
-        mlp.grid, mlp.name_of, mlp.case, mlp.TARGETS, mlp.SHAPE, (2, 3), {"cuda": 2.0, "cpu": 30.0}, mlp.Size.of
-    ),
+    "mlp": Benchmark(mlp.grid, mlp.name_of, mlp.case, mlp.SHAPE, (2, 3), {"cuda": 2.0, "cpu": 30.0}, mlp.Size.of),
     "inference": Benchmark(
-        mlp.inference_grid,
-        mlp.name_of,
-        mlp.inference_case,
-        mlp.INFERENCE_TARGETS,
-        mlp.SHAPE,
-        (2, 3),
-        {"cuda": 0.5, "cpu": 5.0},
-        mlp.Size.of,
+        mlp.inference_grid, mlp.name_of, mlp.inference_case, mlp.SHAPE, (2, 3), {"cuda": 0.5, "cpu": 5.0}, mlp.Size.of
     ),
-    "model": Benchmark(
-        model.grid, model.name_of, model.case, model.TARGETS, model.SHAPE, (2,), {"cuda": 10.0, "cpu": 60.0}
-    ),
+    "model": Benchmark(model.grid, model.name_of, model.case, model.SHAPE, (2,), {"cuda": 10.0, "cpu": 60.0}),
 }
 LIMIT = {"cuda": 540.0, "cpu": math.inf}  # seconds of a whole command
 QUICK_SECONDS = 0.1
 
 
-def bench(arguments: Namespace, benchmark: Benchmark | None = None) -> int:
-    """Run a benchmark, by default the one that the arguments name; returns the exit code.
+def bench(arguments: Namespace) -> int:
+    """Run the benchmark that the arguments name; returns the exit code.
 
     Raises:
-        UsageError: arguments that make no sense.
+        UsageError: an argument is not accepted.
     """
-    benchmark = benchmark or BENCHMARKS[arguments.benchmark]
-    if arguments.draw:
-        _draw(harness.read(arguments.draw, arguments.benchmark), arguments.draw)
-        return 0
-    if arguments.threads < 0 or arguments.rounds < 1:
-        raise UsageError(
-            f"--threads {arguments.threads} --rounds {arguments.rounds} are not accepted: they must be above 0"
-        )
+    for name in ("threads", "rounds", "seconds", "limit"):
+        value = getattr(arguments, name)
+        if value is not None and value <= 0 and not (name == "threads" and value == 0):
+            raise UsageError(f"--{name} {value:g} is not accepted: it must be above 0")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = harness.device_of(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    run(benchmark, arguments, device)
+    run(BENCHMARKS[arguments.benchmark], arguments, device)
     return 0
 
 
@@ -106,60 +80,32 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
         quick=quick,
         seed=arguments.seed,
     )
-    if plan.seconds <= 0 or plan.limit <= 0:
-        raise UsageError(f"--seconds {plan.seconds:g} --limit {plan.limit:g} are not accepted: they must be above 0")
     known = [way for meaning in variants.MEANINGS if arguments.benchmark in meaning.benchmarks for way in meaning.ways]
-    if known and (unknown := [way for way in arguments.ways if way not in known]):
+    if unknown := [way for way in arguments.ways if way not in known]:
         raise UsageError(f"--ways {' '.join(unknown)} not known; accepted: {', '.join(known)}")
     sizes = [benchmark.size(harness.numbers(s, benchmark.counts, benchmark.shape)) for s in arguments.sizes]
-    chosen = benchmark.grid(device, quick, sizes, arguments.dtypes)
-    if arguments.ways and not set(arguments.ways) & set(ways.TUNED):  # a case of its own, for them alone
-        chosen = [each for each in chosen if "max-autotune" not in benchmark.name(*each)]
-    names = [benchmark.name(*each) for each in chosen]
-    kept = [(n, each) for n, each in zip(names, chosen, strict=True) if all(t in n for t in arguments.only)]
-    kept = [(n, each) for n, each in kept if not any(t in n for t in arguments.skip)]
-    if not kept and arguments.skip:
-        raise UsageError(f"--skip {' '.join(arguments.skip)} leaves no case; there are: {'; '.join(names)}")
-    if not kept:
-        raise UsageError(f"--only {' '.join(arguments.only)} leaves no case; there are: {'; '.join(names)}")
-    slug = re.sub(r"[^a-z0-9]+", "_", device.name.lower()).strip("_") if device.type == "cuda" else device.type
-    out = arguments.out
-    if out is None and not quick:  # a quick run's figures mean nothing
-        out = Path(f"{arguments.benchmark}_{slug}.json")
+    cases = {benchmark.name(*each): each for each in benchmark.grid(device, quick, sizes, arguments.dtypes)}
+    if arguments.ways and not set(arguments.ways) & set(ways.TUNED):  # these have cases of their own
+        cases = {name: each for name, each in cases.items() if "max-autotune" not in name}
+    chosen = [n for n in cases if all(t in n for t in arguments.only) and not any(t in n for t in arguments.skip)]
+    if not chosen:
+        option, texts = ("skip", arguments.skip) if arguments.skip else ("only", arguments.only)
+        raise UsageError(f"--{option} {' '.join(texts)} leaves no case; there are: {'; '.join(cases)}")
+    makers = [functools.partial(benchmark.case, *cases[name], device, plan) for name in chosen]
+    out, before = _files(arguments, device)
+    return harness.run(arguments.benchmark, makers, chosen, device, plan, out, before, arguments.ways)
+
+
+def _files(arguments: Namespace, device: Device) -> tuple[Path | None, dict[str, Any] | None]:
+    """Return the file to write, None for no file, and the results that ``--resume`` continues."""
+    out: Path | None = arguments.out
+    if out is None and not arguments.quick:  # a quick run's figures mean nothing
+        name = device.about()["name"] if device.type == "cuda" else "cpu"
+        out = Path(f"{arguments.benchmark}_{re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_')}.json")
         if out.exists() and not arguments.resume:
             raise UsageError(f"{out} exists: --resume continues it, --out {out} replaces it")
-    before = None
-    if arguments.resume:
-        if out is None:
-            raise UsageError("--resume needs the file to go on with: --out FILE")
-        before = harness.read(out, arguments.benchmark) if out.exists() else None
-    extra = None
-    if arguments.benchmark == "model" and arguments.largest:
-        if device.type != "cuda":
-            raise UsageError("--largest needs a GPU: the CPU's memory is everybody's")
-        extra = functools.partial(_largest, device, plan, [each for _, each in kept], arguments.ways)
-    makers = [functools.partial(benchmark.case, *each, device, plan) for _, each in kept]
-    return harness.run(
-        arguments.benchmark,
-        makers,
-        [n for n, _ in kept],
-        benchmark.targets,
-        device,
-        plan,
-        out,
-        before,
-        extra,
-        arguments.ways,
-    )
-
-
-def _largest(device: Device, plan: Plan, chosen: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {"largest_batches": model.largest_batches(device, plan, chosen, names or ways.TRAINING)}
-
-
-def _draw(result: dict[str, Any], out: Path) -> None:
-    try:
-        for path in pictures.draw(result, out):
-            print(path)
-    except ImportError as e:
-        raise UsageError(f"pictures need matplotlib: pip install matplotlib numpy ({e})") from None
+    if not arguments.resume:
+        return out, None
+    if out is None:
+        raise UsageError("--resume needs the file to go on with: --out FILE")
+    return out, harness.read(out, arguments.benchmark) if out.exists() else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch_fused_ops import functional as FF
 from torch_fused_ops.virtual_gpu.roofline import Work
 
 from . import models, ways
-from .harness import DTYPES, Case, Device, Plan, Target, Trial, beyond_roofline, ratios, sets_of
+from .harness import DTYPES, Case, Device, Plan, Trial, sets_of
 
 
 def gelu_tanh(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -285,52 +285,3 @@ def inference_grid(device: Device, quick: bool, sizes: Sequence[Size], dtypes: S
     return combinations(
         tuple(MLPS), default, device, quick, sizes, dtypes, lambda s: s.width == 2048 and s.tokens in (1, 16, 8192)
     )
-
-
-def narrow(c: dict[str, Any]) -> bool:
-    return bool(c["facts"]["width"] <= 2048)
-
-
-def wider(c: dict[str, Any]) -> bool:
-    return not narrow(c)
-
-
-def decoding(c: dict[str, Any]) -> bool:
-    return bool(c["facts"]["tokens"] <= max(DECODE))
-
-
-def wide(c: dict[str, Any]) -> bool:
-    return bool(c["facts"]["width"] >= 4096)
-
-
-NOISE = 1.01  # what two compilations of one program may differ by
-
-
-TARGETS = [
-    *(
-        Target(f"{mine} to {other}, over what the roofline allows", NOISE, beyond_roofline(mine, other), device="cuda")
-        for mine, other in (
-            ("fused-off", "compile"),
-            ("fused-free", "compile"),
-            ("fused-fp8", "compile"),
-            ("fused-input", "compile"),
-            ("fused-autotune", "autotune"),
-        )
-    ),
-    Target("fused-free to budget", 1.0, ratios("fused-free", "budget"), device="cuda"),
-    Target("fused-free to its bare matrix products, width ≥ 4096", 1.08, ratios("fused-free", "gemms", wide)),
-    Target("fused-free to compile", 0.97, ratios("fused-free", "compile"), device="cpu"),
-    Target("eager with our operators to eager", 1.05, ratios("operators", "eager"), device="cpu"),
-]
-
-
-def _inference_targets() -> Iterator[Target]:
-    for mine, other in (("fused-free", "compile"), ("fused-autotune", "autotune")):
-        away = beyond_roofline(mine, other, lambda c: c["facts"]["tokens"] > max(DECODE))
-        yield Target(f"{mine} to {other}, over what the roofline allows; more than {max(DECODE)} tokens", NOISE, away)
-        yield Target(f"{mine} to {other}, decoding", 1.0, ratios(mine, other, decoding), mean=True)
-    yield Target("width ≤ 2048: fused-free to compile", 0.95, ratios("fused-free", "compile", narrow), "cpu", mean=True)
-    yield Target("width > 2048: fused-free to compile", 1.0, ratios("fused-free", "compile", wider), "cpu")
-
-
-INFERENCE_TARGETS = list(_inference_targets())

@@ -1,4 +1,4 @@
-"""A training step of whole models: time, peak memory, tokens a second, what is kept for backward, the largest batch.
+"""A training step of whole models: time, peak memory, and bytes saved for backward.
 
 A step is forward, and backward to the parameters; the optimizer, the same for all ways, is left out.
 """
@@ -8,14 +8,14 @@ A step is forward, and backward to the parameters; the optimizer, the same for a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import models, ways
-from .harness import DTYPES, Case, Device, Plan, Target, Trial, UsageError, Value, ratios, sets_of
+from .harness import DTYPES, Case, Device, Plan, Trial, UsageError, sets_of
 
 SHAPE = "BATCHxLENGTH, e.g. 8x1024"
 MODELS: dict[str, tuple[Callable[[models.Config], nn.Module], models.Config]] = {
@@ -128,92 +128,3 @@ def case(name: str, batch: int, length: int, dtype: torch.dtype, tuned: bool, de
         flops=flops(model, config, batch * length, length),
         bytes=3.0 * sum(p.numel() * p.element_size() for p in model.parameters()),
     )  # fmt: skip
-
-
-def largest(fits: Callable[[int], bool], start: int, most: int = 1 << 14) -> int:
-    """The largest batch that fits: doubled from ``start`` while it does, then bisected; 0 where not even one fits."""
-    low, high = 0, start
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    if low >= most or high > most:
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def fits(step: Callable[[int], object], device: Device) -> Callable[[int], bool]:
-    """Whether a step of a batch runs without exhausting the device's memory."""
-
-    def one(batch: int) -> bool:
-        device.free()
-        try:
-            step(batch)
-            device.synchronize()
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            device.free()
-        return True
-
-    return one
-
-
-def largest_batches(
-    device: Device, plan: Plan, chosen: Iterable[Combination], names: Sequence[str] = ways.TRAINING
-) -> list[dict[str, Any]]:
-    """The largest batch of each way, compiled once for all batches (sizes symbolic), so that a trial is one step."""
-    rows: list[dict[str, Any]] = []
-    for name, batch, length, dtype, tuned in chosen:
-        if tuned:
-            continue
-        for way in names:
-            row: dict[str, Any] = {
-                "model": name,
-                "length": length,
-                "dtype": str(dtype).removeprefix("torch."),
-                "way": way,
-            }
-            rows.append(row)
-            if plan.left() < 60:
-                row.update(status="not run", reason=f"the limit of {plan.limit:.0f} s is near")
-                continue
-            torch.compiler.reset()
-            device.free()
-            try:
-                model = build(name, dtype, device, plan.seed)
-                compiled = ways.COMPILED[way](model, fullgraph=True, dynamic=True)
-                parameters = list(model.parameters())
-
-                def step(size: int) -> None:
-                    (inputs,) = batches(name, (size, length), 1, device, plan.seed)  # noqa: B023 - used in this turn
-                    torch.autograd.grad(compiled(*inputs), parameters)  # noqa: B023
-
-                row.update(status="measured", batch=largest(fits(step, device), max(2, batch)))
-            except Exception as error:  # a way that fails is a result
-                row.update(status="failed", reason=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
-            model = compiled = parameters = None  # type: ignore[assignment]
-            print(f"largest batch  {name} {length} {way:<12} {row.get('batch', row.get('reason'))}", flush=True)
-    return rows
-
-
-def saved_ratio(ours: str, other: str = "compile") -> Callable[[list[dict[str, Any]]], list[Value]]:
-    """Bytes kept for backward by a way of ours to another's."""
-
-    def values(cases: list[dict[str, Any]]) -> list[Value]:
-        found = [(c["name"], *(c["ways"].get(w, {}).get("saved_bytes") for w in (ours, other))) for c in cases]
-        return [Value(name, mine / theirs) for name, mine, theirs in found if mine is not None and theirs]
-
-    return values
-
-
-TARGETS = [
-    target
-    for device in ("cuda", "cpu")
-    for target in (
-        Target("time, fused-free to compile", 1.0, ratios("fused-free", "compile"), device),
-        Target("saved for backward, fused-free to compile", 0.75, saved_ratio("fused-free"), device),
-        Target("saved for backward, fused-fp8 to compile", 0.60, saved_ratio("fused-fp8"), device),
-    )
-]

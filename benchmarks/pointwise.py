@@ -24,7 +24,7 @@ from torch_fused_ops import activations
 from torch_fused_ops import functional as FF
 from torch_fused_ops.benchmarks.variants import AUTOTUNE
 
-from .harness import DTYPES, Case, Device, Plan, Target, Trial, Unavailable, Value, sets_of
+from .harness import DTYPES, Case, Device, Plan, Trial, Unavailable, sets_of
 from .ways import fresh
 
 SHAPE = "TOKENSxWIDTH, the last operand's width, e.g. 8192x8192"
@@ -32,7 +32,6 @@ QUICK = [(16, 32)]
 CPU_SIZES = [(256, 1024), (2048, 4096)]
 CUDA_SIZES = [(8192, 8192)]  # 64 Mi elements
 SMALL_CUDA_SIZES = [(256, 512), (1024, 4096), (65536, 4096)]  # of the operators in MOST_USED
-LARGE = 1 << 26  # elements from which the targets hold
 CALLS = 200  # of one run, where a call's overhead is measured
 OURS = ("operators", "fused", "fused-autotune")
 FP8_GRADIENTS = dict.fromkeys(OURS, 0.15)
@@ -386,53 +385,3 @@ def _copy(nbytes: int, sets: int, device: Device) -> Trial:
         return []
 
     return Trial(run, lambda i: i)
-
-
-# ---- targets ---------------------------------------------------------------------------------------------------------
-
-
-def bandwidth(cases: list[dict[str, Any]]) -> list[Value]:
-    """Of a copy's bandwidth, how much our eager operators reach, moving as many bytes."""
-    found = []
-    for c in cases:
-        ratio = c["ways"].get("operators", {}).get("ratio_to", {}).get("copy")
-        if ratio and c["facts"]["elements"] >= LARGE and c["dtype"] == "bfloat16":
-            low, high = ratio["interval"]
-            found.append(Value(c["name"], 1 / ratio["median"], (1 / high, 1 / low)))
-    return found
-
-
-def speedup(cases: list[dict[str, Any]]) -> list[Value]:
-    """The time of the fastest of the others to that of our eager operators."""
-    found = []
-    for c in cases:
-        to = c["ways"].get("operators", {}).get("ratio_to", {})
-        others = [to[name] for name in ("eager", "compile", "liger", "megatron") if name in to]
-        if others and c["facts"]["elements"] >= LARGE:
-            worst = max(others, key=lambda r: float(r["median"]))
-            low, high = worst["interval"]
-            found.append(Value(c["name"], 1 / worst["median"], (1 / high, 1 / low)))
-    return found
-
-
-def overhead(kind: str) -> Callable[[list[dict[str, Any]]], list[Value]]:
-    """Microseconds that a call of our eager operators takes more than PyTorch's own functions."""
-
-    def values(cases: list[dict[str, Any]]) -> list[Value]:
-        found = [(c, c["ways"].get("operators", {}).get("more_us_than", {}).get("eager")) for c in cases]
-        return [
-            Value(c["name"], more["median"], tuple(more["interval"]))
-            for c, more in found
-            if more and c["facts"]["kind"] == kind
-        ]
-
-    return values
-
-
-TARGETS = [
-    Target("of a copy's bandwidth, ≥ 64 Mi elements", 0.92, bandwidth, least=True),
-    # A copy moves as many bytes as the best of the others must: nobody is faster than that.
-    Target("times as fast as the best of the others, ≥ 64 Mi elements", 1.0, speedup, least=True, mean=True),
-    Target("microseconds more a call, no gradients", 8.0, overhead("call"), device="cpu"),
-    Target("microseconds more a call, forward and backward", 16.0, overhead("call with gradients"), device="cpu"),
-]

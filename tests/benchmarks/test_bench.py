@@ -1,6 +1,5 @@
 """``python -m torch_fused_ops bench``: every benchmark from one end to the other, tiny; nothing here is about time."""
 
-import importlib.util
 import json
 import sys
 from argparse import Namespace
@@ -24,8 +23,6 @@ def check(result: dict[str, Any], benchmark: str) -> None:
     assert (result["benchmark"], result["schema"]) == (benchmark, harness.SCHEMA)
     assert {"torch", "threads", "python"} <= result["machine"].keys() and {"type", "name"} <= result["device"].keys()
     assert result["ceilings"]["copy_bytes_per_s"] > 0 and result["seconds"] > 0 and result["not_run"] == []
-    for verdict in result["targets"]:
-        assert {"name", "limit", "met", "value", "cases"} <= verdict.keys()
     known = {way for meaning in variants.MEANINGS if benchmark in meaning.benchmarks for way in meaning.ways}
     for case in result["cases"]:
         assert case["ways"].keys() <= known, "--help has them all"
@@ -69,9 +66,6 @@ def test_end_to_end(
         saved = {n: w["saved_bytes"] for n, w in result["cases"][0]["ways"].items() if n in compared - {"gemms"}}
         assert saved["fused-free"] < saved["compile"]
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]  # one file: a borrowed machine gives few back
-    if importlib.util.find_spec("matplotlib"):
-        assert cli(["bench", arguments[0], "--draw", str(out)]) == 0
-        assert sorted(path.name for path in tmp_path.glob("*.png")) == ["results.png", "results_roofline.png"]
 
 
 def arguments(*given: str) -> Namespace:
@@ -95,7 +89,6 @@ def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, mon
     options.rounds = 3
     result = main.run(main.BENCHMARKS[given[0]], options, stand_in())
     assert result["device"]["name"] == "Stand-in 9000"
-    assert bool(result["targets"]) == ("--quick" not in given), "a quick run's figures mean nothing"
     for case in result["cases"]:
         assert case["sets"] > 1
         for name, way in case["ways"].items():
@@ -120,16 +113,14 @@ def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, mon
         (["mlp", "--device", "cpu", "--sizes", "8x"], "--sizes 8x is not accepted: it must be TOKENSxWIDTH"),
         (["pointwise", "--device", "cpu", "--sizes", "1x2x3"], "--sizes 1x2x3 is not accepted"),
         (["model", "--device", "cpu", "--sizes", "1x100000"], "takes sequences of 128 tokens"),
-        (["model", "--device", "cpu", "--largest"], "--largest needs a GPU"),
         (["mlp", "--device", "cpu", "--only", "nonsense"], "--only nonsense leaves no case; there are: gelu_tanh"),
         (["mlp", "--device", "cpu", "--skip", "gelu", "swiglu"], "--skip gelu swiglu leaves no case"),
         (["mlp", "--device", "cpu", "--ways", "nonsense"], "--ways nonsense not known; accepted: eager, compile"),
         (["inference", "--device", "cpu", "--ways", "budget"], "--ways budget not known; accepted: eager, compile"),
-        (["mlp", "--device", "cpu", "--seconds", "0"], "they must be above 0"),
-        (["mlp", "--device", "cpu", "--threads", "-1"], "they must be above 0"),
-        (["mlp", "--device", "cpu", "--rounds", "0"], "they must be above 0"),
+        (["mlp", "--device", "cpu", "--seconds", "0"], "--seconds 0 is not accepted: it must be above 0"),
+        (["mlp", "--device", "cpu", "--threads", "-1"], "--threads -1 is not accepted: it must be above 0"),
+        (["mlp", "--device", "cpu", "--rounds", "0"], "--rounds 0 is not accepted: it must be above 0"),
         (["mlp", "--device", "cpu", "--quick", "--resume"], "--resume needs the file to go on with"),
-        (["mlp", "--draw", "no_such_file.json"], "no_such_file.json cannot be read"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -143,7 +134,7 @@ def test_results_are_written_to_the_current_folder_and_replace_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[Path | None] = []
-    monkeypatch.setattr(harness, "run", lambda *given: written.append(given[6]))
+    monkeypatch.setattr(harness, "run", lambda *given: written.append(given[5]))
     monkeypatch.chdir(tmp_path)
     bench = ["bench", "mlp", "--device", "cpu"]
     assert cli(bench) == cli([*bench, "--quick"]) == 0 and written == [Path("mlp_cpu.json"), None]

@@ -33,17 +33,13 @@ _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "threads": {"type": int, "default": 0, "help": "CPU threads (default: torch's own choice)"},
     "seed": {"type": int, "default": 0, "help": "for random numbers and the order of variants (default: 0)"},
     "out": {"type": Path, "metavar": "FILE", "help": "results; bench: by default NAME_DEVICE.json here (quick: none)"},
-    "draw": {"type": Path, "metavar": "FILE", "help": "only draw the pictures of these results"},
-    "largest": {"action": "store_true", "help": "also the largest batch that fits, for each variant"},
 }  # fmt: skip
-TIMED = tuple(option for option in _BENCH_OPTIONS if option != "largest")
-# Descriptions and options of the benchmarks.
-BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pointwise": ("every operator by itself, forward and backward, and the overhead of a call", TIMED),
-    "mlp": ("a training step of GELU and SwiGLU MLPs", TIMED),
-    "model": ("a training step of whole models", (*TIMED, "largest")),
-    "inference": ("MLPs without gradients, decoding included", TIMED),
-}  # fmt: skip
+BENCHMARKS = {
+    "pointwise": "every operator by itself, forward and backward, and the overhead of a call",
+    "mlp": "a training step of GELU and SwiGLU MLPs",
+    "model": "a training step of whole models",
+    "inference": "MLPs without gradients, decoding included",
+}
 
 
 def add_bench_options(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
@@ -183,9 +179,9 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="benchmark this library against PyTorch")
     names = bench.add_subparsers(metavar="NAME", dest="benchmark")
     formatter = argparse.RawDescriptionHelpFormatter
-    for name, (text, timed) in BENCHMARKS.items():
+    for name, text in BENCHMARKS.items():
         benchmark = names.add_parser(name, help=text, description=text, epilog=_ways(name), formatter_class=formatter)
-        add_bench_options(benchmark, timed)
+        add_bench_options(benchmark, tuple(_BENCH_OPTIONS))
     for command in (whole, *commands.choices.values(), *names.choices.values()):
         command.set_defaults(command_parser=command)
     return whole

@@ -58,7 +58,6 @@ def _works() -> Iterator[tuple[str, str]]:
         without = no_scaled_products(device, scaling)
         yield f'float8 GEMMs, gemm="{recipe}"', f"not on {without}" if without else f"yes{slow}"
     yield "estimated figures, plan", "yes" if triton else "pip install triton numpy"
-    yield "pictures of benchmarks", "yes" if version_of("matplotlib") else "pip install matplotlib numpy"
 
 
 def _info(arguments: argparse.Namespace) -> int:
