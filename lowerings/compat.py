@@ -225,6 +225,20 @@ def why_it_ended(graph: torch.fx.Graph) -> Any:
     return getattr(graph.owning_module, "compile_subgraph_reason", None)
 
 
+def split_from(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
+    """The graph that DDPOptimizer has split into this one and others; None if this one is whole, or a body's graph.
+
+    Read off the stack, as DDPOptimizer passes each part to the backend on its own.
+    """
+    frame: FrameType | None = sys._getframe() if why_it_ended(graph) is not None else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch._dynamo.backends.distributed" and "split_gm" in frame.f_locals:
+            whole: torch.fx.GraphModule | None = frame.f_locals.get("gm")
+            return whole
+        frame = frame.f_back
+    return None
+
+
 class CompiledCall(NamedTuple):
     """The call of a compiled function that is in progress while something is compiled.
 

@@ -16,14 +16,18 @@ says where it is read, and stay so where the operator saves it; a call without a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace as replaced
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason, Rejection, excluded
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.graphs.target import target_device
+from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import budgeted
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.settings.tiles import asked
@@ -52,11 +56,44 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         apply: False only says what would be done.
 
     Returns:
-        Every site, fused or not, in graph order.
+        Every site, fused or not, in graph order; then the MLPs that DDPOptimizer's split cuts, and which end here.
 
     Raises:
         Whatever goes wrong; the graph then is as it was.
     """
+    calls = {_call_of(node) for node in graph.nodes if node.op != "placeholder"}
+    sites = _rewrite(graph, policy, apply)
+    whole = compat.split_from(graph)
+    if whole is not None:
+        calls -= {call for call, site in sites if site.is_mlp}
+        cut = {call: site for call, site in _sites_of_whole(whole, policy) if call in calls}
+        sites = [(call, site) for call, site in sites if call not in cut] + list(cut.items())
+    return tuple(site for _, site in sites)
+
+
+_wholes: WeakKeyDictionary[GraphModule, list[tuple[Any, Site]]] = WeakKeyDictionary()
+
+
+def _call_of(node: Node) -> Any:
+    """The identity of a captured call, which copies of the graph share. (They give nodes other names.)"""
+    return id(node.meta.get("example_value")), node.target
+
+
+def _sites_of_whole(whole: GraphModule, policy: FusionPolicy) -> list[tuple[Any, Site]]:
+    """The MLPs of a graph that DDPOptimizer splits, with their calls, as if the split cut each of them."""
+    if whole not in _wholes:
+        reason = Reason(Kind.DDP_BUCKET, "a boundary of DDP's buckets lies in the MLP, and torch.compile splits there")
+        refused = {"op": None, "reason": str(reason), "kind": reason.kind}
+        _wholes[whole] = [
+            (call, site if site.op is None else replaced(site, **refused))
+            for call, site in _rewrite(whole.graph, policy, apply=False)
+            if site.is_mlp
+        ]
+    return _wholes[whole]
+
+
+def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any, Site]]:
+    """``rewrite`` of one graph, with each site's call."""
     before = Snapshot(graph)
     try:
         canonical = Canonical(graph)
@@ -85,7 +122,8 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
     except BaseException:
         before.restore()
         raise
-    return tuple(site for _, site in sorted(sites, key=lambda pair: analysis.index[pair[0]]))
+    in_order = sorted(sites, key=lambda pair: analysis.index[pair[0]])
+    return [(_call_of(canonical.originals.get(node, node)), site) for node, site in in_order]
 
 
 def _edits(proved: list[tuple[Candidate, Subgraph]]) -> Iterator[Edit]:

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings import compat, passes
 
 aten, fused = torch.ops.aten, torch.ops.fused
@@ -454,7 +455,8 @@ def test_flex_attentions_score_functions_are_left_alone() -> None:
 # ---- DDP -----------------------------------------------------------------------------------------
 
 
-def test_ddp_cuts_graphs_into_buckets_and_whole_mlps_are_picked_up() -> None:
+@pytest.mark.parametrize("megabytes, parts", [(4.3, 3), (1000, 2)])  # the first bucket has 1 MiB in any case
+def test_mlps_that_ddp_cuts_are_sites_that_are_not_fused(megabytes: float, parts: int) -> None:
     """DDPOptimizer cuts a graph wherever a bucket is full: an MLP that it cuts in two is no MLP to any backend."""
     import torch.distributed as dist
 
@@ -464,13 +466,22 @@ def test_ddp_cuts_graphs_into_buckets_and_whole_mlps_are_picked_up() -> None:
     model, x = harness.Stack(MLP(width=256) for _ in range(4)), torch.randn(4, 256)  # 2 MiB each
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        sharded = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=4.3)
-        split = compiled(sharded, x, options=fused_with(), fullgraph=False)
+        sharded = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=megabytes)
+        with tfo.record() as report:
+            split = compiled(sharded, x, options=fused_with(), fullgraph=False)
+        explained = tfo.explain(sharded, x)
+        with pytest.raises(Exception, match="optimize_ddp = False") as strict:
+            compiled(sharded, x, options=fused_with(tfo.FusionPolicy(strict=True)), fullgraph=False)
         with dynamo_config.patch(optimize_ddp=False):
             whole = compiled(sharded, x, options=fused_with(), fullgraph=False)
     finally:
         dist.destroy_process_group()
-    assert len(split.graphs) == 6 and split.calls()["fused.bias_act_backward.default"] == 3  # the first bucket is 1 MiB
+    assert isinstance(strict.value.inner_exception, tfo.UnfusedError)
+    for said in (report, explained):
+        assert said.summary == f"3 of 4 MLP sites fused ({parts} graphs)" and not said.unread
+        assert [site.kind for site in said.sites if site.op is None] == [Kind.DDP_BUCKET]
+        assert {one.kind for one in said.breaks} == {Kind.DDP_BUCKET}
+    assert len(split.graphs) == 2 * parts and split.calls()["fused.bias_act_backward.default"] == 3
     assert len(whole.graphs) == 2 and whole.calls()["fused.bias_act_backward.default"] == 4
     for result in (split, whole):
         torch.testing.assert_close(result.out, model(x))

@@ -135,6 +135,20 @@ def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:
     return torch.softmax(h @ u.t(), -1) @ u * torch.sigmoid(h)
 
 
+def cut_by_ddp(patch: Patch) -> Site:
+    """The first bucket has 1 MiB, which is within the second MLP."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(MLP(256, 1024), MLP(256, 1024)))
+        return explain(model, torch.randn(4, 256)).sites[-1]
+    finally:
+        dist.destroy_process_group()
+
+
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +388,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.MANY_RECOMPUTED: kept(many_calls, *tensors()),
     Kind.GRAPH_BREAK: broken(in_experts=False),
     Kind.EXPERT_LOOP: broken(in_experts=True),
+    Kind.DDP_BUCKET: cut_by_ddp,
 }
 
 

@@ -170,6 +170,10 @@ class Kind(Enum):
         "Move the line out of the model's forward, or out of the MLP. TORCH_LOGS=graph_breaks shows Dynamo's hints; "
         "torch.compile(fullgraph=True) makes a graph break an error.",
     )
+    DDP_BUCKET = (
+        Category.CAPTURE,
+        "Set torch._dynamo.config.optimize_ddp = False. Larger buckets do not help: the first one stays at 1 MiB.",
+    )
     EXPERT_LOOP = (
         Category.CAPTURE,
         'Call model.set_experts_implementation("grouped_mm"): its grouped GEMMs contain an activation that can be '

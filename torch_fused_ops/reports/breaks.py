@@ -38,7 +38,9 @@ def break_of(gm: GraphModule) -> Break | None:
         return None
     frames = [(frame.filename, frame.lineno or 0) for frame in stopped.user_stack]
     reason = Reason(Kind.GRAPH_BREAK, f"a graph break: {_said(stopped.reason)}")
-    if _loops_over_experts(frames):
+    if compat.split_from(gm.graph) is not None:
+        reason = Reason(Kind.DDP_BUCKET, f"a split between DDP's buckets: {_said(stopped.reason)}")
+    elif _loops_over_experts(frames):
         reason = Reason(Kind.EXPERT_LOOP, f"a graph break in a loop over experts: {_said(stopped.reason)}")
     if not frames:
         return Break(reason.kind, str(reason))

@@ -10,7 +10,7 @@ from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_defa
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside
 from torch_fused_ops.reports.figures import sites_of
-from torch_fused_ops.reports.report import Report
+from torch_fused_ops.reports.report import Report, not_sites
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -61,6 +61,6 @@ def add_graph(report: Report, gm: GraphModule, policy: FusionPolicy) -> None:
     report.graphs += 1
     report._captures.append(set_aside(gm, policy))
     report.sites += tuple(sites_of(gm, policy))
-    report.unread += tuple(recognize.unread(gm.graph))
+    report.unread += not_sites(recognize.unread(gm.graph), report.sites)
     if (graph_break := break_of(gm)) is not None:
         report.breaks += (graph_break,)

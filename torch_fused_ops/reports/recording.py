@@ -24,7 +24,7 @@ from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import FusionPolicy, unmatched
 from torch_fused_ops.reports.breaks import Break, break_of
 from torch_fused_ops.reports.figures import Capture, capture
-from torch_fused_ops.reports.report import Report
+from torch_fused_ops.reports.report import Report, not_sites
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -156,7 +156,7 @@ class _Recorder:
         graphs = list({entry.code or entry: entry for entry in self.graphs}.values())  # the last of recompilations
         report.graphs, report.recompilations = len(graphs), len(self.graphs) - len(graphs)
         report.sites = tuple(site for entry in graphs for site in entry.sites)
-        report.unread = tuple(site for entry in graphs for site in entry.unread)
+        report.unread = not_sites((site for entry in graphs for site in entry.unread), report.sites)
         report.breaks = tuple(entry.broken for entry in graphs if entry.broken is not None)
         report.title = ", ".join(dict.fromkeys(entry.title for entry in graphs if entry.title))
         report.figures, report.figures_missing = None, ""

@@ -61,6 +61,12 @@ def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
     return tuple(Group(tuple(group)) for group in groups.values())
 
 
+def not_sites(unread: Iterable[Site], sites: Iterable[Site]) -> tuple[Site, ...]:
+    """Leave out the activations of MLPs that DDPOptimizer has cut, as these are sites."""
+    cut = {(site.source, site.spelling) for site in sites if site.kind is Kind.DDP_BUCKET}
+    return tuple(site for site in unread if (site.source, site.spelling) not in cut)
+
+
 @dataclass(repr=False, eq=False)
 class Report:
     """The result of ``explain`` or ``record``, printable and convertible.
