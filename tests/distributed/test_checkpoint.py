@@ -16,12 +16,15 @@ if not torch.distributed.is_available():
 from dataclasses import replace
 
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_fused_ops import distributed
 from torch_fused_ops.distributed.checkpoint import ShardedTensor, apply_swiglu_sharded_factory
@@ -231,6 +234,60 @@ def test_one_process_writes_the_same_keys_and_layout(tmp_path: Path) -> None:
         assert torch.equal(a, b)
     truth = {(name, ""): p.detach() for name, p in mlp.named_parameters()}
     plain(tmp_path / "a", tmp_path / "a.pt", truth)
+
+
+def of_linears(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.GELU(), nn.Linear(3, 2)))
+
+
+def inside(wrap):
+    """The wrapper around a part of the model."""
+    model = of_linears()
+    model[1] = wrap(model[1])
+    return model
+
+
+WRAPPERS = {
+    "compile": lambda: torch.compile(of_linears(), backend="eager"),
+    "compile in it": lambda: inside(lambda part: torch.compile(part, backend="eager")),
+    "ddp": lambda: DistributedDataParallel(of_linears()),
+    "compiled ddp": lambda: torch.compile(DistributedDataParallel(of_linears()), backend="eager"),
+    "checkpoint": lambda: inside(checkpoint_wrapper),
+    "offload": lambda: inside(offload_wrapper),
+    "compiled offload": lambda: torch.compile(inside(lambda part: offload_wrapper(checkpoint_wrapper(part)))),
+}
+
+
+@pytest.fixture
+def one_process():
+    if not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_keys_have_no_names_of_wrappers(wrapper: str, one_process: None, tmp_path: Path) -> None:
+    """A plain model reads a wrapped model's checkpoint and the other way around, with the optimizers."""
+    for i, (written, read) in enumerate(((WRAPPERS[wrapper](), of_linears(1)), (of_linears(1), WRAPPERS[wrapper]()))):
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (written, read)]
+        for optimizer in optimizers:
+            for p in optimizer.param_groups[0]["params"]:
+                optimizer.state[p] = {"momentum_buffer": torch.randn_like(p)}
+        distributed.save(tmp_path / str(i), written, optimizers[0])
+        distributed.load(tmp_path / str(i), read, optimizers[1])
+        for a, b in zip(written.parameters(), read.parameters(), strict=True):
+            assert torch.equal(a, b)
+            states = (optimizer.state[p]["momentum_buffer"] for optimizer, p in zip(optimizers, (a, b), strict=True))
+            assert torch.equal(*states)
+
+
+def test_fsdp1_is_refused(one_process: None, tmp_path: Path) -> None:
+    flat = FullyShardedDataParallel(FusedMLP(2, 3), device_id=torch.device("cpu"))
+    for model, name in ((nn.Sequential(flat), "0"), (torch.compile(flat), "model")):
+        raises(TypeError, f"{name} of type FullyShardedDataParallel", distributed.save, tmp_path, model)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

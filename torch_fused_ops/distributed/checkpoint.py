@@ -22,13 +22,16 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as _read
 from torch.distributed.checkpoint.state_dict_saver import save as _write
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fused_ops.distributed.shard_spec import ShardSpec
 from torch_fused_ops.distributed.tensor_parallel import TensorParallel
+from torch_fused_ops.graphs.modules import WRAPPED
 
 Offsets = tuple[tuple[int, int, int], ...]
 """(axis, place, size) of each axis that a checkpoint has in front of a tensor's own."""
@@ -213,12 +216,20 @@ def sharded_state_dict(
 ) -> dict[str, Any]:
     """A model's state for ``torch.distributed.checkpoint``, by its modules' ``sharded_state_dict`` if they have one.
 
-    Other modules' tensors are as in ``state_dict``: tensors that every rank has, and DTensors.
+    Other modules' tensors are as in ``state_dict``: tensors that every rank has, and DTensors. Keys have no names of
+    wrappers (``torch.compile``, DDP, checkpoint and offload wrappers), as those of PyTorch's ``get_model_state_dict``.
+
+    Raises:
+        TypeError: a module is wrapped in FSDP1, whose ranks hold parts of one flat parameter.
     """
+    if isinstance(module, FullyShardedDataParallel):
+        raise TypeError(
+            f"{prefix.removesuffix('.') or 'model'} of type FullyShardedDataParallel is not accepted: its parameters "
+            "are flat. Use fully_shard (FSDP2), or get_model_state_dict of torch.distributed.checkpoint.state_dict"
+        )
     state: dict[str, Any] = {}
-    state_of_module: Any = getattr(module, "sharded_state_dict", None)
-    if state_of_module is not None:
-        return {**state_of_module(prefix, sharded_offsets, metadata)}
+    if hasattr(type(module), "sharded_state_dict"):  # of its own: wrappers have the attributes of what they wrap
+        return {**module.sharded_state_dict(prefix, sharded_offsets, metadata)}  # type: ignore[operator]
     module._save_to_state_dict(state, prefix, keep_vars=False)
     for key, t in state.items():
         packed = _packed(key, t, sharded_offsets)
@@ -227,7 +238,9 @@ def sharded_state_dict(
         elif sharded_offsets:
             state[key] = ShardedTensor.of_parameter(key, t, offsets=sharded_offsets)
     for name, child in module.named_children():
-        state |= sharded_state_dict(child, f"{prefix}{name}.", sharded_offsets, metadata)
+        is_wrapped = name in WRAPPED or isinstance(module, DistributedDataParallel)
+        inside = prefix if is_wrapped else f"{prefix}{name}."
+        state |= sharded_state_dict(child, inside, sharded_offsets, metadata)
     return state
 
 

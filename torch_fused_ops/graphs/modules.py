@@ -16,11 +16,14 @@ _VARIABLE = re.compile(
     r"""(\[.*?\]|\.__(closure|self|func|wrapped|defaults|kwdefaults)__|\.cell_contents)*"""
 )
 
+# The names that wrappers give to the module that they wrap: torch.compile, checkpoint and offload wrappers, FSDP1.
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
 # What Dynamo's paths have and ``named_modules()`` of the model as its author wrote it has not: how a module is looked
 # up where its class has a ``__getattr__`` of its own, and the wrappers of torch.compile, checkpointing and FSDP.
 _NO_NAMES = re.compile(
     r"\.__dict__(\._modules(?=\.|$)|\['_modules'\])|\._modules(?=\[)"
-    r"|\.?(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\b"
+    rf"|\.?({'|'.join(WRAPPED)})\b"
 )
 
 
