@@ -267,7 +267,10 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"torch_fused_ops {tfo.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["bench", "mlp", "--help"], ["plan"]])
+@pytest.mark.parametrize("arguments", [
+    *(["--help"], ["plan", "--help"], ["bench", "mlp", "--help"], ["plan"]),
+    ["plan", "no_such:x", "--memory", "1GiB", "--gpu", "H1000"],
+])  # fmt: skip
 def test_what_needs_no_torch_does_not_import_it(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "torch_fused_ops", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -399,6 +402,12 @@ REFUSED = {
     "explain some_models:example --figures abacus": "error: --figures abacus is not known; accepted: A100, ",
     "explain some_models:example --exclude b.[7": "'b.[7' has a [ without a ]",
     "verify some_models:example --exclude b.[7": "'b.[7' has a [ without a ]",
+    "plan no_such:x --memory 72gigs": "argument --memory: memory='72gigs' is not accepted: it must be a size",
+    "plan no_such:x --memory 1GiB --gpu H1000": "argument --gpu: gpu='H1000' is not known; accepted: A100, ",
+    "plan no_such:x --memory 1GiB --optimizer lion": "optimizer='lion' is not known; accepted: adamw, sgd, none",
+    "plan no_such:x --memory 1GiB --max batches": "maximum='batches' is not known; accepted: batch, tokens",
+    "plan no_such:x --memory 1GiB --dp 0": "dp=0 is not accepted: it must be a number of GPUs, 1 or more",
+    "plan no_such:x --memory 1GiB --dp two": "dp='two' is not accepted: it must be a number of GPUs, 1 or more",
     "bench mlp --quik": "unrecognized arguments: --quik; did you mean --quick?",
     "info --zzz": "unrecognized arguments: --zzz\n",
     "run": "SCRIPT is missing: give the path of a Python program, or -m and a module's name",

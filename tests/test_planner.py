@@ -28,12 +28,13 @@ from torch_fused_ops.benchmarks import models
 from torch_fused_ops.planner import max_batch, report, search
 from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.planner.model import CapturedModel, captured_model
-from torch_fused_ops.planner.plan import LevelRow, bytes_of
-from torch_fused_ops.planner.static_memory import Resident, check_shards, optimizer_memory, resident_tensors
+from torch_fused_ops.planner.plan import LevelRow
+from torch_fused_ops.planner.setup import ACCEPTED, GPUS, bytes_of
+from torch_fused_ops.planner.static_memory import OPTIMIZERS, Resident, check_shards, optimizer_memory, resident_tensors
 from torch_fused_ops.planner.step import Parts, Piece, Segment, Step, compiled_timeline, cut, policy_of
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
-from torch_fused_ops.virtual_gpu import H100
+from torch_fused_ops.virtual_gpu import H100, gpus
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline
 
 MiB = 2**20
@@ -78,6 +79,10 @@ def test_what_is_no_size(memory: Any) -> None:
 )
 def test_what_is_not_known(arguments: dict[str, Any], message: str) -> None:
     raises(ValueError, message, tfo.plan, nn.Linear(2, 2), torch.empty(1, 2), **{"memory": "1GiB", **arguments})
+
+
+def test_the_described_gpus_are_accepted() -> None:
+    assert tuple(gpus.GPUS) == GPUS and set(OPTIMIZERS) == set(ACCEPTED["optimizer"])
 
 
 def test_a_plan_is_static_whatever_sizes_were_seen() -> None:

@@ -1,5 +1,6 @@
 """``plan``: choose the memory levels with which a training step fits into a GPU's memory at the least cost.
 
+setup.py        the settings of a plan, checked without importing torch
 model.py        a captured model: its graphs, its layers, its MLPs
 step.py         the memory and the time of a step, cut at its layers
 fsdp.py         bytes that FSDP2's shards add to it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.graphs.capture import check_model, name_of
-from torch_fused_ops.policy import MEMORY, FusionPolicy, is_level
+from torch_fused_ops.planner.setup import bytes_of, check
+from torch_fused_ops.policy import MEMORY, FusionPolicy
 from torch_fused_ops.settings.environment import writable
 
 if TYPE_CHECKING:
@@ -30,31 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("torch_fused_ops.planner")
 
 DP = tuple(2**n for n in range(1, 11))  # numbers of GPUs to try if nothing fits
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for unit, base in (("iB", 1024), ("B", 1000))
-}
-
-
-def bytes_of(memory: str | int) -> int:
-    """Parse bytes: "72GiB", "800 MiB", "80GB", or a number.
-
-    Raises:
-        ValueError: memory is not such a size, or not above 0.
-    """
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
-        return memory
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
-    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    bare = bool(match and not match[2] and size < _UNITS["MiB"])
-    if size <= 0 or bare:
-        why = "; plan chooses the levels itself" if is_level(memory) else ""
-        why = f"; {memory.strip()} without a unit means bytes" if bare and isinstance(memory, str) else why
-        units = ", ".join(filter(None, _UNITS))
-        accepted = f'it must be a size such as "72GiB", "800MiB" or bytes, with one of {units}'
-        raise ValueError(f"memory={memory!r} is not accepted: {accepted}{why}")
-    return size
 
 
 @dataclass(frozen=True)
@@ -239,19 +214,15 @@ def plan(
     from torch_fused_ops import lowerings
     from torch_fused_ops.planner import max_batch, search
     from torch_fused_ops.planner import model as models
-    from torch_fused_ops.planner.static_memory import OPTIMIZERS, check_shards, check_whole, resident_tensors
+    from torch_fused_ops.planner.static_memory import check_shards, check_whole, resident_tensors
     from torch_fused_ops.planner.step import OFF, Step, parts_of
     from torch_fused_ops.virtual_gpu import gpus
 
     model = check_model(model)
-    limit, described = bytes_of(memory), gpus.by_name(gpu, "gpu")
-    accepted: Sequence[tuple[str, object, Sequence[object]]] = (
-        ("optimizer", optimizer, tuple(OPTIMIZERS)),
-        ("maximum", maximum, (*max_batch.DIMENSIONS, None)),
-    )
-    for name, value, known in accepted:
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(map(str, known))}")
+    given = {"memory": memory, "gpu": gpu, "optimizer": optimizer, "maximum": maximum, "dp": dp}
+    for name, value in given.items():
+        check(name, value)
+    limit, described = bytes_of(memory), gpus.by_name(gpu)
     size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
     gpus.import_triton()  # fail at once, not after capturing the model
     lowerings.require()

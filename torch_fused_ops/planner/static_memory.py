@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.planner.fsdp import FullyShard, Group
+from torch_fused_ops.planner.setup import check
 from torch_fused_ops.virtual_gpu.timeline import Storages
 
 # foreach is PyTorch's default on GPUs; fused must be requested.
@@ -93,8 +94,7 @@ def check_whole(model: Callable[..., Any], dp: int) -> None:
     Raises:
         ValueError: dp is not a number of GPUs; or the model is a function, or has parameters in shards already.
     """
-    if not isinstance(dp, int) or isinstance(dp, bool) or dp < 1:
-        raise ValueError(f"dp={dp!r} is not accepted: it must be a number of GPUs, 1 or more")
+    check("dp", dp)
     if dp == 1:
         return
     if not isinstance(model, nn.Module):

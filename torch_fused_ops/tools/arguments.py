@@ -16,6 +16,7 @@ from typing import Any
 
 from torch_fused_ops._version import __version__
 from torch_fused_ops.benchmarks.variants import MEANINGS
+from torch_fused_ops.planner import setup
 from torch_fused_ops.policy import ATTENTION, GEMM, LEVELS, FusionPolicy
 
 _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
@@ -56,17 +57,35 @@ def _ways(benchmark: str) -> str:
     return "\n".join(["variants:", *(f"  {names}\n      {text}" for names, text in variants)]) if variants else ""
 
 
-def _field(name: str) -> Callable[[str], str]:
-    """Check a field of the policy; the result is its text, for ``FusionPolicy.parse``."""
+def _checked(check: Callable[[Any], object], convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """Convert an option's text, and check it: what ``check`` raises is a usage error."""
 
-    def checked(text: str) -> str:
+    def checked(text: str) -> Any:
         try:
-            FusionPolicy.parse(f"{name}={text}")
+            value = convert(text)
+        except ValueError:
+            value = text
+        try:
+            check(value)
         except (TypeError, ValueError) as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-        return text
+        return value
 
     return checked
+
+
+def _field(name: str) -> Callable[[str], str]:
+    """Check a field of the policy; the result is its text, for ``FusionPolicy.parse``."""
+    return _checked(lambda text: FusionPolicy.parse(f"{name}={text}"))
+
+
+def _checked_setting(option: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Check an option's value as ``plan`` checks it, before torch is imported."""
+    if "action" in settings:
+        return settings
+    name = settings.get("dest", option.removeprefix("--").replace("-", "_"))
+    convert = int if isinstance(settings.get("default"), int) else str
+    return {**settings, "type": _checked(lambda value: setup.check(name, value), convert)}
 
 
 _SPEC: dict[str, Any] = {
@@ -89,6 +108,14 @@ _POLICY: dict[str, dict[str, Any]] = {
     "--exclude": {"metavar": "PATTERN", "action": "append", "default": [], "help": "MLPs not to fuse; may be repeated"},
 }  # fmt: skip
 _FLAG = {"action": "store_true"}
+_PLAN: dict[str, dict[str, Any]] = {
+    "--memory": {"required": True, "help": 'the memory limit: "72GiB", "800MiB" or bytes'},
+    "--gpu": {"default": "H200", "help": "A100, H100, H200 (default), B200 or MI300X"},
+    "--optimizer": {"default": "adamw", "help": "adamw (default), sgd or none"},
+    "--lossless": {**_FLAG, "help": "exclude levels that round gradients"},
+    "--max": {"dest": "maximum", "metavar": "WHAT", "help": "batch or tokens: the largest at each level; minutes"},
+    "--dp": {"default": 1, "help": "GPUs over which FSDP2 shards the layers; all is per GPU"},
+}  # fmt: skip
 # Descriptions and arguments of the other commands.
 _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "info": ("versions, devices and what is active", {}),
@@ -110,12 +137,7 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     }),
     "plan": ("fit a training step into a GPU's memory; exit code 1 if it does not fit", {
         "spec": _SPEC,
-        "--memory": {"required": True, "help": 'the memory limit: "72GiB", "800MiB" or bytes'},
-        "--gpu": {"default": "H200", "help": "A100, H100, H200 (default), B200 or MI300X"},
-        "--optimizer": {"default": "adamw", "help": "adamw (default), sgd or none"},
-        "--lossless": {**_FLAG, "help": "exclude levels that round gradients"},
-        "--max": {"dest": "maximum", "metavar": "WHAT", "help": "batch or tokens: the largest at each level; minutes"},
-        "--dp": {"type": int, "default": 1, "help": "GPUs over which FSDP2 shards the layers; all is per GPU"},
+        **{option: _checked_setting(option, settings) for option, settings in _PLAN.items()},
         "--meta": {**_FLAG, "help": "create the model on the meta device, without data"},
         "--json": {"metavar": "FILE", "help": "write the plan as JSON too"},
         "--html": {"metavar": "FILE", "help": "write the plan as a page too, with the live-bytes timeline of a step"},
