@@ -27,7 +27,8 @@ from torch_fused_ops.planner.plan import plan
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.explain import explain
 from torch_fused_ops.reports.recording import record
-from torch_fused_ops.reports.report import Report, grouped
+from torch_fused_ops.reports.report import Report
+from torch_fused_ops.reports.text import grouped
 from torch_fused_ops.tools.verify import verify
 
 
@@ -167,8 +168,7 @@ def test_pages_are_not_written_where_there_is_no_folder(tmp_path: Path):
 
 
 def test_memory_levels_say_what_they_save_and_cost():
-    from torch_fused_ops.reports.figures import Figures, LevelFigures
-    from torch_fused_ops.reports.text import FUSED, PLAIN, levels_table, rows_of
+    from torch_fused_ops.reports.figures import FUSED, PLAIN, Figures, LevelFigures, levels_table, rows_of
 
     levels = (
         LevelFigures(PLAIN, 8 << 20, 1e-3),

@@ -19,12 +19,26 @@ before = set(sys.modules)
 assert "torch_fused_ops_autoload" in before and "torch_fused_ops" not in before
 import torch_fused_ops
 heavy = ("torch._inductor", "torch._dynamo", "torch.distributed.tensor", "triton", "sympy", "transformers",
-         "torch_fused_ops.lowerings")
+         "torch_fused_ops.lowerings", "torch_fused_ops.planner", "torch_fused_ops.reports", "torch_fused_ops.tools")
 print([m for m in set(sys.modules) - before if m.startswith(heavy)])
 print(len(set(sys.modules) - before))
 """
     heavy, count = python("-c", program).splitlines()
     assert heavy == "[]" and int(count) < 70
+
+
+def test_compiling_does_not_import_the_tools() -> None:
+    """The planner, the reports and verify are imported on first use."""
+    program = """
+import sys, torch, torch_fused_ops as tfo
+from torch_fused_ops.lowerings import backend, passes, recognize, strict
+recognize.rewrite(torch.fx.symbolic_trace(torch.nn.Linear(2, 2)).graph, tfo.FusionPolicy())
+tools = ("torch_fused_ops.planner", "torch_fused_ops.reports", "torch_fused_ops.tools")
+print([m for m in sys.modules if m.startswith(tools)])
+names = "explain record Report plan Plan verify Verification"
+print(*(getattr(tfo, name).__name__ for name in names.split()))
+"""
+    assert python("-c", program).splitlines() == ["[]", "explain record Report plan Plan verify Verification"]
 
 
 @pytest.mark.slow

@@ -23,8 +23,7 @@ from torch_fused_ops import virtual_gpu
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.policy import MEMORY
 from torch_fused_ops.reports import figures as figures_module
-from torch_fused_ops.reports.figures import layers_of
-from torch_fused_ops.reports.text import FUSED, KNOB, PLAIN
+from torch_fused_ops.reports.figures import FUSED, KNOB, PLAIN, layers_of
 from torch_fused_ops.settings import tiles
 
 pytestmark = pytest.mark.codegen_is_slow

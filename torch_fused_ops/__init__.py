@@ -41,12 +41,7 @@ from torch_fused_ops.activations import register_activation
 from torch_fused_ops.graphs.gemm_registry import register_gemm
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.operators.decompositions import decompositions
-from torch_fused_ops.planner.plan import Plan, plan
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_given
-from torch_fused_ops.reports.explain import explain
-from torch_fused_ops.reports.recording import record, report_at_exit
-from torch_fused_ops.reports.report import Report
-from torch_fused_ops.tools.verify import Verification, verify
 
 __all__ = [
     "FusionPolicy",
@@ -72,11 +67,19 @@ __all__ = [
 
 
 if environment.REPORT:
+    from torch_fused_ops.reports.recording import report_at_exit
+
     report_at_exit(Path(environment.REPORT))
 
 _PARTS = {
     **{name: name for name in ("distributed", "lowerings", "megatron", "nn", "ops", "slapo", "testing", "virtual_gpu")},
     "reference": "operators.reference",
+}
+# What compiling does not need: the planner, the reports and verify.
+_TOOLS = {
+    **dict.fromkeys(("Plan", "plan"), "planner.plan"),
+    **dict.fromkeys(("Verification", "verify"), "tools.verify"),
+    **{"Report": "reports.report", "explain": "reports.explain", "record": "reports.recording"},
 }
 
 
@@ -89,15 +92,22 @@ if TYPE_CHECKING:
 
     from torch_fused_ops import distributed, lowerings, megatron, nn, ops, slapo, testing, virtual_gpu
     from torch_fused_ops.operators import reference
+    from torch_fused_ops.planner.plan import Plan, plan
     from torch_fused_ops.policy import PolicyFields
+    from torch_fused_ops.reports.explain import explain
+    from torch_fused_ops.reports.recording import record
+    from torch_fused_ops.reports.report import Report
+    from torch_fused_ops.tools.verify import Verification, verify
 
     __all__ += ["distributed", "lowerings", "megatron", "nn", "ops", "reference", "slapo", "testing", "virtual_gpu"]
 else:  # type checkers would accept any name
 
-    def __getattr__(name: str) -> ModuleType:
-        """Import a subpackage on first use: ``import torch_fused_ops as tfo; tfo.nn.FusedMLP``."""
+    def __getattr__(name: str) -> Any:
+        """Import a subpackage or a tool on first use: ``import torch_fused_ops as tfo; tfo.nn.FusedMLP``."""
         if name in _PARTS:
             return importlib.import_module(f"{__name__}.{_PARTS[name]}")
+        if name in _TOOLS:
+            return globals().setdefault(name, getattr(importlib.import_module(f"{__name__}.{_TOOLS[name]}"), name))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -16,7 +16,6 @@ says where it is read, and stay so where the operator saves it; a call without a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace as replaced
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -83,11 +82,8 @@ def _sites_of_whole(whole: GraphModule, policy: FusionPolicy) -> list[tuple[Any,
     """The MLPs of a graph that DDPOptimizer splits, with their calls, as if the split cut each of them."""
     if whole not in _wholes:
         reason = Reason(Kind.DDP_BUCKET, "a boundary of DDP's buckets lies in the MLP, and torch.compile splits there")
-        refused = {"op": None, "reason": str(reason), "kind": reason.kind}
         _wholes[whole] = [
-            (call, site if site.op is None else replaced(site, **refused))
-            for call, site in _rewrite(whole.graph, policy, apply=False)
-            if site.is_mlp
+            (call, site.refused(reason)) for call, site in _rewrite(whole.graph, policy, apply=False) if site.is_mlp
         ]
     return _wholes[whole]
 

@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 
 from torch_fused_ops.virtual_gpu import compile_on_paper
 from torch_fused_ops.virtual_gpu.generated import graph_input
-from torch_fused_ops.virtual_gpu.results import GeneratedGraph, PaperCompilation
-from torch_fused_ops.virtual_gpu.timeline import timeline_of
+from torch_fused_ops.virtual_gpu.results import GeneratedGraph
+from torch_fused_ops.virtual_gpu.timeline import PaperCompilation, timeline_of
 
 MiB = 2**20
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
 
 class ShardSpec(NamedTuple):
@@ -20,8 +17,12 @@ class ShardSpec(NamedTuple):
 class Shardable(nn.Module):
     """A layer that shards its own parameters, as ``torch_fused_ops.nn``'s linears do."""
 
-    def shard(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
+    def shard(self, parallel: Any, as_dtensors: bool = False) -> None:
         """Replace the parameters by this rank's shards: plain tensors or DTensors.
+
+        Args:
+            parallel: a ``TensorParallel``, or None. (Its module imports this one.)
+            as_dtensors: make DTensors.
 
         Raises:
             ValueError: features do not divide evenly.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch_fused_ops.graphs.reasons import Kind
+from torch_fused_ops.graphs.reasons import Kind, Reason
 
 DROPOUT = "dropout"  # a site's activation, where the site is a dropout
 
@@ -53,6 +53,12 @@ class Site:
     tiles_reason: str = ""
     tiles_kind: Kind | None = None
     memory: str = ""
+
+    def refused(self, reason: Reason | None) -> Site:
+        """The site, not fused for this reason; as it is if there is none, or if it was not fused anyway."""
+        if self.op is None or reason is None:
+            return self
+        return replace(self, op=None, reason=str(reason), kind=reason.kind, excluded_by=reason.excluded_by)
 
     @property
     def is_mlp(self) -> bool:

@@ -170,16 +170,10 @@ class _Capture:
 def _in_module(site: Site, start: str | None) -> Site:
     """The site of a graph whose paths begin at ``start``, with its path in the model."""
     if start is None:
-        return _refused(site, Reason(Kind.UNPLACED, "it comes after a graph break, and its module is not known"))
+        return site.refused(Reason(Kind.UNPLACED, "it comes after a graph break, and its module is not known"))
     path = f"{start}.{site.module}".strip(".")
     where = site.source.partition(" in ")[0]
     return replaced(site, module=path, source=f"{where} in {path}" if path else where)
-
-
-def _refused(site: Site, reason: Reason | None) -> Site:
-    if site.op is None or reason is None:
-        return site
-    return replaced(site, op=None, reason=str(reason), kind=reason.kind, excluded_by=reason.excluded_by)
 
 
 def _choose(
@@ -198,9 +192,9 @@ def _choose(
             path = path.rpartition(".")[0]  # a ModuleList has no forward
         for other in compiled:
             if not other or not path or f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}."):
-                site = _refused(site, Reason(Kind.COMPILED, f"{other or 'the model'} is compiled already"))
+                site = site.refused(Reason(Kind.COMPILED, f"{other or 'the model'} is compiled already"))
         pattern = policy.excluding(enclosing_modules(_paths(modules, modules[path])))
-        judged.append(_refused(site, excluded(pattern) if pattern else None))
+        judged.append(site.refused(excluded(pattern) if pattern else None))
         if judged[-1].op is not None and not any(module is modules[path] for module in chosen.values()):
             chosen[path] = modules[path]
     inner = {id(m) for module in chosen.values() for m in list(module.modules())[1:]}

@@ -7,6 +7,7 @@ fsdp.py         bytes that FSDP2's shards add to it
 static_memory.py  resident memory: parameters, gradients, optimizer state, or shards of them
 max_batch.py    the largest batch or sequence that fits
 search.py       the levels to choose among, and the choice
-plan.py         the call, and its result
-report.py       the result as text and as a page
+plan.py         the call
+report.py       the result, as text and as a page
+segments.py     parts of a step's live-bytes timeline
 """

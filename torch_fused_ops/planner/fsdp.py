@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_fused_ops.planner.step import Piece, Segment
+from torch_fused_ops.planner.segments import Piece, Segment
 
 
 @dataclass(frozen=True)

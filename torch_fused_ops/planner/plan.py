@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torch_fused_ops.graphs.capture import check_model, name_of
+from torch_fused_ops.planner.report import LayerRow, LevelRow, PlanFigures
 from torch_fused_ops.planner.setup import bytes_of, check
 from torch_fused_ops.policy import MEMORY, FusionPolicy
-from torch_fused_ops.settings.environment import writable
 
 if TYPE_CHECKING:
-    from torch_fused_ops.planner.max_batch import Largest
     from torch_fused_ops.planner.model import CapturedModel
     from torch_fused_ops.planner.search import Candidate
     from torch_fused_ops.planner.static_memory import Resident, ResidentTensor
@@ -33,96 +30,9 @@ DP = tuple(2**n for n in range(1, 11))  # numbers of GPUs to try if nothing fits
 
 
 @dataclass(frozen=True)
-class LevelRow:
-    """A whole step with every MLP at one memory level."""
+class Plan(PlanFigures):
+    """A model's training step in a GPU's memory, which can be planned again for another limit."""
 
-    level: str  # of ``FusionPolicy(memory=…)``; "checkpoint": an estimate for checkpoints around whole layers
-    peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
-    seconds: float  # the least time of forward and backward
-    missing: int  # bytes beyond the limit, as ``Plan.missing``; of the optimizer's step, if it needs more
-
-    @property
-    def fits(self) -> bool:
-        """True if no bytes are missing."""
-        return not self.missing
-
-
-@dataclass(frozen=True)
-class LayerRow:
-    """A layer of the model, or several equal ones with the same level. Bytes are of all these layers together."""
-
-    name: str  # its path, "layers.0", or "layers.0 to 15" for several. "(other)": the remainder of the model
-    count: int  # the number of layers
-    level: str  # the memory level of its MLPs; "" if it has none
-    parameters: int  # and buffers
-    gradients: int
-    optimizer_state: int
-    kept: int  # bytes saved for backward
-    seconds: float  # the least time of forward and backward
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A model's training step in a GPU's memory.
-
-    Attributes:
-        title: the model's class.
-        gpu: the GPU's name.
-        limit: bytes that may be used.
-        optimizer: its name.
-        fits: True if forward, backward and the optimizer's step stay within the limit.
-        peak_bytes: the most bytes alive at once, the greater of the two following.
-        step_peak: the peak of forward and backward, with parameters and optimizer state.
-        optimizer_peak: the peak of the optimizer's step: parameters, gradients, state, its allocations, and the batch.
-        parameters: bytes of parameters and buffers.
-        gradients: bytes of gradients.
-        optimizer_state: bytes of optimizer state.
-        kept: bytes saved for backward, without parameters.
-        transient: bytes at the peak beyond those, parameters and optimizer state.
-        seconds: the least time of forward and backward on this GPU (roofline).
-        off_seconds: the same with ``memory="off"``, even if that does not fit.
-        off_peak: its peak.
-        policy: the policy to compile with.
-        choices: the memory level of each MLP, by module.
-        levels: the whole step at each level.
-        layers: the bytes by layer.
-        missing: bytes beyond the limit, 0 if it fits.
-        help: advice to make it fit, or cheaper.
-        dp: GPUs with shards of parameters, gradients and optimizer state (FSDP2); bytes are per GPU, with its own
-            batch.
-        sent: bytes that a GPU sends in a step.
-        link_seconds: the time to send them by the GPU's data sheet, not included in ``seconds``.
-        largest: the largest batch or sequence that fits, if ``maximum`` requests it.
-    """
-
-    title: str
-    gpu: str
-    limit: int
-    optimizer: str
-    fits: bool
-    peak_bytes: int
-    step_peak: int
-    optimizer_peak: int
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    kept: int
-    transient: int
-    seconds: float
-    off_seconds: float
-    off_peak: int
-    policy: FusionPolicy
-    choices: Mapping[str, str]
-    levels: tuple[LevelRow, ...]
-    layers: tuple[LayerRow, ...]
-    missing: int
-    help: tuple[str, ...]
-    dp: int = 1
-    sent: int = 0
-    link_seconds: float = 0.0
-    largest: Largest | None = None
-    curve: tuple[int, ...] = field(default=(), repr=False)
-    off_curve: tuple[int, ...] = field(default=(), repr=False)
     _planner: _Planner | None = field(default=None, repr=False, compare=False)
     _chosen: Candidate | None = field(default=None, repr=False, compare=False)
 
@@ -140,35 +50,6 @@ class Plan:
         """Recompute ``step_peak``: capture the model and compile it with the plan's policy; seconds a layer."""
         assert self._planner is not None and self._chosen is not None
         return self._planner.peak(self._chosen, self._planner.recompiled(self._chosen))
-
-    def as_dict(self) -> dict[str, Any]:
-        """The attributes for JSON, without live-bytes timelines, and with the policy's memory levels."""
-        left_out = {"policy", "curve", "off_curve", "_planner", "_chosen"}
-        shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
-        rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
-        rows["levels"] = [{**asdict(row), "fits": row.fits} for row in self.levels]
-        rows["largest"] = asdict(self.largest) if self.largest else None
-        memory = self.policy.memory
-        return {**shallow, **rows, "memory": memory if isinstance(memory, str) else dict(memory)}
-
-    def to_json(self) -> str:
-        """The plan as JSON."""
-        return json.dumps(self.as_dict(), indent=1)
-
-    def to_html(self, path: str | Path) -> None:
-        """Write the plan as one self-contained page, with the step's live-bytes timeline before and after.
-
-        Raises:
-            ValueError: path cannot be written.
-        """
-        from torch_fused_ops.planner.report import page
-
-        writable(f"path={str(path)!r}", path).write_text(page(self), encoding="utf-8")
-
-    def __str__(self) -> str:
-        from torch_fused_ops.planner.report import text
-
-        return text(self)
 
 
 def plan(

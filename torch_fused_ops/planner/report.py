@@ -1,17 +1,139 @@
-"""A plan as text, and as a page: ``plan.html``, filled in."""
+"""A plan's figures, as text, as JSON, and as a page: ``plan.html``, filled in."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_fused_ops.reports.page import template
 from torch_fused_ops.reports.text import aligned, change, size
+from torch_fused_ops.settings.environment import writable
 
 if TYPE_CHECKING:
     from torch_fused_ops.planner.max_batch import Largest
-    from torch_fused_ops.planner.plan import Plan
+    from torch_fused_ops.policy import FusionPolicy
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """A whole step with every MLP at one memory level."""
+
+    level: str  # of ``FusionPolicy(memory=…)``; "checkpoint": an estimate for checkpoints around whole layers
+    peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
+    seconds: float  # the least time of forward and backward
+    missing: int  # bytes beyond the limit, as ``Plan.missing``; of the optimizer's step, if it needs more
+
+    @property
+    def fits(self) -> bool:
+        """True if no bytes are missing."""
+        return not self.missing
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A layer of the model, or several equal ones with the same level. Bytes are of all these layers together."""
+
+    name: str  # its path, "layers.0", or "layers.0 to 15" for several. "(other)": the remainder of the model
+    count: int  # the number of layers
+    level: str  # the memory level of its MLPs; "" if it has none
+    parameters: int  # and buffers
+    gradients: int
+    optimizer_state: int
+    kept: int  # bytes saved for backward
+    seconds: float  # the least time of forward and backward
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """A model's training step in a GPU's memory, as figures: text, JSON and a page.
+
+    Attributes:
+        title: the model's class.
+        gpu: the GPU's name.
+        limit: bytes that may be used.
+        optimizer: its name.
+        fits: True if forward, backward and the optimizer's step stay within the limit.
+        peak_bytes: the most bytes alive at once, the greater of the two following.
+        step_peak: the peak of forward and backward, with parameters and optimizer state.
+        optimizer_peak: the peak of the optimizer's step: parameters, gradients, state, its allocations, and the batch.
+        parameters: bytes of parameters and buffers.
+        gradients: bytes of gradients.
+        optimizer_state: bytes of optimizer state.
+        kept: bytes saved for backward, without parameters.
+        transient: bytes at the peak beyond those, parameters and optimizer state.
+        seconds: the least time of forward and backward on this GPU (roofline).
+        off_seconds: the same with ``memory="off"``, even if that does not fit.
+        off_peak: its peak.
+        policy: the policy to compile with.
+        choices: the memory level of each MLP, by module.
+        levels: the whole step at each level.
+        layers: the bytes by layer.
+        missing: bytes beyond the limit, 0 if it fits.
+        help: advice to make it fit, or cheaper.
+        dp: GPUs with shards of parameters, gradients and optimizer state (FSDP2); bytes are per GPU, with its own
+            batch.
+        sent: bytes that a GPU sends in a step.
+        link_seconds: the time to send them by the GPU's data sheet, not included in ``seconds``.
+        largest: the largest batch or sequence that fits, if ``maximum`` requests it.
+    """
+
+    title: str
+    gpu: str
+    limit: int
+    optimizer: str
+    fits: bool
+    peak_bytes: int
+    step_peak: int
+    optimizer_peak: int
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    kept: int
+    transient: int
+    seconds: float
+    off_seconds: float
+    off_peak: int
+    policy: FusionPolicy
+    choices: Mapping[str, str]
+    levels: tuple[LevelRow, ...]
+    layers: tuple[LayerRow, ...]
+    missing: int
+    help: tuple[str, ...]
+    dp: int = 1
+    sent: int = 0
+    link_seconds: float = 0.0
+    largest: Largest | None = None
+    curve: tuple[int, ...] = field(default=(), repr=False)
+    off_curve: tuple[int, ...] = field(default=(), repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The attributes for JSON, without live-bytes timelines, and with the policy's memory levels."""
+        left_out = {"policy", "curve", "off_curve", "_planner", "_chosen"}
+        shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
+        rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
+        rows["levels"] = [{**asdict(row), "fits": row.fits} for row in self.levels]
+        rows["largest"] = asdict(self.largest) if self.largest else None
+        memory = self.policy.memory
+        return {**shallow, **rows, "memory": memory if isinstance(memory, str) else dict(memory)}
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one self-contained page, with the step's live-bytes timeline before and after.
+
+        Raises:
+            ValueError: path cannot be written.
+        """
+        writable(f"path={str(path)!r}", path).write_text(page(self), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return text(self)
 
 
 class Section(NamedTuple):
@@ -28,7 +150,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def headline(plan: Plan) -> str:
+def headline(plan: PlanFigures) -> str:
     """The verdict, in one line."""
     verdict = "fits" if plan.fits else f"does not fit: {size(plan.missing)} are missing"
     group = f", one of {plan.dp}" if plan.dp > 1 else ""
@@ -45,13 +167,13 @@ def most(largest: Largest) -> str:
     return f'{largest.dimension}: at most {best.size}, every MLP at "{best.level}"{off}'
 
 
-def cost(plan: Plan) -> str:
+def cost(plan: PlanFigures) -> str:
     """The cost of the levels: '+1.2 % beside "off"'."""
     changed = change(plan.off_seconds, plan.seconds)
     return 'as with "off"' if changed == "same" else f'{changed} beside "off"'
 
 
-def chosen(plan: Plan) -> str:
+def chosen(plan: PlanFigures) -> str:
     """The policy as code; long mappings as counts."""
     memory = plan.policy.memory
     if isinstance(memory, str):
@@ -63,7 +185,7 @@ def chosen(plan: Plan) -> str:
     return f"FusionPolicy(memory={{…}}), {many} (all of it: plan.policy, --json)"
 
 
-def communication(plan: Plan) -> str:
+def communication(plan: PlanFigures) -> str:
     """The bytes that a GPU sends; "" for a single GPU."""
     if not plan.sent:
         return ""
@@ -73,7 +195,7 @@ def communication(plan: Plan) -> str:
     )
 
 
-def level_rows(plan: Plan) -> list[tuple[str, ...]]:
+def level_rows(plan: PlanFigures) -> list[tuple[str, ...]]:
     """The peak and time of each level by itself, and its missing bytes."""
     rows: list[tuple[str, ...]] = [
         ("every MLP at", "peak, forward and backward", "least time", f"in {size(plan.limit)}")
@@ -106,7 +228,7 @@ def largest_rows(largest: Largest) -> list[tuple[str, ...]]:
     return rows
 
 
-def sections(plan: Plan) -> Iterator[Section]:
+def sections(plan: PlanFigures) -> Iterator[Section]:
     """The tables of a plan, for all of its forms."""
     shards = plan.dp > 1
     parts = (
@@ -137,7 +259,7 @@ def sections(plan: Plan) -> Iterator[Section]:
         yield Section(f"{largest.dimension.capitalize()}, at most", largest_rows(largest), note)
 
 
-def text(plan: Plan) -> str:
+def text(plan: PlanFigures) -> str:
     """The plan as lines of text."""
     lines = [headline(plan), ""]
     for section in sections(plan):
@@ -148,7 +270,7 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def page(plan: Plan) -> str:
+def page(plan: PlanFigures) -> str:
     """The plan as a self-contained page. Text from the model is escaped."""
     resident, highest = plan.parameters + plan.optimizer_state, 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
 

@@ -14,37 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from torch_fused_ops.planner.fsdp import FullyShard
 from torch_fused_ops.planner.model import CapturedModel
+from torch_fused_ops.planner.segments import Piece, Segment
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
 
-if TYPE_CHECKING:
-    from torch_fused_ops.planner.fsdp import FullyShard
-
 OFF = "off"  # a level of a whole model, never of a part
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a step. Bytes are relative to those alive at its beginning."""
-
-    points: tuple[int, ...] = ()  # bytes alive at each of its calls
-    net: int = 0  # bytes alive at its end
-    seconds: float = 0.0  # the least time of its calls
-    # Bytes of the parameters' gradients that are complete by its end: its own layer's, and those that the compiler
-    # deferred from earlier layers.
-    gradients: int = 0
-
-    @cached_property
-    def peak(self) -> int:
-        return max(self.points, default=0)
-
-
-Piece = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its segment
 
 
 @dataclass(frozen=True)

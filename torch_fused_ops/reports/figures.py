@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_fused_ops.policy import MEMORY, FusionPolicy
-from torch_fused_ops.reports.text import FUSED, KNOB, PLAIN, figures_table, levels_table
+from torch_fused_ops.reports.text import aligned, change, size
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("torch_fused_ops")
 progress = logging.getLogger("torch_fused_ops.reports")
 
+PLAIN, FUSED = "torch.compile", "fused"  # the two variants that every report compares
+KNOB = "torch.compile, budget 0.99"
 # Never a module's name: module paths contain no spaces or parentheses.
 INPUTS, WHOLE, OTHER = "(inputs)", "(whole model)", "(other)"
 BUDGET = 0.99  # of upstream's ``activation_memory_budget``: all pointwise work is recomputed
@@ -372,3 +374,63 @@ def _costs(paper: PaperCompilation, layers: dict[str, str]) -> Iterator[tuple[st
             side = "backward" if kind == "backward" else "forward"
             cost = Cost(**{f"{side}_bytes": launch.bytes_moved, f"{side}_kernels": 1})
             yield votes.most_common(1)[0][0], cost
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
+    """The totals as text: name, before, after, change."""
+    names = {"bytes moved": "forward_bytes", "kernels": "forward_kernels"}
+    if figures.training:
+        names = {
+            "saved for backward": "saved",
+            "bytes moved, forward": "forward_bytes",
+            "bytes moved, backward": "backward_bytes",
+            "kernels, forward": "forward_kernels",
+            "kernels, backward": "backward_kernels",
+        }
+    rows = []
+    for name, attribute in names.items():
+        before, after = (getattr(side, attribute) for side in (figures.before, figures.after))
+        texts = [str(n) if "kernels" in name else size(n, max(before, after)) for n in (before, after)]
+        rows.append((name, texts[0], texts[1], change(before, after)))
+    seconds = {level.name: level.seconds for level in figures.levels}
+    a, b = seconds.get(PLAIN), seconds.get(FUSED)
+    if a is not None and b is not None:
+        rows.append(("time, at least", f"{1e3 * a:.3f} ms", f"{1e3 * b:.3f} ms", change(a, b)))
+    return rows
+
+
+def figures_table(figures: Figures) -> str:
+    """The totals, before and after."""
+    rows = [(f"estimated, {figures.target}", PLAIN, FUSED, "change"), *rows_of(figures)]
+    lines = aligned(rows)
+    lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
+    lines += figures.notes
+    return "\n".join(lines)
+
+
+def levels_table(figures: Figures) -> str:
+    """Table of memory levels beside plain torch.compile: bytes saved for backward, peak, least time; "" if none."""
+    if not figures.training or not figures.levels:
+        return ""
+    base = figures.levels[0]
+    peaks = all(level.peak is not None for level in figures.levels)
+    heads = ("peak", "change") if peaks else ()
+    rows: list[tuple[str, ...]] = [("memory level", "saved for backward", "change", *heads, "at least", "change")]
+    for level in (level for level in figures.levels if level.name != FUSED):
+        times = ("not known", "")
+        if level.seconds is not None and base.seconds is not None:
+            times = (f"{1e3 * level.seconds:.3f} ms", change(base.seconds, level.seconds))
+        peak = level.peak, base.peak
+        most = (size(peak[0], peak[1]), change(peak[1], peak[0])) if peaks and peak[0] and peak[1] else ()
+        rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *most, *times))
+    lines = aligned(rows)
+    if base.seconds is None:
+        text = f"not known: there are no rates of {figures.target}"
+    else:
+        text = "the time for FLOP, bytes and (on an H200) instructions at this GPU's rates, a lower bound"
+    lines.append(f"at least: {text}")
+    lines += [f"{level.name}: {level.note}" for level in figures.levels if level.note]
+    return "\n".join(lines)

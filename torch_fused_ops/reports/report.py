@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from torch_fused_ops.graphs.fusion_events import unobserved
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
-from torch_fused_ops.policy import FusionPolicy, joined_paths, without_numbers
+from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports import figures, text
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
-from torch_fused_ops.reports.page import page
-from torch_fused_ops.reports.text import breaks_text, reason_text, sites_table, unread_lines
+from torch_fused_ops.reports.page import template
+from torch_fused_ops.reports.text import breaks_text, grouped, sites_table, unread_lines
 from torch_fused_ops.settings.environment import writable
 
 if TYPE_CHECKING:
@@ -26,39 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("torch_fused_ops")
 
 NOTHING_CAPTURED = "Dynamo captured no graph of the model"
-
-
-@dataclass(frozen=True)
-class Group:
-    """Sites that differ only in numbers of layers, in graph order."""
-
-    sites: tuple[Site, ...]
-
-    @property
-    def where(self) -> str:
-        """The place of all: "file.py:line"."""
-        return self.sites[0].source.partition(" in ")[0]
-
-    @cached_property
-    def modules(self) -> str:
-        """Their modules in one: "layers.0…31.mlp"."""
-        return joined_paths(site.source.partition(" in ")[2] for site in self.sites)
-
-    @property
-    def source(self) -> str:
-        """``where`` and ``modules`` as a Site's source, with the number of sites if there are several."""
-        source = f"{self.where} in {self.modules}" if self.modules else self.where
-        return f"{source} ×{len(self.sites)}" if len(self.sites) > 1 else source
-
-
-def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
-    """Group sites that differ only in numbers of layers, in the order of each group's first site."""
-    groups: dict[tuple[object, ...], list[Site]] = {}
-    for site in sites:
-        where, _, path = site.source.partition(" in ")
-        key = (site.op, site.activation, reason_text(site), site.users, where, without_numbers(path))
-        groups.setdefault(key, []).append(site)
-    return tuple(Group(tuple(group)) for group in groups.values())
 
 
 def not_sites(unread: Iterable[Site], sites: Iterable[Site]) -> tuple[Site, ...]:
@@ -244,5 +214,23 @@ class Report:
             ValueError: path cannot be written.
         """
         path = writable(f"path={str(path)!r}", path)
-        path.write_text(page(self, grouped(self.sites), grouped(self.unread)), encoding="utf-8")
+        path.write_text(self._page(), encoding="utf-8")
         return path
+
+    def _page(self) -> str:
+        """Render ``page.html``. Text from the model is escaped."""
+        groups, mlps = grouped(self.sites), [site for site in self.sites if site.is_mlp]
+        return template("reports/page.html", vars(text) | vars(figures)).render(
+            report=self,
+            figures=self.figures,
+            mlps=len(mlps),
+            mlps_fused=sum(site.op is not None for site in mlps),
+            totals=figures.rows_of(self.figures) if self.figures else [],
+            torch_version=torch.__version__.partition("+")[0],
+            devices=", ".join(dict.fromkeys(kind for capture in self._captures for kind in capture.devices)),
+            fused=[group for group in groups if group.sites[0].op],
+            missed=[group for group in groups if not group.sites[0].op and group.sites[0].is_mlp],
+            others=[group for group in groups if not group.sites[0].is_mlp],
+            unread=text.unread_text(grouped(self.unread)),
+            breaks=list(Counter(self.breaks).items()),
+        )

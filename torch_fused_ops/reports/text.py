@@ -4,21 +4,53 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP
+from torch_fused_ops.policy import joined_paths, without_numbers
 
 if TYPE_CHECKING:
     from torch_fused_ops.graphs.reasons import Kind
     from torch_fused_ops.graphs.sites import Site
     from torch_fused_ops.reports.breaks import Break
-    from torch_fused_ops.reports.figures import Figures
-    from torch_fused_ops.reports.report import Group
 
 WIDTH = 120
-PLAIN, FUSED = "torch.compile", "fused"  # the two variants that every report compares
-KNOB = "torch.compile, budget 0.99"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sites that differ only in numbers of layers, in graph order."""
+
+    sites: tuple[Site, ...]
+
+    @property
+    def where(self) -> str:
+        """The place of all: "file.py:line"."""
+        return self.sites[0].source.partition(" in ")[0]
+
+    @cached_property
+    def modules(self) -> str:
+        """Their modules in one: "layers.0…31.mlp"."""
+        return joined_paths(site.source.partition(" in ")[2] for site in self.sites)
+
+    @property
+    def source(self) -> str:
+        """``where`` and ``modules`` as a Site's source, with the number of sites if there are several."""
+        source = f"{self.where} in {self.modules}" if self.modules else self.where
+        return f"{source} ×{len(self.sites)}" if len(self.sites) > 1 else source
+
+
+def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
+    """Group sites that differ only in numbers of layers, in the order of each group's first site."""
+    groups: dict[tuple[object, ...], list[Site]] = {}
+    for site in sites:
+        where, _, path = site.source.partition(" in ")
+        key = (site.op, site.activation, reason_text(site), site.users, where, without_numbers(path))
+        groups.setdefault(key, []).append(site)
+    return tuple(Group(tuple(group)) for group in groups.values())
 
 
 def read_by(site: Site) -> str:
@@ -127,29 +159,6 @@ def change(before: float, after: float) -> str:
     return f"{'−' if percent < 0 else '+'}{abs(percent):.1f} %"
 
 
-def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
-    """The totals as text: name, before, after, change."""
-    names = {"bytes moved": "forward_bytes", "kernels": "forward_kernels"}
-    if figures.training:
-        names = {
-            "saved for backward": "saved",
-            "bytes moved, forward": "forward_bytes",
-            "bytes moved, backward": "backward_bytes",
-            "kernels, forward": "forward_kernels",
-            "kernels, backward": "backward_kernels",
-        }
-    rows = []
-    for name, attribute in names.items():
-        before, after = (getattr(side, attribute) for side in (figures.before, figures.after))
-        texts = [str(n) if "kernels" in name else size(n, max(before, after)) for n in (before, after)]
-        rows.append((name, texts[0], texts[1], change(before, after)))
-    seconds = {level.name: level.seconds for level in figures.levels}
-    a, b = seconds.get(PLAIN), seconds.get(FUSED)
-    if a is not None and b is not None:
-        rows.append(("time, at least", f"{1e3 * a:.3f} ms", f"{1e3 * b:.3f} ms", change(a, b)))
-    return rows
-
-
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines of a table: a heading, a rule, and rows with right-aligned figures."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -159,37 +168,3 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
     lines.insert(1, "  ".join("-" * w for w in widths))
     return lines
-
-
-def figures_table(figures: Figures) -> str:
-    """The totals, before and after."""
-    rows = [(f"estimated, {figures.target}", PLAIN, FUSED, "change"), *rows_of(figures)]
-    lines = aligned(rows)
-    lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
-    lines += figures.notes
-    return "\n".join(lines)
-
-
-def levels_table(figures: Figures) -> str:
-    """Table of memory levels beside plain torch.compile: bytes saved for backward, peak, least time; "" if none."""
-    if not figures.training or not figures.levels:
-        return ""
-    base = figures.levels[0]
-    peaks = all(level.peak is not None for level in figures.levels)
-    heads = ("peak", "change") if peaks else ()
-    rows: list[tuple[str, ...]] = [("memory level", "saved for backward", "change", *heads, "at least", "change")]
-    for level in (level for level in figures.levels if level.name != FUSED):
-        times = ("not known", "")
-        if level.seconds is not None and base.seconds is not None:
-            times = (f"{1e3 * level.seconds:.3f} ms", change(base.seconds, level.seconds))
-        peak = level.peak, base.peak
-        most = (size(peak[0], peak[1]), change(peak[1], peak[0])) if peaks and peak[0] and peak[1] else ()
-        rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *most, *times))
-    lines = aligned(rows)
-    if base.seconds is None:
-        text = f"not known: there are no rates of {figures.target}"
-    else:
-        text = "the time for FLOP, bytes and (on an H200) instructions at this GPU's rates, a lower bound"
-    lines.append(f"at least: {text}")
-    lines += [f"{level.name}: {level.note}" for level in figures.levels if level.note]
-    return "\n".join(lines)

@@ -18,7 +18,8 @@ from .compile import compile_graph_on_paper, compile_on_paper
 from .gpus import A100, B200, GPU, H100, H200, MI300X, by_name, described
 from .interpreter import interpret, interpret_step
 from .machine_code import MachineCode, assemble
-from .results import GeneratedGraph, GeneratedKernel, Launch, PaperCompilation, SavedTensor
+from .results import GeneratedGraph, GeneratedKernel, Launch, SavedTensor
+from .timeline import PaperCompilation
 
 __all__ = [
     "A100",

@@ -24,8 +24,7 @@ from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, load, written_sizes
 from .machine_code import MachineCode, assemble_configuration, cost, lowered, specialization, with_signature
 from .registers import unwritten
-from .results import PaperCompilation
-from .timeline import timeline_of
+from .timeline import PaperCompilation, timeline_of
 from .ttgir import Grid, NotAnalyzed, evaluated
 from .work import LANE_INSTRUCTIONS
 

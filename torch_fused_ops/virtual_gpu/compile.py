@@ -21,7 +21,8 @@ from . import emulation
 from .captured import CapturedGraph, concrete
 from .generated import generated_graph, graph_input, is_number, is_tensor, saved_tensor
 from .gpus import GPU, H200, by_name
-from .results import GeneratedGraph, PaperCompilation, SavedTensor
+from .results import GeneratedGraph, SavedTensor
+from .timeline import PaperCompilation
 from .work import nbytes_moved
 from .wrapper import mark
 

@@ -18,7 +18,8 @@ from .kernels import Kernel, load, written_sizes
 from .wrapper import called
 
 if TYPE_CHECKING:
-    from .results import GeneratedGraph, GeneratedKernel, GraphInput, PaperCompilation
+    from .results import GeneratedGraph, GeneratedKernel, GraphInput
+    from .timeline import PaperCompilation
 
 # Elements that one program of an automatic grid handles: NumPy is fast on large arrays, and Triton's limit is 2**20.
 PROGRAM_ELEMENTS = 1 << 16

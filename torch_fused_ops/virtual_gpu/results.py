@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from .gpus import GPU
-
-if TYPE_CHECKING:
-    from .timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -119,8 +116,8 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class PaperCompilation:
-    """The result of `compile_on_paper`.
+class CompiledGraphs:
+    """The graphs of a function that was compiled without a device, and what they hand to one another.
 
     Attributes:
         gpu: the described GPU.
@@ -174,23 +171,6 @@ class PaperCompilation:
             for tensor in self.saved
             if (include_parameters or not tensor.is_parameter) and (include_inputs or not tensor.is_graph_input)
         )
-
-    def timeline(self) -> Timeline:
-        """The live-bytes timeline of forward and backward: the generated wrapper, executed on meta tensors.
-
-        It counts the function's arguments, its results, all allocations of the graphs, and gradients, but neither
-        parameters nor buffers. The caller holds arguments and results to the end.
-
-        Raises:
-            ValueError: when a graph calls an operator that does not run without data.
-        """
-        from .timeline import timeline_of
-
-        return timeline_of([self], {})
-
-    def peak_bytes(self) -> int:
-        """The most bytes that are alive at once during forward and backward, without parameters (`timeline`)."""
-        return self.timeline().peak
 
     def __str__(self) -> str:
         rows = [("", "bytes moved", "launches")]

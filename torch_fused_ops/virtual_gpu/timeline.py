@@ -14,18 +14,16 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .results import CompiledGraphs, GeneratedGraph, Launch
 from .work import flop_of_bf16, is_view
 from .wrapper import called
-
-if TYPE_CHECKING:
-    from .results import GeneratedGraph, Launch, PaperCompilation
 
 aten = torch.ops.aten
 
@@ -85,8 +83,28 @@ class Timeline:
         return max(self.events, key=lambda event: event.live, default=None)
 
 
+@dataclass(frozen=True)
+class PaperCompilation(CompiledGraphs):
+    """The result of `compile_on_paper`: compiled graphs, and their memory over a step."""
+
+    def timeline(self) -> Timeline:
+        """The live-bytes timeline of forward and backward: the generated wrapper, executed on meta tensors.
+
+        It counts the function's arguments, its results, all allocations of the graphs, and gradients, but neither
+        parameters nor buffers. The caller holds arguments and results to the end.
+
+        Raises:
+            ValueError: when a graph calls an operator that does not run without data.
+        """
+        return timeline_of([self], {})
+
+    def peak_bytes(self) -> int:
+        """The most bytes that are alive at once during forward and backward, without parameters (`timeline`)."""
+        return self.timeline().peak
+
+
 def timeline_of(
-    papers: Sequence[PaperCompilation],
+    papers: Sequence[CompiledGraphs],
     links: Mapping[tuple[int, int], tuple[int, int]] | None = None,
     *,
     device: str = "cuda",

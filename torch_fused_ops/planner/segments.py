@@ -1,0 +1,25 @@
+"""A step's parts: their live bytes and times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a step. Bytes are relative to those alive at its beginning."""
+
+    points: tuple[int, ...] = ()  # bytes alive at each of its calls
+    net: int = 0  # bytes alive at its end
+    seconds: float = 0.0  # the least time of its calls
+    # Bytes of the parameters' gradients that are complete by its end: its own layer's, and those that the compiler
+    # deferred from earlier layers.
+    gradients: int = 0
+
+    @cached_property
+    def peak(self) -> int:
+        return max(self.points, default=0)
+
+
+Piece = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its segment
