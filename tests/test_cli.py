@@ -221,16 +221,6 @@ def test_plan(models, capsys):
     assert {row["level"] for row in found["levels"]} >= {"off", "free", "input"}
     page = (models / "plan.html").read_text()
     assert page.count("<polyline") == 2 and "one of 3" in page and "Each GPU sends" in page
-    for option, name, value in (
-        ("--memory", "memory", "lots"),
-        ("--gpu", "gpu", "abacus"),
-        ("--optimizer", "optimizer", "lion"),
-        ("--max", "maximum", "width"),
-    ):
-        assert main([*arguments, "--memory", "1MiB", option, value]) == 2
-        assert f"error: {name}='{value}' is not" in capsys.readouterr().err
-    assert main([*arguments, "--memory", "1MiB", "--dp", "0"]) == 2
-    assert "error: dp=0 is not accepted" in capsys.readouterr().err
 
 
 def test_verify(models, capsys, monkeypatch):
