@@ -109,6 +109,24 @@ def test_fp8_is_near(name: str, dtype: torch.dtype) -> None:
     assert not any(t.dtype == dtype and t.shape[-1] == stored[0].shape[-1] and t.ndim == 3 for t in kept)
 
 
+@pytest.mark.parametrize("level", ["off", "free", *LEVELS, "tiled:2"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_there_may_be_no_rows(name: str, level: str) -> None:
+    """As for an expert without tokens."""
+    inputs = tensors(name, tokens=(0,))
+    got, _ = step_of(compiled(FUNCTIONS[name], level), inputs)
+    assert [t.shape for t in got] == [(0, 32), *(t.shape for t in inputs)]
+    assert not any(t.any() for t in got)
+
+
+@pytest.mark.parametrize("memory", ["free", "fp8"])
+def test_a_direct_call_may_have_no_rows(memory: str) -> None:
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: FF.gelu(x, memory=memory), backend="aot_eager")
+    x = torch.empty(0, 96, requires_grad=True)
+    assert [t.shape for t in step_of(call, [x])[0]] == [(0, 96), (0, 96)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_sizes_may_be_symbolic(level: str) -> None:
