@@ -202,6 +202,33 @@ def test_the_host_does_not_wait() -> None:
         assert x.grad.shape == x.shape
 
 
+@pytest.mark.parametrize("how", [*LEVELS, "fp8-rowwise", "aot_eager"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_that_no_expert_owns_are_zero(how: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the output and in the gradients, whatever the memory of a GEMM's result held; other rows do not change."""
+    dtype = torch.bfloat16 if how == "fp8-rowwise" else torch.float32
+    given = config(memory=how if how in LEVELS else "free", add_bias_linear=bias, params_dtype=dtype)
+    given.hidden_size = given.moe_ffn_hidden_size = 32
+    grouped = build(given, gemm="fp8-rowwise" if how == "fp8-rowwise" else "bf16")
+    counts, owned = torch.tensor([4, 0, 6]), 10
+    x = torch.randn(owned + 5, 32, dtype=dtype).requires_grad_()
+    probs, d = torch.rand(owned + 5, dtype=dtype).requires_grad_(), torch.randn(owned + 5, 32, dtype=dtype)
+    y, _ = grouped(x[:owned], counts, probs[:owned])
+    expected = [y, *gradients(y, d[:owned], grouped, x, probs)]
+    monkeypatch.setattr(_gemms, "readable", lambda t: False)  # as on a GPU
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch._dynamo.reset()
+        run = torch.compile(grouped, backend=how) if how == "aot_eager" else grouped
+        y, _ = run(x, counts, probs)
+        got = [y, *gradients(y, d, grouped, x, probs)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not y[owned:].any()
+    torch.testing.assert_close([y[:owned], *got[1:]], expected)
+
+
 @pytest.mark.parametrize("memory", LEVELS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gated", [False, True])

@@ -255,8 +255,33 @@ def dense_gradient(y: Tensor) -> Tensor:
 
 
 def _expert_of_rows(rows: int, ends: Tensor) -> Tensor:
+    """Each row's expert; the last one for rows that no expert owns."""
     places = torch.arange(rows, dtype=ends.dtype, device=ends.device)
-    return torch.searchsorted(ends, places, right=True)
+    return torch.searchsorted(ends, places, right=True).clamp_max(ends.shape[0] - 1)
+
+
+def _zero_beyond(t: Tensor, ends: Tensor) -> Tensor:
+    """Set the rows of t to 0 that no expert owns. GEMMs leave them uninitialized."""
+    owned = torch.arange(t.shape[0], dtype=ends.dtype, device=ends.device) < ends[-1]
+    return torch.where(owned.view(-1, *[1] * (t.ndim - 1)), t, 0)
+
+
+class _ZeroGradientBeyond(torch.autograd.Function):
+    """t unchanged; its gradient is 0 in rows that no expert owns."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: Tensor, ends: Tensor) -> Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _zero_beyond(grad, *ctx.saved_tensors), None
 
 
 class _AddBias(torch.autograd.Function):
@@ -298,17 +323,18 @@ class _AddBias(torch.autograd.Function):
 class GroupedGemms(Gemms):
     """The GEMMs of rows that are sorted by expert, with a weight (E, n, k) and a bias (E, n)."""
 
-    def __init__(self, ends: Tensor, gemm: str = "bf16") -> None:
+    def __init__(self, ends: Tensor, gemm: str = "bf16", *, checked: bool = False) -> None:
+        """``checked``: the last end is known to be the number of rows."""
         super().__init__(gemm)
-        self.ends = ends
+        self.ends, self.checked = ends, checked
 
     @classmethod
     def of(cls, x: Tensor, tokens_per_expert: Tensor | Sequence[int], experts: int) -> GroupedGemms:
         """Make groups from the experts' numbers of rows, without waiting for a GPU.
 
         Raises:
-            TypeError, ValueError: they are not E numbers whose sum is x's number of rows. (The sum of a tensor on a
-                GPU is not checked: rows beyond it are undefined.)
+            TypeError, ValueError: they are not E numbers whose sum is x's number of rows. (The sum of a tensor is not
+                checked on a GPU, nor in compiled code: see ``zero_beyond``.)
         """
         counts, rows = tokens_per_expert, x.shape[0]
         if isinstance(counts, Tensor):
@@ -319,14 +345,26 @@ class GroupedGemms(Gemms):
                 raise ValueError(f"tokens_per_expert of shape {shape} is not accepted: it must be ({experts},)")
             if readable(counts) and (int(counts.sum()) != rows or int(counts.min()) < 0):
                 _refuse_counts(counts.tolist(), rows)
-            return cls(counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32))
+            ends = counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+            return cls(ends, checked=readable(counts))
         if any(isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)) for n in counts):
             raise TypeError(f"tokens_per_expert={counts!r} is not accepted: it must be a tensor or integers")
         if len(counts) != experts:
             raise ValueError(f"tokens_per_expert={counts!r} is not accepted: it must have {experts} numbers")
         if sum(counts) != rows or min(counts) < 0:
             _refuse_counts(counts, rows)
-        return cls(torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=x.device))
+        return cls(torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=x.device), checked=True)
+
+    def zero_beyond(self, output: Tensor) -> Tensor:
+        """Set the rows of a result to 0 that no expert owns."""
+        return output if self.checked else _zero_beyond(output, self.ends)
+
+    def zero_gradient_beyond(self, t: Tensor) -> Tensor:
+        """Return t, whose gradient will be 0 in rows that no expert owns."""
+        if self.checked:
+            return t
+        same: Tensor = _ZeroGradientBeyond.apply(t, self.ends)  # type: ignore[no-untyped-call]
+        return same
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         x, weight = under_autocast(x, weight)

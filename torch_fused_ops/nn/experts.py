@@ -170,7 +170,8 @@ class GroupedMLP(_Block):
         Args:
             permuted_local_hidden_states: (T, h), sorted by expert.
             tokens_per_expert: (num_local_experts,), each expert's number of rows: a tensor of integers, or integers.
-                Their sum is T.
+                Their sum is T. On a CPU another sum raises. On a GPU, whose values the host does not read, and in
+                compiled code, rows beyond the sum are 0 in the output, and their gradients are 0.
             permuted_probs: (T,), a probability for each row, or None for 1.
 
         Raises:
@@ -181,12 +182,14 @@ class GroupedMLP(_Block):
         if probs is not None:
             check_shape("permuted_probs", probs, x.shape[:1])
         groups = GroupedGemms.of(x, tokens_per_expert, self.num_local_experts)
+        x = groups.zero_gradient_beyond(x)
+        probs = None if probs is None else groups.zero_gradient_beyond(probs)
         if self._probs_on_input and probs is not None:
             x, probs = (x * probs.unsqueeze(-1)).to(x.dtype), None
         ours = isinstance(self.linear_fc1, GroupedLinear) and isinstance(self.linear_fc2, GroupedLinear)
         output, bias = self._run(x, probs, groups if ours else tokens_per_expert)
         output = dense_gradient(output)
-        return output if bias is None else groups.add(output, bias, probs), None
+        return groups.zero_beyond(output if bias is None else groups.add(output, bias, probs)), None
 
 
 # ---- sorting rows by expert ------------------------------------------------------------------------------------------
