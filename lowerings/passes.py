@@ -1,8 +1,8 @@
 """The passes in Inductor's slots: their registration, their policies, and their part of cache keys.
 
-There are four slots: ``pre_grad_custom_pass`` (stage 1, recognition), ``custom_partitioner_fn`` (stage 2,
-partitioning), ``post_grad_custom_post_pass`` (stage 3, sums over rows) and
-``_post_fusion_custom_pass`` (stage 4, buffer reuse).
+There are four slots: ``pre_grad_custom_pass`` (the pre-grad pass: recognition), ``custom_partitioner_fn`` (the
+partitioner: memory levels, merged float8 calls), ``post_grad_custom_post_pass`` (the post-grad pass: sums over rows)
+and ``_post_fusion_custom_pass`` (the scheduler pass: buffer reuse).
 Two kinds of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put
 it into one compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and
 ``enabled`` put it into the process-wide slots; where no policy is in force it does what upstream does.
@@ -103,14 +103,14 @@ def active_policy() -> FusionPolicy | None:
     return _here.get() or _everywhere
 
 
-# ---- the stages ----------------------------------------------------------------------------------
+# ---- the passes ----------------------------------------------------------------------------------
 
 
-class Stage:
-    """A pass in a slot. ``policy`` None: follow the context's."""
+class Pass:
+    """A pass in one of Inductor's slots. If ``policy`` is None, it follows the policy active in its context."""
 
     name = ""
-    shares = False  # its slot holds several passes; in another, somebody else's stays, alone
+    shares = False  # True if the slot can hold several passes. Otherwise a pass that is already there stays
 
     def __init__(self, policy: FusionPolicy | None = None) -> None:
         self.policy = policy
@@ -119,7 +119,10 @@ class Stage:
         return self.policy or active_policy()
 
     def policy_to_run(self) -> FusionPolicy | None:
-        """The same for a stage that begins. Raises, or says once, what other settings take from the policy."""
+        """Return the policy for a pass that is about to run.
+
+        If another setting disables part of it, raise under ``strict``, otherwise warn once.
+        """
         policy = self.policy_now()
         for missing in _missing(policy) if policy is not None else ():
             if policy is not None and policy.strict:
@@ -133,29 +136,29 @@ class Stage:
         return f"{self.name}|{identity()}|{self.policy_now()!r}|{_decided_before()}"
 
     def join(self, slot: Any) -> Any:
-        """The slot's value with this stage after whatever passes stand there, if there is room for it."""
+        """Append this pass to the slot's passes. Return the slot unchanged if it cannot take another pass."""
         passes = compat.passes_in(slot)
         if self in passes or (passes and not self.shares):
             return slot
         return compat.slot_of((*passes, self)) if self.shares else self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stage) and type(self) is type(other) and self.policy == other.policy
+        return isinstance(other, Pass) and type(self) is type(other) and self.policy == other.policy
 
     def __hash__(self) -> int:
         return hash((type(self), self.policy))
 
-    def __deepcopy__(self, memo: Any) -> Stage:
+    def __deepcopy__(self, memo: Any) -> Pass:
         return self  # config copies must keep the identity
 
     def __repr__(self) -> str:
         return f"<torch_fused_ops: {self.name}, {self.policy or 'the policy in force'}>"
 
 
-class BeforeCaches(Stage):
-    """Not a stage: ``pre_grad_pass_timing``, where torch would ask AOTAutograd's cache before it runs stage 1.
+class BeforeCaches(Pass):
+    """The slot ``pre_grad_pass_timing``: run the pre-grad pass before torch looks into AOTAutograd's cache.
 
-    Keys must be made after it, as it says in them what the policy's patterns decide (``_note_decisions``).
+    The pre-grad pass adds the patterns' decisions to the cache keys (``_note_decisions``), so the keys come after it.
     """
 
     def join(self, slot: Any) -> Any:
@@ -163,10 +166,10 @@ class BeforeCaches(Stage):
         return "early" if slot == "default" else slot
 
 
-class Recognize(Stage, CustomGraphPass):
-    """Stage 1, one of the passes in ``pre_grad_custom_pass``."""
+class PreGradPass(Pass, CustomGraphPass):
+    """Recognition: one of the passes in ``pre_grad_custom_pass``."""
 
-    name, shares = "recognize", True
+    name, shares = "pre-grad pass", True
 
     def uuid(self) -> str | None:
         """None where a key that is made before this pass has run would lack what patterns decide.
@@ -194,7 +197,7 @@ class Recognize(Stage, CustomGraphPass):
         fusion_events.before(graph, policy)
         has_patterns = any(policy.patterns.values())
         modules = {path for node in graph.nodes for path in module_stack(node)} if has_patterns else ()
-        handed_over = isinstance(inductor_config.custom_partitioner_fn, Partition) and policy.memory != "off"
+        handed_over = isinstance(inductor_config.custom_partitioner_fn, Partitioner) and policy.memory != "off"
         if handed_over and not partition.budgeted(graph):
             memory_levels.unmark(graph)
         sites = rewrite(graph, policy)
@@ -239,10 +242,10 @@ def _note_decisions(graph: torch.fx.Graph, policy: FusionPolicy) -> None:
         _decided[context] = hashlib.sha256(noted.encode()).hexdigest()
 
 
-class Partition(Stage, CustomPartitionerFn):
-    """Stage 2, in ``custom_partitioner_fn``."""
+class Partitioner(Pass, CustomPartitionerFn):
+    """Partitioning, memory levels and merged float8 calls: ``custom_partitioner_fn``."""
 
-    name = "partition"
+    name = "partitioner"
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_to_run()
@@ -298,10 +301,10 @@ def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[in
     return {"bytes": sum(tensor["bytes"] for tensor in saved), "tensors": saved}
 
 
-class PostGrad(Stage, CustomGraphPass):
-    """Stage 3, sums over rows: one of the passes in ``post_grad_custom_post_pass``."""
+class PostGradPass(Pass, CustomGraphPass):
+    """Sums over rows: one of the passes in ``post_grad_custom_post_pass``."""
 
-    name, shares = "post-grad", True
+    name, shares = "post-grad pass", True
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         policy = self.policy_to_run()
@@ -309,10 +312,10 @@ class PostGrad(Stage, CustomGraphPass):
             _guarded(self, policy, functools.partial(split_reductions.rewrite, graph))
 
 
-class BufferReuse(Stage, compat.SchedulerPass):
-    """Stage 4, in ``_post_fusion_custom_pass``."""
+class SchedulerPass(Pass, compat.SchedulerPass):
+    """Buffer reuse: ``_post_fusion_custom_pass``."""
 
-    name = "buffer reuse"
+    name = "scheduler pass"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         policy = self.policy_to_run()
@@ -321,12 +324,12 @@ class BufferReuse(Stage, compat.SchedulerPass):
         return nodes
 
 
-SLOTS: dict[str, type[Stage]] = {
+SLOTS: dict[str, type[Pass]] = {
     **({compat.TIMING: BeforeCaches} if hasattr(inductor_config, compat.TIMING) else {}),
-    "pre_grad_custom_pass": Recognize,
-    "custom_partitioner_fn": Partition,
-    "post_grad_custom_post_pass": PostGrad,
-    **({slot: BufferReuse} if (slot := compat.after_fusion()) else {}),
+    "pre_grad_custom_pass": PreGradPass,
+    "custom_partitioner_fn": Partitioner,
+    "post_grad_custom_post_pass": PostGradPass,
+    **({slot: SchedulerPass} if (slot := compat.after_fusion()) else {}),
 }
 
 
@@ -337,28 +340,28 @@ def _missing(policy: FusionPolicy) -> Iterator[str]:
             "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
             "off. Compile in another mode."
         )
-    effects: dict[type[Stage], str] = {
-        Partition: f"memory={policy.memory!r} has no effect",
-        BufferReuse: "no kernel reuses a buffer",
+    effects: dict[type[Pass], str] = {
+        Partitioner: f"memory={policy.memory!r} has no effect",
+        SchedulerPass: "no kernel reuses a buffer",
     }
     for name, kind in SLOTS.items():
         there = getattr(inductor_config, name)
-        if kind in effects and there is not None and not isinstance(there, Stage) and policy.memory != "off":
+        if kind in effects and there is not None and not isinstance(there, Pass) and policy.memory != "off":
             yield f"{effects[kind]}: {name} is {there!r}, and that slot of Inductor's holds one"
 
 
-_graphs = 0  # that stage 1 ran on
+_graphs = 0  # number of graphs that the pre-grad pass ran on
 _logged: set[str] = set()
 
 
-def _guarded(stage: Stage, policy: FusionPolicy, run: Callable[[], Any]) -> Any:
+def _guarded(graph_pass: Pass, policy: FusionPolicy, run: Callable[[], Any]) -> Any:
     """The result of ``run``; None if it fails, which is logged once."""
     try:
         return run()
     except Exception as error:
         if policy.strict:
             raise
-        reason = f"{stage.name}: {type(error).__name__}: {error}"
+        reason = f"{graph_pass.name}: {type(error).__name__}: {error}"
         fusion_events.failed(reason)
         if reason not in _logged:
             _logged.add(reason)
@@ -373,7 +376,7 @@ _joined: list[tuple[Any, Any]] = []  # (what stood in a slot, what we put there)
 
 
 def _hold(delta: int) -> None:
-    """Count who needs the ambient stages, and put them where they are needed: with each newcomer, since others may
+    """Count who needs the ambient passes, and put them where they are needed: with each newcomer, since others may
     have set a slot meanwhile. A slot's override in this context needs them only while a policy is in force here.
     """
     global _users
@@ -387,9 +390,9 @@ def _hold(delta: int) -> None:
             _joined.clear()  # what others have replaced since is nobody's to restore
 
 
-def _update(stage: Stage, join: bool, slot: Any) -> Any:
+def _update(graph_pass: Pass, join: bool, slot: Any) -> Any:
     if join:
-        joined = stage.join(slot)
+        joined = graph_pass.join(slot)
         if joined is not slot:
             _joined.append((slot, joined))
         return joined
@@ -397,7 +400,7 @@ def _update(stage: Stage, join: bool, slot: Any) -> Any:
         if joined is slot:
             _joined.remove((before, joined))
             return before
-    return _without(slot, stage.__eq__)
+    return _without(slot, graph_pass.__eq__)
 
 
 def _without(slot: Any, left_out: Callable[[Any], bool]) -> Any:
@@ -511,4 +514,4 @@ def options_without_us() -> dict[str, Any]:
 
 
 def _is_ours(graph_pass: Any) -> bool:
-    return isinstance(graph_pass, Stage)
+    return isinstance(graph_pass, Pass)

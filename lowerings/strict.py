@@ -34,7 +34,7 @@ def check(
     """Note what was found in a graph, and judge the model if it is the last.
 
     Args:
-        graph: as stage 1 left it; of a higher-order operator's body, too, which comes before what calls it.
+        graph: as the pre-grad pass left it; of a higher-order operator's body, too, which comes before what calls it.
         sites: of this graph.
         policy: what they were found by.
         modules: the paths of the modules that the graph was captured in, before it was edited.

@@ -96,7 +96,7 @@ def test_info(capsys):
     assert re.search(r"^torch features +\S.*: (yes|no)$", out, re.M)
     assert re.search(r"^policy +none: plain", out, re.M)
     assert re.search(r"^numpy +[\d.]+$", out, re.M)
-    for what in ("torch.compile on CPUs", "torch.compile on GPUs", "float8 GEMMs", "estimated figures", "pictures"):
+    for what in ("torch.compile on CPUs", "torch.compile on GPUs", "float8 GEMMs", "estimated figures"):
         assert re.search(rf"^(works here)? +{what}.*: .+$", out, re.M), what
     assert re.search(r"^turned off +nothing; TORCH_FUSED_OPS_WITHOUT takes kernels, float8_kernels, ", out, re.M)
 
@@ -139,7 +139,7 @@ def test_a_gpu_on_which_check_has_passed_is_noted(monkeypatch, tmp_path, capsys,
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_initialized", lambda: True)
             for _ in range(2):
-                passes.Recognize(tfo.FusionPolicy())(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)).graph)
+                passes.PreGradPass(tfo.FusionPolicy())(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)).graph)
         return [r.getMessage() for r in caplog.records if "torch_fused_ops check" in r.getMessage()]
 
     (line,) = said()

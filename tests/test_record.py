@@ -155,7 +155,7 @@ def test_sites_and_what_is_saved_are_in_torchs_structured_trace(monkeypatch: pyt
     monkeypatch.setattr(recognize, "rewrite", mock.Mock(side_effect=RuntimeError("no")))
     torch._dynamo.reset()
     torch.compile(mlp(), backend="fused")(batch())
-    assert traced["torch_fused_ops_failure"] == {"reason": "recognize: RuntimeError: no"}
+    assert traced["torch_fused_ops_failure"] == {"reason": "pre-grad pass: RuntimeError: no"}
 
 
 def test_a_failing_pass_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_failing_pass_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     with tfo.record() as report:
         torch.compile(mlp(), backend="fused")(batch())
     assert report.sites == () and report.graphs == 1
-    assert "note: fusion failed on a graph and left it unchanged: recognize: RuntimeError: broken" in str(report)
+    assert "note: fusion failed on a graph and left it unchanged: pre-grad pass: RuntimeError: broken" in str(report)
 
 
 def test_two_threads_do_not_mix() -> None:

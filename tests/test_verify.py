@@ -79,7 +79,7 @@ def test_where_plain_is_off_it_says_so() -> None:
 
 
 def test_a_fault_of_ours_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stage 2 as it was: a buffer is read in backward after forward has updated it."""
+    """With our partitioner as it was: a buffer is read in backward after forward has updated it."""
     monkeypatch.setattr(partition, "_copies_of_written", lambda *args: [])
     monkeypatch.setattr(saved_tensors.SavedTensors, "check", lambda self: None)
     found = tfo.verify(Pointwise(), x_of(8, 16))

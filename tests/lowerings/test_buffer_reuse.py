@@ -426,7 +426,7 @@ def test_a_failure_leaves_the_schedule_as_it_was(monkeypatch: pytest.MonkeyPatch
     with tfo.enabled(tfo.FusionPolicy()):
         graph = virtual_gpu.compile_on_paper(fn, *args, training=False).inference
     assert not any("in_out_ptr" in kernel.source for kernel in graph.kernels)
-    assert [record.message.count("buffer reuse: ZeroDivisionError") for record in caplog.records] == [1]
+    assert [record.message.count("scheduler pass: ZeroDivisionError") for record in caplog.records] == [1]
     torch._dynamo.reset()
     with tfo.enabled(tfo.FusionPolicy(strict=True)), pytest.raises(Exception, match="a fault"):
         virtual_gpu.compile_on_paper(fn, *args, training=False)

@@ -181,7 +181,7 @@ def test_a_late_pass_would_be_left_out_of_the_key() -> None:
 
     by_paths = tfo.FusionPolicy(memory={"enc": "fp8"})
     has_timing = hasattr(inductor_config, compat.TIMING)
-    assert (passes.Recognize(by_paths).uuid() is None) == has_timing and passes.Partition(by_paths).uuid()
+    assert (passes.PreGradPass(by_paths).uuid() is None) == has_timing and passes.Partitioner(by_paths).uuid()
     if has_timing:
         args = (two_blocks(), *arguments())
         options = tfo.compile_options(by_paths, {"pre_grad_pass_timing": "late"})

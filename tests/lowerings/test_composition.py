@@ -570,7 +570,7 @@ def enable_and_disable() -> Iterator[None]:
 
 @pytest.mark.parametrize("on", [enable_and_disable, tfo.enabled])
 def test_what_others_set_meanwhile_is_not_undone(on: Callable[[], Any]) -> None:
-    theirs, partitioner = Theirs(), passes.Partition(tfo.FusionPolicy(memory="off"))
+    theirs, partitioner = Theirs(), passes.Partitioner(tfo.FusionPolicy(memory="off"))
     with on():
         inductor_config.pre_grad_custom_pass = theirs
         inductor_config.custom_partitioner_fn = partitioner

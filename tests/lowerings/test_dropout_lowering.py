@@ -391,10 +391,10 @@ def test_the_same_is_done_without_gradients(name: str) -> None:
 
 
 def test_strict_does_not_count_dropouts() -> None:
-    from torch_fused_ops.lowerings.passes import Recognize
+    from torch_fused_ops.lowerings.passes import PreGradPass
 
     model = Net(FOUND["whole MLP"][0])
-    recognize = Recognize(FusionPolicy(strict=True, dropout=False))
+    recognize = PreGradPass(FusionPolicy(strict=True, dropout=False))
     _, (graph,) = captured(
         model, torch.randn(X, requires_grad=True),
         each=lambda gm: recognize(gm.graph) or gm.graph,  # it raises where it counts a miss

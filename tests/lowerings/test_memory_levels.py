@@ -1,4 +1,4 @@
-"""Stage 2 below "free": what ``memory="fp8"`` and ``memory="input"`` keep and compute, and where they refuse."""
+"""The levels below "free": tensors that ``memory="fp8"`` and ``"input"`` save and recompute, and their limits."""
 
 import logging
 from collections.abc import Callable, Sequence

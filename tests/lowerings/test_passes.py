@@ -33,7 +33,7 @@ def clean() -> Iterator[None]:
     tfo.disable()
     for slot in passes.SLOTS:
         left = compat.passes_in(getattr(inductor_config, slot))
-        assert not any(isinstance(one, passes.Stage) for one in left), "one of ours was left behind"
+        assert not any(isinstance(one, passes.Pass) for one in left), "one of ours was left behind"
 
 
 def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def test_saved_tensor_hooks_of_the_user_see_no_fake_tensors() -> None:
 def test_a_failing_pass_leaves_the_graph_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(passes.Recognize, "run", mock.Mock(side_effect=RuntimeError("broken on purpose")))
+    monkeypatch.setattr(passes.PreGradPass, "run", mock.Mock(side_effect=RuntimeError("broken on purpose")))
     monkeypatch.setattr(passes, "_logged", set())
     x, w, v = arguments()
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_a_failing_pass_leaves_the_graph_and_says_so_once(
         with inductor_config.patch(force_disable_caches=True):
             torch.testing.assert_close(torch.compile(mlp, fullgraph=True, backend="fused")(x, w, v), mlp(x, w, v))
     assert [r.getMessage() for r in caplog.records].count(
-        "a pass failed and left the graph as it was (recognize: RuntimeError: broken on purpose). Please report it."
+        "a pass failed and left the graph as it was (pre-grad pass: RuntimeError: broken on purpose). Please report it."
     ) == 1
     torch._dynamo.reset()
     strict = {"policy": tfo.FusionPolicy(strict=True)}
@@ -155,16 +155,16 @@ def test_a_failing_pass_leaves_the_graph_and_says_so_once(
 
 
 def test_uuid_follows_policy_and_table() -> None:
-    one, two = passes.Recognize(tfo.FusionPolicy()), passes.Recognize(tfo.FusionPolicy(memory="off"))
-    assert one.uuid() != two.uuid() and one.uuid() == passes.Recognize(tfo.FusionPolicy()).uuid()
-    ambient = passes.Recognize()
+    one, two = passes.PreGradPass(tfo.FusionPolicy()), passes.PreGradPass(tfo.FusionPolicy(memory="off"))
+    assert one.uuid() != two.uuid() and one.uuid() == passes.PreGradPass(tfo.FusionPolicy()).uuid()
+    ambient = passes.PreGradPass()
     outside = ambient.uuid()
     with tfo.enabled():
         assert ambient.uuid() == one.uuid() != outside
 
 
 def test_passes_and_policies_copy_and_pickle() -> None:
-    one = passes.Recognize(tfo.FusionPolicy(exclude=("a.*",)))
+    one = passes.PreGradPass(tfo.FusionPolicy(exclude=("a.*",)))
     assert copy.deepcopy(one) is one
     assert pickle.loads(pickle.dumps(one)) == one
     assert pickle.loads(pickle.dumps(tfo.FusionPolicy())) == tfo.FusionPolicy()
@@ -330,17 +330,17 @@ def test_a_setting_that_takes_a_stage_away_is_said_once_and_strict_raises(
 ) -> None:
     value, text = TAKEN[name]
     monkeypatch.setattr(passes, "_logged", set())
-    stage = passes.BufferReuse(tfo.FusionPolicy())
+    stage = passes.SchedulerPass(tfo.FusionPolicy())
     with inductor_config.patch({name: value}):
         stage([]), stage([])
         assert [r.getMessage()[: len(text)] for r in caplog.records] == [text]
         with pytest.raises(
             tfo.UnfusedError, match=re.escape(f"strict=True and another setting disables a part: {text}")
         ):
-            passes.BufferReuse(tfo.FusionPolicy(strict=True))([])
+            passes.SchedulerPass(tfo.FusionPolicy(strict=True))([])
         if name != "use_pre_grad_passes":
-            passes.BufferReuse(tfo.FusionPolicy(strict=True, memory="off"))([])
-    passes.BufferReuse(tfo.FusionPolicy(strict=True))([])
+            passes.SchedulerPass(tfo.FusionPolicy(strict=True, memory="off"))([])
+    passes.SchedulerPass(tfo.FusionPolicy(strict=True))([])
     assert len(caplog.records) == 1
 
 
@@ -378,7 +378,7 @@ def test_code_that_is_saved_by_its_source_alone_is_refused() -> None:
             raises(RuntimeError, refused, call)
         graph = torch.fx.symbolic_trace(mlp)
         raises(RuntimeError, refused, backend, graph, [x, w, v])
-        raises(RuntimeError, refused, passes.Recognize(tfo.FusionPolicy()), graph.graph)
+        raises(RuntimeError, refused, passes.PreGradPass(tfo.FusionPolicy()), graph.graph)
         raises(RuntimeError, refused, importlib.reload, sys.modules["torch_fused_ops.lowerings.backend"])
     assert passes.active_policy() is None
 

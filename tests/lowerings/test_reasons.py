@@ -26,7 +26,7 @@ from torch_fused_ops import functional as FF
 from torch_fused_ops.graphs import reasons
 from torch_fused_ops.graphs.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.lowerings import compat, memory_levels, recognize
-from torch_fused_ops.lowerings.passes import Recognize
+from torch_fused_ops.lowerings.passes import PreGradPass
 from torch_fused_ops.lowerings.recognize import gemms
 from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.reports import breaks
@@ -406,7 +406,7 @@ def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:
     for act, error in asked.items():
         for exclude in ((), ("",)):
             graph = traced(two_linears(act), x, w, d)
-            stage = Recognize(FusionPolicy(strict=True, exclude=exclude))
+            stage = PreGradPass(FusionPolicy(strict=True, exclude=exclude))
             with pytest.raises(error) if error and not exclude else contextlib.nullcontext():
                 stage(graph)
     report = explain(two_linears(F.silu), x, w, d, policy=FusionPolicy(exclude=("", "encoder")))

@@ -146,7 +146,7 @@ def test_plain_is_wrong(name: str) -> None:
 
 
 def graphs_of(model: nn.Module, level: str = "free") -> partition.Graphs:
-    """What stage 2 makes of a step; of several results of the model the first is trained on."""
+    """Graphs of a step after the partitioner; of several results of the model the first is trained on."""
     found: list[partition.Graphs] = []
 
     def fused(model: nn.Module, x: Tensor) -> Any:
@@ -154,8 +154,8 @@ def graphs_of(model: nn.Module, level: str = "free") -> partition.Graphs:
         return result[0] if isinstance(result, tuple) else result
 
     with pytest.MonkeyPatch.context() as patch:
-        divide = passes.Partition.__call__
-        patch.setattr(passes.Partition, "__call__", lambda *a, **k: found.append(divide(*a, **k)) or found[-1])  # type: ignore[func-returns-value]
+        divide = passes.Partitioner.__call__
+        patch.setattr(passes.Partitioner, "__call__", lambda *a, **k: found.append(divide(*a, **k)) or found[-1])  # type: ignore[func-returns-value]
         step(model, fused)
     return found[-1]
 

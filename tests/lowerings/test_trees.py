@@ -80,7 +80,7 @@ def policies(r: random.Random, model: Tree) -> Iterator[FusionPolicy]:
 def no_pass_may_fail() -> Iterator[None]:
     """A failure inside a pass is one of the test, and not logged."""
     guarded = passes._guarded
-    passes._guarded = lambda stage, policy, run: run()
+    passes._guarded = lambda graph_pass, policy, run: run()
     try:
         yield
     finally:

@@ -102,8 +102,8 @@ def test_what_compiled_code_goes_without(monkeypatch: pytest.MonkeyPatch, part: 
 
     def ran() -> list[str]:
         calls.clear()
-        passes.PostGrad(tfo.FusionPolicy())(None)
-        passes.BufferReuse(tfo.FusionPolicy())([])
+        passes.PostGradPass(tfo.FusionPolicy())(None)
+        passes.SchedulerPass(tfo.FusionPolicy())([])
         return list(calls)
 
     both = ["split_reductions", "buffer_reuse"]

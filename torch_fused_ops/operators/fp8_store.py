@@ -2,14 +2,14 @@
 
 The mark is an operator, ``fused::keep_fp8``, and so part of a graph's text, which compilers' caches have as key. To
 autograd and tracers it is ``view_as``, whose result the next operator finds marked. That operator then saves its data
-by ``formulas.store_fp8``, and its backward operator reads ``load_fp8`` of that. Where stage 2 partitions the graph,
-stage 1 takes the mark for a memory level of that one operator (``memory_levels.unmark``).
+by ``formulas.store_fp8``, and its backward operator reads ``load_fp8`` of that. With our partitioner,
+the pre-grad pass takes the mark for a memory level of that one operator (``memory_levels.unmark``).
 
 In eager mode storing and loading are passes of their own, on GPUs one each, by the kernels of linear layers in float8
 (``KERNELS``), whose scales are powers of two: what is loaded is exact in the data's dtype. In bfloat16 GELU then moves
-7 bytes an element forward and 9 backward (4 and 6 at ``memory="free"``), SwiGLU 12 and 16 (6 and 10). Compiled, with
-stage 2 or without, it is 5 and 5, 8 and 8: the tags and ``fused::with_saved`` are for the partitioner, which without
-them saves bfloat16 (2 bytes in place of 1, and 4 in place of 2), and stores and loads it in backward.
+7 bytes an element forward and 9 backward (4 and 6 at ``memory="free"``), SwiGLU 12 and 16 (6 and 10). Compiled, it
+is 5 and 5, 8 and 8: the tags and ``fused::with_saved`` are for the partitioner, which without them
+saves bfloat16 (2 bytes in place of 1, and 4 in place of 2), and stores and loads it in backward.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def on_paper(
     slots = passes.options_without_us()
     if policy is not None:  # with all of our passes but the pre-grad pass, which has run
         ours = passes.compile_options(policy)
-        slots |= {name: ours[name] for name, kind in passes.SLOTS.items() if kind is not passes.Recognize}
+        slots |= {name: ours[name] for name, kind in passes.SLOTS.items() if kind is not passes.PreGradPass}
     paper = compile_graph_on_paper(graph, gpu=gpu, config=slots, memory_budget=memory_budget)
     return paper, [site for site in sites if site.op is not None]
 
