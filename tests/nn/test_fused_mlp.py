@@ -195,6 +195,7 @@ def test_wrapped_hooked_and_parametrized_linears_are_called():
         ({"bias": None}, TypeError, "bias=None is not accepted"),
         ({"dropout": 1.5}, ValueError, "dropout=1.5 is not accepted"),
         ({"dropout": "x"}, TypeError, "dropout='x' is not accepted"),
+        ({"memory": "tiled:4"}, ValueError, 'torch.nn.Linear in torch.compile(model, backend="fused"'),
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
         ({"checkpoint_layout": "fc2/fc1"}, ValueError, "checkpoint_layout='fc2/fc1' is not a layout of an MLP that"),
     ],

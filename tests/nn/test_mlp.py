@@ -184,6 +184,7 @@ def test_sizes() -> None:
         ({"init_method": 0.02}, "init_method=0.02 is not accepted: it must be a function"),
         ({"output_layer_init_method": "normal"}, "output_layer_init_method='normal' .* a function"),
         ({"memory": "all"}, "memory"),
+        ({"memory": "tiled"}, "not tiled. Use memory='input'"),
         ({"memory": "input", "activation_func_fp8_input_store": True}, "two levels"),
         ({"memory": "fp8", "activation_func": F.mish}, "register_activation"),
         ({"use_te_activation_func": True}, "MLPSubmodules.activation_func"),

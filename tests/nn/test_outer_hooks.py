@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig
 
 ROWS, WIDTH, FFN = 64, 8, 128
-LEVELS = ("off", "free", "fp8", "input", "tiled:2")
+LEVELS = ("off", "free", "fp8", "input")
 
 
 MODULES = {

@@ -22,7 +22,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
 from torch_fused_ops.operators import fp8_store
-from torch_fused_ops.settings import tiles
 
 Map = Callable[[Tensor], Tensor]
 
@@ -246,27 +245,6 @@ def _is_plain(x: Tensor) -> bool:
     plain = plain or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     # A selective checkpoint's policy decides; with a level torch 2.15 warns or raises there.
     return plain or any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
-
-
-def in_tiles(x: Tensor, memory: str, run: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """``run(x, memory)``; at the level "tiled" for each tile of x's rows in turn, at the level "input".
-
-    Args:
-        x: (..., n)
-        memory: a level.
-        run: a function of each row, ``through`` at the level of its argument; called once per tile.
-    """
-    asked = tiles.asked(memory)
-    if asked is None:
-        return run(x, memory)
-    # A DTensor's rows are sharded, and their computation may communicate.
-    count = 1 if _is_plain(x) or hasattr(x, "device_mesh") else tiles.number(x.shape[:-1].numel(), asked)
-    if count == 1:
-        return run(x, "input")
-    rows = x.reshape(-1, x.shape[-1])
-    length, last = tiles.lengths(rows.shape[0], count)
-    results = [run(tile, "input") for tile in rows.split([length] * (count - 1) + [last])]
-    return torch.cat(results).view(*x.shape[:-1], results[0].shape[-1])
 
 
 def through(

@@ -49,8 +49,8 @@ class MLPConfig:
         params_dtype: of weights and biases; by default torch's default dtype.
         cpu_offloading, cpu_offloading_activations: with both, eager autograd saves the activations between the two
             linears in the CPU's memory (pinned, for a GPU).
-        memory: eager autograd's memory level between the two linears: "off", "free", "fp8", "input" or "tiled"
-            (docs/memory.md). For experts, token scales, tensor-parallel MLPs and deferred gradients "tiled" is "input".
+        memory: eager autograd's memory level between the two linears: "off", "free", "fp8" or "input"
+            (docs/memory.md).
     """
 
     hidden_size: int
@@ -297,6 +297,16 @@ def read_activation(config: Any) -> Activation:
     return Activation(name, function if name is None else None, gated, float(offset), clamp)
 
 
+def check_memory(memory: str) -> None:
+    """Raise a ValueError if ``memory`` is not a memory level of eager modules, which compute no tiles."""
+    check_known("memory", memory)
+    if tiles.asked(memory) is not None:
+        raise ValueError(
+            f"memory={memory!r} is not accepted: these modules are not tiled. Use memory='input', or an MLP of "
+            f'torch.nn.Linear in torch.compile(model, backend="fused", options={{"memory": {memory!r}}})'
+        )
+
+
 def read_memory(config: Any, fused: bool) -> str:
     """Read the config's memory level.
 
@@ -304,7 +314,7 @@ def read_memory(config: Any, fused: bool) -> str:
         ValueError: the level is unknown, two flags set two levels, or float8 is requested and nothing is fused.
     """
     memory, fp8 = read(config, "memory"), read(config, "activation_func_fp8_input_store")
-    check_known("memory", memory)
+    check_memory(memory)
     if fp8 and memory not in ("free", "fp8"):
         raise ValueError(f"activation_func_fp8_input_store=True is not accepted with memory={memory!r}: two levels")
     memory = "fp8" if fp8 else memory
@@ -323,7 +333,7 @@ def read_offload(config: Any, memory: str) -> bool:
         ValueError: with a memory level that saves nothing.
     """
     offload: bool = read(config, "cpu_offloading") and read(config, "cpu_offloading_activations")
-    if offload and (memory == "input" or tiles.asked(memory) is not None):
+    if offload and memory == "input":
         raise ValueError(f"cpu_offloading=True is not accepted with memory={memory!r}: there is nothing to offload")
     return offload
 

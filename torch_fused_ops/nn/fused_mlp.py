@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch_fused_ops import activations, functional
 from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn._gemms import check_gemm, check_shape, linear
-from torch_fused_ops.nn._memory import in_tiles, through
-from torch_fused_ops.nn.config import Activation, activation_name, checked
-from torch_fused_ops.policy import check_known
-from torch_fused_ops.settings import tiles
+from torch_fused_ops.nn._memory import through
+from torch_fused_ops.nn.config import Activation, activation_name, check_memory, checked
 
 
 def untouched(module: nn.Module) -> bool:
@@ -44,9 +42,8 @@ class FusedMLP(nn.Module):
         bias: both linears have biases.
         dropout: the probability of dropping behind the second linear, in training. Backward recomputes the mask.
         memory: "off" saves the activation's input and result, "free" its input (ReLU's: its result), "fp8" its input in
-            float8_e4m3fn with a scale per row, "input" neither: backward recomputes the first GEMM. "tiled" runs both
-            GEMMs in tiles of rows, forward and backward; "tiled:16" sets their number. Results do not depend on the
-            level, gradients only on "fp8".
+            float8_e4m3fn with a scale per row, "input" neither: backward recomputes the first GEMM. Results do not
+            depend on the level, gradients only on "fp8". Under ``torch.compile`` the policy decides.
         gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, for sizes
             that ``functional.linear_fp8`` takes.
         device, dtype: the parameters'.
@@ -56,9 +53,8 @@ class FusedMLP(nn.Module):
     Raises:
         ValueError, TypeError: for arguments that are not accepted.
 
-    A hooked, wrapped or parametrized linear is called as a module, and adds its own bias. The levels "input" and
-    "tiled" are then "free", as a wrapper may differ between calls; if only the second linear is wrapped, "tiled" is
-    "input".
+    A hooked, wrapped or parametrized linear is called as a module, and adds its own bias. If it is the first one, the
+    level "input" is then "free", as a wrapper may differ between calls.
     """
 
     def __init__(
@@ -85,7 +81,7 @@ class FusedMLP(nn.Module):
             raise TypeError(f"dropout={dropout!r} is not accepted: it must be a number from 0 to 1")
         if not (math.isfinite(dropout) and 0 <= dropout <= 1):
             raise ValueError(f"dropout={dropout!r} is not accepted: it must be from 0 to 1")
-        check_known("memory", memory)
+        check_memory(memory)
         check_gemm(gemm, hidden=hidden, ffn=ffn)
         known = activation_name(activation)
         if known is None:
@@ -120,28 +116,20 @@ class FusedMLP(nn.Module):
             weight, bias = fc1.weight, fc1.bias  # forward's: functional_call's are gone in backward
             check_shape("x", x, weight.shape[1:], "...")
             first = lambda x: linear(self.gemm, x, weight)  # noqa: E731
-        elif memory == "input" or tiles.asked(memory) is not None:
+        elif memory == "input":
             memory = "free"
         second: Callable[[Tensor], Tensor] = fc2
         p, late = self.dropout if self.training else 0.0, None
-        if type(fc2) is nn.Linear and untouched(fc2):
-            if p or self.gemm != "bf16":
-                late = fc2.bias if p else None
-                second = lambda a: linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
-        elif tiles.asked(memory) is not None:  # a wrapper must run once
-            memory = "input"
-
-        def of_rows(rows: Tensor, level: str) -> Tensor:
-            """Compute all rows, or a tile's."""
-            produce: Callable[[Tensor], Tensor] = first
-            act: Callable[[Tensor], Tensor] = lambda h: self._activation(h, bias)  # noqa: E731
-            # ReLU saves its result, which these levels recompute. threshold is ReLU, bit for bit, and saves its input.
-            if not self.gated and self.activation == "relu" and level in ("fp8", "input"):
-                produce = first if bias is None else lambda x: first(x) + bias
-                act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
-            return through(rows, produce, act, second, level, reads=lambda: (bias, *fc1.parameters()))
-
-        y = in_tiles(x, memory, of_rows)
+        if type(fc2) is nn.Linear and untouched(fc2) and (p or self.gemm != "bf16"):
+            late = fc2.bias if p else None
+            second = lambda a: linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
+        produce: Callable[[Tensor], Tensor] = first
+        act: Callable[[Tensor], Tensor] = lambda h: self._activation(h, bias)  # noqa: E731
+        # ReLU saves its result, which these levels recompute. threshold is ReLU, bit for bit, and saves its input.
+        if not self.gated and self.activation == "relu" and memory in ("fp8", "input"):
+            produce = first if bias is None else lambda x: first(x) + bias
+            act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
+        y = through(x, produce, act, second, memory, reads=lambda: (bias, *fc1.parameters()))
         return functional.bias_dropout_add(y, late, None, p) if p else y
 
     def reset_parameters(self) -> None:

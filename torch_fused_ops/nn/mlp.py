@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.nn._gemms import DENSE, check_gemm, check_shape
-from torch_fused_ops.nn._memory import in_tiles, through
+from torch_fused_ops.nn._memory import through
 from torch_fused_ops.nn.config import (
     check_precision,
     checked,
@@ -22,7 +22,6 @@ from torch_fused_ops.nn.config import (
 )
 from torch_fused_ops.nn.fused_mlp import untouched
 from torch_fused_ops.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, bias_for_caller
-from torch_fused_ops.settings import tiles
 
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.checkpoint import Offsets
@@ -165,7 +164,6 @@ class _Block(nn.Module):
             self.activation_func = builder(config=config)
         self._memory = read_memory(config, self._activation.name is not None and self.activation_func is None)
         self._offload = read_offload(config, self._memory)
-        self._delayed: bool = read(config, "delay_wgrad_compute")
         self.linear_fc2 = submodules.linear_fc2(
             *of_experts,
             ffn,
@@ -194,14 +192,10 @@ class _Block(nn.Module):
             x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
 
         level = self._memory
-        tiled = tiles.asked(level) is not None
-        at_once = scale is not None or groups or parallel is not None or self._delayed
-        if tiled and (at_once or not all(isinstance(fc, Linear) and untouched(fc) for fc in (fc1, self.linear_fc2))):
-            level = "input"  # probabilities, experts, collectives and deferred gradients need all tokens at once
         by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # whose hooks restore its own parameters
         if level == "input" and not (untouched(fc1) or by_fsdp):
             level = "free"  # a hook may differ between calls
-        in_forward = dict(fc1.named_parameters()) if (tiled or level == "input") and not by_fsdp else {}
+        in_forward = dict(fc1.named_parameters()) if level == "input" and not by_fsdp else {}
 
         def first(x: Tensor) -> Tensor:
             h: Tensor
@@ -229,11 +223,8 @@ class _Block(nn.Module):
             yield from fc1.parameters()
             yield from () if self.activation_func is None else self.activation_func.parameters()
 
-        def run(x: Tensor, level: str) -> Tensor:
-            unknown = self.activation_func is not None or self._activation.name is None
-            return through(x, first, activate, second, level, self._offload, reads, unknown)
-
-        return in_tiles(x, level, run), biases["fc2"]
+        unknown = self.activation_func is not None or self._activation.name is None
+        return through(x, first, activate, second, level, self._offload, reads, unknown), biases["fc2"]
 
     def backward_dw(self) -> None:
         """Compute the gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2's, then fc1's."""
