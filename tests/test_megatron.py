@@ -121,8 +121,6 @@ def test_every_name_is_tested_here():
         *("ScaledUpperTriangMaskedSoftmax", "attention_mask_func", "get_default_causal_mask"),
         *("get_sliding_window_causal_mask", "bias_dropout_add_fused_inference", "bias_dropout_add_fused_train"),
         *("bias_dropout_add_unfused", "get_bias_dropout_add"),
-        # tests/test_routing.py
-        *("permute", "unpermute", "sort_chunks_by_idxs"),
         # tests/ops/test_viewless.py
         *("MakeViewlessTensor", "assert_viewless_tensor", "make_viewless_tensor", "safely_set_viewless_tensor_data"),
     }

@@ -114,12 +114,12 @@ def test_tail(name):
 
 def test_every_name_on_the_page_exists():
     for module, page in ((megatron, "## From Megatron-LM"), (slapo, "## From Slapo")):
-        text = PAGE[PAGE.index(page) :].split("\nFurther differences", 1)[0].split("\nMissing", 1)[0]
+        text = PAGE.partition(page)[2].partition("\n## ")[0].partition("\nFurther differences")[0]
         first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
         names = [name.split("(")[0] for cell in first for name in cell.split("`")[1::2]]
         for name in names:
             assert "=" in name or "…" in name or hasattr(module, name), name
-        assert len(names) > 6
+        assert len(names) > 3
     for page in ("Liger Kernel", "TransformerEngine"):  # test_functional.py has what their right columns compute
         text = PAGE.partition(f"\n## From {page}\n")[2].partition("\n## ")[0]
         calls = re.findall(r"`(\w+)\([^`]*\)`[^|]*\|$", text, re.M)

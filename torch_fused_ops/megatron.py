@@ -5,8 +5,7 @@
 Names, signatures and return conventions are those of ``megatron.core.fusions`` (``fused_bias_gelu``,
 ``fused_bias_geglu``, ``fused_bias_swiglu``, ``fused_weighted_squared_relu``, ``fused_bias_dropout``,
 ``fused_softmax``), ``megatron.core.activations``, ``megatron.core.utils`` (viewless tensors) and, as far as softmax
-needs it, ``megatron.core.transformer.enums`` and ``.utils``; ``permute``, ``unpermute`` and ``sort_chunks_by_idxs`` of
-``megatron.core.transformer.moe.moe_utils`` (``operators/routing.py``). Read at commit d98e8a64; "upstream" below.
+needs it, ``megatron.core.transformer.enums`` and ``.utils``. Read at commit d98e8a64; "upstream" below.
 
 All of them, unlike upstream, take any number of axes and any strides; float16, bfloat16, float32 and float64, mixed,
 with float32 arithmetic rounded once and the result in the first data tensor's dtype. Frozen arguments cost no work.
@@ -37,9 +36,6 @@ from torch import Tensor, nn
 from torch_fused_ops import functional
 from torch_fused_ops.families.softmax import operators as softmax
 from torch_fused_ops.operators import reference
-from torch_fused_ops.operators.routing import permute as permute
-from torch_fused_ops.operators.routing import sort_chunks_by_idxs as sort_chunks_by_idxs
-from torch_fused_ops.operators.routing import unpermute as unpermute
 from torch_fused_ops.operators.viewless import MakeViewlessTensor as MakeViewlessTensor
 from torch_fused_ops.operators.viewless import assert_viewless_tensor as assert_viewless_tensor
 from torch_fused_ops.operators.viewless import make_viewless_tensor as make_viewless_tensor

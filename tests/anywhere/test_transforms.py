@@ -167,18 +167,6 @@ CASES = {
     ),
     "megatron FusedScaleMaskSoftmax": Case(lambda x, sink: ATTENTION(x, HIDDEN, sink), softmax, ((2, 2, 3, 4), (2,))),
     "slapo bias_new_gelu": Case(slapo.bias_new_gelu, lambda x, b: gelu_tanh(x + b), ((2, 4), (4,))),
-    "slapo LinearWithAct": Case(
-        called(slapo.LinearWithAct(3, 4), "weight", "bias"),
-        lambda x, w, b: gelu_tanh(F.linear(x, w, b)),
-        ((2, 3), (4, 3), (4,)),
-    ),
-    "slapo FusedMLP": Case(
-        called(
-            slapo.FusedMLP(3, 4, "gelu", 0.0), *(n.replace("fc1", "fc_in").replace("fc2", "fc_out") for n in PARAMETERS)
-        ),
-        mlp,
-        MLP_SHAPES,
-    ),
     **{
         f"nn.FusedMLP {memory}": Case(called(fused_nn.FusedMLP(3, 4, memory=memory), *PARAMETERS), mlp, MLP_SHAPES)
         for memory in ("off", "free", "input")

@@ -307,34 +307,6 @@ def _mixed_linears(rank: int, folder: Path, config: Any, groups: Any) -> None:
     assert {"linear_fc1.weight", "linear_fc1._extra_state"} <= plain.keys()
 
 
-def permutes(rank: int, ranks: int, folder: Path) -> None:
-    """Megatron's functions, unfused, and ours."""
-    on_cpus()
-    from megatron.core.transformer.moe import moe_utils
-
-    from torch_fused_ops import megatron
-
-    torch.manual_seed(0)
-    for case in range(20):
-        tokens, count = 6 + case % 3, 5
-        routing_map = torch.rand(tokens, count) < 0.4
-        if full := case % 2:  # each expert's capacity is full
-            routing_map = torch.zeros(tokens, count).scatter_(0, torch.rand(tokens, count).argsort(0)[:3], 1).bool()
-        limit = 3 * count if full else int(routing_map.sum())
-        x, probs = torch.randn(tokens, 4).requires_grad_(), torch.rand(tokens, count).requires_grad_()
-        given = {"num_out_tokens": limit, "drop_and_pad": bool(full)}
-        results = []
-        for those in (moe_utils, megatron):
-            rows, row_probs, indices, *_ = those.permute(x, routing_map, probs, **given)
-            merged = {"probs": probs, "routing_map": routing_map, "drop_and_pad": bool(full)}
-            y = those.unpermute(rows.square(), indices, x.shape, **merged)
-            sizes = torch.tensor([limit // 2, limit - limit // 2])
-            chunks, of_probs = those.sort_chunks_by_idxs(rows, sizes, torch.tensor([1, 0]), row_probs)
-            total = y.square().sum() + (chunks * of_probs[:, None] * torch.arange(limit)[:, None]).sum()
-            results.append([rows, row_probs, indices, y, chunks, of_probs, *torch.autograd.grad(total, [x, probs])])
-        torch.testing.assert_close(*results)
-
-
 class Trained:
     """A model in Megatron's DistributedDataParallel and DistributedOptimizer."""
 
@@ -437,7 +409,7 @@ def stages(rank: int, ranks: int, folder: Path) -> None:
 
 
 GROUPS = {
-    "one": [keeps, dense, experts, mixed_linears, permutes],
+    "one": [keeps, dense, experts, mixed_linears],
     "two": [mixed_linears, dense, experts],
     "training": [distributed_optimizer, stages],
 }

@@ -214,7 +214,6 @@ class Permuted(NamedTuple):
 def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: int) -> Permuted:
     """Sort tokens by their experts, as many per token, without waiting for a GPU.
 
-    ``megatron.permute`` takes a routing map, capacities or padding.
 
         probs, experts = router(x).softmax(-1).topk(k)
         rows, tokens_per_expert, row_probs, order = permute(x, experts, probs, num_experts)
@@ -264,7 +263,7 @@ def unpermute(rows: Tensor, order: Tensor) -> Tensor:
     if rows.ndim != 2 or rows.shape[0] != order.numel():
         raise ValueError(f"rows of shape {tuple(rows.shape)} are not accepted: they must be ({order.numel()}, h)")
     token_of_row = _inverse(order.flatten()) // max(order.shape[1], 1)
-    return tokens_of_rows(rows, token_of_row, order.shape[0], order)
+    return tokens_of_rows(rows, token_of_row, order)
 
 
 def _inverse(order: Tensor) -> Tensor:
