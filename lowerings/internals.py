@@ -18,6 +18,7 @@ TESTED = ((2, 11), (2, 15))
 INTERNALS: dict[str, tuple[str, ...]] = {
     "torch._C._functorch": ("is_functorch_wrapped_tensor",),
     "torch._dynamo.code_context": ("code_context",),
+    "torch._dynamo.config": ("patch",),
     "torch._functorch._aot_autograd.descriptors": ("InputMutationAOTOutput",),
     "torch._functorch.config": ("activation_memory_budget", "patch"),
     "torch._functorch.partitioners": (
