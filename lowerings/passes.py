@@ -31,8 +31,8 @@ from torch_fused_ops import activations
 from torch_fused_ops._version import __version__
 from torch_fused_ops.graphs import fusion_events, gemm_registry
 from torch_fused_ops.graphs.capture import captured_graphs
+from torch_fused_ops.graphs.listing import listed
 from torch_fused_ops.graphs.modules import module_stack
-from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import (
     buffer_reuse,
     compat,
@@ -206,15 +206,8 @@ class PreGradPass(Pass, CustomGraphPass):
         for site in sites:
             log.info("%s: %s", site.source, site.op or f"not fused: {site.reason}")
         missed = [site for site in sites if site.is_missed]
-
-        def advice(site: Site) -> str:
-            return "".join(f" → {kind.advice}" if kind.hint else f" ({kind.row})" for kind in site.refusals)
-
         if policy.strict and missed:
-            raise UnfusedError(
-                "strict=True and these MLP sites were not fused, or not as the policy asks:\n"
-                + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{advice(s)}" for s in missed)
-            )
+            raise UnfusedError(f"strict=True and these MLPs were not fused as the policy asks:\n{listed(missed)}")
         strict.check(graph, sites, policy, modules, explicit=self.policy is not None)
         if torch.cuda.is_initialized():
             environment.remind()

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule
 from torch_fused_ops.graphs import fusion_events
 from torch_fused_ops.graphs.capture import title_of
 from torch_fused_ops.graphs.gemm_registry import name_of
+from torch_fused_ops.graphs.listing import grouped, unread_lines
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
@@ -91,6 +92,7 @@ class _Model:
         self.warns_of_nothing = explicit and policy.memory != "off"
         self.title = title_of(graph) or "a compiled function"
         self.sites: list[Site] = []
+        self.unread: tuple[Site, ...] = ()
         self.modules: set[str] = set()  # inside the sites' modules
         self.all_modules: set[str] = set()
         self.has_ours, self.linears, self.graphs, self.is_new = False, 0, 0, False
@@ -103,7 +105,11 @@ class _Model:
         self.modules.update(path for path in modules if f"{path}.".startswith(inside))
         self.all_modules.update(modules)
         self.has_ours = self.has_ours or _has_ours(graph)
-        self.linears += 0 if self.has_sites else _linears(graph)
+        if not self.has_sites:
+            from torch_fused_ops.lowerings import recognize
+
+            self.linears += _linears(graph)
+            self.unread += recognize.unread(graph) if self.policy.strict else ()
 
     @property
     def has_sites(self) -> bool:
@@ -137,10 +143,9 @@ class _Model:
         where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site does not reach between them"
         nothing = f"no MLP was found between {self.linears} linear layers, in {where}"
         if self.policy.strict:
+            lines = "".join(f"\n{line}" for line in unread_lines(grouped(self.unread)))
             raise UnfusedError(
-                f"strict=True and {nothing}. "
-                "torch_fused_ops.explain(model, ...) lists all that lies between them: graph breaks with their lines, "
-                "opaque calls, activations that are not sites (docs/recognition.md)"
+                f"strict=True and {nothing}. torch_fused_ops.explain(model, *args) lists graph breaks, too{lines}"
             )
         if self.warns_of_nothing:
             log.warning(

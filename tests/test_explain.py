@@ -18,6 +18,7 @@ from harness import Net, Stack, raises
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops.activations import register_activation
+from torch_fused_ops.graphs.listing import grouped
 from torch_fused_ops.graphs.modules import module_path
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import Site
@@ -28,7 +29,6 @@ from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.explain import explain
 from torch_fused_ops.reports.recording import record
 from torch_fused_ops.reports.report import Report
-from torch_fused_ops.reports.text import grouped
 from torch_fused_ops.tools.verify import verify
 
 
@@ -712,7 +712,7 @@ def test_exclude_that_matches_nothing_is_said():
     )
     policy = FusionPolicy(exclude=("mlp", "mlp.*"), memory={"mlp": "fp8", "od": "fp8", "*": "input"})
     assert explain(model, torch.randn(4, 8), policy=policy).notes == (
-        "memory='od' matches no site's modules; the sites' modules are mlp, odd; did you mean 'odd'?",
+        "memory='od' matches no site's modules; the sites' modules are mlp, mlp.2, odd; did you mean 'odd'?",
     )
 
 

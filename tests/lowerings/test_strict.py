@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
+from torch_fused_ops.graphs.listing import grouped, listed, unread_lines
 from torch_fused_ops.nn import FusedMLP
 
 pytestmark = pytest.mark.codegen_is_slow
@@ -118,6 +119,13 @@ def test_a_piece_without_a_site_is_no_error_and_no_warning(name: str, warnings: 
     assert warnings() == []
 
 
+def test_an_error_has_the_rows_of_explain() -> None:
+    sites = tfo.explain(Body(unfused), torch.randn(4, 8)).sites
+    with pytest.raises(BackendCompilerFailed) as info:
+        torch.compile(Body(unfused), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
+    assert str(info.value.inner_exception).endswith(f"were not fused as the policy asks:\n{listed(sites)}")
+
+
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", NOTHING)
 def test_linear_layers_and_no_site_are_an_error(name: str) -> None:
@@ -126,6 +134,8 @@ def test_linear_layers_and_no_site_are_an_error(name: str) -> None:
         model(torch.randn(4, 8))
     error = getattr(info.value, "inner_exception", info.value)
     assert isinstance(error, tfo.UnfusedError) and "no MLP was found between" in str(error)
+    unread = tfo.explain(Body(NOTHING[name]), torch.randn(4, 8)).unread
+    assert str(error).endswith("\n".join(unread_lines(grouped(unread))))  # what explain prints
     torch.compile(Body(NOTHING[name]), backend="fused")(torch.randn(4, 8))  # without strict
 
 

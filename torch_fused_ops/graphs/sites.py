@@ -75,11 +75,6 @@ class Site:
         return self.is_mlp and not (self.kind is not None and self.kind.is_requested)
 
     @property
-    def missed(self) -> str:
-        """The reason why ``strict`` counts it."""
-        return "; ".join(filter(None, (self.gemm_reason, self.tiles_reason))) if self.op is not None else self.reason
-
-    @property
     def hint(self) -> str:
         """The remedy for a site that is not fused; "" if it is fused, or there is none."""
         return self.kind.hint if self.op is None and self.kind is not None else ""

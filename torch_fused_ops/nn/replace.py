@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_fused_ops import lowerings
 from torch_fused_ops.graphs.capture import run_captured
+from torch_fused_ops.graphs.listing import listed
 from torch_fused_ops.graphs.modules import module_path, source_name, tensor_path
 from torch_fused_ops.graphs.reasons import Kind, Reason, excluded
 from torch_fused_ops.graphs.sites import Site
@@ -105,8 +106,7 @@ def replace_mlps(
     missed = [site for site in report.sites if site.is_missed]
     reasons = [f"{site.source}: {site.reason}" for site in (*report.sites, *report.unread)] or [report.nothing]
     if strict and (missed or not report.sites):
-        lines = [f"{site.source}: {site.missed}" for site in missed] or reasons[:1]
-        raise UnfusedError("strict=True and these MLPs were not compiled:\n" + "\n".join(f"  {line}" for line in lines))
+        raise UnfusedError(f"strict=True and these MLPs were not compiled:\n{listed(missed) if missed else reasons[0]}")
     from torch_fused_ops.lowerings import compat
 
     for module in report.replaced.values():

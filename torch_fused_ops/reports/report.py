@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_fused_ops.graphs import listing
 from torch_fused_ops.graphs.fusion_events import unobserved
+from torch_fused_ops.graphs.listing import grouped, sites_table, unread_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy
@@ -20,7 +22,7 @@ from torch_fused_ops.reports import figures, text
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import template
-from torch_fused_ops.reports.text import breaks_text, grouped, sites_table, unread_lines
+from torch_fused_ops.reports.text import breaks_text
 from torch_fused_ops.settings.environment import writable
 
 if TYPE_CHECKING:
@@ -220,7 +222,7 @@ class Report:
     def _page(self) -> str:
         """Render ``page.html``. Text from the model is escaped."""
         groups, mlps = grouped(self.sites), [site for site in self.sites if site.is_mlp]
-        return template("reports/page.html", vars(text) | vars(figures)).render(
+        return template("reports/page.html", vars(listing) | vars(text) | vars(figures)).render(
             report=self,
             figures=self.figures,
             mlps=len(mlps),
@@ -231,6 +233,6 @@ class Report:
             fused=[group for group in groups if group.sites[0].op],
             missed=[group for group in groups if not group.sites[0].op and group.sites[0].is_mlp],
             others=[group for group in groups if not group.sites[0].is_mlp],
-            unread=text.unread_text(grouped(self.unread)),
+            unread=listing.unread_text(grouped(self.unread)),
             breaks=list(Counter(self.breaks).items()),
         )

@@ -1,0 +1,123 @@
+"""Sites as text: the rows that reports print and that ``strict`` raises."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind
+from torch_fused_ops.graphs.sites import Site
+from torch_fused_ops.policy import joined_paths, without_numbers
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sites that differ only in numbers of layers, in graph order."""
+
+    sites: tuple[Site, ...]
+
+    @property
+    def where(self) -> str:
+        """The place of all: "file.py:line"."""
+        return self.sites[0].source.partition(" in ")[0]
+
+    @cached_property
+    def modules(self) -> str:
+        """Their modules in one: "layers.0…31.mlp"."""
+        return joined_paths(site.source.partition(" in ")[2] for site in self.sites)
+
+    @property
+    def source(self) -> str:
+        """``where`` and ``modules`` as a Site's source, with the number of sites if there are several."""
+        source = f"{self.where} in {self.modules}" if self.modules else self.where
+        return f"{source} ×{len(self.sites)}" if len(self.sites) > 1 else source
+
+
+def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
+    """Group sites that differ only in numbers of layers, in the order of each group's first site."""
+    groups: dict[tuple[object, ...], list[Site]] = {}
+    for site in sites:
+        where, _, path = site.source.partition(" in ")
+        key = (site.op, site.activation, reason_text(site), site.users, where, without_numbers(path))
+        groups.setdefault(key, []).append(site)
+    return tuple(Group(tuple(group)) for group in groups.values())
+
+
+def read_by(site: Site) -> str:
+    """The functions that read the value, without repeats: "linear ×2"."""
+    return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
+
+
+def explained(*parts: str | Kind) -> Iterator[str]:
+    """Indented lines of a reason, or of a kind's hint."""
+    for part in parts:
+        line = part if isinstance(part, str) else f"→ {part.advice}"
+        yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def unread_lines(groups: Sequence[Group]) -> list[str]:
+    """Lines on the activations that are not sites: their places and hints."""
+    lines: list[str] = []
+    for text, group in unread_text(groups):
+        lines += [f"{text} ({group.source})", *explained(*group.sites[0].refusals)]
+    return lines
+
+
+def unread_text(groups: Sequence[Group]) -> list[tuple[str, Group]]:
+    """Texts on the activations that are not sites: "gelu is not a site: no GEMM reads it, but layer_norm"."""
+    return [
+        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is not a site: {bare_reason(g.sites[0])}", g) for g in groups
+    ]
+
+
+def reason_text(site: Site) -> str:
+    """The reason as shown: without the part that the hint repeats, and never beginning like a list's item (a minus)."""
+    reason = site.reason.removesuffix(CAN_BE_ADDED)
+    reason = f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
+    if site.gemm:
+        reason += "; its linear layers are in float8" + (", except " if site.gemm_reason else "")
+    elif site.gemm_reason:
+        reason += "; its linear layers are not in float8: "
+    reason += site.gemm_reason
+    if site.memory not in ("", "free"):
+        reason += f"; memory={site.memory!r}"
+    if site.tiles_reason:
+        return f"{reason}; not tiled: {site.tiles_reason}"
+    return f"{reason}; in {site.tiles} tiles" if site.tiles else reason
+
+
+def bare_reason(site: Site) -> str:
+    """The reason as shown under a heading that says that it is not an MLP."""
+    return reason_text(site).removeprefix(NOT_AN_MLP)
+
+
+def listed(sites: Iterable[Site]) -> str:
+    """The table of these sites, as a report has it."""
+    return sites_table(grouped(sites))
+
+
+def sites_table(groups: Sequence[Group]) -> str:
+    """A row for each group: its operator, place and reason."""
+    header = ("operator", "activation", "source", "read by", "reason")
+    rows = [header]
+    for group in groups:
+        site = group.sites[0]
+        said = "\n".join((reason_text(site), *(f"→ {kind.advice}" for kind in site.refusals)))
+        rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), said))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    indent = sum(widths) + 2 * len(widths)
+    lines = []
+    for row in rows:
+        first = "".join(f"{cell:<{width}}  " for cell, width in zip(row[:4], widths, strict=True))
+        for part in row[4].split("\n"):
+            wrapped = textwrap.wrap(part, max(50, WIDTH - indent), break_long_words=False, break_on_hyphens=False)
+            for line in wrapped or [""]:
+                lines.append(first + line)
+                first = " " * indent
+    lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))
+    return "\n".join(lines)
