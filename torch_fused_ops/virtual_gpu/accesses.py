@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,10 +35,12 @@ class Memory(NamedTuple):
         offset = int(tensor.storage_offset()) * tensor.element_size()
         return cls(number, offset, storage.nbytes(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
 
-    def places(self, unit: int) -> Tensor:
-        """The places in the storage of the argument's elements, in units of so many bytes."""
-        span = 1 + sum(max(0, size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        first = torch.arange(span).as_strided(self.shape, self.stride).flatten() * self.itemsize + self.offset
+    def places(self, unit: int, elements: int) -> Tensor:
+        """The places in the storage of the argument's first elements, in units of so many bytes."""
+        number = torch.arange(elements)
+        first = torch.full_like(number, self.offset)
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            first, number = first + number % size * (stride * self.itemsize), number // size
         return (first[:, None] + torch.arange(0, self.itemsize, unit)).flatten()
 
 
@@ -56,10 +58,17 @@ class _Records(NamedTuple):
         return _Records(*(column[rows] for column in tuple(self)))
 
 
-def faults(accesses: Sequence[Access], memory: Mapping[str, Memory], grid: Grid, whole: bool) -> Iterator[Fault]:
+def faults(
+    accesses: Sequence[Access], memory: Mapping[str, Memory], grid: Grid, whole: bool, filled: Collection[str] = ()
+) -> Iterator[Fault]:
     """Yield the faults of a launch: races, accesses out of bounds, overflows, bytes written twice or not at all.
 
-    The accesses are of all programs if ``whole``, or else of some of them.
+    Args:
+        accesses: addresses of loads and stores.
+        memory: the memory of the arguments.
+        grid: the launch's programs.
+        whole: the accesses are those of all programs, not of some.
+        filled: arguments that have values before the launch, so that a kernel need not write all of their bytes.
     """
     by_storage: dict[int, list[Access]] = defaultdict(list)
     with torch.device("cpu"):
@@ -72,7 +81,8 @@ def faults(accesses: Sequence[Access], memory: Mapping[str, Memory], grid: Grid,
             storage = _Storage(used, memory, grid)
             stores = storage.records("store")
             if len(stores.address):
-                yield from storage.written(stores, whole)
+                yield from storage.written(stores)
+                yield from storage.unwritten(stores, filled) if whole else ()
                 yield from storage.races(storage.records("load"), stores)
 
 
@@ -107,8 +117,8 @@ class _Storage:
         """The loads or the stores."""
         parts = [_Records(*[torch.zeros(0, dtype=torch.int64)] * 6)]
         for number, access in enumerate(self.accesses):
-            if access.kind != kind:
-                continue
+            if access.kind != kind or not access.masked:
+                continue  # elements that a mask lets through are not known where it depends on data
             row, place = access.active.nonzero(as_tuple=True)
             address = access.address[row, place] + self.memory[access.argument].offset
             thread, count = owners(access.encoding, access.shape, self.grid.threads, self.grid.warp_size)
@@ -119,8 +129,8 @@ class _Storage:
         records = _Records(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
         return records.rows(records.address.argsort(stable=True))
 
-    def written(self, stores: _Records, whole: bool) -> Iterator[Fault]:
-        """Yield bytes that two programs write, or one store twice, and bytes of a result that no program writes."""
+    def written(self, stores: _Records) -> Iterator[Fault]:
+        """Yield bytes that two programs write, or one store twice."""
         address, program, access, place, *_ = tuple(stores)
         elsewhere = program[1:] != program[:-1]
         twice = (address[1:] == address[:-1]) & (elsewhere | (access[1:] == access[:-1]) & (place[1:] != place[:-1]))
@@ -131,15 +141,31 @@ class _Storage:
             evidence = f"byte {int(address[at]):,} is written by more than one {by}: {' and '.join(writers)}"
             evidence += f"; in all {int(twice.sum()) * self.unit:,} bytes"
             yield "written twice", str(self.accesses[access[at]]), evidence
+
+    def unwritten(self, stores: _Records, filled: Collection[str]) -> Iterator[Fault]:
+        """Yield bytes of a result, an argument that is only stored, that no program writes."""
         for argument in dict.fromkeys(access.argument for access in self.accesses):
             mine = [access for access in self.accesses if access.argument == argument]
-            if not whole or any(access.kind != "store" or not access.masked for access in mine):
-                continue  # a result is only stored
-            places = self.memory[argument].places(self.unit)
-            missing = int((~torch.isin(places, address)).sum())
-            if missing:
-                evidence = f"no program writes {missing * self.unit:,} of its {len(places) * self.unit:,} bytes"
-                yield "unwritten", f"store of {argument}", evidence
+            if argument in filled or any(access.kind != "store" or not access.masked for access in mine):
+                continue
+            memory = self.memory[argument]
+            elements = math.prod(memory.shape)
+            looked_at = min(elements, max(1 << 20, 2 * len(stores.address)))  # of more, some are unwritten
+            places = memory.places(self.unit, looked_at)
+            missing = torch.unique(places[~torch.isin(places, stores.address)]) - memory.offset
+            if not len(missing):
+                continue
+            first = torch.cat([torch.tensor([True]), missing.diff() != self.unit]).nonzero().flatten()
+            last = torch.cat([first[1:], torch.tensor([len(missing)])]) - 1
+            ends = zip(missing[first].tolist(), (missing[last] + self.unit - 1).tolist(), strict=True)
+            ranges = [f"{begin:,} to {end:,}" for begin, end in ends]
+            if looked_at < elements:
+                evidence = f"no program writes bytes {ranges[0]} and others"
+            else:
+                more = f" and {len(ranges) - 3:,} more ranges" if len(ranges) > 3 else ""
+                evidence = f"no program writes {len(missing) * self.unit:,} of its {len(places) * self.unit:,} bytes: "
+                evidence += f"bytes {', '.join(ranges[:3])}{more}"
+            yield "unwritten", f"store of {argument}", evidence
 
     def races(self, loads: _Records, stores: _Records) -> Iterator[Fault]:
         """Yield pairs of a load and a store of the same byte, in an order that nothing ensures."""

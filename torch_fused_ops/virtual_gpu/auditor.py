@@ -12,24 +12,22 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from . import filled
 from .accesses import Memory, faults, traffic
 from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, load, written_sizes
-from .machine_code import MachineCode, assemble_configuration, cost, lowered, specialization, with_signature
+from .machine_code import MachineCode, assemble_configuration, bound, cost, lowered, specialization, with_signature
 from .registers import unwritten
 from .timeline import PaperCompilation, timeline_of
-from .ttgir import Grid, NotAnalyzed, evaluated
+from .ttgir import Grid, NotAnalyzed, sampled
 from .work import LANE_INSTRUCTIONS
 
-_MOST_ELEMENTS = 1 << 18  # of a launch's programs together, for all of them to be evaluated
-_FEW_PROGRAMS = 12  # evaluated of a larger launch
 _MOST_A_THREAD = 32  # elements, for machine code to be made: more compile for seconds
 _MANY_BYTES = 8 << 20  # fewer take less time than the launch itself, some 2 µs
 _UNCOALESCED = 4  # bytes moved for each that is used
@@ -49,13 +47,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The result of `audit`: the findings, and in `notes` what could not be analyzed, with the reason."""
+    """The result of `audit`: findings; `notes` says what was not analyzed and why, `sampled` what only in part."""
 
     gpu: str
     kernels: int
     configurations: int
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    sampled: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -73,14 +72,16 @@ class Audit:
             more = f", and {len(same) - 1} more" if len(same) > 1 else ""
             lines += ["", f"{kind}: {kernel} ({same[0].configuration}{more})"]
             lines += [f"    {same[0].where}", f"    {same[0].evidence}"]
-        return "\n".join([*lines, *(["", "not analyzed:"] if self.notes else []), *(f"    {n}" for n in self.notes)])
+        for title, texts in (("not analyzed:", self.notes), ("evaluated in part:", self.sampled)):
+            lines += ["", title, *(f"    {text}" for text in texts)] if texts else []
+        return "\n".join(lines)
 
     def print(self) -> None:
         """Print the findings."""
         print(self)
 
     def to_json(self) -> str:
-        """The audit as JSON: "gpu", "kernels", "configurations", "ok", "findings", "notes"."""
+        """The audit as JSON: "gpu", "kernels", "configurations", "ok", "findings", "notes", "sampled"."""
         return json.dumps({**asdict(self), "ok": self.ok}, indent=1)
 
 
@@ -94,6 +95,7 @@ class _Launch:
     kernel: Kernel
     arguments: Mapping[str, Any]
     sizes: Callable[[Configuration], Sequence[int]]  # of the grid
+    filled: Collection[str] = ()  # arguments that have values before the launch
 
     @functools.cached_property
     def memory(self) -> dict[str, Memory]:
@@ -114,6 +116,7 @@ def audit(
     *args: Any,
     gpu: GPU | str | None = None,
     grid: Sequence[int] | Callable[..., Sequence[int]] | None = None,
+    zeroed: Collection[str] = (),
     all_configurations: bool = False,
     **constexprs: Any,
 ) -> Audit:
@@ -123,14 +126,18 @@ def audit(
     reported of a kernel's best configuration, the others of every configuration.
 
     Args:
-        paper_or_kernel: the result of `compile_on_paper`, or a hand-written `triton.jit` or `triton.autotune` function.
+        paper_or_kernel: the result of `compile_on_paper`, or a hand-written kernel: a `triton.jit` function,
+            also behind `triton.autotune` and `triton.heuristics`.
         *args: the hand-written kernel's arguments, tensors on any device, "meta" included. Tensors that share memory
             must share a storage.
         gpu: the GPU to compile for; by default the program's, or an H200.
         grid: the hand-written kernel's grid, as for Triton.
+        zeroed: names of the hand-written kernel's arguments that have values before the launch, such as zeros, so that
+            it need not write all of their bytes. Tensors on "meta" that `torch.zeros` or `torch.ones` makes after
+            this module is imported, or that are written in place, count without being named.
         all_configurations: look for races and wrong addresses in all blocks and warps that a tuner may reach, and for
             unwritten registers in one of each shape of code among them.
-        **constexprs: the hand-written kernel's `tl.constexpr` arguments and `num_warps`, `num_stages`, by name.
+        **constexprs: more of the hand-written kernel's arguments, and `num_warps`, `num_stages`, by name.
 
     Returns:
         The findings.
@@ -142,11 +149,11 @@ def audit(
     """
     gpu = by_name(gpu or (paper_or_kernel.gpu if isinstance(paper_or_kernel, PaperCompilation) else H200), "gpu")
     if isinstance(paper_or_kernel, PaperCompilation):
-        if args or constexprs or grid is not None:
-            raise ValueError("args, grid: a program has its own; give them with a hand-written kernel")
+        if args or constexprs or zeroed or grid is not None:
+            raise ValueError("args, grid, zeroed: a program has its own; give them with a hand-written kernel")
         launches = _launches(paper_or_kernel, gpu)
     else:
-        launches = iter([_hand_written(paper_or_kernel, args, gpu, grid, constexprs)])
+        launches = iter([_hand_written(paper_or_kernel, args, gpu, grid, zeroed, constexprs)])
     auditor = _Auditor(gpu, all_configurations)
     for launch in launches:
         auditor.launch(launch)
@@ -176,24 +183,56 @@ def _generated_grid(kernel: Kernel, named: Mapping[str, Any], configuration: Con
     return sizes
 
 
-def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, options: dict[str, Any]) -> _Launch:
+def _hand_written(
+    function: Any, args: Sequence[Any], gpu: GPU, grid: Any, zeroed: Collection[str], options: dict[str, Any]
+) -> _Launch:
     if not callable(grid) and not isinstance(grid, Sequence):
         raise ValueError(f"grid: {grid!r}; a hand-written kernel needs a tuple of up to three sizes, or a function")
-    kernel, compiled = load(function, gpu), specialization(function, args, options)
+    kernel = load(function, gpu)
+    values = bound(kernel.jit, args, options)
+    for name in zeroed:
+        if not isinstance(values.get(name), Tensor):
+            tensors = [each for each, value in values.items() if isinstance(value, Tensor)]
+            raise ValueError(f"zeroed: got {name!r}, expected names of tensors among {', '.join(tensors)}")
+    configurations = _configurations(function, values, options)
+    first = configurations[0]
+    compiled = specialization(kernel.jit, (), {**values, **options, **first.block})
     constants = compiled["constants"]
-    tuned = [Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in getattr(function, "configs", ())]
-    configurations = tuple(tuned) or (Configuration({}, compiled["num_warps"], options.get("num_stages")),)
-    values = {**constants, **configurations[0].block}
-    kernel = with_signature(kernel, compiled["signature"], values, compiled["divisible_by_16"])
+    kernel = with_signature(kernel, compiled["signature"], constants, compiled["divisible_by_16"])
     extra: dict[str, Any] = {name: options[name] for name in ("maxnreg", "enable_fp_fusion") if name in options}
     kernel = replace(kernel, configurations=configurations, options={**kernel.options, **extra}, constants=constants)
-    named = {n: v for n, v in zip(kernel.jit.arg_names, args, strict=False) if n in compiled["signature"]}
+    named = {name: value for name, value in values.items() if name in compiled["signature"]}
+    is_filled = [name for name, value in named.items() if isinstance(value, Tensor) and filled.known(value)]
 
     def sizes(configuration: Configuration) -> Sequence[int]:
-        blocks: Sequence[int] = grid({**named, **constants, **configuration.block}) if callable(grid) else grid
+        blocks: Sequence[int] = grid({**values, **constants, **configuration.block}) if callable(grid) else grid
         return blocks
 
-    return _Launch(kernel.jit.__name__, kernel, named, sizes)
+    return _Launch(kernel.jit.__name__, kernel, named, sizes, {*zeroed, *is_filled})
+
+
+def _configurations(function: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Configuration, ...]:
+    """The configurations of `triton.autotune`, with the values that `triton.heuristics` computes in each."""
+    given = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+    configurations = [{**given}]
+    while hasattr(getattr(function, "fn", None), "fn"):  # the wrappers, outermost first
+        if hasattr(function, "configs"):
+            tuned = [config.all_kwargs() for config in function.configs]
+            configurations = [{**before, **config} for before in configurations for config in tuned]
+        elif hasattr(function, "values"):
+            for configuration in configurations:
+                for name, heuristic in function.values.items():
+                    configuration[name] = heuristic({**values, **configuration})
+        function = function.fn
+    names = load(function).jit.arg_names
+    return tuple(
+        Configuration(
+            {name: value for name, value in settings.items() if name in names and name not in given},
+            settings.get("num_warps", 4),
+            settings.get("num_stages"),
+        )
+        for settings in configurations
+    )
 
 
 def _reachable(kernel: Kernel) -> Iterator[list[Configuration]]:
@@ -239,6 +278,7 @@ class _Auditor:
         self.gpu, self.all_configurations = gpu, all_configurations
         self.findings: list[Finding] = []
         self.notes: Counter[str] = Counter()
+        self.sampled: dict[str, str] = {}  # by launch
         self.seen: set[Any] = set()
         self.configurations = 0
         # by kernel: in the configurations that Inductor would time, and in one of each shape of code
@@ -251,7 +291,8 @@ class _Auditor:
                 self.registers(launch, configuration, code)
             self.speed(launch, *min(own, key=lambda compiled: cost(compiled[0], launch.kernel)))
         notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
-        return Audit(self.gpu.name, len(self.codes), self.configurations, tuple(self.findings), notes)
+        sampled = tuple(f"{name}: {part}" for name, part in self.sampled.items())
+        return Audit(self.gpu.name, len(self.codes), self.configurations, tuple(self.findings), notes, sampled)
 
     def launch(self, launch: _Launch) -> None:
         """Look at one launch in all configurations."""
@@ -289,23 +330,19 @@ class _Auditor:
         Else it does not matter which thread holds an element, and other warps have the same faults.
         """
         grid = launch.grid(configuration, self.gpu)
-        with torch.device("cpu"):
-            count = math.prod(grid.sizes)
-            programs = torch.arange(count)
-            if count * _largest(text, r"!tt\.ptr") > _MOST_ELEMENTS and count > _FEW_PROGRAMS:
-                # the ends, and some between with a neighbor
-                generator = torch.Generator().manual_seed(0)
-                some = torch.randint(count - 1, (_FEW_PROGRAMS // 2 - 1,), generator=generator)
-                programs = torch.unique(torch.cat([torch.tensor([0, count - 1]), some, some + 1]))
         try:
-            accesses = evaluated(text, launch.integers, programs, grid) if count else []
+            accesses, part = sampled(text, launch.integers, grid) if math.prod(grid.sizes) else ([], "")
         except NotAnalyzed as reason:
             self.notes[f"{launch.name}: {reason}"] += 1
             return True
+        if part:
+            self.sampled.setdefault(launch.name, part)
         for name in {access.name for access in accesses if not access.argument}:
-            self.notes[f"{launch.name}: the address of {name} depends on data"] += 1
+            self.notes[f"{launch.name}: the address of {name} depends on data or on an operation not evaluated"] += 1
+        for name in {access.name for access in accesses if access.argument and not access.masked}:
+            self.notes[f"{launch.name}: the mask of {name} depends on data or on an operation not evaluated"] += 1
         distinct: dict[tuple[str, str], str] = {}  # an access in a loop is one
-        for kind, where, evidence in faults(accesses, launch.memory, grid, whole=len(programs) == count):
+        for kind, where, evidence in faults(accesses, launch.memory, grid, whole=not part, filled=launch.filled):
             distinct.setdefault((kind, where), evidence)
         for (kind, where), evidence in distinct.items():
             self.add(launch, configuration, kind, where, evidence)
@@ -321,18 +358,21 @@ class _Auditor:
     def speed(self, launch: _Launch, code: MachineCode, configuration: Configuration) -> None:
         """Look for slow code in the configuration that a GPU would choose, of a launch that moves many bytes."""
         grid, add = launch.grid(configuration, self.gpu), functools.partial(self.add, launch, configuration)
-        count, first = math.prod(grid.sizes), torch.zeros(1, dtype=torch.int64, device="cpu")
+        count = math.prod(grid.sizes)
         try:
-            accesses = list(traffic(evaluated(code.ttgir, launch.integers, first, grid)))
+            evaluated, part = sampled(code.ttgir, launch.integers, grid, first=True)
         except NotAnalyzed:
             return
+        accesses = list(traffic(evaluated))
         nbytes = sum(access.in_sectors for access in accesses)
-        if nbytes * count < _MANY_BYTES:
+        if nbytes * count < _MANY_BYTES and not part:
             return
-        for access in accesses:
-            ratio = access.in_sectors / max(1, access.used)
-            if ratio >= _UNCOALESCED and access.in_sectors > nbytes / 2:
-                evidence = f"moves {ratio:.0f} × its bytes: {access.in_sectors:,} bytes in sectors for {access.used:,}"
+        slow = [access for access in accesses if access.in_sectors >= _UNCOALESCED * max(1, access.used)]
+        slow_bytes = sum(access.in_sectors for access in slow)
+        for access in slow:  # a few bytes beside many do not count
+            if slow_bytes > nbytes / 2 and 2 * len(slow) * access.in_sectors >= slow_bytes:
+                times = access.in_sectors / max(1, access.used)
+                evidence = f"moves {times:.0f} × its bytes: {access.in_sectors:,} bytes in sectors for {access.used:,}"
                 add("uncoalesced", str(access.access), evidence)
         if code.spills > _SPILLED * max(1, code.bytes_accessed):
             evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"

@@ -254,16 +254,39 @@ _TYPES = {
     torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # of a launch; a parameter may have such a name
+
+
+def bound(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a hand-written kernel's parameters by name, defaults included.
+
+    Raises:
+        TypeError: for more arguments than parameters, and for a name that is neither a parameter nor an option.
+    """
+    jit = load(kernel).jit
+    if len(args) > len(jit.arg_names):
+        raise TypeError(f"args: got {len(args)}, expected at most {len(jit.arg_names)}: {', '.join(jit.arg_names)}")
+    for name in named:
+        if name not in jit.arg_names and name not in OPTIONS:
+            accepted = ", ".join([*jit.arg_names, *OPTIONS])
+            raise TypeError(f"{name}: not a parameter of {jit.__name__} or an option; accepted are {accepted}")
+    parameters = jit.signature.parameters.items()
+    defaults = {name: parameter.default for name, parameter in parameters if parameter.default is not parameter.empty}
+    given = {name: value for name, value in named.items() if name in jit.arg_names}
+    return {**defaults, **dict(zip(jit.arg_names, args, strict=False)), **given}
 
 
 def specialization(kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `assemble` for what Triton compiles for a launch of a hand-written kernel."""
-    types, divisible = {}, []
-    constants = {name: value for name, value in options.items() if name not in _OPTIONS}
-    for name, value in zip(load(kernel).jit.arg_names, args, strict=False):
-        first_byte = value
-        if value is None or (type(value) is int and value == 1):
+    types, divisible, constants = {}, [], {}
+    values = bound(kernel, args, options)
+    for parameter in load(kernel).jit.params:
+        name = parameter.name
+        if name not in values:
+            continue
+        first_byte = value = values[name]
+        specialized = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialized and type(value) is int and value == 1):
             constants[name] = value
             continue
         if isinstance(value, Tensor):
@@ -273,11 +296,15 @@ def specialization(kernel: Any, args: Sequence[Any], options: Mapping[str, Any])
                 )
             types[name] = f"*{_TYPES[value.dtype]}"
             first_byte = value.storage_offset() * value.element_size()
+        elif isinstance(value, bool):
+            types[name], specialized = "u1", False
         elif isinstance(value, int):
             types[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-        else:
+        elif isinstance(value, float):
             types[name] = "fp32"
-        if isinstance(first_byte, int) and first_byte % 16 == 0:
+        else:
+            raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor, a number or None")
+        if specialized and isinstance(first_byte, int) and first_byte % 16 == 0:
             divisible.append(name)
     settings = {"num_warps": options.get("num_warps", 4), "max_registers": options.get("maxnreg")}
     return {"signature": types, "constants": constants, "divisible_by_16": divisible, **settings}

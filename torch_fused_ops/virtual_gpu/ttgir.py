@@ -8,9 +8,9 @@ Floating-point values are not evaluated; noted is only which loads each of them 
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,34 @@ from . import layouts
 
 
 class NotAnalyzed(Exception):
-    """A kernel has an operation that is not evaluated; the message names it."""
+    """A kernel has an operation that is not evaluated; the message is a sentence about the kernel."""
+
+
+class TooLarge(Exception):
+    """An evaluation exceeds its budget."""
+
+
+@dataclass
+class Budget:
+    """The most that an evaluation may compute; it raises `TooLarge` beyond.
+
+    Attributes:
+        operations: executed operations, which bounds the time.
+        elements: computed elements, 8 bytes each, which bounds the memory.
+        accessed: elements of all accesses together.
+    """
+
+    operations: int = 30_000
+    elements: int = 1 << 26
+    accessed: int = 1 << 21
+
+    def spend(self, *, operations: int = 0, elements: int = 0, accessed: int = 0) -> None:
+        """Subtract what an operation takes, before it takes it."""
+        self.operations -= operations
+        self.elements -= elements
+        self.accessed -= accessed
+        if min(self.operations, self.elements, self.accessed) < 0:
+            raise TooLarge
 
 
 class _Divergent(Exception):
@@ -102,8 +129,8 @@ class Access(NamedTuple):
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\([^()]*\))*\)')
-_OPERATION = re.compile(r'(?:(%[\w$.]+)(?::(\d+))?(?:, %[\w$.:]+)* = )?"?([a-z_]+[\w.]*)"?(.*)')
-_NAME = re.compile(r"%[\w$.]+(?:#\d+)?")
+_OPERATION = re.compile(r'(?:(%[\w$.-]+)(?::(\d+))?(?:, %[\w$.:-]+)* = )?"?([a-z_]+[\w.]*)"?(.*)')
+_NAME = re.compile(r"%[\w$.-]+(?:#\d+)?")  # "%c-1_i32" is a constant
 # "tensor<4x!tt.ptr<f32>, #ttg.blocked<{…}>>", "!tt.ptr<f32>", "i32"; the encoding is expanded.
 _TYPE = re.compile(
     r"tensor<((?:\d+x)*)(!tt\.ptr<[^>]*>|\w+)(?:, (#.*?))?>(?=[,) ]|$)|(!?\b(?!to\b)[a-z][\w.]*(?:<.*?>(?=[,) ]|$))?)"
@@ -116,7 +143,7 @@ def parsed(text: str) -> tuple[tuple[str, ...], list[Op]]:
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.M))
     encodings = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)\s*$", text, re.M))
     if text.count("tt.func ") != 1:
-        raise NotAnalyzed("tt.call")
+        raise NotAnalyzed("the kernel calls a function that is not inlined")
     header, _, body = text[text.index("tt.func ") :].partition("\n")
     body = re.sub(r"#\w+(?![\w.])", lambda match: encodings.get(match[0], match[0]), body)
     ops, _ = _block((line.strip() for line in body.splitlines()), places)
@@ -178,14 +205,22 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "min": torch.minimum,
     "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
 }  # fmt: skip
-_REDUCTIONS: dict[str, Callable[..., Tensor]] = {"arith.minsi": torch.amin, "arith.maxsi": torch.amax}
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "arith.minsi": torch.amin, "arith.maxsi": torch.amax, "arith.addi": torch.sum,
+}  # fmt: skip
 _PASSED_ON = {"splat", "broadcast", "expand_dims", "reshape", "trans", "bitcast", "unsplat", "ptr_to_int", "int_to_ptr"}
 _PASSED_ON |= {"convert_layout", "extsi", "extui", "trunci", "index_cast", "index_castui"}
+_NOT_EVALUATED = {"scf.while": "a while loop", "tt.call": "a call of a function that is not inlined"}
 _BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "ttg.local_load", "ttg.async_wait")
 
 
 def evaluated(
-    text: str, integers: Mapping[str, int], programs: Tensor, grid: Grid, most_turns: int | None = None
+    text: str,
+    integers: Mapping[str, int],
+    programs: Tensor,
+    grid: Grid,
+    most_turns: int | None = None,
+    budget: Budget | None = None,
 ) -> list[Access]:
     """Evaluate a kernel in TTGIR for some programs; those that take different paths have accesses of their own.
 
@@ -194,25 +229,70 @@ def evaluated(
         integers: values of its integer arguments by name.
         programs: their numbers.
         grid: all programs.
-        most_turns: of a loop, by default all.
+        most_turns: how many of a loop's first turns to evaluate, and how many of its last ones; by default all turns.
+            The last ones are left out if the loop carries an integer to which it adds no constant.
+        budget: the most to compute, which this call spends from.
 
     Raises:
-        NotAnalyzed: for control flow that depends on data, and for `tt.call`.
+        NotAnalyzed: for control flow that depends on data, while loops, and functions that are not inlined.
+        TooLarge: beyond the budget.
     """
+    budget = budget or Budget()
     with torch.device("cpu"):
         try:
-            return _Evaluation(text, integers, programs, grid, most_turns).run()
+            return _Evaluation(text, integers, programs, grid, most_turns, budget).run()
         except _Divergent as divergence:
             (values,) = divergence.args
     same_path = [programs[values == value] for value in torch.unique(values)]
-    return [access for some in same_path for access in evaluated(text, integers, some, grid, most_turns)]
+    return [access for some in same_path for access in evaluated(text, integers, some, grid, most_turns, budget)]
+
+
+def sampled(text: str, integers: Mapping[str, int], grid: Grid, first: bool = False) -> tuple[list[Access], str]:
+    """Evaluate as much of a launch, or of its first program alone, as bounded memory and time allow.
+
+    Returns:
+        The accesses, and which part of the launch was evaluated, "12 of 4,096 programs"; "" if all of it was.
+
+    Raises:
+        NotAnalyzed: as `evaluated`, or if a single program is too large.
+    """
+    count = 1 if first else math.prod(grid.sizes)
+    shapes = re.findall(r"tensor<((?:\d+x)+)!tt\.ptr", text)
+    largest = max((math.prod(map(int, shape.split("x")[:-1])) for shape in shapes), default=1)
+    whole = count * largest <= _MOST_ELEMENTS or count <= _FEW_PROGRAMS
+    generator = torch.Generator("cpu").manual_seed(0)
+    for few, turns in (((count, None),) if whole else _SAMPLES[:1]) + _SAMPLES[1:]:
+        with torch.device("cpu"):
+            programs = torch.arange(min(count, few))
+            if count > few:  # the ends, and some between with a neighbor
+                some = torch.randint(count - 1, (max(0, few // 2 - 1),), generator=generator)
+                programs = torch.unique(torch.cat([torch.tensor([0, count - 1]), some, some + 1]))[:few]
+        try:
+            accesses = evaluated(text, integers, programs, grid, turns, Budget())
+        except TooLarge:
+            continue
+        parts = [f"{len(programs):,} of {count:,} programs"] if len(programs) < count else []
+        parts += [f"at most the first and the last {turns} turns of each loop"] if turns else []
+        return accesses, ", ".join(parts)
+    raise NotAnalyzed("one program has too many addresses to evaluate")
+
+
+_MOST_ELEMENTS = 1 << 18  # of a launch's programs together, for all of them to be evaluated
+_FEW_PROGRAMS = 12  # evaluated of a larger launch
+_SAMPLES: tuple[tuple[int, int | None], ...] = ((_FEW_PROGRAMS, None), (_FEW_PROGRAMS, 8), (4, 4), (1, 2))
 
 
 class _Evaluation:
     def __init__(
-        self, text: str, integers: Mapping[str, int], programs: Tensor, grid: Grid, most_turns: int | None
+        self,
+        text: str,
+        integers: Mapping[str, int],
+        programs: Tensor,
+        grid: Grid,
+        most_turns: int | None,
+        budget: Budget,
     ) -> None:
-        self.programs, self.grid, self.most_turns = programs, grid, most_turns
+        self.programs, self.grid, self.most_turns, self.budget = programs, grid, most_turns, budget
         self.values: dict[str, Value] = {}
         self.order = self.barriers = 0
         self.accesses: list[Access] = []
@@ -237,13 +317,14 @@ class _Evaluation:
             if last is None or not targets:
                 return [access._replace(spread=bool(access.value & self.spread)) for access in self.accesses]
             if "(" in last.text.replace("()", ""):
-                raise NotAnalyzed(f"{last.name} with arguments")
-            label = targets[0] if len(targets) == 1 or self.uniform(last.operands[0], last.name) else targets[1]
-        raise NotAnalyzed("a loop of branches")
+                raise NotAnalyzed(f"an early return passes values on{last.line}")
+            label = targets[0] if len(targets) == 1 or self.uniform(last.operands[0], last) else targets[1]
+        raise NotAnalyzed("its branches form a loop")
 
     def block(self, ops: list[Op]) -> Op | None:
         for op in ops:
             self.order += 1
+            self.budget.spend(operations=1)
             if op.name.startswith("cf."):
                 return op
             values = [self.values.get(operand, Value()) for operand in op.operands]
@@ -254,14 +335,17 @@ class _Evaluation:
             else:
                 loads = frozenset[str]().union(*(value.loads for value in values))
                 result = self.operation(op, values, loads)
+                if result.data is not None:
+                    self.budget.spend(elements=result.data.untyped_storage().nbytes() // result.data.itemsize)
                 self.values |= dict.fromkeys(op.results, result._replace(loads=loads | result.loads))
         return None
 
-    def uniform(self, name: str, what: str) -> int:
+    def uniform(self, name: str, op: Op) -> int:
         """A value that is the same in all programs."""
         data = self.values.get(name, Value()).data
         if data is None:
-            raise NotAnalyzed(f"{what} of a value that depends on data")
+            what = "a loop's bounds depend" if op.name == "scf.for" else "a branch's condition depends"
+            raise NotAnalyzed(f"{what} on data{op.line}")
         if (data != data.flatten()[0]).any():
             raise _Divergent(data)
         return int(data.flatten()[0])
@@ -270,8 +354,9 @@ class _Evaluation:
         """The value of an operation where it is an integer or an address, or the load that it is."""
         name = op.name
         first, second = (*values, Value(), Value())[:2]
-        if name in ("scf.while", "tt.call") or name.startswith("tt.descriptor"):
-            raise NotAnalyzed(name)
+        if name in _NOT_EVALUATED or name.startswith(("tt.descriptor", "tt.make_tensor_desc")):
+            what = _NOT_EVALUATED.get(name, "a tensor descriptor")
+            raise NotAnalyzed(f"the kernel has {what}{op.line}, which is not evaluated")
         if name in ("tt.reduce", "tt.scan"):
             shape, _, encoding, _ = op.types[0]
             if layouts.reduces_across_warps(encoding, shape, _number("axis", op), *self.grid[1:]):
@@ -353,6 +438,7 @@ class _Evaluation:
         """Note an access; returns its result, a load."""
         kind = "store" if op.name == "tt.store" else "atomic" if "atomic" in op.name else "load"
         (shape, itemsize, encoding, _), pointer = op.types[0], values[0]
+        self.budget.spend(accessed=len(self.programs) * math.prod(shape) * max(1, itemsize // 4))
         unknown = torch.ones([1] * (1 + len(shape)), dtype=torch.int64)
         mask_at = 1 if op.name == "tt.load" else 2
         mask = values[mask_at].data if len(values) > mask_at else unknown
@@ -382,21 +468,49 @@ class _Evaluation:
         return Value(loads=result)
 
     def loop(self, op: Op) -> None:
-        (counter, first), *carried = re.findall(r"(%[\w$.]+) = (%[\w$.#]+)", op.text)
-        low, high, step = (self.uniform(name, "scf.for") for name in (first, *op.operands[2:4]))
+        (counter, first), *carried = re.findall(r"(%[\w$.]+) = (%[\w$.#-]+)", op.text)
+        turns = range(*(self.uniform(name, op) for name in (first, *op.operands[2:4])))
         names = [name for name, _ in carried]
         self.values |= {name: self.values.get(start, Value()) for name, start in carried}
-        for number in itertools.islice(range(low, high, step), self.most_turns):
-            self.values[counter] = Value(torch.tensor([number]))
+        most = self.most_turns or len(turns)
+        few = len(turns) > 2 * most
+        before: list[Value] = []
+        for i in [*range(most), *range(len(turns) - most, len(turns))] if few else range(len(turns)):
+            if few and i == len(turns) - most:  # as if the turns between had run
+                carries = zip(names, op.regions[0][-1].operands, strict=False)
+                inside = {counter, *names}
+                if not all(self.values[n].data is None or _steps(op.regions[0], inside, n, y) for n, y in carries):
+                    break
+                for name, start in zip(names, before, strict=True):
+                    value = self.values[name]
+                    if value.data is not None and start.data is not None:
+                        between = (value.data - start.data) * (len(turns) - 2 * most)
+                        self.values[name] = value._replace(data=value.data + between)
+            before = [self.values[name] for name in names]
+            self.values[counter] = Value(torch.tensor([turns[i]]))
             self.block(op.regions[0])
             self.values |= zip(names, self.yielded, strict=False)
         self.values |= {result: self.values[name] for result, name in zip(op.results, names, strict=False)}
 
     def branch(self, op: Op) -> None:
-        taken = 0 if self.uniform(op.operands[0], "scf.if") else 1
+        taken = 0 if self.uniform(op.operands[0], op) else 1
         if taken < len(op.regions):
             self.block(op.regions[taken])
             self.values |= zip(op.results, self.yielded, strict=False)
+
+
+def _steps(body: list[Op], inside: Collection[str], name: str, yielded: str) -> bool:
+    """Tell whether each turn of a loop adds the same number to what it carries; inside: what differs between turns."""
+    made = {result: op for op in body for result in op.results}
+
+    def is_fixed(name: str) -> bool:
+        op = made.get(name)
+        return name not in inside and (op is None or (not op.regions and all(map(is_fixed, op.operands))))
+
+    op = made.get(yielded)
+    if op is None or op.name not in ("arith.addi", "tt.addptr") or name not in op.operands:
+        return yielded == name
+    return sum(map(is_fixed, op.operands)) == 1
 
 
 def _either(a: Value, b: Value) -> Tensor | None:
