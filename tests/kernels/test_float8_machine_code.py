@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], int, int, float, int, int,
     "turned": (lambda: (kernels.quantize, turned(), 1), 64, 0, 12, 8, 4, 0),
     "weight": (lambda: (kernels.quantize, meta(ROWS, COLUMNS), 128), 64, 0, 11, 8, 0, 8),
     "weight turned": (lambda: (kernels.quantize, turned(), 128), 64, 0, 12, 8, 4, 0),
-    "32 glu": (lambda: gradients("glu", "silu", columns=32), 128, 96, 67, 32, 20, 16),
+    "32 glu": (lambda: gradients("glu", "silu", columns=32), 128, 96, 69, 32, 20, 16),  # 68.1 with Triton 3.6
     "32 bias_act": (lambda: gradients("bias_act", "gelu_tanh", columns=32), 128, 64, 51, 16, 8, 8),
     "32 straight": (lambda: (kernels.quantize, meta(ROWS, COLUMNS), 1, 32), 72, 0, 11, 8, 0, 9),
     "32 turned": (lambda: (kernels.quantize, turned(), 1, 32), 64, 0, 12, 8, 4, 1),
