@@ -79,7 +79,7 @@ def _clamp_keeps_its_bounds() -> bool:
 
 
 CLAMP_KEEPS_BOUNDS = _clamp_keeps_its_bounds()
-_cut = torch.gt if CLAMP_KEEPS_BOUNDS else torch.ge
+_within = torch.le if CLAMP_KEEPS_BOUNDS else torch.lt  # False for NaN, as in torch.clamp's gradient
 
 
 def clamped(gate: Tensor, up: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
@@ -119,8 +119,8 @@ def glu_input_grads(
         d_gate = act.input_grad(of_gate, g)
         d_up = grad * act.value(g) if isinstance(activation, str) else act.value(g).mul_(grad)
     if clamp is not None:
-        d_gate = torch.where(_cut(gate, clamp), 0.0, d_gate)
-        d_up = torch.where(_cut(torch.abs(up), clamp), 0.0, d_up)
+        d_gate = torch.where(_within(gate, clamp), d_gate, 0.0)
+        d_up = torch.where(_within(torch.abs(up), clamp), d_up, 0.0)
     return d_gate, d_up
 
 

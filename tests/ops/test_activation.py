@@ -2,10 +2,13 @@
 
 import itertools
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import Calls
+from torch import Tensor
 from torch.func import grad, hessian, jvp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -206,3 +209,64 @@ def test_blocks_are_one_operator(op, monkeypatch):
     for expected, got in zip(whole, results(), strict=True):
         assert got.is_contiguous() and expected.is_contiguous() and got.dtype == expected.dtype
         torch.testing.assert_close(got.double(), expected.double(), rtol=1e-2, atol=1e-3, equal_nan=True)
+
+
+# ---- infinite and NaN inputs -----------------------------------------------------------------------------------------
+
+SPECIAL = (torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0, -1.0)
+IN_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # ours, PyTorch's
+    "alone": (
+        lambda x, u, name: torch.ops.fused.bias_act(x, None, None, name),
+        lambda x, u, name: IN_TORCH[name](x),
+    ),
+    "gated": (lambda x, u, name: torch.ops.fused.glu(x, u, None, name), lambda x, u, name: IN_TORCH[name](x) * u),
+    "clamped": (
+        lambda x, u, name: torch.ops.fused.glu(x, u, None, name, 1.0, 0.5),
+        lambda x, u, name: IN_TORCH[name](x.clamp(max=0.5)) * (u.clamp(-0.5, 0.5) + 1.0),
+    ),
+}
+
+
+def at_special_values(fn: Callable[..., Tensor], name: str, dtype: torch.dtype, grad: float) -> list[Tensor]:
+    """A function's result and gradients for all pairs of special inputs."""
+    pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)), dtype=dtype)
+    x, u = (column.contiguous().requires_grad_() for column in pairs.unbind(1))
+    y = fn(x, u, name)
+    found = torch.autograd.grad(y, (x, u), torch.full_like(y, grad), allow_unused=True)
+    return [y.detach(), *(t for t in found if t is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_infinite_and_nan_inputs_give_what_torch_gives(name: str, form: str, dtype: torch.dtype) -> None:
+    if name == "quick_gelu" and form == "gated":
+        pytest.skip(
+            "autograd differentiates it step by step: NaN for an infinite gradient at 0, where ours is infinite"
+        )
+    for incoming in (1.0, 0.0) if name == "quick_gelu" else (1.0, 0.0, torch.inf):
+        ours, theirs = (at_special_values(fn, name, dtype, incoming) for fn in FORMS[form])
+        torch.testing.assert_close(ours, theirs[: len(ours)], rtol=0.02, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_infinite_and_nan_inputs_give_the_same_compiled(name: str, form: str) -> None:
+    fn, _ = FORMS[form]
+    for dtype in (torch.float32, torch.bfloat16):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="fused")
+        for incoming in (1.0, 0.0, torch.inf, torch.nan):
+            eager, got = (at_special_values(f, name, dtype, incoming) for f in (fn, compiled))
+            torch.testing.assert_close(got, eager, rtol=0.02, atol=1e-6, equal_nan=True)

@@ -85,7 +85,7 @@ def _gelu(x):
         normal = 0.5 * libdevice.erfc(x * -SQRT1_2)
         return x * normal, normal + x * (tl.exp(-0.5 * x * x) * INV_SQRT_2PI)
     else:
-        a = tl.minimum(tl.abs(x), 38.0)
+        a = tl.abs(x)
         t = libdevice.fast_dividef(1.0, 1.0 + a * NORMAL_TAIL_P)  # of a number near 1: as exact as 1 / d, for less
         q = t * NORMAL_TAIL[NORMAL_TERMS - 1] + NORMAL_TAIL[NORMAL_TERMS - 2]
         for i in tl.static_range(NORMAL_TERMS - 3, -1, -1):
@@ -178,9 +178,9 @@ def _clamp(x, bound: tl.constexpr):
 
 
 @triton.jit
-def _cut(x, bound: tl.constexpr):
-    """The mask of zero gradients, as in ``formulas``."""
-    return x > bound if CLAMP_KEEPS_BOUNDS else x >= bound
+def _within(x, bound: tl.constexpr):
+    """True where a clamp passes the gradient on, as in ``formulas``."""
+    return x <= bound if CLAMP_KEEPS_BOUNDS else x < bound
 
 
 @triton.jit
@@ -294,8 +294,8 @@ def _backward(
             if up_bias is not None:
                 u += _vector(up_bias, c, bias_stride, columns, COMPUTE)[None, :]
         if CLAMP is not None:
-            gate_cut = _cut(x, CLAMP)
-            up_cut = _cut(tl.abs(u), CLAMP)
+            gate_within = _within(x, CLAMP)
+            up_within = _within(tl.abs(u), CLAMP)
             x = _clamp_above(x, CLAMP)
             u = _clamp(u, CLAMP)
         if OFFSET != 0.0:
@@ -314,8 +314,8 @@ def _backward(
             dx = _input_grad(g * u, x, derivative, ACTIVATION)
             du = g * y
             if CLAMP is not None:
-                dx = tl.where(gate_cut, 0.0, dx)
-                du = tl.where(up_cut, 0.0, du)
+                dx = tl.where(gate_within, dx, 0.0)
+                du = tl.where(up_within, du, 0.0)
             if d_up is not None:
                 tl.store(d_up + r[:, None] * d_row + c[None, :], du, mask=mask)
             if gate_bias_sums is not None:

@@ -34,13 +34,14 @@ def _relu_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    return (x * -activations.SQRT1_2).erfc_().mul_(0.5).mul_(x)
+    y = (x * -activations.SQRT1_2).erfc_().mul_(0.5).mul_(x)
+    return y.add_(x, alpha=0)  # NaN at ∞, as the table's formula and oneDNN's gelu have
 
 
 def _gelu_grads(grad: Tensor, x: Tensor, of_up: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     density = (x * x).mul_(-0.5 * activations.LOG2E).exp2_()
     half = (x * -activations.SQRT1_2).erfc_().mul_(0.5)
-    up = None if of_up is None else (x * half).mul_(of_up)
+    up = None if of_up is None else (x * half).add_(x, alpha=0).mul_(of_up)
     return half.add_(density.mul_(x), alpha=activations.INV_SQRT_2PI).mul_(grad), up
 
 

@@ -38,8 +38,8 @@ from torch_fused_ops.kernels.activation import (
     _activate,
     _clamp,
     _clamp_above,
-    _cut,
     _input_grad,
+    _within,
 )
 from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
 
@@ -625,8 +625,8 @@ def _gradients(
         if PAIR:
             u = _strip(up, row, place, up_row, up_column, mask)
             if CLAMP is not None:
-                gate_cut = _cut(x, CLAMP)
-                up_cut = _cut(tl.abs(u), CLAMP)
+                gate_within = _within(x, CLAMP)
+                up_within = _within(tl.abs(u), CLAMP)
                 x = _clamp_above(x, CLAMP)
                 u = _clamp(u, CLAMP)
             if OFFSET != 0.0:
@@ -635,8 +635,8 @@ def _gradients(
             dx = _input_grad(g * u, x, derivative, ACTIVATION)
             du = g * y
             if CLAMP is not None:
-                dx = tl.where(gate_cut, 0.0, dx)
-                du = tl.where(up_cut, 0.0, du)
+                dx = tl.where(gate_within, dx, 0.0)
+                du = tl.where(up_within, du, 0.0)
             pair = _pair(dx, du, DTYPE, PTX)
             result = y * u if WHOLE else tl.where(mask, y * u, 0.0)
             if PARKED:
