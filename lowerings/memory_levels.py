@@ -35,7 +35,7 @@ from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import attention, compat
-from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear, op_types
+from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
 from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors
 from torch_fused_ops.operators import reference
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules
@@ -225,10 +225,10 @@ def _role(call: Node, source: Node) -> str:
 
 def _is_rebuilt(node: Node) -> bool:
     """True if a call is a view, is pointwise, picks rows, joins tensors, or quantizes a weight."""
-    kinds = op_types()
-    if node.op != "call_function" or kinds.is_random(node):
+    tags = getattr(node.target, "tags", ())
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
         return False
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in OPERATOR
+    pointwise = torch.Tag.pointwise in tags or node.target in OPERATOR
     moves = node.target in _MOVES
     if node.target is operator.getitem:  # a part of what is split, as "tiled" splits tokens
         moves = node.all_input_nodes[0].target in SAME_ELEMENTS

@@ -237,7 +237,6 @@ def behind_a_product(tokens: tuple[int, ...], frozen: bool) -> list[Tensor]:
 
 
 @inductor_config.patch(force_disable_caches=True)  # they do not know that a function of ours was replaced
-@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     ("fn", "tokens", "frozen", "size"),
     [
@@ -262,6 +261,30 @@ def test_what_a_product_reads_is_rebuilt_behind_another(
     assert of_size[0] == of_size[1] - (len(tokens) > 1), "with tokens in two dimensions upstream rebuilds it itself"
     if fn is not dropped:
         assert apart(ours, step_of(fn, inputs)[0]) < 1e-12
+    if fn is adapted:
+        assert any(t.numel() == 51 * 4 for t in kept), "no product is computed again"
+
+
+@torch.library.custom_op(
+    "memory_levels::noisy", mutates_args=(), tags=(torch.Tag.pointwise, torch.Tag.nondeterministic_seeded)
+)
+def noisy(t: Tensor) -> Tensor:
+    return t + torch.rand_like(t)
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda ctx, grad: grad)
+
+
+def test_what_draws_is_not_rebuilt() -> None:
+    """It would draw other numbers."""
+
+    def fn(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        h = F.gelu(F.linear(x, w))
+        return F.linear(h, v) + F.linear(F.linear(noisy(h), a), b)
+
+    _, kept = step_of(compiled(fn, "free"), behind_a_product((3, 17), True))
+    assert sum(t.numel() == 51 * 96 for t in kept) == 2, "the pre-activation and what was drawn"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -369,6 +392,13 @@ def test_what_the_user_has_is_not_kept_twice(level: str) -> None:
     out, h = both(*inputs)
     wanted = torch.autograd.grad([out, h], inputs, [torch.ones_like(out), torch.ones_like(h)])
     assert apart(got, wanted) < 1e-5
+
+
+def test_an_argument_is_not_kept_twice() -> None:
+    """It is alive anyway."""
+    v = normal(32, 96)
+    _, kept = step_of(compiled(lambda x: F.linear(FF.bias_gelu(x, None), v), "fp8"), [normal(51, 96)])
+    assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
 
 
 def test_float64_stays_exact() -> None:
