@@ -45,7 +45,7 @@ def test_lines_are_counted_and_limited(tmp_path: Path) -> None:
         assert "some: 5 lines" in (counted.stderr if status else counted.stdout)
         assert "others: 4 lines of at most 4\n" in counted.stdout, "the other is counted, too"
     limits = [line for line in (ROOT / ".ci" / "lines").read_text().splitlines() if line[0] != "#"]
-    assert [line.split()[0] for line in limits] == ["product", "tests"]
+    assert [line.split()[0] for line in limits] == ["product", "tests", "benchmarks"]
 
 
 def test_a_part_takes_every_processor(parts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

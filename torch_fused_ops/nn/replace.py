@@ -188,6 +188,9 @@ def _choose(
     chosen, judged = dict[str, nn.Module](), list[Site]()
     for site in sites:
         path = site.module
+        if path not in modules:  # the reason says that its module is not known
+            judged.append(site)
+            continue
         while path and type(modules[path]).forward is nn.Module.forward:
             path = path.rpartition(".")[0]  # a ModuleList has no forward
         for other in compiled:
