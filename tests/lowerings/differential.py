@@ -1,5 +1,6 @@
 """Running a function with and without the recognizer's rewrite, and comparing everything that a user can see of it."""
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.tools.verify import interpreted
 
+LEVELS = ("free", "fp8", "input", "tiled:2")
 POLICY = FusionPolicy(dropout=False)  # a dropout that is picked up drops other elements
 TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.2}
 REASONS = json.loads((Path(__file__).parents[2] / "docs" / "reasons.json").read_text(encoding="utf-8"))
@@ -36,8 +39,9 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
 
     Args:
         fn: the function.
-        way: "eager" runs Dynamo's graph as it is, "aot_eager" through AOTAutograd, "inductor" compiles it.
-        sites: gets what was found in Dynamo's graphs and their subgraphs; nothing with "inductor".
+        way: "eager" runs Dynamo's graph as it is, "aot_eager" through AOTAutograd, "inductor" compiles it; a memory
+            level runs it after all of Inductor's passes, without code.
+        sites: gets what was found in Dynamo's graphs and their subgraphs; nothing with "inductor" and memory levels.
     """
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -54,6 +58,9 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
             return aot_eager(gm, example_inputs)
         return gm.forward
 
+    if way in LEVELS:
+        policy = None if sites is None else FusionPolicy(memory=way, dropout=False)
+        return functools.partial(interpreted(policy, exact=True), fn)
     if way == "inductor":
         return torch.compile(fn, backend=way if sites is None else "fused", dynamic=False)
     return torch.compile(fn, backend=backend, dynamic=False)

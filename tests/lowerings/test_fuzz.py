@@ -1,7 +1,7 @@
 """Random programs around random spellings of activations: rewritten, they must do exactly what they did before.
 
     pytest tests/lowerings/test_fuzz.py            a fixed sample, under half a minute
-    pytest -m slow tests/lowerings/test_fuzz.py    2,400 programs, and 24 through Inductor
+    pytest -m slow tests/lowerings/test_fuzz.py    3,200 programs, 800 at a memory level; 24 through Inductor
 
 ``equivalent`` spells a function in another way and ``neighbor`` makes another function of it; ``Program`` writes a
 random function as source text around such expressions. Each statement is executed as it is written, so that shapes are
@@ -20,12 +20,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import EagerFails, compare
+from differential import LEVELS, EagerFails, compare
 from functions import StraightThrough, Swish
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from torch_fused_ops.lowerings import passes
 from torch_fused_ops.lowerings.recognize import prove, symbolic
 
 # ---- expressions -----------------------------------------------------------------------------------------------------
@@ -693,6 +694,22 @@ def test_programs():
     check_share(counts, 0.25)
     kinds = {"fused::bias_act", "fused::glu", "fused::bias_glu", *ACTIVATIONS}
     assert kinds <= counts.keys(), (kinds - counts.keys(), counts)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("part", "programs"), [(0, 5), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in (1, 2))]
+)
+def test_programs_at_a_memory_level(monkeypatch, part, programs, level):
+    """A program's step of training is eager's; a failure of a pass is a failure of the test."""
+    monkeypatch.setattr(passes, "_guarded", lambda stage, policy, run: run())
+    counts: Counter[str] = Counter()
+
+    @run_on_randoms(programs, part)
+    def _(r):
+        fuzzed(r, counts, level)
+
+    assert counts["raises"] <= 0.4 * programs, counts
 
 
 @pytest.mark.slow
