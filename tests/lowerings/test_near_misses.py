@@ -371,6 +371,14 @@ CASTS: dict[str, tuple[Case, str]] = {
 
 # ---- something is switched, detached or hooked in between ------------------------------------------------------------
 
+
+def written_behind_the_cut(act: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
+    y = act(p)
+    pieces = y.chunk(2, -1)
+    y.mul_(2)
+    return spatial(*pieces)
+
+
 # What is a piece of the activation's result, and something else beside.
 PIECES: dict[str, tuple[Case, str]] = {
     "the whole is read, too": (
@@ -389,6 +397,18 @@ PIECES: dict[str, tuple[Case, str]] = {
         packed(lambda p: spatial(*F.gelu(p).mul_(2).chunk(2, -1))),
         "getitem stands between",
     ),
+    "the whole written behind the cut": (
+        packed(lambda p: within(torch.no_grad, written_behind_the_cut, F.gelu, p)),
+        "getitem stands between",
+    ),
+    "written behind a dropout that is off": (
+        packed(lambda p: within(torch.no_grad, written_behind_the_cut, lambda p: F.dropout(F.gelu(p), 0.5, False), p)),
+        "getitem stands between",
+    ),
+    "behind a dropout": (packed(lambda p: spatial(*F.dropout(F.gelu(p), 0.5).chunk(2, -1))), "getitem stands between"),
+    "of a call in place": (packed(lambda p: spatial(*p.sigmoid_().chunk(2, -1))), "getitem stands between"),
+    "of a product": (packed(lambda p: spatial(*(torch.sigmoid(p) * p).chunk(2, -1))), "getitem stands between"),
+    "of another shape": (packed(lambda p: spatial(*F.gelu(p.view(4, 2, 16)).unbind(1))), "getitem stands between"),
     "of something unknown": (packed(lambda p: spatial(*F.mish(p).chunk(2, -1))), NO_GATE),
 }
 
@@ -679,7 +699,6 @@ def sites(case: Case, name: str, dtype: torch.dtype | None = None) -> list[Any]:
     return compare(model, [a.requires_grad_(grad and i < 5) for i, a in enumerate(arguments)], dtype=dtype)
 
 
-@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_left_alone(name):
     case, reason = LEFT_ALONE[name]
@@ -706,6 +725,19 @@ def test_a_piece_that_is_taken_twice_and_written_is_left_alone():
     assert site.op is None and site.kind is Kind.STANDS_BETWEEN
     gm.recompile()
     torch.testing.assert_close(gm(x, w, d), model(x, w, d))
+
+
+def test_gathered_experts():
+    """Each token's expert, gathered by a router's choice: weights stay weights."""
+
+    def model(x, router, up, down):
+        expert = F.linear(x, router).argmax(-1)
+        gate, up = torch.bmm(up[expert], x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        return torch.bmm(down[expert], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+
+    shapes = (4, 8), (3, 8), (3, 32, 8), (3, 8, 16)
+    (site,) = compare(model, [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes])
+    assert (site.op, site.activation) == ("fused::bias_glu", "silu")
 
 
 @pytest.mark.parametrize("name", NO_SITE)

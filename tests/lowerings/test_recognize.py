@@ -682,9 +682,131 @@ def test_equal_quotients_have_one_form():
     assert a.div(1.0, a.mul(a.mul(x, root), 2.0)) == a.mul(a.div(0.5, x), inverse_root)
 
 
+# Arguments besides tensors that change what a function computes.
+SCALARS = {
+    "add": {"alpha": 2.5},
+    "sub": {"alpha": 2.5},
+    "rsub": {"alpha": 2.5},
+    "addcmul": {"value": 2.5},
+    "softplus": {"beta": 2.0},
+    "gelu": {"approximate": "tanh"},
+    "celu": {"alpha": 2.0},
+    "leaky_relu": {"negative_slope": 0.2},
+}
+UNPROVABLE = (
+    ("x", "rrelu threshold floor ceil round trunc frac sign nan_to_num glu"),
+    ("xy", "gt ge lt le eq ne prelu fmod remainder atan2 hypot logaddexp xlogy fmin fmax"),
+    ("xyz", "where masked_fill"),
+)
+
+
+@pytest.mark.parametrize(("operands", "names"), UNPROVABLE)
+def test_functions_that_have_no_form(operands, names):
+    a = symbolic.Algebra()
+    for name in names.split():
+        raises(symbolic.Unprovable, "cannot be proved", symbolic.RULES[name], a, *map(a.variable, operands))
+
+
+def test_products_powers_and_quotients_are_what_torch_computes():
+    """Identities of the algebra that no rule alone needs."""
+    x = torch.linspace(-2.0, 2.0, 9, dtype=torch.float64)
+    a = symbolic.Algebra()
+    v = a.variable("x")
+    e, s, r = a.exp(v), a.sigmoid(v), a.relu(v)
+    forms = {
+        "exp·sigmoid²": (a.mul(e, a.mul(s, s)), x.exp() * x.sigmoid() ** 2),
+        "exp(-x)·sigmoid²": (a.mul(a.exp(a.mul(v, -1.0)), a.mul(s, s)), (-x).exp() * x.sigmoid() ** 2),
+        "exp(2x)·sigmoid": (a.mul(a.exp(a.mul(v, 2.0)), s), (2 * x).exp() * x.sigmoid()),
+        "exp²·exp(-x)": (a.mul(a.mul(e, e), a.exp(a.mul(v, -1.0))), x.exp()),
+        "2^x": (a.power(2.0, v), 2.0**x),
+        "1/(3·exp(x)²)": (a.reciprocal(a.mul(a.mul(e, e), 3.0)), 1 / (3 * x.exp() ** 2)),
+        "1/(3·exp(x) + 2)": (a.reciprocal(a.add(a.mul(e, 3.0), 2.0)), 1 / (3 * x.exp() + 2)),
+        "1/(exp(x) - 20)": (a.reciprocal(a.sub(e, 20.0)), 1 / (x.exp() - 20)),
+        "1/(exp(x)² + 2)": (a.reciprocal(a.add(a.mul(a.mul(e, v), v), 2.0)), 1 / (x.exp() * x * x + 2)),
+        "1/sigmoid²": (a.reciprocal(a.mul(s, s)), 1 / x.sigmoid() ** 2),
+        "relu(3x + 1)": (a.relu(a.add(a.mul(v, 3.0), 1.0)), (3 * x + 1).relu()),
+        "x·relu(x)": (a.mul(v, r), x * x.relu()),
+        "relu(x)·relu(-x + 1)": (a.mul(r, a.relu(a.sub(1.0, v))), x.relu() * (1 - x).relu()),
+        "relu(erf(x))": (a.relu(a.erf(v)), x.erf().relu()),
+        "relu(x·sigmoid(x))": (a.relu(a.mul(v, s)), (x * x.sigmoid()).relu()),
+        "relu(exp(x) - sigmoid(x) - 1)": (a.relu(a.sub(a.sub(e, s), 1.0)), (x.exp() - x.sigmoid() - 1).relu()),
+        "(x + 3)^-0.5": (a.power(a.add(v, 3.0), -0.5), (x + 3) ** -0.5),
+        "exp(x + 1)": (a.exp(a.add(v, 1.0)), (x + 1).exp()),
+        "relu(-2)": (a.relu(-2.0), torch.zeros_like(x)),
+    }
+    for name, (form, wanted) in forms.items():
+        torch.testing.assert_close(evaluate(a, form, [x]), wanted, msg=lambda text, name=name: f"{name}: {text}")
+    y = a.variable("y")  # an atom behind exp(x)
+    form = a.reciprocal(a.add(a.mul(e, y), 2.0))
+    torch.testing.assert_close(evaluate(a, form, [x, x + 3]), 1 / (x.exp() * (x + 3) + 2))
+    assert a.relu(a.relu(v, 1.0), 0.0) == a.relu(v, 0.0) != a.relu(v, 1.0) == a.relu(a.relu(v, 1.0), 1.0)
+    assert a.clamp(v, -math.inf, 1.0) == a.clamp(v, None, 1.0)
+    assert not a.same({}, v) and not a.same(v, a.add(v, 1.0)) and a.ratio(v, a.add(v, 1.0)) is None
+    assert a.ratio(a.add(v, 1.0), a.add(v, 2.0)) is None and a.ratio(a.mul(v, 3.0), v) == 3.0
+
+
+def test_derivatives_are_what_autograd_computes():
+    x = torch.linspace(0.5, 2.0, 7, dtype=torch.float64, requires_grad=True)
+    a = symbolic.Algebra()
+    v = a.variable("x")
+    forms = [a.exp(a.mul(v, 2.0)), a.sigmoid(a.mul(v, 3.0)), a.erf(a.mul(v, 0.5)), a.log(a.add(v, 1.0))]
+    forms += [a.reciprocal(a.add(a.mul(v, v), 1.0)), a.power(v, 3.0), a.mul(v, a.mul(a.exp(v), a.exp(v)))]
+    for form in forms:
+        (wanted,) = torch.autograd.grad(evaluate(a, form, [x]).sum(), x)
+        torch.testing.assert_close(evaluate(a, a.derivative(form, v), [x.detach()]), wanted)
+    assert a.derivative(a.variable("y"), v) == {}
+    raises(symbolic.Unprovable, "the derivative of relu", a.derivative, a.relu(v), v)
+
+
+X0 = symbolic.Ref("operand", 0)
+
+
+def rounds(*steps):
+    """Whether the value of these calls, each with the one before as its first argument, is rounding's."""
+    a = symbolic.Algebra()
+    calls, value = [], X0
+    for name, argument in steps:
+        calls.append((name, (value, argument), ()))
+        value = symbolic.Ref("value", len(calls) - 1)
+    values = symbolic.evaluate(a, calls, [a.variable("x")])
+    return a.rounds(len(values) - 1, values[-1])
+
+
+def test_where_large_terms_cancel_rounding_is_the_meaning():
+    large = 1.5 * 2**23
+    assert rounds(("add", large), ("sub", large)) and not rounds(("add", 1.0), ("sub", 1.0))
+    assert rounds(("mul", 1e-45), ("mul", 1e45)) and rounds(("div", 1e45), ("div", 1e-45))
+    assert rounds(("add", 100.0), ("sub", 100.0), ("mul", 100.0))
+    a = symbolic.Algebra()
+    x = a.variable("x")
+    for factor, inexact in ((1.702, False), (1.702 * (1 + 5e-7), True)):
+        a.sigmoid(a.mul(x, 1.702))
+        a.sigmoid(a.mul(x, factor))
+        a.lost = [0.0]
+        assert a.rounds(0, x) == inexact
+
+
+def test_calls_that_no_rule_reads():
+    a = symbolic.Algebra()
+    calls = {
+        ("relu", (X0, 1.0, 2.0)): "in a way that is not read",
+        ("celu", (X0, 0.0)): "beyond float64's range",
+        ("sin", (1.0,)): "sin of a constant",
+        ("softplus", (X0, 1.0, 5.0)): "with the threshold 5.0",
+    }
+    for (name, arguments), text in calls.items():
+        raises(symbolic.Unprovable, text, symbolic.evaluate, a, [(name, arguments, ())], [a.variable("x")])
+    raises(symbolic.Unprovable, "the constant inf", a.lift, math.inf)
+    raises(symbolic.Unprovable, "a power above 8", a.mul, a.power(a.variable("x"), 8.0), a.variable("x"))
+
+
+@pytest.mark.parametrize("scalars", [False, True])
 @pytest.mark.parametrize("name", sorted(symbolic.RULES))
-def test_rules_are_what_torch_computes(name):
+def test_rules_are_what_torch_computes(name, scalars):
     """Each rule's canonical form, evaluated, is torch's function: on one, two or three arguments."""
+    kwargs = SCALARS.get(name, {}) if scalars else {}
+    if scalars and not kwargs:
+        return
     a = symbolic.Algebra()
     variables = [a.variable(v) for v in "xyz"]
     spaces = (torch, F, torch.Tensor, torch.special)
@@ -696,8 +818,8 @@ def test_rules_are_what_torch_computes(name):
     rule = symbolic.RULES[name]
     for n in (1, 2, 3):
         try:
-            form = rule(a, *variables[:n])
-            wanted = function(*arguments[:n])
+            form = rule(a, *variables[:n], **kwargs)
+            wanted = function(*arguments[:n], **kwargs)
         except (TypeError, RuntimeError):
             continue
         except symbolic.Unprovable:
@@ -705,7 +827,7 @@ def test_rules_are_what_torch_computes(name):
         torch.testing.assert_close(evaluate(a, form, arguments), wanted, equal_nan=True)
         negative = [-t for t in arguments[:n]]
         if name not in ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "log1p"):
-            torch.testing.assert_close(evaluate(a, form, negative), function(*negative), equal_nan=True)
+            torch.testing.assert_close(evaluate(a, form, negative), function(*negative, **kwargs), equal_nan=True)
         return
     raise AssertionError(f"{name} was not tried")
 

@@ -14,8 +14,9 @@ from harness import Net, output
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.testing._internal.two_tensor import TwoTensor
 
-from torch_fused_ops.nn import MLP, FusedMLP, GroupedMLP, MLPConfig
+from torch_fused_ops.nn import MLP, FusedMLP, GroupedMLP, MLPConfig, _memory
 
 ROWS, WIDTH, FFN = 12, 4, 8
 WRITTEN_OVER = "modified by an inplace operation"
@@ -230,9 +231,61 @@ def test_what_is_written_is_not_made_again(kind: str, memory: str, place: str, w
 
 @pytest.mark.parametrize("memory", LEVELS)
 @pytest.mark.parametrize("late", LATE)
-@pytest.mark.parametrize("kind", ["gelu", "core", "experts"])
+@pytest.mark.parametrize("kind", MODULES)
 def test_what_is_written_before_backward_gives_no_wrong_gradient(kind: str, late: str, memory: str) -> None:
     check_allowed(kind, memory, [], late)
+
+
+def test_what_identifies_elements() -> None:
+    """A key has their place in memory, dtype and version; other views of the same memory have another, or none."""
+    elements = _memory._elements_of
+    x, c = torch.arange(8.0), torch.ones(3, dtype=torch.complex64)
+    assert elements(x) == elements(x.detach()) == elements(x.view(2, 4))
+    assert len({elements(t) for t in (x, x[:4], x[4:], x.view(torch.int32))}) == 4
+    nested = torch.nested.nested_tensor([x, x], layout=torch.jagged)
+    for t in (x.view(2, 4).t(), torch._neg_view(x), c.conj(), x.to_sparse(), nested, TwoTensor(x, x)):
+        assert elements(t) is None
+    before = elements(x)
+    x.add_(1)
+    assert elements(x) != before
+
+
+def test_versions_count_writes_of_what_a_subclass_wraps() -> None:
+    wrapped, inner = TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(2)
+    saved = [_memory._Saved.of(t) for t in (wrapped, inner)]
+    wrapped.a.add_(1)
+    assert [s.is_unwritten() for s in saved] == [False, True]
+    with torch.inference_mode():
+        assert _memory._versions(torch.ones(2)) == (0,)
+
+
+def test_a_recomputation_knows_whether_its_inputs_were_written() -> None:
+    for written in (0, 1, None):
+        x, w = torch.ones(2), torch.ones(2)
+        recomputed = _memory._Recomputed(torch.neg, _memory._Saved.of(x), reads=[_memory._Saved.of(w)])
+        if written is not None:
+            (x, w)[written].add_(1)
+        assert recomputed.is_unwritten() == (written is None)
+
+
+def test_a_recomputed_value_is_kept_for_its_savers_alone() -> None:
+    calls: list[int] = []
+    recomputed = _memory._Recomputed(lambda x: (calls.append(1), x + 1)[1], _memory._Saved.of(torch.ones(2)))
+    recomputed.saved()
+    recomputed.saved()
+    for done in (False, True):
+        recomputed()
+        assert (recomputed.value is None) == done
+    assert len(calls) == 1
+
+
+def test_hooks_around_decide_and_not_the_cpu() -> None:
+    def pack(t: Tensor) -> Tensor:
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert _memory._hooks(torch.ones(2), offload=True)[0] is pack
+    assert _memory._hooks(torch.ones(2), offload=True)[0] is not pack
 
 
 test_gradients_are_those_of_plain_autograd = properties(60)(check_allowed)

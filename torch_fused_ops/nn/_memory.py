@@ -110,14 +110,13 @@ class _Recomputed:
         self.value: Tensor | None = None
 
     def saved(self) -> None:
-        if self.savers == 0:
-            for source in self.sources:
-                if isinstance(source, _Recomputed):
-                    source.saved()
-                    self.packed.append(source)
-                else:
-                    self.packed.append(self.pack(source.tensor))
-            self.sources = ()
+        for source in self.sources:
+            if isinstance(source, _Recomputed):
+                source.saved()
+                self.packed.append(source)
+            else:
+                self.packed.append(self.pack(source.tensor))
+        self.sources = ()
         self.savers += 1
 
     def is_unwritten(self) -> bool:
