@@ -528,12 +528,6 @@ It runs each one and captures it in training and in evaluation mode, with torch 
 
 {_table(("sites", "architectures", "reason"), rejected)}
 
-## Most frequent patterns
-
-The functions between the GEMMs as the models call them, in both modes together:
-
-{_table(("functions", "architectures", *OUTCOMES), (row[:-1] for row in patterns[:12]))}
-
 ## All rows
 
 | file | a row for |
