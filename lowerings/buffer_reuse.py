@@ -1,4 +1,4 @@
-"""Buffer reuse, in the scheduler pass: results of a Triton kernel that are written over the kernel's inputs.
+"""Buffer reuse, in the scheduler pass: results of a kernel that are written over the kernel's inputs.
 
 Inductor writes a loop's result over an input that nothing reads any more. It counts the other loops of the same
 kernel as such readers (``SchedulerNode.decide_inplace_update``). A kernel that recomputes an activation beside its
@@ -23,6 +23,9 @@ tensors of one dtype alike, unless something narrower in the kernel asks for mor
 of them a sum's, a tile can be spread in several ways, and Triton loads a tile of fewer elements than threads several
 times: another warp may have stored by then. A tuner may choose such a tile long after this pass, so the code of these
 kernels has a barrier between loads and stores.
+
+A C++ kernel is simpler: one thread computes a turn, and a body has all loads before all stores. Loops over the same
+sizes have one body. A sum's loop has other sizes, so the pass leaves kernels with a sum alone.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ def allow(nodes: Sequence[Any]) -> None:
     pinned: frozenset[str] = frozenset()  # what must not be reused: mutated, aliased or unaligned buffers
     if ours:  # (Triton would spread an unaligned input over threads in another way than its aligned result.)
         aliased = (alias for buffer in ours[0].scheduler.name_to_buf.values() for alias in buffer.get_aliases())
-        pinned = _mutated_buffers(ours[0].scheduler).union(V.graph.unaligned_buffers, aliased)
+        # Inductor calls every input of a CPU's graph unaligned: it checks the alignment of GPUs' inputs only.
+        unaligned = V.graph.unaligned_buffers if ours[0].is_gpu() else ()
+        pinned = _mutated_buffers(ours[0].scheduler).union(unaligned, aliased)
     kernels = [_kernel(node, pinned) for node in ours]
     plans = [(kernel, owners, _views(kernel, owners)) for kernel in kernels for owners in [_owners(kernel)]]
     for kernel, owners, _ in plans:
@@ -82,7 +87,7 @@ def allow(nodes: Sequence[Any]) -> None:
                 user.get_name() for user in kernel.readers(name) if user.node is not loop
             }
     for kernel, _, views in plans:
-        for loop in kernel.loops:
+        for loop in kernel.loops if kernel.loops[0].is_gpu() else ():
             loop.codegen = functools.partial(_generate_behind_a_barrier, loop.codegen, bool(views))
     for view in (view for _, _, views in plans for view in views):
         # The memory is the input's, and in use as long as one of the two is.
@@ -96,25 +101,36 @@ def allow(nodes: Sequence[Any]) -> None:
 
 
 def _is_ours(node: Any) -> bool:
-    """Recognize a Triton kernel that is one body of several loops, one of them of our operators."""
+    """Recognize a kernel that is one body of several loops, one of them of our operators."""
     from torch._inductor.scheduler import FusedSchedulerNode
 
     # Neither a template nor kernels side by side.
     if type(node) is not FusedSchedulerNode or node.is_template():
         return False
-    device: Any = node.get_device()
-    if device.type != "cuda" or inductor_config.cuda_backend != "triton":
-        return False
     loops: Sequence[Loop] = node.get_nodes()
+    device = node.get_device().type
+    has_one_body = _HAS_ONE_BODY.get((device, getattr(inductor_config, f"{device}_backend", "")))
+    if has_one_body is None or not has_one_body(node, loops):
+        return False
+    origins = (origin for loop in loops for origin in loop.node.get_origins())
+    return any(getattr(origin.target, "namespace", None) == "fused" for origin in origins)
+
+
+def _is_one_triton_body(node: Any, loops: Sequence[Loop]) -> bool:
     reductions = {loop.get_name() for loop in loops if loop.is_reduction()}
     if any(reductions & loop.ancestors for loop in loops):
         return False
     # Each loop has a turn for each element: a loop over rows alone would end the body before it.
     numel, sums = cast(Any, node.group[1])
-    if any(loop.group[1] not in {(numel, sums), (numel * sums, 1)} for loop in loops):
-        return False
-    origins = (origin for loop in loops for origin in loop.node.get_origins())
-    return any(getattr(origin.target, "namespace", None) == "fused" for origin in origins)
+    return all(loop.group[1] in {(numel, sums), (numel * sums, 1)} for loop in loops)
+
+
+def _is_one_cpp_body(node: Any, loops: Sequence[Loop]) -> bool:
+    return all(loop.group[1] == node.group[1] for loop in loops)
+
+
+# By a device and its code generator.
+_HAS_ONE_BODY = {("cuda", "triton"): _is_one_triton_body, ("cpu", "cpp"): _is_one_cpp_body}
 
 
 def _kernel(node: Any, pinned: Collection[str]) -> _Kernel:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import buffer_reuse, compat, passes
+from torch_fused_ops.settings import switches
 
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
@@ -430,3 +432,56 @@ def test_a_failure_leaves_the_schedule_as_it_was(monkeypatch: pytest.MonkeyPatch
     torch._dynamo.reset()
     with tfo.enabled(tfo.FusionPolicy(strict=True)), pytest.raises(Exception, match="a fault"):
         virtual_gpu.compile_on_paper(fn, *args, training=False)
+
+
+# ---- C++ kernels -----------------------------------------------------------------------------------------------------
+
+
+def in_cpp(fn: Callable[..., Any], args: Sequence[Tensor], monkeypatch: pytest.MonkeyPatch, training: bool) -> Any:
+    """(Results written over inputs, memory shared by views) of C++ code that is generated but not compiled."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import run_and_get_code
+
+    def skip(self: AsyncCompile, arguments: list[str], source: str) -> Callable[..., None]:
+        return lambda *args: None
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", skip)
+    torch._dynamo.reset()
+
+    def run() -> None:
+        out = torch.compile(fn, backend="fused", options={"memory": "free"})(*args)
+        if training:
+            out.sum().backward()
+
+    with inductor_config.patch(fx_graph_cache=False):
+        code = run_and_get_code(run)[1][-1]
+    return len(re.findall(r"\* in_out_ptr\d+[,)]", code)), len(re.findall(r"^ +\w+ = \w+ +# alias$", code, re.M))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("swiglu", (3, 0)), ("packed", (0, 2))])
+def test_cpp_kernels_write_over_what_forward_saved(
+    name: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn, shapes = PROGRAMS[name]
+    assert in_cpp(fn, weights(*shapes), monkeypatch, training=True) == expected
+
+
+def test_a_cpp_kernel_has_one_body_if_its_loops_have_the_same_sizes() -> None:
+    rows, elements = (types.SimpleNamespace(group=("cpu", sizes)) for sizes in (((8,), (64,)), ((8, 64), ())))
+    assert buffer_reuse._is_one_cpp_body(elements, [elements, elements])
+    assert not buffer_reuse._is_one_cpp_body(rows, [rows, elements])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_cpp_step_is_equal_to_the_last_bit(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, shapes = PROGRAMS[name]
+    args, runs = weights(*shapes, dtype=dtype), []
+    for parts in ((), ("buffer_reuse",)):
+        monkeypatch.setattr(switches, "WITHOUT", parts)
+        torch._dynamo.reset()
+        with inductor_config.patch(fx_graph_cache=False):
+            out = torch.compile(fn, backend="fused", options={"memory": "free"})(*args)
+            runs.append([out, *torch.autograd.grad(out, args, torch.ones_like(out))])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
