@@ -375,6 +375,16 @@ def test_parameters_of_functional_call_are_those_of_backward_too(memory: str) ->
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("delay", [False, True])
+def test_an_unused_bias_has_no_gradient(delay: bool) -> None:
+    linear = ColumnParallelLinear(4, 6, config=config(delay_wgrad_compute=delay), skip_bias_add=True)
+    for used in (0, 1):
+        linear.zero_grad()
+        linear(tokens(3, 4).requires_grad_())[used].sum().backward()
+        linear.backward_dw()
+        assert [p.grad is not None for p in (linear.weight, linear.bias)] == [used == 0, used == 1]
+
+
 def test_second_derivatives_of_delayed_gradients_raise() -> None:
     mlp, x = build(config(delay_wgrad_compute=True)), tokens(5, HIDDEN).requires_grad_()
     with pytest.raises(RuntimeError, match="delay_wgrad_compute=True is not accepted with create_graph=True"):

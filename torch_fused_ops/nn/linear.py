@@ -38,6 +38,7 @@ class _Deferred(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, linear: Linear, gemms: Gemms
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)  # an unused bias has no gradient, as in eager mode
         ctx.dtype = x.dtype
         x, local = under_autocast(x, linear._local(weight))
         ctx.save_for_backward(x if weight.requires_grad else None, local)
@@ -46,19 +47,22 @@ class _Deferred(torch.autograd.Function):
         return gemms.forward(x, local), None if local_bias is None else local_bias.view_as(local_bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, bias_grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor | None, bias_grad: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, None]:
         if torch.is_grad_enabled():  # ``once_differentiable`` raises in a node that autograd may never reach
             raise RuntimeError(
                 "delay_wgrad_compute=True is not accepted with create_graph=True: deferred weight gradients have no "
                 "graph"
             )
         (x, local), (weight, bias), linear, gemms = ctx.saved_tensors, ctx.parameters, ctx.linear, ctx.gemms
-        if x is not None:
+        if x is not None and grad is not None:
             linear._defer(weight, lambda: gemms.weight_gradient(grad, x).to(weight.dtype))
-        if bias is not None:
+        if bias is not None and bias_grad is not None:
             linear._defer(bias, lambda: linear._bias_gradient(bias_grad))
-        dx = gemms.input_gradient(grad, local).to(ctx.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
+        if grad is None or not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        return gemms.input_gradient(grad, local).to(ctx.dtype), None, None, None, None
 
 
 class Linear(Shardable):
