@@ -329,6 +329,7 @@ def test_the_operators_of_one_pass_are_those_of_several(
     [
         (lambda x, w: FF.linear_fp8(x, w[:100]), r"weight has shape \(100, 128\); accepted: two axes, multiples of"),
         (lambda x, w: FF.linear_fp8(x[:, :64], w), r"input has shape \(4, 64\); accepted: \(…, 128\)"),
+        (lambda x, w: FF.linear_fp8(x, w[:, :100]), r"input has shape \(4, 128\); accepted: \(…, 100\)"),
         (lambda x, w: FF.linear_fp8(x, w, w[0, :3]), r"bias has shape \(3,\); accepted: \(256,\)"),
         (lambda x, w: FF.linear_fp8(x.double(), w), r"input.dtype=torch.float64 is not accepted"),
         (lambda x, w: FF.linear_fp8(x, w, recipe="int8"), "recipe='int8' is not known; accepted: fp8, fp8-wgrad"),

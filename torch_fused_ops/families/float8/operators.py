@@ -346,6 +346,8 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
             refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
     if dtype not in DTYPES_OF_PRODUCTS:
         refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+    if weight.ndim == 2 and (input.ndim < 1 or input.shape[-1] != weight.shape[1]):
+        raise ValueError(f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's last axis")
     scaling = RECIPES[recipe].scaling
     sizes, multiple_of = multiples(weight, scaling.multiple)
     if weight.ndim != 2 or any(size % multiple or not size for size, multiple in sizes):
@@ -353,8 +355,6 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     if hasattr(weight, "device_mesh") and not scaling.takes_shards:
         whole = [name for name, each in RECIPES.items() if each.scaling.takes_shards]
         refuse("recipe", recipe, f"{' or '.join(whole)} for DTensors: a row may be on several ranks")
-    if input.ndim < 1 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's last axis")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},), weight's first axis")
 
