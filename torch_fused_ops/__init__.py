@@ -41,7 +41,7 @@ from torch_fused_ops.activations import register_activation
 from torch_fused_ops.graphs.gemm_registry import register_gemm
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.operators.decompositions import decompositions
-from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_given
+from torch_fused_ops.policy import FIELDS, FusionPolicy, UnfusedError, not_known, policy_given
 
 __all__ = [
     "FusionPolicy",
@@ -152,7 +152,15 @@ def compile_options(
         policy: by default ``FusionPolicy()``.
         options: your own Inductor options. Their passes, or else those in Inductor's config now, run before ours.
         fields: a policy's fields, instead.
+
+    Raises:
+        TypeError: a field is not a policy's. An option of Inductor belongs in ``options``.
     """
+    if inductor := {name: value for name, value in fields.items() if name not in FIELDS}:
+        raise TypeError(
+            f"compile_options: FusionPolicy's {not_known(next(iter(inductor)), FIELDS)}; merge Inductor's own options "
+            f"in a dictionary: compile_options(options={inductor!r})"
+        )
     result: dict[str, Any] = _pick_up().compile_options(policy_given("compile_options", policy, fields), options)
     return result
 

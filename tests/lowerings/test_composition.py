@@ -645,6 +645,11 @@ def test_blocks_that_overlap_leave_nothing_behind() -> None:
     assert inductor_config.pre_grad_custom_pass is theirs
 
 
+def test_compile_options_send_inductors_options_to_the_dictionary() -> None:
+    with pytest.raises(TypeError, match=r"compile_options\(options=\{'max_autotune': True\}\)"):
+        tfo.compile_options(memory="fp8", max_autotune=True)  # type: ignore[call-arg]
+
+
 def test_compile_options_keep_what_was_set() -> None:
     theirs, second = Theirs(), Theirs()
     inductor_config.pre_grad_custom_pass = theirs
