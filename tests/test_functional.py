@@ -210,3 +210,7 @@ def test_blocks_are_what_halves_are(block, memory):
 )
 def test_what_is_no_layout(call, error, words):
     raises(error, words, call)
+
+
+def test_dir_lists_the_public_names():
+    assert dir(tf) == sorted(tf.__all__)

@@ -85,6 +85,11 @@ __all__ = [
 
 families.register()
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _keeps_result = declared.bias_act.keeps_result
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
