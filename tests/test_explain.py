@@ -710,6 +710,7 @@ def test_exclude_that_matches_nothing_is_said():
     assert report.notes == (
         "exclude='mpl' matches no site's modules; the sites' modules are mlp, mlp.2, odd; did you mean 'mlp'?",
     )
+    assert report.summary.endswith(f"; note: {report.notes[0]}") and str(report).count(report.notes[0]) == 1
     policy = FusionPolicy(exclude=("mlp", "mlp.*"), memory={"mlp": "fp8", "od": "fp8", "*": "input"})
     assert explain(model, torch.randn(4, 8), policy=policy).notes == (
         "memory='od' matches no site's modules; the sites' modules are mlp, mlp.2, odd; did you mean 'odd'?",

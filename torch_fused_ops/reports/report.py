@@ -75,7 +75,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line: the numbers of sites, of fused ones, of those without requested float8, and of other sites."""
+        """One line: how many sites there are, are fused, and lack requested float8; how many other sites; the notes."""
         mlps = [s for s in self.sites if s.is_mlp]
         fused = [s for s in mlps if s.op is not None]
         dropouts = [s for s in self.sites if s.activation == DROPOUT]
@@ -93,7 +93,7 @@ class Report:
             parts.append(f"{unmasked} of {len(dropouts)} dropouts{'' if mlps else ' fused'}")
         if others:
             parts.append(f"{others} not MLPs")
-        return f"{', '.join(parts)} ({graphs})"
+        return "; note: ".join((f"{', '.join(parts)} ({graphs})", *self.notes))
 
     def measure(self, gpu: str | GPU = "H200", *, levels: bool = False) -> Figures | None:
         """Estimate the savings: bytes saved for backward, bytes moved, kernels, before and after fusion.
@@ -135,7 +135,6 @@ class Report:
     def __str__(self) -> str:
         sites = grouped(self.sites)
         parts = [sites_table(sites), "", self.summary] if sites else [self.summary, self.nothing]
-        parts += [f"note: {note}" for note in self.notes]
         parts += unread_lines(grouped(self.unread))
         if self.breaks:
             parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
