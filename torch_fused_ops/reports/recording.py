@@ -80,7 +80,7 @@ def report_at_exit(file: Path) -> None:
                 report.to_html(file)
             else:
                 file.write_text(report.to_json() if file.suffix == ".json" else f"{report}\n", encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             print(f"torch_fused_ops: the report cannot be written to {file}: {error}", file=sys.stderr)
             return
         print(f"torch_fused_ops: {report.summary}; the report is in {file}", file=sys.stderr)
