@@ -403,7 +403,7 @@ def measure(case: Case, device: Device, plan: Plan, before: dict[str, Any] | Non
     rounds = _time(case, trials, device, plan, found)
     trials.clear()
     torch.compiler.reset()  # compiled code holds tensors
-    about = {"name": case.name, "dtype": str(case.dtype).removeprefix("torch."), "facts": case.facts}
+    about: dict[str, Any] = {"name": case.name, "dtype": str(case.dtype).removeprefix("torch."), "facts": case.facts}
     about |= {"work": {"flops": case.flops, "bytes": case.bytes}, "sets": case.sets, "rounds": rounds}
     return {**about, "ours": list(case.ours), "ways": {name: found[name] for name in case.ways}}
 

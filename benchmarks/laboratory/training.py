@@ -110,7 +110,9 @@ def compiled(model: nn.Module, policy: FusionPolicy | str | None, autocast: bool
     """
     forward: Callable[..., Tensor] = model
     if policy is not None:
-        options = {"backend": "fused", "options": {"policy": policy}} if isinstance(policy, FusionPolicy) else {}
+        options: dict[str, Any] = (
+            {"backend": "fused", "options": {"policy": policy}} if isinstance(policy, FusionPolicy) else {}
+        )
         forward = torch.compile(model, fullgraph=True, dynamic=False, **options)
     checked = not isinstance(policy, FusionPolicy)
 
