@@ -205,6 +205,18 @@ def tensor(node: Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_mask(node: Node) -> bool:
+    """True for a tensor of bools."""
+    value = tensor(node)
+    return value is not None and value.dtype == torch.bool
+
+
+def _is_row_mask(node: Node) -> bool:
+    """True for bools of whole rows. Whatever they are computed from, they are not a part of an activation's formula."""
+    value = tensor(node)
+    return value is not None and value.dtype == torch.bool and value.ndim > 0 and statically(value.shape[-1] == 1)
+
+
 def statically(condition: Any) -> bool:
     """True where a condition holds for all sizes that the graph is for; asking adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -569,6 +581,12 @@ class GraphAnalysis:
             return []
         return [piece for piece in pieces if isinstance(piece, Node)] if axis in (-1, value.ndim - 1) else []
 
+    def mask(self, node: Node) -> Node | None:
+        """The mask by which a call selects between elements of other tensors and numbers; None for other calls."""
+        masks = [a for a in node.all_input_nodes if is_mask(a)]
+        selects = self.calls[node].name in ("masked_fill", "where")
+        return masks[0] if selects and len(masks) == 1 < len(node.all_input_nodes) else None
+
     def origin(self, node: Node) -> Node:
         """The node whose value this one only moves."""
         return self._origins[node]
@@ -577,13 +595,16 @@ class GraphAnalysis:
         inputs = self.sources(node)
         if call.gemm is not None:
             return AFFINE if self.weight_gemm(node) else FREE
-        if not inputs:
+        if not inputs or _is_row_mask(node):
             return FREE
         if self.passes(node):
             return self.state[inputs[0]]
         states = [self.state[a] for a in inputs]
         if call.name not in RULES and self.custom(node) is None:
             return FREE
+        mask = self.mask(node)
+        if mask is not None and self.state[mask] == FREE:
+            return max(self.state[a] for a in inputs if a is not mask)
         if call.name not in LINEAR:
             return NONLINEAR if any(states) else FREE
         streams = [a for a in inputs if not self.state[a] and self.fed[a]]  # computed, not pointwise from a GEMM
@@ -595,6 +616,8 @@ class GraphAnalysis:
             if not streams:
                 return max(states)
             (stream,), (other,) = streams, (a for a in inputs if self.state[a])
+            if is_mask(self.origin(stream)):
+                return self.state[other]
             return FREE if self.state[other] == AFFINE or self._normalizes(stream, other) else NONLINEAR
         if any(states) and (call.args.count(inputs[0]) > 1 or (call.name == "div" and call.args[0] is not inputs[0])):
             return NONLINEAR  # x·x, 1/x

@@ -31,12 +31,13 @@ from .graph import (
     NONLINEAR,
     PIECES,
     GraphAnalysis,
+    is_mask,
     reached,
     shown,
     tensor,
 )
 from .prove import Match, prove
-from .symbolic import LINEAR, RULES, Ref, Step
+from .symbolic import RULES, Ref, Step
 from .values import FLOATING, check_plain, equal, is_contiguous, keeps_rows, same_shape, value_of
 
 MAX_CALLS = 64  # the longest pattern of an activation in 260 models has 14
@@ -136,12 +137,18 @@ _SCALES = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK)
 
 
 def _scaled(analysis: GraphAnalysis, node: Node) -> Node | None:
-    """The value that a node multiplies by a tensor that no GEMM has produced; None where it does something else."""
-    if analysis.calls[node].name not in ("mul", "div") or analysis.calls[node].inplace:
+    """The value that a node masks, or multiplies by a tensor that no GEMM has produced; None for other nodes."""
+    if analysis.calls[node].inplace:
+        return None
+    mask = analysis.mask(node)
+    if mask is not None:
+        masked = [a for a in node.all_input_nodes if a is not mask]
+        return analysis.origin(masked[0]) if len(masked) == 1 and analysis.state[masked[0]] == NONLINEAR else None
+    if analysis.calls[node].name not in ("mul", "div"):
         return None
     sides = [a for a in analysis.calls[node].args[:2] if isinstance(a, Node)]
     values = [a for a in sides if analysis.state[a] == NONLINEAR]
-    factors = [a for a in sides if analysis.state[a] == FREE and not analysis.fed[a]]
+    factors = [a for a in sides if analysis.state[a] == FREE and (not analysis.fed[a] or is_mask(analysis.origin(a)))]
     if (len(values), len(factors)) != (1, 1) or (analysis.calls[node].name == "div" and values[0] is not sides[0]):
         return None
     return analysis.origin(values[0])
@@ -200,10 +207,8 @@ def _is_call(analysis: GraphAnalysis, node: Node) -> bool:
     if state == AFFINE:
         if call.name in CASTS and _loses(value_of(node.all_input_nodes[0]).dtype, value_of(node).dtype):
             return False  # the activation is applied to the rounded tensor
-        is_sum = (
-            call.name in LINEAR and len(node.all_input_nodes) > 1
-        )  # a bias, LoRA's adapter, a residual; or a factor
-        return not is_sum and (moves or call.name in RULES)
+        # The operator reads what is computed from several: a sum (bias, adapter, residual), a product, a masked tensor.
+        return moves or (call.name in RULES and len(node.all_input_nodes) == 1)
     if call.name in DROPOUTS and not moves:
         raise Rejection(Kind.DROPOUT_INSIDE, "an active dropout stands inside the activation")
     if not moves and call.name not in RULES and analysis.custom(node) is None:
@@ -251,7 +256,7 @@ def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node) -> Reas
         f"{NOT_AN_MLP}combined with the result of {shown(source)}, which no GEMM with weights has produced",
     )
     whole = source.op not in ("placeholder", "get_attr") and same_shape(foreign, subgraph.output)
-    if analysis.fed[source] and whole and not _is_mask(source):
+    if analysis.fed[source] and whole and not is_mask(source):
         return gated
     for node in () if analysis.fed[foreign] else reached([foreign], lambda node: node.all_input_nodes):
         if isinstance(tensor(node), torch.nn.Parameter):
@@ -261,14 +266,9 @@ def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node) -> Reas
             if value_of(node).requires_grad:
                 return Reason(Kind.PARAMETER, f"a learnable parameter takes part: {shown(node)}")
             return Reason(Kind.PARAMETER, f"a parameter takes part: {shown(node)}")
-    if _is_mask(source):
+    if is_mask(source):
         return Reason(Kind.MASK, f"a mask takes part: {shown(source)}")
     return Reason(Kind.ANOTHER_TENSOR, f"another tensor takes part: {shown(source)}")
-
-
-def _is_mask(node: Node) -> bool:
-    value = tensor(node)
-    return value is not None and value.dtype == torch.bool
 
 
 def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:

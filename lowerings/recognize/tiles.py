@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.settings import tiles
 
-from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, reached, record, shown, write_call
+from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, is_mask, reached, record, shown, write_call
 from .rewrite import Edit, insert
 from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
@@ -47,6 +47,8 @@ class Tiling:
         data: for each argument of these calls that differs from tile to tile, the call (or ``source``) that it views.
         linears: input, weight, bias of the linear layers among the calls, and True where the weight is (in, out).
         constants: weights, biases and factors, which every tile reads as they are.
+        rows: masks and factors with a row for each token, of which each tile reads its own rows; True if PyTorch saves
+            them for backward, too.
         dead: the nodes that the tiles replace.
     """
 
@@ -58,6 +60,7 @@ class Tiling:
     data: dict[Node, Node] = field(default_factory=dict)
     linears: dict[Node, tuple[Node, Node, Node | None, bool]] = field(default_factory=dict)
     constants: list[Node] = field(default_factory=list)
+    rows: dict[Node, bool] = field(default_factory=dict)
     dead: set[Node] = field(default_factory=set)
 
 
@@ -86,8 +89,9 @@ def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int, taken: set[N
         raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
     _check_writes(analysis, mlp)
     _check_callers(analysis, mlp)
-    for node in (source, last, *mlp.constants):
-        check_plain(node)
+    for node in (source, last, *mlp.constants, *mlp.rows):
+        if not is_mask(node):
+            check_plain(node)
     tokens = _tokens(source)
     if any(not equal(tokens, _tokens(node)) for node in mlp.calls):
         raise Rejection(Kind.TILE_FORM, "not every row of its input becomes a row of its result")
@@ -173,42 +177,57 @@ def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
         return [input]
     if call.name in DROPOUTS:
         raise Rejection(Kind.TILE_DROPOUT, "an active dropout stands inside")
-    is_sum = call.name in LINEAR and not call.inplace
-    if analysis.state[node] == FREE or not (is_sum or call.name in CASTS):
+    mask = analysis.mask(node)
+    combines = (call.name in LINEAR or mask is not None) and not call.inplace
+    if analysis.state[node] == FREE or not (combines or call.name in CASTS):
         raise Rejection(Kind.TILE_FORM, f"{shown(node)} stands between its input and its result")
-    data = [a for a in node.all_input_nodes if analysis.state[a] != FREE or a is mlp.source]
-    for vector in set(node.all_input_nodes) - set(data):
-        if value_of(vector).ndim > 1:
-            text = f"{shown(node)} combines it with {shown(vector)}, which is not a vector"
+    data = [a for a in node.all_input_nodes if a is not mask and (analysis.state[a] != FREE or a is mlp.source)]
+    shape = value_of(node).shape
+    for other in node.all_input_nodes:
+        if other in data:
+            continue
+        size = value_of(other).shape
+        if len(size) <= 1:
+            mlp.constants.append(other)
+        elif (
+            (other is mask or call.name == "mul") and len(size) == len(shape) and all(map(equal, size[:-1], shape[:-1]))
+        ):
+            mlp.rows[other] = mlp.rows.get(other, False) or any(value_of(a).requires_grad for a in data)
+        else:
+            text = f"{shown(node)} combines it with {shown(other)}, which is not a vector"
             raise Rejection(Kind.TILE_FORM, text)
-        mlp.constants.append(vector)
     return data
 
 
 def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
     """Reject in-place writes in front of the last linear layer, where tiles read."""
     first = min(mlp.dead, key=analysis.index.__getitem__)
-    for node in (mlp.source, *mlp.constants, *mlp.dead):
+    for node in (mlp.source, *mlp.constants, *mlp.rows, *mlp.dead):
         for writer in analysis.writers(node, first, mlp.last):
             if writer not in mlp.subgraph.calls:
                 raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
 
 
 def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
-    """Reject a caller's tensor that PyTorch does not save too, for a weight's gradient: the caller may modify it.
+    """Reject a caller's tensor that PyTorch does not save too, for some gradient: the caller may modify it.
 
     Under autocast PyTorch saves a copy in another dtype.
     """
     graph = mlp.source.graph
     theirs = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
-    if not value_of(mlp.last).requires_grad or analysis.storage(mlp.source) not in map(analysis.storage, theirs):
+    if not value_of(mlp.last).requires_grad:
         return
-    for node, (input, weight, *_) in mlp.linears.items():
-        is_saved = value_of(node).dtype == value_of(mlp.source).dtype and value_of(weight).requires_grad
-        if is_saved and mlp.data[input] is mlp.source:
-            return
-    text = f"the caller may modify its input, {shown(mlp.source)}, before backward needs it"
-    raise Rejection(Kind.TILE_CALLERS, text)
+    saves_source = any(
+        mlp.data[input] is mlp.source
+        and value_of(node).dtype == value_of(mlp.source).dtype
+        and value_of(weight).requires_grad
+        for node, (input, weight, *_) in mlp.linears.items()
+    )
+    exposed = set(map(analysis.storage, theirs))
+    for node, is_saved in ({mlp.source: saves_source} | mlp.rows).items():
+        if not is_saved and analysis.storage(node) in exposed:
+            text = f"the caller may modify its input, {shown(node)}, before backward needs it"
+            raise Rejection(Kind.TILE_CALLERS, text)
 
 
 # ---- the edit --------------------------------------------------------------------------------------------------------
@@ -226,7 +245,10 @@ def _insert(mlp: Tiling) -> Node:
     def size(node: Node, axis: int) -> Node:
         return add(torch.ops.aten.sym_size.int, node, axis)
 
-    rows = source if value_of(source).ndim == 2 else add(torch.flatten, source, 0, -2)
+    def as_rows(node: Node) -> Node:
+        return node if value_of(node).ndim == 2 else write_call(node, torch.flatten, node, 0, -2)
+
+    rows = as_rows(source)
     tokens = value_of(rows).shape[0]
     length, last_length = tiles.lengths(tokens, mlp.count)
     sizes: list[Any] = [length] * (mlp.count - 1) + [last_length]
@@ -237,8 +259,12 @@ def _insert(mlp: Tiling) -> Node:
         while (before := before.next) is not last:
             record(before, source)
         lengths = [length.node] * (mlp.count - 1) + [last_length.node]
-    pieces = add(torch.split, rows, lengths)
-    results = [_written(mlp, add(operator.getitem, pieces, i), length) for i, length in enumerate(sizes)]
+    split = {source: add(torch.split, rows, lengths)}
+    split |= {node: write_call(node, torch.split, as_rows(node), lengths) for node in mlp.rows if node is not source}
+    results = []
+    for i, size_of_tile in enumerate(sizes):
+        pieces = {node: write_call(node, operator.getitem, parts, i) for node, parts in split.items()}
+        results.append(_written(mlp, pieces, size_of_tile))
     joined = write_call(last, torch.cat, results)
     if result.ndim == 2:
         return joined
@@ -246,12 +272,18 @@ def _insert(mlp: Tiling) -> Node:
     return write_call(last, torch.unflatten, joined, 0, leading)
 
 
-def _written(mlp: Tiling, piece: Node, tokens: Any) -> Node:
-    """Write a tile's calls on its piece of the source; return its result. Backward recomputes all values but that."""
-    copies, before = {mlp.source: piece}, mlp.last.prev
+def _written(mlp: Tiling, pieces: Mapping[Node, Node], tokens: Any) -> Node:
+    """Write a tile's calls on its rows; return its result. Backward recomputes all values but that.
+
+    Args:
+        mlp: the MLP.
+        pieces: the tile's rows of the source and of ``mlp.rows``.
+        tokens: their number.
+    """
+    copies, before = dict(pieces), mlp.last.prev
 
     def place(argument: Node) -> Node:
-        return copies[mlp.data[argument]] if argument in mlp.data else argument
+        return copies[mlp.data[argument]] if argument in mlp.data else pieces.get(argument, argument)
 
     for node in mlp.calls:
         like = value_of(node)

@@ -76,6 +76,36 @@ def test_input_gives_the_very_same_gradients(name: str, dtype: torch.dtype) -> N
     )
 
 
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked_fill": lambda h, pad: h.masked_fill(pad, 0.0),
+    "in place": lambda h, pad: h.masked_fill_(pad, 1.0),
+    "where": lambda h, pad: torch.where(pad, 0.0, h),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("level", ["off", "free", "fp8", "input", "tiled:2"])
+def test_what_masked_rows_held_counts_nowhere(level: str, mask: str) -> None:
+    """Rows of a mixture's experts that no expert owns, or padding: they may hold NaN, or be infinite."""
+
+    def padded(x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor, pad: Tensor) -> Tensor:
+        up, gate = MASKS[mask](F.linear(x, w, b), pad).chunk(2, -1)
+        return F.linear(F.sigmoid(gate) * up, v, c)  # sigmoid(0) is not 0
+
+    x, w, b, v = tensors("packed", torch.float64)
+    pad = torch.arange(17)[:, None] % 4 == 3
+    with torch.no_grad():
+        x[:, 3], x[:, 7] = torch.nan, torch.inf
+    inputs = [x, w, b, v, normal(32, dtype=torch.float64), pad]
+    expected, _ = step_of(padded, inputs)
+    with memory_levels.unrounded():
+        got, kept = step_of(compiled(padded, level, strict=level != "tiled:2"), inputs)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert got[0].isfinite().all() and got[3].isfinite().all() and got[5].isfinite().all()
+    of_hidden = [t.numel() // (3 * 17 * 96) for t in kept if t.numel() % (3 * 17 * 96) == 0]
+    assert sum(of_hidden) == {"off": 3, "free": 2, "fp8": 2}.get(level, 0)
+
+
 def test_fp8_is_the_gradient_at_what_was_kept() -> None:
     """Forward is exact; backward is the true derivative, and the true activation, of the rounded pre-activation."""
     x, w, b, v = inputs = tensors("gelu")

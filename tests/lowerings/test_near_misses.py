@@ -250,7 +250,14 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
 
 OTHERS: dict[str, tuple[Case, str]] = {
     "mask in a GLU": (lambda h, u, p, w, m: F.linear(F.silu(h) * (m > 0) * u, w), MASK + "gt"),
-    "masked_fill": (lambda h, u, p, w, m: F.linear(F.gelu(h).masked_fill(m > 0, 0.0), w), MASK + "gt"),
+    "masked_fill in a GLU": (
+        lambda h, u, p, w, m: F.linear(F.silu(h).masked_fill(m[:, :1] > 0, 0.0) * u, w),
+        MASK + "gt",
+    ),
+    "where, by rows of a GEMM's result": (
+        lambda h, u, p, w, m: F.linear(torch.where(u[:, :1] > 0, F.silu(h), h), w),
+        MASK + "gt",
+    ),
     "where": (lambda h, u, p, w, m: F.linear(torch.where(m > 0, F.silu(h), h), w), MASK + "gt"),
     "a residual inside": (lambda h, u, p, w, m: F.linear(F.gelu(h) + m, w), ANOTHER + "m"),
     "prelu": (lambda h, u, p, w, m: F.linear(F.prelu(h, m[0]), w), ANOTHER + "m"),
@@ -794,6 +801,12 @@ FACTORS: dict[str, tuple[Case, str]] = {
         "silu",
     ),
     "behind a dropout": (lambda h, u, p, w, m: F.linear(F.dropout(F.silu(h), 0.0) * m[0], w), "silu"),
+    "masked_fill": (lambda h, u, p, w, m: F.linear(F.gelu(h).masked_fill(m > 0, 0.0), w), "gelu"),
+    "where": (lambda h, u, p, w, m: F.linear(torch.where(m[:, :1] > 0, F.silu(h) * u, 1.0), w), "silu"),
+    "a mask of computed rows": (
+        lambda h, u, p, w, m: F.linear(F.silu(h) * (m.cumsum(0) @ w.t())[:, :1].gt(0), w),
+        "silu",
+    ),
 }
 
 
@@ -803,8 +816,59 @@ def test_factors_stay_behind_the_operator(name):
     found = sites(case, name)
     assert [site.activation for site in found] == [activation] * (2 if name == "in front of two GEMMs" else 1)
     assert all(site.op and set(site.users) == {"linear"} for site in found)
-    factor = "div" if name == "a column of divisors" else "mul"
-    assert f"; {factor.replace('div', 'truediv')} by another tensor stays behind it" in "".join(s.reason for s in found)
+    factor = {"a column of divisors": "truediv", "masked_fill": "masked_fill", "where": "where"}.get(name, "mul")
+    assert f"; {factor} by another tensor stays behind it" in "".join(s.reason for s in found)
+
+
+def on_rows(m: Tensor) -> Tensor:
+    return m[:, :1] > 0
+
+
+# A mask in front of the activation: the operator reads the masked tensor.
+MASKED: dict[str, tuple[Case, str]] = {
+    "masked_fill": (lambda h, u, p, w, m: F.linear(F.gelu(h.masked_fill(on_rows(m), 0.0)), w), "bias_act"),
+    "masked_fill by keywords": (
+        lambda h, u, p, w, m: F.linear(F.gelu(torch.masked_fill(h, mask=on_rows(m), value=-1.0)), w),
+        "bias_act",
+    ),
+    "masked_fill by a tensor": (
+        lambda h, u, p, w, m: F.linear(torch.tanh(h.masked_fill(on_rows(m), m[0, 0])), w),
+        "bias_act",
+    ),
+    "masked_fill in place": (lambda h, u, p, w, m: F.linear(F.silu(h.masked_fill_(on_rows(m), 0.0)), w), "bias_act"),
+    "where": (lambda h, u, p, w, m: F.linear(F.silu(torch.where(on_rows(m), 0.0, h)), w), "bias_act"),
+    "its method": (lambda h, u, p, w, m: F.linear(F.silu(h.where(on_rows(m), 0.5)), w), "bias_act"),
+    "where, of two": (lambda h, u, p, w, m: F.linear(F.silu(torch.where(on_rows(m), h, u)), w), "bias_act"),
+    "where, of an input": (lambda h, u, p, w, m: F.linear(F.silu(torch.where(on_rows(m), h, m)), w), "bias_act"),
+    "a factor": (lambda h, u, p, w, m: F.linear(F.silu(h * on_rows(m)), w), "bias_act"),
+    "a factor in place": (lambda h, u, p, w, m: F.linear(F.silu(h.mul_(on_rows(m).to(h.dtype))), w), "bias_act"),
+    "each element": (lambda h, u, p, w, m: F.linear(F.gelu(h.masked_fill(m > 0, 0.0)), w), "bias_act"),
+    "columns": (lambda h, u, p, w, m: F.linear(F.gelu(h.masked_fill(m[0] > 0, 0.0)), w), "bias_act"),
+    "all or nothing": (lambda h, u, p, w, m: F.linear(F.gelu(h.masked_fill(m[0, 0] > 0, 0.0)), w), "bias_act"),
+    "packed": (packed(lambda p: swiglu(*p.masked_fill(p.detach()[:, :1] > 0, 0.0).chunk(2, -1))), "bias_glu"),
+    "gate alone": (lambda h, u, p, w, m: F.linear(swiglu(h.masked_fill(on_rows(m), 0.0), u), w), "glu"),
+    "up alone": (lambda h, u, p, w, m: F.linear(swiglu(h, u.masked_fill(on_rows(m), 0.0)), w), "glu"),
+    "gate and up": (
+        lambda h, u, p, w, m: F.linear(swiglu(h.masked_fill(on_rows(m), 0.0), u.masked_fill(on_rows(m), 0.0)), w),
+        "glu",
+    ),
+    "by rows of a GEMM's result": (two(lambda h, u: swiglu(h.masked_fill(u[:, :1] > 0, 0.0), u)), "glu"),
+    "by rows of a softmax": (
+        lambda h, u, p, w, m: F.linear(F.silu(h * torch.softmax(u, -1)[:, :1].gt(0.05).to(h.dtype)), w),
+        "bias_act",
+    ),
+    "scaled, then negated": (
+        lambda h, u, p, w, m: F.linear(torch.tanh(-h.masked_fill(on_rows(m), 0.0)), w),
+        "bias_act",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_in_front_stays_there(name: str) -> None:
+    case, operator = MASKED[name]
+    (site,) = sites(case, name)
+    assert site.op == f"fused::{operator}" and "mask" not in site.reason and "stays behind" not in site.reason
 
 
 # The dtype that the activation is computed in, and is rounded to before it is widened.

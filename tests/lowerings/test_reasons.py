@@ -319,7 +319,7 @@ PROGRAMS: dict[Kind, Program] = {
     ),
     Kind.PARAMETER: prelu,
     Kind.ANOTHER_TENSOR: mlp(lambda h, u, m: F.silu(h) + m),
-    Kind.MASK: mlp(lambda h, u, m: F.silu(h).masked_fill(m > 0, 0.0)),
+    Kind.MASK: mlp(lambda h, u, m: F.silu(h).masked_fill(m > 0, 0.0) * u),
     Kind.DROPOUT_INSIDE: mlp(lambda h, u, m: F.dropout(F.silu(h)) * u),
     Kind.COMPARISON: mlp(lambda h, u, m: torch.where(h > 0, h, 0.0)),
     Kind.UNPROVABLE: mlp(lambda h, u, m: torch.round(h)),

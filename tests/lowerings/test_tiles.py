@@ -43,6 +43,13 @@ def adapted() -> nn.Module:
     return Net(body, up=up, down=down, a=WITHOUT_BIAS(HIDDEN, 2), b=WITHOUT_BIAS(2, FFN))
 
 
+def masked(s: Any, x: Tensor) -> Tensor:
+    """Gate and up with the same padding mask, in two forms."""
+    pad = x[..., :1] > 0.5
+    gate, up = s.mlp.gate(x).masked_fill(pad, 0.0), torch.where(pad, 1.0, s.mlp.up(x))
+    return s.mlp.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
 def normed() -> nn.Module:
     """Two in a row, behind norms."""
     return nn.Sequential(nn.LayerNorm(HIDDEN), SwiGLU(), nn.LayerNorm(HIDDEN), SwiGLU(bias=True))
@@ -58,6 +65,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     # Its tokens in another order: a view that picks as many rows is no other shape of them.
     "reversed": lambda: Net(lambda s, x: s.mlp(x.index_select(1, torch.arange(x.shape[1]).flip(0))), mlp=SwiGLU()),
     "detached": lambda: Net(lambda s, x: x + s.mlp(x.detach()), mlp=SwiGLU()),
+    "masked": lambda: Net(masked, mlp=SwiGLU(bias=True)),
+    "scaled": lambda: Net(
+        lambda s, x: s.b(F.gelu(s.a(x) * x.mean(-1, keepdim=True))), a=nn.Linear(HIDDEN, FFN), b=nn.Linear(FFN, HIDDEN)
+    ),
     "relu": lambda: nn.Sequential(nn.Linear(HIDDEN, FFN), nn.ReLU(inplace=True), nn.Linear(FFN, HIDDEN)),
 }
 
@@ -281,6 +292,16 @@ def test_what_is_left_whole() -> None:
     refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[torch.arange(49, -1, -1)], down))
     refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up) + x.sum(-1, keepdim=True)), down))
     refused(Kind.TILE_FORM, lambda x: linear(F.silu(linear(x, up)) * linear(x.flip(0), up), down))
+    refused(
+        Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up).masked_fill(x[:1, :, :1] > 0, 0)), down), (5, 10, HIDDEN)
+    )
+    refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up).masked_fill_(x[:, :1] > 0, 0)), down))
+
+    def scaled(x: Tensor) -> Tensor:  # PyTorch does not save the factor: the layer that it scales is frozen
+        y = x * 2
+        return linear(F.silu(linear(y, up)) * (linear(y, up.detach()) * x[:, :1]), down)
+
+    refused(Kind.TILE_CALLERS, scaled)
     refused(Kind.TILE_FEW, lambda x: linear(F.gelu(linear(x, up)), down), memory="tiled")
 
     def written(x: Tensor) -> Tensor:

@@ -77,13 +77,13 @@ class Kind(Enum):
     PARAMETER = Category.FUNCTION
     ANOTHER_TENSOR = (
         Category.FUNCTION,
-        "Apply a factor per row to the GEMM's output, which gives the same result. functional.glu and similar "
-        "functions take it as token_scale, shaped as the input without its last axis.",
+        "Multiply the activation's result by it, or the activation's input. functional.glu and similar functions take "
+        "a factor per row as token_scale, shaped as the input without its last axis.",
     )
     MASK = (
         Category.FUNCTION,
-        "Apply a mask over rows after the GEMM, which gives the same result. Apply any other mask as a factor of the "
-        "result.",
+        "Apply the mask to the input of the activation and its gate, or to their result. The values stay the same if "
+        "the mask fills with 0, act(0) = 0, and what it hides is finite.",
     )
     DROPOUT_INSIDE = Category.FUNCTION
     COMPARISON = (
