@@ -458,6 +458,7 @@ WAYS = {
     "ours-free": '`"free"`, the default',
     "ours-fp8": '`"fp8"`',
     "ours-input": '`"input"`',
+    "ours-input+attention": '`"input"`, `attention="input"`',
 }
 
 

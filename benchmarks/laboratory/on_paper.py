@@ -2,7 +2,8 @@
 
     python -m torch_fused_ops.benchmarks.laboratory.on_paper [--only TEXT …] [--quick] [--out FILE]
 
-*plain* and *budget* are torch.compile, without and with PyTorch's memory budget. *ours-LEVEL* are our memory levels.
+*plain* and *budget* are torch.compile, without and with PyTorch's memory budget. *ours-LEVEL* are our memory levels,
+and *ours-LEVEL+attention* the same with ``attention="input"``.
 For each block and phase: kernels, library calls, bytes moved, FLOP, registers, spills and the roofline's time.
 """
 
@@ -54,16 +55,18 @@ def _rates() -> Rates:
 
 
 def settings(way: str) -> Compile:
-    """What ``compile_on_paper`` takes for a way: plain, budget, or ours-<memory level>."""
+    """Return ``compile_on_paper``'s settings for a variant: plain, budget, ours-LEVEL or ours-LEVEL+attention."""
     from torch_fused_ops.lowerings.passes import compile_options
 
     if not way.startswith("ours-"):
         return {"plain": {}, "budget": {"memory_budget": 0.99}}[way]
-    return {"config": compile_options(FusionPolicy(memory=way.removeprefix("ours-"), strict=True))}  # type: ignore[arg-type]
+    memory, _, attention = way.removeprefix("ours-").partition("+")
+    policy = FusionPolicy(memory=memory, attention="input" if attention else "off", strict=True)  # type: ignore[arg-type]
+    return {"config": compile_options(policy)}
 
 
 # At so few tokens "tiled" is "input".
-BLOCK_WAYS = ("plain", "budget", *(f"ours-{memory}" for memory in MEMORY if memory != "tiled"))
+BLOCK_WAYS = ("plain", "budget", *(f"ours-{memory}" for memory in MEMORY if memory != "tiled"), "ours-input+attention")
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from torch_fused_ops.virtual_gpu import compile_on_paper
+from torch_fused_ops.virtual_gpu import compile_on_paper, roofline
 from torch_fused_ops.virtual_gpu.generated import graph_input
 from torch_fused_ops.virtual_gpu.results import GeneratedGraph
 from torch_fused_ops.virtual_gpu.timeline import PaperCompilation, timeline_of
+from torch_fused_ops.virtual_gpu.work import flop_of
 
 MiB = 2**20
 
@@ -298,3 +299,26 @@ def test_what_is_handed_over_goes_by_its_place() -> None:
     renamed = compile_on_paper(mlp, x, config={"custom_partitioner_fn": Renaming()})
     assert renamed.handed == plain.handed and renamed.handed.count(None) == len(renamed.tangents) == 1
     assert renamed.timeline().between == plain.timeline().between
+
+
+@pytest.mark.parametrize(("queries", "keys", "pairs"), [(64, 64, 64 * 65 / 2), (64, 48, 48 * 49 / 2 + 16 * 48)])
+def test_causal_attention_counts_the_pairs_that_its_mask_leaves(queries: int, keys: int, pairs: float) -> None:
+    q, k = (torch.empty(1, 2, n, 16, device="meta") for n in (queries, keys))
+    packet = torch.ops.aten._scaled_dot_product_flash_attention
+    full, causal = (flop_of(packet, (q, k, k, 0.0, is_causal), {}, (q,)) for is_causal in (False, True))
+    assert causal == full * pairs / (queries * keys)
+
+
+def test_a_checkpoints_attention_counts() -> None:
+    """Torch wraps it in operators that save and restore the random states."""
+
+    def attention(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q)
+
+    q = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    counts = []
+    for fn in (attention, lambda q: checkpoint(attention, q, use_reentrant=False)):
+        paper = compile_on_paper(fn, q)
+        counts.append([roofline.flops(graph) for graph in (paper.forward, paper.backward)])
+    (forward, backward), again = counts
+    assert forward and again == [forward, forward + backward]

@@ -74,11 +74,30 @@ def flop_of_bf16(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def flop_of(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """FLOP of one call of an operator on tensors, or their like, by torch's own counter; 0 where it has none."""
+    """FLOP of one call of an operator on tensors, or their like, by torch's own counter; 0 where it has none.
+
+    Causal attention counts the pairs of queries and keys that its mask leaves: kernels skip the others.
+    """
     from torch.utils.flop_counter import flop_registry
 
     count = {torch.ops.aten._grouped_mm: _grouped_flops, **flop_registry}.get(packet)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+    if count is None:
+        return 0.0
+    return float(count(*args, **kwargs, out_val=result)) * _unmasked_share(packet, args, kwargs)
+
+
+def _unmasked_share(packet: Any, args: Any, kwargs: Any) -> float:
+    """The share of pairs of queries and keys that ``is_causal=True`` leaves; 1 for other calls."""
+    if not packet.__name__.startswith("_scaled_dot_product"):
+        return 1.0
+    schema = getattr(packet, packet.overloads()[0])._schema
+    given = {**{a.name: a.default_value for a in schema.arguments}, **kwargs}
+    given.update((a.name, value) for a, value in zip(schema.arguments, args, strict=False))
+    if not given.get("is_causal"):
+        return 1.0
+    queries, keys = given["query"].shape[-2], given["key"].shape[-2]
+    square = min(queries, keys)  # query i reads keys 0 to i
+    return float(square * (square + 1) / 2 + (queries - square) * keys) / (queries * keys)
 
 
 def is_view(func: Any) -> bool:
