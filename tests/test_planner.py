@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import random
 import re
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,22 +22,27 @@ from harness import MLP, Net, Stack, SwiGLU, raises
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
 import torch_fused_ops as tfo
+import torch_fused_ops.planner.step as step_module
 from torch_fused_ops.benchmarks import models
 from torch_fused_ops.planner import max_batch, report, search
 from torch_fused_ops.planner.fsdp import FullyShard, Group
-from torch_fused_ops.planner.model import CapturedModel, captured_model
+from torch_fused_ops.planner.model import CapturedModel, captured_model, cross_entropy, loss_of, weights_as
+from torch_fused_ops.planner.pieces import divided
 from torch_fused_ops.planner.plan import LevelRow
-from torch_fused_ops.planner.setup import ACCEPTED, GPUS, bytes_of
+from torch_fused_ops.planner.setup import ACCEPTED, GPUS, Setup, bytes_of
 from torch_fused_ops.planner.static_memory import OPTIMIZERS, Resident, check_shards, optimizer_memory, resident_tensors
 from torch_fused_ops.planner.step import Parts, Piece, Segment, Step, compiled_timeline, cut, policy_of
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
 from torch_fused_ops.virtual_gpu import H100, gpus
-from torch_fused_ops.virtual_gpu.timeline import Event, Timeline
+from torch_fused_ops.virtual_gpu.timeline import Event, Pool, Timeline
 
 MiB = 2**20
 LEVELS = ("free", "fp8", "input")
@@ -70,7 +77,7 @@ def test_what_is_no_size(memory: Any) -> None:
         ({"memory": "lots"}, "memory='lots' is not accepted"),
         ({"memory": "fp8"}, r"memory='fp8' is not accepted: .*; plan chooses the levels itself"),
         ({"gpu": "RTX9"}, "gpu='RTX9' is not known; accepted: A100, H100, H200, B200, MI300X"),
-        ({"optimizer": "lion"}, "optimizer='lion' is not known; accepted: adamw, sgd, none"),
+        ({"optimizer": "lion"}, "optimizer='lion' is not known; accepted: adamw, adamw-fused, sgd, none"),
         ({"maximum": "width"}, "maximum='width' is not known; accepted: batch, tokens"),
         ({"dp": 0}, "dp=0 is not accepted: it must be a number of GPUs, 1 or more"),
         ({"dp": 2.0}, "dp=2.0 is not accepted: it must be a number of GPUs"),
@@ -331,19 +338,19 @@ def test_what_one_gpu_holds() -> None:
         return path if path.startswith("layers.") else ""
 
     check_shards(model, unit_of, 4)
-    found = Resident.of(resident_tensors(model, unit_of), "adamw", 4)
+    found = Resident.of(resident_tensors(model, unit_of), Setup(dp=4))
     weight, bias, head = 4 * 3 * 4, 4 * 3, 2 * (2 * 3 + 2)
     assert found.shards is not None and found.shards.groups == {
-        "layers.0": Group(weight + bias, weight + bias),
-        "layers.1": Group(weight + bias, weight),
-        "": Group(head, head),
+        "layers.0": Group(*(weight + bias,) * 3),
+        "layers.1": Group(weight + bias, weight, weight),
+        "": Group(*(head,) * 3),
     }
     assert (found.parameters, found.gradients) == (2 * (weight + bias) + head + 28, 2 * weight + bias + head)
     assert (found.state, found.by_unit[""]) == (2 * found.gradients, (head + 28, head))
     assert found.shards.gathered("layers.1") == 4 * (weight + bias) and found.shards.reduced("layers.1") == 4 * weight
     layers = 3 * (weight + bias) + 3 * weight + 2 * bias  # each gathered twice; one frozen bias
     assert found.shards.sent == 3 * (layers + 2 * head)
-    assert Resident.of(resident_tensors(model, unit_of), "adamw", 1).parameters == 2 * 200 + 2 * 20 + 28
+    assert Resident.of(resident_tensors(model, unit_of), Setup()).parameters == 2 * 200 + 2 * 20 + 28
 
 
 def test_what_cannot_be_sharded() -> None:
@@ -369,7 +376,7 @@ def test_shards_by_hand() -> None:
     backward = {"b": Segment((11,), 4, 0.0, 6), "a": Segment((1,), 5, 0.0, 8)}
     ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
     parts = Parts(10, in_order(forward, dict(reversed(backward.items())), ends[0], *ends[1], ends[2]))
-    groups = {"a": Group(4, 4), "b": Group(3, 3), "": Group(2, 2)}
+    groups = {"a": Group(4, 4, 4), "b": Group(3, 3, 3), "": Group(2, 2, 2)}
     step = Step(("a", "b"), {}, {"free": parts}, FullyShard(2, groups))
     root, a, b = 4, 8, 6
     assert step.points({}) == [
@@ -398,6 +405,177 @@ def test_gradients_are_whole_where_their_layer_ends_or_later() -> None:
     whole = {unit: segment.gradients for graph, unit, segment in parts.pieces if graph == "backward" and unit}
     assert whole == {"b": 10, "a": 101} and parts.pieces[-1][2].gradients == 1000
     assert not any(segment.gradients for _, unit, segment in parts.pieces[:-1] if not unit)
+
+
+# ---- pieces, losses and pools ----------------------------------------------------------------------------------------
+
+
+class Counted(TorchDispatchMode):
+    """The bytes of storages that real operators make, while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, int] = {}
+        self.most = 0
+
+    def add(self, tensor: Tensor, counted: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known[storage._cdata] = storage.nbytes() * counted
+            weakref.finalize(storage, self.known.pop, storage._cdata)
+            self.most = max(self.most, sum(self.known.values()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self.add(value)
+        return result
+
+
+class Classifier(nn.Module):
+    """Three layers and a head; forward gives logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MLP(32, 128) for _ in range(3))
+        self.head = nn.Linear(32, 1000, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def divided_timeline(model: nn.Module, x: Tensor, compiled: str, **settings: Any) -> Timeline:
+    captured = captured_model(model, (x,), {}, cross_entropy)
+    return compiled_timeline(divided(captured, H100, compiled, **settings), H100, FusionPolicy())[0]
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_an_eager_step_is_that_of_a_counter(keep_logits: bool, checkpoints: bool) -> None:
+    """The loss deletes the logits, or the training loop holds them: to the byte what a real step has alive."""
+    model, x = Classifier().bfloat16(), torch.randn(256, 32, dtype=torch.bfloat16)
+    if checkpoints:
+        model.layers[1].forward = functools.partial(checkpoint, model.layers[1].forward, use_reentrant=False)
+    found = divided_timeline(model, x, "none", keep_logits=keep_logits)
+    counted = Counted()
+    for tensor in (x, *model.parameters()):
+        counted.add(tensor, counted=tensor is x)
+    with counted:
+        logits = model(x)
+        loss = cross_entropy(logits)
+        if not keep_logits:
+            del logits
+        between = sum(counted.known.values())
+        loss.backward()
+    assert (found.entry, found.between, found.peak) == (x.nbytes, between, counted.most)
+    assert found.end == sum(counted.known.values())
+
+
+def test_a_piece_for_each_layer_and_one_compilation_for_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    original = step_module.on_paper
+    monkeypatch.setattr(step_module, "on_paper", lambda *args: compiled.append(args) or original(*args))
+    model, x = Classifier().bfloat16(), torch.randn(256, 32, dtype=torch.bfloat16)
+    captured = divided(captured_model(model, (x,), {}, cross_entropy), H100, "layers")
+    assert captured.pieces == ("layers.0", "", "layers.1", "", "layers.2", "", "(loss)")
+    assert captured.eager == {1, 3, 5, 6}
+    timeline, _ = compiled_timeline(captured, H100, FusionPolicy())
+    assert len(compiled) == 2 and len(timeline.gradients) == 13  # the first layer's input needs no gradient
+    parts, layers = cut(timeline, captured, lambda call: 0.0), [f"layers.{i}" for i in range(3)]
+    assert [unit for graph, unit, _ in parts.pieces if graph == "forward"] == ["", *layers, "", "(loss)"]
+    assert [unit for graph, unit, _ in parts.pieces if graph == "backward"] == ["(loss)", "", *layers[::-1], ""]
+    assert sum(segment.gradients for *_, segment in parts.pieces) == sum(p.nbytes for p in model.parameters())
+    assert parts.trained == {name for name, _ in model.named_parameters()}
+
+
+def test_a_compiled_loss_makes_no_copy_of_the_logits() -> None:
+    model, x = Classifier().bfloat16(), torch.randn(256, 32, dtype=torch.bfloat16)
+    eager, compiled = (divided_timeline(model, x, "layers", loss=loss) for loss in ("eager", "compiled"))
+    logits = 256 * 1000 * 2
+    assert compiled.peak < 3 * logits and 6 * logits < eager.peak < 7 * logits
+    assert loss_of(torch.compile(cross_entropy)) == (cross_entropy, "compiled")
+    assert loss_of(cross_entropy) == (cross_entropy, "eager") and loss_of(None) == (None, "")
+    raises(ValueError, "loss='lazy' is not known; accepted: eager, compiled", loss_of, "lazy")
+
+
+def test_deleted_logits_leave_a_hole() -> None:
+    """2 bytes a logit, float32 copies of 4: 6 live units of the logits at the most, and 7 held."""
+    pool = Pool()
+    for key, units in ((1, 1), (2, 2), (3, 2), (2, 0), (1, 0), (4, 2), (5, 2)):
+        if units:
+            pool.allocate(key, units)
+        else:
+            pool.free(key)
+    assert (pool.most, pool.held) == (6, 7)
+    pool.free(4)
+    assert pool.pieces[0] == [3, None]
+    log = ((0, 1, 1), (5, 2, 2), (5, 3, 2), (6, 2, -2), (6, 1, -1), (7, 4, 2), (8, 5, 2), (9, 3, -2), (9, 6, 100))
+    assert Timeline((), 0, 0, 0, {}, log).hole(5, 8) == 1
+
+
+def test_weights_are_replaced_and_put_back() -> None:
+    model = nn.Linear(4, 4)
+    model.tied = model.weight
+    before = dict(model.named_parameters(remove_duplicate=False))
+    with weights_as(model, torch.bfloat16):
+        assert model.tied is model.weight and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+
+
+def test_what_one_gpu_holds_in_mixed_precision() -> None:
+    """4, 2 and 4 bytes a parameter: shard, gathered, reduced; AdamW's state is float32."""
+    model = nn.Linear(6, 8, bias=False).bfloat16()
+    found = Resident.of(resident_tensors(model, lambda path: ""), Setup(dp=2, mixed_precision=True))
+    assert found.shards is not None and found.shards.groups == {"": Group(48, 96, 96)}
+    assert (found.parameters, found.gradients, found.state) == (96, 96, 192)
+    alone = Resident.of(resident_tensors(model, lambda path: ""), Setup(master_weights="float32"))
+    assert (alone.parameters, alone.gradients, alone.state, alone.shards) == (192, 192, 384, None)
+
+
+def test_buckets_and_gradients_that_exist() -> None:
+    tensors = resident_tensors(nn.Linear(6, 8, bias=False), lambda path: "")
+    plain, ddp, twice = (Resident.of(tensors, s) for s in (Setup(), Setup(dp=2, parallel="ddp"), Setup(accumulate=2)))
+    assert (ddp.buckets, ddp.shards) == (192, None) and ddp.nbytes == plain.nbytes + 192
+    assert twice.nbytes == plain.nbytes + 192 and twice.optimizer_peak == plain.optimizer_peak
+    fused = Resident.of(tensors, Setup("adamw-fused"))
+    assert fused.state == plain.state and fused.transient == 0 < plain.transient
+
+
+def test_accumulated_gradients_are_freed_where_they_are_added() -> None:
+    ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
+    forward, backward = {"a": Segment((5,), 3)}, {"a": Segment((1,), 5, 0.0, 8)}
+    step = Step(("a",), {}, {"free": Parts(10, in_order(forward, backward, ends[0], *ends[1], ends[2]))})
+    layer, whole = (replace(step, accumulates=how).points({}) for how in ("layer", "step"))
+    assert [b - a for a, b in zip(layer, whole, strict=True)] == [0] * 6 + [8, 0]
+    assert step.points({})[-1] - whole[-1] == 12
+
+
+def test_settings_that_contradict_each_other() -> None:
+    for one in ({"mixed_precision": True}, {"root": "apart", "dp": 2, "parallel": "ddp"}, {"reshard": "never"}):
+        raises(ValueError, "is not accepted: it is a setting of FSDP, so dp must be above 1", Setup, **one)
+    both = {"mixed_precision": True, "dp": 2, "master_weights": "float32"}
+    raises(ValueError, "master_weights is not accepted with mixed_precision", Setup, **both)
+
+
+def test_plan_of_a_model_that_returns_logits() -> None:
+    model, x = Classifier().bfloat16().to("meta"), torch.empty(256, 32, dtype=torch.bfloat16, device="meta")
+    settings: dict[str, Any] = {"memory": "1GiB", "gpu": "H100", "levels": ["free"], "compiled": "layers"}
+    eager = tfo.plan(model, x, loss="eager", **settings)
+    assert {row.level for row in eager.levels} == {"off", "free", "checkpoint"}
+    assert eager.reserved_bytes == math.ceil(1.2 * eager.held_bytes) and eager.held_bytes > eager.peak_bytes
+    assert "reserved by PyTorch, about" in str(eager) and "Not modeled: tensor" in str(eager)
+    limit = math.ceil(1.1 * eager.held_bytes)
+    tight = eager.within(limit)
+    assert not tight.fits and any("expandable_segments:True it fits" in line for line in tight.help)
+    spread = tfo.plan(model, x, loss="eager", expandable_segments=True, dp=2, mixed_precision=True, **settings)
+    assert spread.within(limit).setup.sharded and spread.parameters == 2 * eager.parameters // 2
+    under = tfo.plan(model, x, loss="eager", master_weights="float32", **settings)
+    assert under.parameters == 2 * eager.parameters and under.optimizer_state == 2 * eager.optimizer_state
+    assert under.kept > eager.kept  # the residual stream is float32
 
 
 # ---- the largest size ------------------------------------------------------------------------------------------------
@@ -515,18 +693,18 @@ def test_a_plan_takes_what_fits(inductor: Any) -> None:
     assert sum(row.parameters for row in rich.layers) == weights
     assert sum(row.kept for row in rich.layers) == rich.kept
     assert sum(row.seconds for row in rich.layers) == pytest.approx(rich.seconds)
-    free = rich.within(rows["free"].peak)
+    free = rich.within(rows["free"].reserved)
     assert free.fits and free.policy == FusionPolicy(memory="free") and free.seconds > rich.seconds
     assert free.step_peak == rows["free"].peak
 
 
 def test_where_nothing_fits_it_says_what_is_missing() -> None:
     rich = two_mlps()
-    lowest = rich.within("1MiB").step_peak
+    lowest = rich.within("1MiB").reserved_bytes
     poor = rich.within(lowest - MiB)
-    assert not poor.fits and poor.missing == MiB and poor.peak_bytes == lowest
+    assert not poor.fits and poor.missing == MiB and poor.reserved_bytes == lowest
     assert poor.missing == min(row.missing for row in poor.levels if row.level != "checkpoint")
-    assert f"every MLP at  peak, forward and backward  least time  in {size(poor.limit)}" in re.sub(
+    assert f"every MLP at  peak, forward and backward  reserved, about  least time  in {size(poor.limit)}" in re.sub(
         " +(?=in)", "  ", str(poor)
     )
     assert any("torch.utils.checkpoint" in line or "(dp=" in line for line in poor.help)
@@ -534,9 +712,9 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
     (row,) = [row for row in rich.within("1MiB").levels if row.level == "checkpoint"]
     assert said.endswith(f"; {size(row.missing)} are missing then, too.")
     assert "does not fit: 1.00 MiB are missing" in str(poor)
-    assert lowest <= min(row.peak for row in poor.levels if row.level != "checkpoint")
+    assert lowest <= min(row.reserved for row in poor.levels if row.level != "checkpoint")
     least = rich.within("1MiB")
-    assert [row.missing for row in least.levels] == [row.peak - MiB for row in least.levels]
+    assert [row.missing for row in least.levels] == [row.reserved - MiB for row in least.levels]
     alone = f"The optimizer's step takes {size(least.optimizer_peak)} by itself, however few tokens there are"
     assert any(line.startswith(alone) for line in least.help) and not any("by itself" in line for line in poor.help)
     assert least.help[-1].endswith("Besides them: fewer tokens.")
@@ -545,22 +723,22 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
 def test_rows_count_as_the_headline_does() -> None:
     """A level lacks what the optimizer's step lacks, where that is more."""
     rich = two_mlps()
-    rows = (LevelRow("off", 9 * MiB, 1.0, 8 * MiB), LevelRow("free", 3 * MiB, 1.0, 4 * MiB))
+    rows = (LevelRow("off", 9 * MiB, 1.0, 9 * MiB, 8 * MiB), LevelRow("free", 3 * MiB, 1.0, 6 * MiB, 4 * MiB))
     poor = replace(rich, limit=MiB, optimizer_peak=5 * MiB, levels=rows)
     assert [row[-1] for row in report.level_rows(poor)] == [
         "in 1.00 MiB", "8.00 MiB missing", "4.00 MiB missing for the optimizer's step"
     ]  # fmt: skip
-    lacking = rich.within(rich.optimizer_peak - 1)
+    lacking = rich.within(rich.setup.reserved(rich.optimizer_peak) - 1)
     assert lacking.missing == min(row.missing for row in lacking.levels if row.level != "checkpoint")
 
 
 def test_a_plan_over_several_gpus() -> None:
     """What would fit where one GPU does not is computed; and is what the plan over so many then says."""
     rich, dp = two_mlps(), 4
-    limit = next(row.peak for row in rich.within("1GiB", dp=dp).levels if row.level == "input")
+    limit = next(row.reserved for row in rich.within("1GiB", dp=dp).levels if row.level == "input")
     poor = rich.within(limit)
     assert not poor.fits and poor.help[-1].startswith(
-        f'FSDP2 over {dp} GPUs (dp={dp}), each with a batch as given: it fits, every MLP at "input", a peak of '
+        f'FSDP2 over {dp} GPUs (dp={dp}), each with a batch as given: it fits, every MLP at "input", '
     )
     found, less = rich.within(limit, dp=dp), rich.within(limit, dp=dp // 2)
     assert found.fits and not less.fits and (found.dp, less.dp) == (dp, dp // 2)
@@ -739,7 +917,7 @@ def test_no_layer_is_left_out(kind: str) -> None:
 def is_never_short(model: nn.Module, x: Tensor) -> None:
     """A row, a plan between two rows and one that does not fit have the peak that the model is compiled to."""
     with pytest.MonkeyPatch.context() as patch:  # each compilation takes up to minutes: two levels, and one miss
-        patch.setattr(search, "levels_for", lambda lossless: ("free", "input"))
+        patch.setattr(search, "levels_for", lambda lossless, asked=None: ("free", "input"))
         patch.setattr(search, "MISSES", 1)
         plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
         rows = {row.level: row.peak for row in plan.levels if row.level != "checkpoint"}
@@ -852,7 +1030,7 @@ def resident(model: Callable[..., Any], *args: Any) -> tuple[Resident, int]:
     timeline, _ = compiled_timeline(captured, H100, FusionPolicy())
     parts = cut(timeline, captured, lambda call: 0.0)
     tensors = resident_tensors(model, captured.unit_of, parts.trained.__contains__, captured.unregistered)
-    return Resident.of(tensors, "adamw", 1), parts.entry
+    return Resident.of(tensors, Setup()), parts.entry
 
 
 def test_every_parameter_that_a_graph_reads_is_counted() -> None:
@@ -886,7 +1064,7 @@ def test_fsdp_does_not_shard_what_is_not_registered() -> None:
 
 
 def test_the_optimizers_step_has_the_batch_beside_it() -> None:
-    resident = Resident.of(resident_tensors(nn.Linear(8, 8), lambda path: ""), "adamw", 1)
+    resident = Resident.of(resident_tensors(nn.Linear(8, 8), lambda path: ""), Setup())
     assert replace(resident, batch=100).optimizer_peak == resident.optimizer_peak + 100
 
 

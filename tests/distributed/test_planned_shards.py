@@ -116,8 +116,8 @@ def step(live, model, tokens):
     return entry, *peaks, kept, end
 
 
-def predicted(model, tokens, ranks):
-    """The same of one of so many GPUs, by arithmetic on the whole model's step."""
+def predicted(model, tokens, setup):
+    """The same of one of several GPUs, by arithmetic on the whole model's step."""
     from torch_fused_ops.planner.static_memory import Resident, resident_tensors
     from torch_fused_ops.planner.step import Step, cut
     from torch_fused_ops.virtual_gpu.timeline import Event, Timeline
@@ -127,6 +127,8 @@ def predicted(model, tokens, ranks):
     def unit_of(path):
         return next((unit for unit in units if f"{path}.".startswith(f"{unit}.")), "")
 
+    tensors = resident_tensors(model, unit_of)
+    model = model.bfloat16() if setup.mixed_precision else model
     live = Live([tokens, *model.parameters()])
     follow(live, model)
     entry, *_, kept, end = step(live, model, tokens)
@@ -146,7 +148,8 @@ def predicted(model, tokens, ranks):
         unread=0,
     )
     parts = cut(Timeline(moments, entry, kept, end, gradients), captured, lambda call: 0.0)
-    resident = Resident.of(resident_tensors(model, unit_of), "none", ranks)
+    outer = {"token.weight": "(embedding)", "norm.weight": "(head)", "head.weight": "(head)"}
+    resident = Resident.of(tensors, setup, outer.get)
     found = Step(units, {}, {"free": parts}, resident.shards)
     alive, peaks = 0, dict.fromkeys(("forward", "backward"), 0)
     for graph, _, segment in found.sharded(found.pieces({})):
@@ -158,15 +161,31 @@ def predicted(model, tokens, ranks):
 def planned(rank, ranks, folder):
     """Before, at the peaks of forward and backward, between them, and behind: as many bytes as computed."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from torch_fused_ops.planner.setup import Setup
 
     mesh = init_device_mesh("cpu", (ranks,))
-    for name, (model, batch) in CASES.items():
-        tokens = torch.randint(CONFIG.vocabulary, batch)
-        expected = predicted(copy.deepcopy(model), tokens, ranks)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    mixed = {"mixed_precision": True}
+    cases = [(name, {}) for name in CASES] + [(name, mixed) for name in CASES]
+    cases += [("layers of Llama", mixed | {"root": "apart", "reshard": how}) for how in ("always", "not-last", "never")]
+    cases += [("layers of Llama", mixed | {"reshard": "not-last"}), ("layers", {"reshard": "never"})]
+    for name, settings in cases:
+        model, batch = copy.deepcopy((CASES | {"layers of Llama": (models.Llama(CONFIG), (1, 16))})[name])
+        tokens, setup = torch.randint(CONFIG.vocabulary, batch), Setup("none", ranks, **settings)
+        expected = predicted(copy.deepcopy(model), tokens, setup)
+        policy = (
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32) if setup.mixed_precision else MixedPrecisionPolicy()
+        )
+        last = len(model.blocks) - 1
+        for i, block in enumerate(model.blocks):
+            stays = setup.reshard == "never" or (setup.reshard == "not-last" and setup.root == "with" and i == last)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays)
+        if setup.root == "apart":
+            fully_shard(model.token, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.reshard != "never")
+            ends = [model.norm, model.head]
+            fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.reshard == "always")
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         live = Live([tokens, *(p.to_local() for p in model.parameters())])
         steps = []
         for _ in range(8):
@@ -176,8 +195,9 @@ def planned(rank, ranks, folder):
         found = tuple(map(min, *steps[1:]))
         # torch 2.15 frees the flat buffer of the layer before a moment earlier, so forward may have a layer less.
         layer = sum(ranks * p.to_local().nbytes for p in model.blocks[0].parameters())
-        assert expected[1] - layer <= found[1] <= expected[1], (name, found, expected)
-        assert found[:1] + found[2:] == expected[:1] + expected[2:], (name, found, expected)
+        case = name, settings, found, expected
+        assert expected[1] - layer <= found[1] <= expected[1], case
+        assert found[:1] + found[2:] == expected[:1] + expected[2:], case
 
 
 GROUPS = {"planned": (planned,)}

@@ -16,6 +16,13 @@ in which its Python code allocates and frees, as ``torch.cuda.memory_allocated``
   the layer's gradients into such a buffer of their own (``foreach_reduce``), frees them, and has shards. That buffer
   lives until the next layer's ``post_backward``. The root's turn is the last (``_root_post_backward_final_callback``).
 
+With a ``MixedPrecisionPolicy`` a parameter has three sizes: its shard's (float32, 4 bytes), the gathered one's
+(bfloat16, 2 bytes) and that of the buffer from which its gradient is reduced (float32, 4 bytes).
+
+The caching allocator has a pool for each stream, and memory that is free in one is not used in another. Flat buffers of
+gathering are allocated on the copy-in stream, results of reduce-scatter on a stream of their own. So PyTorch holds the
+most of each pool, although the pools are not at their most at the same moment.
+
 Parameters are cut along dimension 0 in equal pieces, the last one padded (``FSDPParam._init_sharded_param``).
 """
 
@@ -23,7 +30,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from torch_fused_ops.planner.model import EMBEDDING, HEAD, LOSS
 from torch_fused_ops.planner.segments import Piece, Segment
 
 
@@ -31,16 +40,36 @@ from torch_fused_ops.planner.segments import Piece, Segment
 class Group:
     """Parameters that are gathered together: a layer's, or all outside of layers. One GPU's bytes."""
 
-    shard: int = 0  # of the parameters
-    gradients: int = 0
+    shard: int = 0  # of the parameters as they are gathered
+    gradients: int = 0  # of the reduced gradients
+    reduced: int = 0  # of the gradients in the dtype in which they are reduced
+
+
+class Beside(NamedTuple):
+    """Additional bytes at a moment, by pool."""
+
+    main: int
+    gather: int
 
 
 @dataclass(frozen=True)
 class FullyShard:
-    """Shards over ``dp`` GPUs."""
+    """Shards over ``dp`` GPUs.
+
+    Attributes:
+        dp: the number of GPUs.
+        groups: by layer; "": the root; or ``EMBEDDING`` and ``HEAD``, if these are apart from the root.
+        reshard: the groups that are freed after forward: "always" all but the root, "not-last" all but the last, or
+            "never" none.
+        accumulate: True if the reduced gradients are added to ones that exist.
+        copies: True if gathered parameters are copied out of the flat buffer (FSDP2), False if they are views of it.
+    """
 
     dp: int
-    groups: Mapping[str, Group]  # by layer; "": the root
+    groups: Mapping[str, Group]
+    reshard: str = "always"
+    accumulate: bool = False
+    copies: bool = True
 
     def gathered(self, unit: str) -> int:
         """Bytes of a layer's whole parameters; of the flat buffer that they are gathered in; with padding."""
@@ -48,15 +77,22 @@ class FullyShard:
 
     def reduced(self, unit: str) -> int:
         """Bytes of the flat buffer from which a layer's gradients are reduced and scattered; with padding."""
-        return self.dp * self.groups.get(unit, Group()).gradients
+        return self.dp * self.groups.get(unit, Group()).reduced
+
+    def whole(self, forward: Sequence[str]) -> frozenset[str]:
+        """The groups that stay gathered between forward and backward, without the root."""
+        groups = [unit for unit in forward if unit not in ("", LOSS)]
+        return frozenset({"always": [], "not-last": groups[-1:], "never": groups}[self.reshard])
 
     @property
     def sent(self) -> int:
         """Bytes that a GPU sends in a step, as rings send them: (dp - 1)/dp of each buffer.
 
-        The root is gathered once, each layer before its forward and before its backward.
+        The root, and a group that stays gathered, is gathered once, others before forward and before backward.
         """
-        buffers = sum(2 * self.gathered(unit) + self.reduced(unit) for unit in self.groups) - self.gathered("")
+        order = [*(unit for unit in self.groups if unit != HEAD), *(unit for unit in self.groups if unit == HEAD)]
+        once = {"", *self.whole(order)}
+        buffers = sum((2 - (unit in once)) * self.gathered(unit) + self.reduced(unit) for unit in self.groups)
         return buffers * (self.dp - 1) // self.dp
 
     def around(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]:
@@ -67,38 +103,77 @@ class FullyShard:
             each_call: return all points of a segment, not only the highest.
         """
         step = [(graph, unit, segment) for graph, unit, segment in pieces if segment.points or not unit]
-        forward = [unit for graph, unit, _ in step if graph == "forward" and unit]
-        backward = [unit for graph, unit, _ in step if graph == "backward" and unit]
+        forward, backward = (self._named(step, graph) for graph in ("forward", "backward"))
         alive = shards = 0  # additional bytes, shards of gradients minus whole ones included
-        beside = [*self._forward(forward), *self._backward(backward)]
-        for i, ((graph, unit, segment), (start, during, end, after)) in enumerate(zip(step, beside, strict=True)):
+        gradients = 0  # of shards so far
+        beside = [*self._forward(forward), *self._backward(backward, self.whole(forward))]
+        groups = [*forward, *backward]
+        for i, ((graph, unit, segment), name, moments) in enumerate(zip(step, groups, beside, strict=True)):
+            start, during, end, after = map(sum, moments)
             live = segment.points if each_call else (segment.peak,) if segment.points else ()
             points = (start, *(during + point for point in live), segment.net + end)
             points = tuple(shards + point - alive for point in points)
-            if graph == "backward" and (unit or i == len(step) - 1):
-                shards += self.groups.get(unit, Group()).gradients
+            shards_before, gradients_before = shards, gradients
+            if graph == "backward" and ((name and name != LOSS) or i == len(step) - 1):
+                gradients += self.groups.get(name, Group()).gradients * (not self.accumulate)
+                shards += self.groups.get(name, Group()).gradients * (not self.accumulate)
+            first, inside, last, _ = (beside.main - gradients_before for beside in moments)
+            held = max(first, inside + segment.peak + segment.hole, last + segment.net) + shards_before - alive
             shards -= segment.gradients
             net = segment.net + after + shards - alive
             alive = after + shards
-            yield graph, unit, Segment(points, net, segment.seconds)
+            yield graph, unit, Segment(points, net, segment.seconds, main=held)
 
-    def _forward(self, units: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+    def pools(self, pieces: Iterable[Piece]) -> int:
+        """The most bytes of the pool of flat buffers, plus the most of the pool of reduced gradients."""
+        step = [(graph, unit, segment) for graph, unit, segment in pieces if segment.points or not unit]
+        forward, backward = (self._named(step, graph) for graph in ("forward", "backward"))
+        moments = [*self._forward(forward), *self._backward(backward, self.whole(forward))]
+        gather = max((beside.gather for four in moments for beside in four), default=0)
+        return gather + sum(group.gradients for group in self.groups.values()) * (not self.accumulate)
+
+    def _named(self, step: Sequence[Piece], graph: str) -> list[str]:
+        """The group of each segment of forward or backward."""
+        units = [unit for kind, unit, _ in step if kind == graph]
+        if EMBEDDING in self.groups or HEAD in self.groups:
+            outer = [i for i, unit in enumerate(units) if not unit]
+            ends = (EMBEDDING, HEAD) if graph == "forward" else (HEAD, EMBEDDING)
+            units[outer[0]], units[outer[-1]] = ends
+        return units
+
+    def _forward(self, units: Sequence[str]) -> Iterator[tuple[Beside, Beside, Beside, Beside]]:
         """Additional bytes at a segment's beginning, during it, at its end and after; before, in and after layers."""
-        root = flat = self.gathered("")
-        yield (root + flat,) * 4
-        for layer in map(self.gathered, units):
-            yield root + flat + 2 * layer, root + 2 * layer, root + 2 * layer, root + layer
-            flat = layer
-        yield *(root + flat,) * 3, root
+        main = self.gathered("")
+        flat = main * self.copies
+        whole, last = self.whole(units), max(i for i, unit in enumerate(units) if unit != LOSS)
+        for i, unit in enumerate(units):
+            layer = self.gathered(unit) if unit else 0
+            start = Beside(main + layer, flat + layer * self.copies)
+            flat = layer * self.copies if unit and unit != LOSS else flat
+            inside = Beside(main + layer, flat)
+            main += layer * (unit in whole)
+            flat *= i != last  # the root's forward is over
+            yield start, inside, inside, Beside(main, flat)
 
-    def _backward(self, units: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+    def _backward(self, units: Sequence[str], whole: frozenset[str]) -> Iterator[tuple[Beside, Beside, Beside, Beside]]:
         """The same for backward. At a segment's end its gradients are being copied, with both copies alive."""
         root, reducing = self.gathered(""), 0
-        prefetched = [*map(self.gathered, units[1:]), 0]
-        yield (root + (self.gathered(units[0]) if root and units else 0),) * 4
-        for unit, following in zip(units, prefetched, strict=False):
-            layer = self.gathered(unit)
-            start, during = root + 2 * layer + reducing, root + layer + following + reducing
-            reducing = self.reduced(unit)
-            yield start, during, *(root + following + reducing,) * 2
-        yield root + reducing, root + reducing, self.reduced(""), 0
+        main = root + sum(map(self.gathered, whole))
+
+        def flat(i: int) -> int:
+            unit = units[i] if i < len(units) else ""
+            return 0 if unit in ("", LOSS, *whole) else self.gathered(unit)
+
+        for i, unit in enumerate(units):
+            if unit == LOSS:
+                yield (Beside(main, 0),) * 4
+            elif not unit and i < len(units) - 1:
+                yield (Beside(main, flat(i + 1) if root else 0),) * 4
+            else:
+                layer, gone = self.gathered(unit), unit in whole or not unit
+                main -= layer * gone
+                start = Beside(main + layer + reducing, flat(i) * self.copies)
+                during = Beside(main + layer + reducing, flat(i + 1))
+                reducing = self.reduced(unit)
+                end = Beside(main + reducing, flat(i + 1))
+                yield start, during, end, end if i < len(units) - 1 else Beside(0, 0)

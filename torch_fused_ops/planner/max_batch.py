@@ -148,8 +148,8 @@ class Sizes:
     def step_at(self, level: str, size: int, timed: bool = False) -> Step:
         """The step at a size, every MLP at a level; times, which need machine code, on request."""
         captured, timeline, papers = self.compiled(level, size)
-        parts = cut(timeline, captured, clock(papers) if timed else lambda call: 0.0)
-        return Step(captured.units, captured.mlps, {level: parts}, self.step.shards)
+        parts = cut(timeline, captured, clock(papers, self.gpu) if timed else lambda call: 0.0)
+        return replace(self.step, units=captured.units, mlps=captured.mlps, parts={level: parts})
 
     def _compiled(self, level: str, size: int) -> tuple[CapturedModel, Timeline, tuple[PaperCompilation, ...]]:
         log.info('compiling: %s %d, every MLP at "%s"', self.dimension, size, level)

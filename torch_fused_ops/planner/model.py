@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_fused_ops.graphs.capture import run_captured
-from torch_fused_ops.graphs.modules import is_parameter, source_name, tensor_path
+from torch_fused_ops.graphs.modules import is_parameter, module_stack, source_name, tensor_path
 from torch_fused_ops.graphs.sites import Site
+from torch_fused_ops.planner.setup import check
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, layers_of, said, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside
+
+# Never modules' names: the unit of a loss outside of the model, and what precedes the layers and follows them.
+LOSS, EMBEDDING, HEAD = "(loss)", "(embedding)", "(head)"
 
 
 @dataclass(frozen=True)
@@ -30,16 +36,57 @@ class CapturedModel:
     layers: Mapping[str, str]  # the layer of a module, by its path
     unregistered: Mapping[str, Tensor]  # parameters and buffers that graphs read and the model does not register
     unread: int  # bytes of argument tensors that no graph reads
+    # Of a model in pieces (pieces.py), for each graph: the layer that all of its calls belong to, None if they say it
+    # themselves. () if the model is compiled as it was captured.
+    pieces: tuple[str | None, ...] = ()
+    eager: frozenset[int] = frozenset()  # the graphs that are not compiled
+    shared: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (graph, input) that are one tensor: its name
+    kept: frozenset[tuple[int, int]] = frozenset()  # (graph, result) that the caller holds although the loss reads it
 
     def parameter(self, graph: int, number: int) -> str:
         """The path of the parameter, or of the buffer, that is a graph's input; "" if it is another tensor."""
         captured = self.graphs[graph].graph
         return captured.paths[number] if captured else ""
 
+    def under_autocast(self) -> CapturedModel:
+        """The model with its forward under bfloat16 autocast."""
+        graphs = (replace(c.graph, autocast=torch.bfloat16) if c.graph else None for c in self.graphs)
+        return replace(self, graphs=tuple(replace(c, graph=g) for c, g in zip(self.graphs, graphs, strict=True)))
+
+    def group_of(self, path: str) -> str:
+        """``EMBEDDING`` for a parameter outside of layers that is read before them, ``HEAD`` for one read behind them.
+
+        Raises:
+            ValueError: a parameter is read before and behind the layers.
+        """
+        found = set()
+        passed = False
+        for capture in self.graphs:
+            nodes = capture.graph.gm.graph.nodes if capture.graph else ()
+            paths = dict(
+                zip(
+                    (n for n in nodes if n.op == "placeholder"),
+                    capture.graph.paths if capture.graph else (),
+                    strict=True,
+                )
+            )
+            for node in nodes:
+                passed |= self.unit_of(next(reversed(module_stack(node)), "")) != ""
+                if node.op != "placeholder" and any(paths.get(x) == path for x in node.all_input_nodes):
+                    found.add(HEAD if passed else EMBEDDING)
+        if len(found) > 1:
+            raise ValueError(f"root='apart' is not accepted: {path} is read before the layers and behind them")
+        return found.pop() if found else EMBEDDING
+
     def unit_of(self, path: str) -> str:
         """The unit of a module; "" if it is in none."""
         layer = self.layers.get(path, "")
         return layer if layer in self.units else ""
+
+
+def returned(x: Tensor) -> Tensor:
+    """Mark a result of the model in the captured graph: what follows is the loss."""
+    return x.view_as(x)
 
 
 class _Captured(BaseException):
@@ -53,8 +100,64 @@ def _storages(values: Any) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CapturedModel:
+@contextlib.contextmanager
+def weights_as(model: Callable[..., Any], dtype: torch.dtype | None) -> Iterator[None]:
+    """Replace a module's floating-point parameters by uninitialized ones of another dtype. None: replace nothing."""
+    others: dict[int, nn.Parameter] = {}
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    modules = model.modules() if isinstance(model, nn.Module) and dtype is not None else ()
+    for module in modules:
+        for name, p in module._parameters.items():
+            if p is not None and p.is_floating_point():
+                other = others.setdefault(id(p), nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad))
+                before.append((module, name, p))
+                module._parameters[name] = other
+    try:
+        yield
+    finally:
+        for module, name, p in before:
+            module._parameters[name] = p
+
+
+def floats_as(values: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors in nested values."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def loss_of(loss: Any) -> tuple[Callable[[Any], Tensor] | None, str]:
+    """The loss function that ``plan``'s argument stands for, and whether it is "eager" or "compiled".
+
+    Raises:
+        ValueError: it is neither a function nor a word for one.
+    """
+    if loss is None or not callable(loss):
+        check("loss", loss)
+        return (None, "") if loss is None else (cross_entropy, loss)
+    original = getattr(loss, "_orig_mod", getattr(loss, "_torchdynamo_orig_callable", loss))
+    return original, "eager" if original is loss else "compiled"
+
+
+def cross_entropy(result: Any) -> Tensor:
+    """The mean cross entropy of logits, computed in float32, of a tensor or of a result with ``logits``."""
+    logits = getattr(result, "logits", result)
+    rows = logits.flatten(0, -2).float()
+    targets = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)
+    return F.cross_entropy(rows, targets)
+
+
+def captured_model(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+) -> CapturedModel:
     """Capture a model without running it, unless it breaks into several graphs.
+
+    Args:
+        model: a module or a function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        loss: called with the model's result; None if the model returns its loss.
 
     Raises:
         ValueError: the graphs are not all of it: there is none, one runs several times, or what runs between them
@@ -70,6 +173,15 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     unregistered: dict[str, Tensor] = {}
     read: dict[int, int] = {}  # storages
     left_out: list[str] = []
+    torch._dynamo.allow_in_graph(returned)  # type: ignore[no-untyped-call]
+
+    def with_loss(*args: Any, **kwargs: Any) -> Tensor:
+        assert loss is not None
+        result = model(*args, **kwargs)
+        marked = returned(result) if isinstance(result, Tensor) else tree_map_only(Tensor, returned, result)
+        return loss(marked)
+
+    called = model if loss is None else with_loss
     if isinstance(model, nn.Module):
         names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
 
@@ -113,7 +225,7 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     for whole in (True, False):
         try:
             with torch.enable_grad():
-                result = run_captured(model, args, kwargs, capture, fullgraph=whole, dynamic=False)
+                result = run_captured(called, args, kwargs, capture, fullgraph=whole, dynamic=False)
             if not whole and not _storages(result).keys() <= known.keys():
                 left_out.append("something behind the last graph is in no graph")
             break

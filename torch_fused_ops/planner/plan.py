@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_fused_ops.graphs.capture import check_model, name_of
 from torch_fused_ops.planner.report import LayerRow, LevelRow, PlanFigures
-from torch_fused_ops.planner.setup import bytes_of, check
+from torch_fused_ops.planner.setup import Setup, bytes_of, check
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Plan(PlanFigures):
         """
         assert self._planner is not None
         limit = bytes_of(memory)
-        return self._planner.over(self.dp if dp is None else dp).within(limit)
+        return self._planner.over(self.setup.dp if dp is None else dp).within(limit)
 
     def recompiled_peak_bytes(self) -> int:
         """Recompute ``step_peak``: capture the model and compile it with the plan's policy; seconds a layer."""
@@ -59,8 +59,19 @@ def plan(
     gpu: str = "H200",
     optimizer: str = "adamw",
     lossless: bool = False,
+    levels: Sequence[str] | None = None,
     maximum: str | None = None,
+    loss: str | Callable[[Any], Tensor] | None = None,
+    keep_logits: bool = False,
     dp: int = 1,
+    parallel: str = "fsdp2",
+    mixed_precision: bool = False,
+    root: str = "with",
+    reshard: str = "always",
+    master_weights: str | None = None,
+    accumulate: int = 1,
+    compiled: str = "model",
+    expandable_segments: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step: estimate its memory on a GPU, and choose the cheapest memory levels with which it fits.
@@ -70,17 +81,30 @@ def plan(
     on a device. A model that is captured as one graph does not run.
 
     Args:
-        model: a module or a function that returns its loss. Backward begins with all results.
+        model: a module or a function that returns its loss, or that ``loss`` is called with the result of. Without
+            ``loss``, backward begins with all results.
         *args: its arguments on one GPU. Model and arguments may be meta tensors: only sizes and dtypes matter.
-        memory: the limit, "72GiB", "800MiB" or bytes. Leave room for what is not counted (``docs/plan.md``).
+        memory: the limit, "72GiB", "800MiB" or bytes. Leave room for the CUDA context, NCCL and libraries.
         gpu: "A100", "H100", "H200", "B200" or "MI300X".
-        optimizer: "adamw", "sgd", PyTorch's own with their default settings, or "none".
+        optimizer: "adamw", "sgd", PyTorch's own with their default settings, "adamw-fused", or "none".
         lossless: do not choose levels that round gradients ("fp8").
+        levels: the memory levels to choose among; by default all.
         maximum: "batch" or "tokens": also find the largest that fits at each level (``Plan.largest``): dimension 0, or
             1, of all argument tensors with the first one's size in it. Takes minutes; the logger
             "torch_fused_ops.planner" reports progress at level INFO.
+        loss: the loss outside of the compiled model: a function of the model's result, which runs in eager mode
+            unless ``torch.compile`` made it; "eager" or "compiled" for the mean cross entropy of float32 logits.
+        keep_logits: the caller holds the model's result until the step ends.
         dp: the number of GPUs over which FSDP2 shards the model, by ``fully_shard`` of each layer and of the model,
             with its defaults. Bytes and ``args`` are then per GPU.
+        parallel: "fsdp2", "fsdp1", or "ddp" for ``DistributedDataParallel``.
+        mixed_precision: FSDP2 on float32 shards with ``MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)``.
+        root: "with", or "apart" if embedding, and norm with head, are groups of their own (``planner.setup``).
+        reshard: "always", "not-last" or "never": the groups that FSDP2 frees after forward.
+        master_weights: "float32": float32 weights and state, forward under bfloat16 autocast (Trainer's ``bf16=True``).
+        accumulate: micro-batches for each step of the optimizer.
+        compiled: "model", "layers" if each layer is compiled by itself, or "none".
+        expandable_segments: the allocator's setting; without it PyTorch reserves more.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -88,46 +112,60 @@ def plan(
 
     Raises:
         TypeError: model is not callable, or a class.
-        ValueError: memory, gpu, optimizer or maximum is not known; dp is not a number of GPUs, or FSDP2 cannot shard
-            the model; nothing in the model needs a gradient; it is not captured as a whole.
+        ValueError: a setting is not known, or FSDP2 cannot shard the model; nothing in the model needs a gradient; it
+            is not captured as a whole.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
     from torch_fused_ops.planner import max_batch, search
     from torch_fused_ops.planner import model as models
+    from torch_fused_ops.planner.pieces import divided
     from torch_fused_ops.planner.static_memory import check_shards, check_whole, resident_tensors
     from torch_fused_ops.planner.step import OFF, Step, parts_of
     from torch_fused_ops.virtual_gpu import gpus
 
     model = check_model(model)
-    given = {"memory": memory, "gpu": gpu, "optimizer": optimizer, "maximum": maximum, "dp": dp}
-    for name, value in given.items():
+    for name, value in {"memory": memory, "gpu": gpu, "maximum": maximum, "levels": levels}.items():
         check(name, value)
+    sharing = (dp, parallel, mixed_precision, root, reshard)
+    setup = Setup(optimizer, *sharing, master_weights, accumulate, compiled, expandable_segments)
     limit, described = bytes_of(memory), gpus.by_name(gpu)
+    loss_function, loss_runs = models.loss_of(loss)
+    weights = torch.bfloat16 if mixed_precision else torch.float32 if master_weights else None
     size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
     gpus.import_triton()  # fail at once, not after capturing the model
     lowerings.require()
-    levels = search.levels_for(lossless)
-    check_whole(model, dp)
+    chosen_among = search.levels_for(lossless, levels)
+    if setup.sharded:
+        check_whole(model, dp)
 
     def captured_at(size: int) -> CapturedModel:
         resized = max_batch.resized((args, kwargs), maximum, size) if maximum is not None else (args, kwargs)
-        return models.captured_model(model, *resized)
+        resized = models.floats_as(resized, torch.bfloat16) if mixed_precision else resized
+        with models.weights_as(model, weights):
+            captured = models.captured_model(model, *resized, loss_function)
+        captured = captured.under_autocast() if master_weights else captured
+        whole = compiled == "model" and loss_function is None
+        return captured if whole else divided(captured, described, compiled, loss_runs, keep_logits)
 
     captured = captured_at(size)
-    check_shards(model, captured.unit_of, dp, captured.unregistered)  # its errors come before minutes of compiling
+    if setup.sharded:
+        check_shards(model, captured.unit_of, dp, captured.unregistered)  # its errors come before minutes of compiling
     parts = {}
-    for level in (*levels, OFF) if captured.mlps else levels[:1]:
+    fused = bool(captured.mlps) and compiled != "none"
+    for level in (*(level for level in chosen_among if level != OFF), OFF) if fused else chosen_among[:1]:
         log.info('compiling: every MLP at "%s"', level)
         parts[level] = parts_of(captured, described, FusionPolicy(memory=level))  # type: ignore[arg-type]
-    step = Step(captured.units, captured.mlps, parts)
-    trained = parts[levels[0]].trained.__contains__
+    step = Step(captured.units, captured.mlps if fused else {}, parts)
+    trained = parts[next(iter(parts))].trained.__contains__
     tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
-    planner = _Planner(model, lambda: captured_at(size), captured, step, tensors, described, optimizer, levels, dp)
+    planner = _Planner(model, lambda: captured_at(size), captured, step, tensors, described, chosen_among, setup)
     result, resident = planner.within(limit), planner.resident
     if maximum is None:
         return result
-    room = limit - resident.nbytes if resident.optimizer_peak <= limit else 0
+    available = setup.available(limit)
+    slack = max(c.curve.held - c.curve.peak for c in planner.candidates)  # of pools and holes, at the given size
+    room = available - resident.nbytes - slack if resident.optimizer_peak <= available else 0
     sizes = max_batch.Sizes(captured_at, maximum, size, described, planner.step)
     return replace(result, largest=sizes.largest(resident.nbytes, room))
 
@@ -142,9 +180,8 @@ class _Planner:
     measured: Step  # at each level, without shards
     tensors: Sequence[ResidentTensor]
     gpu: GPU
-    optimizer: str
     levels: Sequence[str]  # the plainest first
-    dp: int = 1
+    setup: Setup
     _mixed: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict, init=False)  # compiled, by levels
 
     def over(self, dp: int) -> _Planner:
@@ -155,22 +192,29 @@ class _Planner:
         """
         from torch_fused_ops.planner.static_memory import check_shards
 
-        check_shards(self.model, self.captured.unit_of, dp, self.captured.unregistered)
-        return self if dp == self.dp else replace(self, dp=dp)
+        check("dp", dp)
+        if self.setup.parallel != "ddp":
+            check_shards(self.model, self.captured.unit_of, dp, self.captured.unregistered)
+        return self if dp == self.setup.dp else replace(self, setup=replace(self.setup, dp=dp))
 
     @cached_property
     def resident(self) -> Resident:
         """The memory that does not depend on levels."""
         from torch_fused_ops.planner.static_memory import Resident
 
-        resident = Resident.of(self.tensors, self.optimizer, self.dp)
-        step = replace(self.measured, shards=resident.shards)
-        return replace(resident, batch=max(step.entry, step.at({}).end - resident.gradients))
+        resident = Resident.of(self.tensors, self.setup, self.captured.group_of)
+        step = self._sharded(resident)
+        gradients = 0 if resident.accumulated else resident.gradients
+        return replace(resident, batch=max(step.entry, step.at({}).end - gradients))
 
     @cached_property
     def step(self) -> Step:
         """The step at each level, with shards if there are any."""
-        return replace(self.measured, shards=self.resident.shards)
+        return self._sharded(self.resident)
+
+    def _sharded(self, resident: Resident) -> Step:
+        ends = "layer" if self.captured.pieces and self.setup.compiled != "model" else "step"
+        return replace(self.measured, shards=resident.shards, accumulates=ends if resident.accumulated else "")
 
     @cached_property
     def candidates(self) -> list[Candidate]:
@@ -198,9 +242,13 @@ class _Planner:
         """The compiled peak of forward and backward at these levels."""
         return self.resident.nbytes + (step or self.exact(chosen)).at(chosen.levels).peak
 
-    def missing(self, limit: int, peak: int) -> int:
-        """Bytes that are missing for a step with this peak, or for the optimizer's step."""
-        return max(0, peak - limit, self.resident.optimizer_peak - limit)
+    def held(self, chosen: Candidate) -> int:
+        """The bytes that PyTorch's pools hold for the compiled step at these levels, the optimizer's step apart."""
+        return self.resident.nbytes + self.exact(chosen).at(chosen.levels).held
+
+    def reserved(self, held: int) -> int:
+        """The bytes that PyTorch reserves, about, for a step that holds so many; the optimizer's step included."""
+        return self.setup.reserved(max(held, self.resident.optimizer_peak))
 
     def within(self, limit: int) -> Plan:
         """The plan for a limit."""
@@ -210,14 +258,16 @@ class _Planner:
 
         step, resident = self.step, self.resident
         uniform = [candidate for candidate in self.candidates if not candidate.is_mixed]
-        room = limit - resident.nbytes
-        chosen = search.best(self.candidates, room, lambda candidate: self.peak(candidate) - resident.nbytes)
+        room = self.setup.available(limit) - resident.nbytes
+        chosen = search.best(self.candidates, room, lambda candidate: self.held(candidate) - resident.nbytes)
         if chosen is None:
-            lowest = (min(candidates, key=lambda c: c.curve.peak) for candidates in (self.candidates, uniform))
-            chosen = min(lowest, key=self.peak)
+            lowest = (min(candidates, key=lambda c: c.curve.held) for candidates in (self.candidates, uniform))
+            chosen = min(lowest, key=self.held)
         exact = self.exact(chosen)
+        held = max(self.held(chosen), resident.optimizer_peak)
         curve, step_peak = exact.at(chosen.levels), self.peak(chosen)
-        off_levels = dict.fromkeys(step.mlps, OFF)
+        plainest = OFF if OFF in step.parts else next(iter(step.parts))
+        off_levels = dict.fromkeys(step.mlps, plainest)
         off = step.at(off_levels)
         curves = {level: candidate.curve for candidate in uniform for level in candidate.levels.values()}
         inputs = _unit_inputs(self.captured)
@@ -228,15 +278,20 @@ class _Planner:
         for level in (*MEMORY, "checkpoint"):
             if level in curves:
                 peak = resident.nbytes + curves[level].peak
-                rows.append(LevelRow(level, peak, curves[level].seconds, self.missing(limit, peak)))
-        missing = self.missing(limit, step_peak)
-        sent = resident.shards.sent if resident.shards else 0
+                reserved = self.reserved(resident.nbytes + curves[level].held)
+                rows.append(LevelRow(level, peak, curves[level].seconds, reserved, max(0, reserved - limit)))
+        reserved = self.setup.reserved(held)
+        missing = max(0, reserved - limit)
+        reduced = 2 * resident.buckets * (self.setup.dp - 1) // self.setup.dp  # as rings send them
+        sent = resident.shards.sent if resident.shards else reduced
         return Plan(
             title=name_of(self.model),
             gpu=self.gpu.name,
             limit=limit,
-            optimizer=self.optimizer,
+            optimizer=self.setup.optimizer,
             fits=not missing,
+            reserved_bytes=reserved,
+            held_bytes=held,
             peak_bytes=max(step_peak, resident.optimizer_peak),
             step_peak=step_peak,
             optimizer_peak=resident.optimizer_peak,
@@ -254,7 +309,7 @@ class _Planner:
             layers=tuple(_layers(exact, resident, chosen.levels)),
             missing=missing,
             help=tuple(self.help(curve, checkpointed, limit)),
-            dp=self.dp,
+            setup=self.setup,
             sent=sent,
             link_seconds=sent / roofline.link_rate(self.gpu),
             curve=tuple(resident.nbytes + point for point in exact.points(chosen.levels)),
@@ -267,19 +322,25 @@ class _Planner:
         """Yield advice to make the step fit, or cheaper."""
         from torch_fused_ops.reports.text import size
 
-        resident = self.resident
+        resident, reserved, given = self.resident, self.setup.reserved, limit
+        limit = self.setup.available(limit)
         if not self.step.mlps:
             yield "No MLP is fused, so there is no level to choose."
         if resident.optimizer_peak > limit and resident.optimizer_peak - resident.transient <= limit:
             beside = f"{size(resident.transient)} beside its state"
-            yield f"The optimizer's step allocates {beside}; with fused=True it does not."
-        if resident.nbytes + curve.peak <= limit:
+            yield f'The optimizer\'s step allocates {beside}; with fused=True (optimizer="adamw-fused") it does not.'
+        held = max(resident.nbytes + curve.held, resident.optimizer_peak)
+        if not self.setup.expandable_segments and replace(self.setup, expandable_segments=True).reserved(
+            held
+        ) <= given < reserved(held):
+            yield "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits (expandable_segments=True)."
+        if resident.nbytes + curve.held <= limit:
             return
         if checkpointed is not None and checkpointed.peak < curve.peak:
-            peak = resident.nbytes + checkpointed.peak
-            short = self.missing(limit, peak)
+            peak, held = (resident.nbytes + nbytes for nbytes in (checkpointed.peak, checkpointed.held))
+            short = max(0, self.reserved(held) - given)
             verdict = f"{size(short)} are missing then, too" if short else "fits"
-            if short and peak <= limit:
+            if short and held <= limit:
                 verdict = "forward and backward fit then"
             yield (
                 f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, and "
@@ -300,23 +361,24 @@ class _Planner:
         from torch_fused_ops.reports.text import size
 
         need = 0
-        for dp in (n for n in DP if n > self.dp):
+        for dp in (n for n in DP if n > self.setup.dp):
             try:
                 other = self.over(dp)
             except ValueError as error:
                 return f"FSDP2 does not help: {error}."
             uniform = [candidate.levels for candidate in self.candidates if not candidate.is_mixed]
             resident, step = other.resident, other.step
-            needs = [max(resident.nbytes + step.at(levels).peak, resident.optimizer_peak) for levels in uniform]
+            needs = [max(resident.nbytes + step.at(levels).held, resident.optimizer_peak) for levels in uniform]
             need = min(needs)
             if need <= limit:
                 level = next(iter(uniform[needs.index(need)].values()), "")
                 where = f', every MLP at "{level}"' if level else ""
                 gpus = f"{dp} GPUs (dp={dp}), each with a batch as given"
-                return f"FSDP2 over {gpus}: it fits{where}, a peak of {size(need)}."
+                return f"FSDP2 over {gpus}: it fits{where}, {size(self.setup.reserved(need))} reserved."
         if not need:
             return f"Use {fewer}."
-        return f"Shards by themselves do not help: over {DP[-1]} GPUs the peak is {size(need)}. Besides them: {fewer}."
+        least = size(self.setup.reserved(need))
+        return f"Shards by themselves do not help: over {DP[-1]} GPUs {least} are reserved. Besides them: {fewer}."
 
 
 def _layers(step: Step, resident: Resident, levels: Mapping[str, str]) -> list[LayerRow]:
@@ -355,6 +417,14 @@ def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
         return captured.unit_of(next(reversed(module_stack(node)), ""))
 
     inputs: dict[str, int] = {}
+    for i, part in enumerate(captured.graphs if captured.pieces else ()):
+        unit = captured.pieces[i]
+        if unit in captured.units and part.graph is not None:
+            nodes = enumerate(part.graph.gm.graph.find_nodes(op="placeholder"))
+            values = (node.meta["example_value"] for j, node in nodes if (i, j) in captured.links)
+            inputs[unit] = inputs.get(unit, 0) + sum(value.nbytes for value in values)
+    if captured.pieces:
+        return inputs
     seen: set[torch.fx.Node] = set()
     nodes = (node for part in captured.graphs if part.graph is not None for node in part.graph.gm.graph.nodes)
     for node in nodes:

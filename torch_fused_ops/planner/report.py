@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch_fused_ops.planner.setup import FRAGMENTATION, Setup
 from torch_fused_ops.reports.page import template
 from torch_fused_ops.reports.text import aligned, change, size
 from torch_fused_ops.settings.environment import writable
@@ -25,6 +26,7 @@ class LevelRow:
     level: str  # of ``FusionPolicy(memory=…)``; "checkpoint": an estimate for checkpoints around whole layers
     peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
     seconds: float  # the least time of forward and backward
+    reserved: int  # bytes that PyTorch reserves, about; the optimizer's step included
     missing: int  # bytes beyond the limit, as ``Plan.missing``; of the optimizer's step, if it needs more
 
     @property
@@ -56,7 +58,9 @@ class PlanFigures:
         gpu: the GPU's name.
         limit: bytes that may be used.
         optimizer: its name.
-        fits: True if forward, backward and the optimizer's step stay within the limit.
+        fits: True if the bytes that PyTorch reserves stay within the limit.
+        reserved_bytes: the bytes that PyTorch reserves, about: ``held_bytes`` and a margin for fragmentation.
+        held_bytes: the bytes that the caching allocator's pools hold: each pool's most.
         peak_bytes: the most bytes alive at once, the greater of the two following.
         step_peak: the peak of forward and backward, with parameters and optimizer state.
         optimizer_peak: the peak of the optimizer's step: parameters, gradients, state, its allocations, and the batch.
@@ -74,8 +78,7 @@ class PlanFigures:
         layers: the bytes by layer.
         missing: bytes beyond the limit, 0 if it fits.
         help: advice to make it fit, or cheaper.
-        dp: GPUs with shards of parameters, gradients and optimizer state (FSDP2); bytes are per GPU, with its own
-            batch.
+        setup: how the model is trained; bytes are per GPU, with its own batch.
         sent: bytes that a GPU sends in a step.
         link_seconds: the time to send them by the GPU's data sheet, not included in ``seconds``.
         largest: the largest batch or sequence that fits, if ``maximum`` requests it.
@@ -86,6 +89,8 @@ class PlanFigures:
     limit: int
     optimizer: str
     fits: bool
+    reserved_bytes: int
+    held_bytes: int
     peak_bytes: int
     step_peak: int
     optimizer_peak: int
@@ -103,12 +108,17 @@ class PlanFigures:
     layers: tuple[LayerRow, ...]
     missing: int
     help: tuple[str, ...]
-    dp: int = 1
+    setup: Setup = field(default_factory=Setup)
     sent: int = 0
     link_seconds: float = 0.0
     largest: Largest | None = None
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def dp(self) -> int:
+        """The number of GPUs."""
+        return self.setup.dp
 
     def as_dict(self) -> dict[str, Any]:
         """The attributes for JSON, without live-bytes timelines, and with the policy's memory levels."""
@@ -117,6 +127,7 @@ class PlanFigures:
         rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
         rows["levels"] = [{**asdict(row), "fits": row.fits} for row in self.levels]
         rows["largest"] = asdict(self.largest) if self.largest else None
+        rows |= {"setup": asdict(self.setup), "dp": self.dp}
         memory = self.policy.memory
         return {**shallow, **rows, "memory": memory if isinstance(memory, str) else dict(memory)}
 
@@ -189,8 +200,9 @@ def communication(plan: PlanFigures) -> str:
     """The bytes that a GPU sends; "" for a single GPU."""
     if not plan.sent:
         return ""
+    how = "FSDP2" if plan.setup.sharded else "DDP"
     return (
-        f"each GPU sends {size(plan.sent)} a step (FSDP2): {duration(plan.link_seconds)} within a node by the links' "
+        f"each GPU sends {size(plan.sent)} a step ({how}): {duration(plan.link_seconds)} within a node by the links' "
         "data sheet, without overlap, not included in the least time; bytes and batch are per GPU"
     )
 
@@ -198,13 +210,14 @@ def communication(plan: PlanFigures) -> str:
 def level_rows(plan: PlanFigures) -> list[tuple[str, ...]]:
     """The peak and time of each level by itself, and its missing bytes."""
     rows: list[tuple[str, ...]] = [
-        ("every MLP at", "peak, forward and backward", "least time", f"in {size(plan.limit)}")
+        ("every MLP at", "peak, forward and backward", "reserved, about", "least time", f"in {size(plan.limit)}")
     ]
     for row in plan.levels:
         lacking = f"{size(row.missing)} missing"
-        if row.missing == plan.optimizer_peak - plan.limit:
+        if row.reserved == plan.setup.reserved(plan.optimizer_peak):
             lacking += " for the optimizer's step"
-        rows.append((row.level, size(row.peak), duration(row.seconds), "fits" if row.fits else lacking))
+        figures = (size(row.peak), size(row.reserved), duration(row.seconds))
+        rows.append((row.level, *figures, "fits" if row.fits else lacking))
     return rows
 
 
@@ -228,9 +241,25 @@ def largest_rows(largest: Largest) -> list[tuple[str, ...]]:
     return rows
 
 
+def notes(plan: PlanFigures) -> Iterator[str]:
+    """What the figures are for, and what they leave out."""
+    margin = FRAGMENTATION[plan.setup.expandable_segments]
+    kind = "with" if plan.setup.expandable_segments else "without"
+    yield (
+        f"Reserved: what PyTorch's pools hold, and {margin:.0%} for fragmentation, {kind} expandable segments. The "
+        "CUDA context, NCCL and libraries take 0.6 to 1.3 GB beside it."
+    )
+    if plan.optimizer_state:
+        yield f"The first step lacks {size(plan.optimizer_state)} of optimizer state: that it fits proves little."
+    yield "Least time: published training steps took 1.2 to 1.9 times as long (collectives, optimizer, data)."
+    yield (
+        "Not modeled: tensor, context and pipeline parallelism, HSDP, offloading, float8 gathering, reference cycles."
+    )
+
+
 def sections(plan: PlanFigures) -> Iterator[Section]:
     """The tables of a plan, for all of its forms."""
-    shards = plan.dp > 1
+    shards = plan.setup.sharded
     parts = (
         ("parameters, in shards, and buffers" if shards else "parameters and buffers", plan.parameters),
         (f"optimizer state ({plan.optimizer}{', in shards' if shards else ''})", plan.optimizer_state),
@@ -238,6 +267,8 @@ def sections(plan: PlanFigures) -> Iterator[Section]:
         ("transient, gradients so far included", plan.transient),
         ("peak of forward and backward", plan.step_peak),
         ("peak of the optimizer's step, gradients included", plan.optimizer_peak),
+        ("held by PyTorch's pools", plan.held_bytes),
+        ("reserved by PyTorch, about", plan.reserved_bytes),
     )
     yield Section("The peak", [("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts)])
     layers: list[tuple[str, ...]] = [("layers", "level", "parameters", "gradients", "optimizer", "saved", "least time")]
@@ -266,7 +297,7 @@ def text(plan: PlanFigures) -> str:
         lines += [*aligned(section.rows), *([section.note] if section.note else ()), ""]
     lines.append(f"chosen: {chosen(plan)}")
     lines.append(f"least time of forward and backward: {duration(plan.seconds)}, {cost(plan)}")
-    lines += [*filter(None, [communication(plan)]), *plan.help]
+    lines += [*filter(None, [communication(plan)]), *plan.help, "", *notes(plan)]
     return "\n".join(lines)
 
 

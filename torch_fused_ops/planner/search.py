@@ -20,9 +20,10 @@ MISSES = 4  # the most mixed assignments that are compiled and do not fit
 ALIKE = 1e-3  # a relative difference that rooflines cannot resolve
 
 
-def levels_for(lossless: bool) -> tuple[str, ...]:
-    """The levels of a single MLP, beginning with the one that saves most bytes for backward."""
-    return tuple(level for level in MEMORY if level != OFF and not (lossless and level in LOSSY))
+def levels_for(lossless: bool, asked: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The levels of a single MLP, the one that saves most bytes for backward first; of ``asked``, if given."""
+    of_parts = [level for level in MEMORY if level != OFF and not (lossless and level in LOSSY)]
+    return tuple(level for level in of_parts if level in (asked or of_parts)) or ("free",)
 
 
 @dataclass(frozen=True)
@@ -88,24 +89,24 @@ def useful(step: Step, levels: Sequence[str]) -> list[str]:
 
 
 def best(
-    every: Sequence[Candidate], limit: int, peak: Callable[[Candidate], int] = lambda candidate: candidate.curve.peak
+    every: Sequence[Candidate], limit: int, held: Callable[[Candidate], int] = lambda candidate: candidate.curve.held
 ) -> Candidate | None:
-    """The fastest candidate whose peak is at most ``limit`` bytes; None if there is none.
+    """The fastest candidate of which PyTorch holds at most ``limit`` bytes; None if there is none.
 
     Args:
         every: the candidates, the fastest first.
         limit: bytes.
-        peak: the exact peak, called if the estimate meets the limit. If it is higher for mixed levels, the estimates of
-            the others are raised as much; after ``MISSES`` of these, mixed levels are skipped.
+        held: the exact bytes, called if the estimate meets the limit. If they are more for mixed levels, the estimates
+            of the others are raised as much; after ``MISSES`` of these, mixed levels are skipped.
     """
     short = misses = 0
     for candidate in every:
-        if candidate.curve.peak + short * candidate.is_mixed > limit or (candidate.is_mixed and misses == MISSES):
+        if candidate.curve.held + short * candidate.is_mixed > limit or (candidate.is_mixed and misses == MISSES):
             continue
-        exact = peak(candidate)
+        exact = held(candidate)
         if exact <= limit:
             return candidate
-        short, misses = max(short, exact - candidate.curve.peak), misses + 1
+        short, misses = max(short, exact - candidate.curve.held), misses + 1
     return None
 
 

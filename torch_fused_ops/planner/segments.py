@@ -16,10 +16,17 @@ class Segment:
     # Bytes of the parameters' gradients that are complete by its end: its own layer's, and those that the compiler
     # deferred from earlier layers.
     gradients: int = 0
+    hole: int = 0  # bytes at its peak that PyTorch holds beyond those alive: pieces too small for later tensors
+    main: int | None = None  # with shards: the most bytes of the main pool
 
     @cached_property
     def peak(self) -> int:
         return max(self.points, default=0)
+
+    @property
+    def held(self) -> int:
+        """The most bytes that the caching allocator holds in its main pool."""
+        return self.peak + self.hole if self.main is None else self.main
 
 
 Piece = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its segment

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch_fused_ops.policy import MEMORY, is_level
 
@@ -11,14 +13,77 @@ from torch_fused_ops.policy import MEMORY, is_level
 GPUS = ("A100", "H100", "H200", "B200", "MI300X")
 ACCEPTED: Mapping[str, Sequence[object]] = {
     "gpu": GPUS,
-    "optimizer": ("adamw", "sgd", "none"),
+    "optimizer": ("adamw", "adamw-fused", "sgd", "none"),
     "maximum": ("batch", "tokens", None),
+    "loss": ("eager", "compiled", None),
+    "parallel": ("fsdp2", "fsdp1", "ddp"),
+    "root": ("with", "apart"),
+    "reshard": ("always", "not-last", "never"),
+    "master_weights": ("float32", None),
+    "compiled": ("model", "layers", "none"),
 }
+# What PyTorch reserves beside what its pools hold, as a share: with and without expandable segments. They cover 33 of
+# 33 and 13 of 14 published steps (docs/paper-and-devices.md).
+FRAGMENTATION = {True: 0.08, False: 0.20}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", 1)
     for unit, base in (("iB", 1024), ("B", 1000))
 }
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained, beside its own code and its batch.
+
+    Attributes:
+        optimizer: "adamw", "adamw-fused", "sgd" or "none".
+        dp: the number of GPUs.
+        parallel: how they share the work: "fsdp2"; "fsdp1", whose gathered buffer is the parameters' memory; or "ddp".
+        mixed_precision: FSDP2's ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` on float32 shards.
+        root: "with": the embedding, the last norm and the head are gathered with the root. "apart": ``fully_shard`` is
+            applied to the embedding, and to norm and head together.
+        reshard: the groups that are freed after forward: "always" all but the root, "not-last" all but the last, or
+            "never" none.
+        master_weights: "float32": weights and state are float32, and forward runs under bfloat16 autocast.
+        accumulate: micro-batches for each step of the optimizer.
+        compiled: "model", "layers" (``layer.compile()`` of each), or "none".
+        expandable_segments: the allocator's setting of that name.
+    """
+
+    optimizer: str = "adamw"
+    dp: int = 1
+    parallel: str = "fsdp2"
+    mixed_precision: bool = False
+    root: str = "with"
+    reshard: str = "always"
+    master_weights: str | None = None
+    accumulate: int = 1
+    compiled: str = "model"
+    expandable_segments: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            check(name, getattr(self, name))
+        others = (("mixed_precision", True), ("root", "apart"), ("reshard", "not-last"), ("reshard", "never"))
+        for name, value in others:
+            if getattr(self, name) == value and not self.sharded:
+                raise ValueError(f"{name}={value!r} is not accepted: it is a setting of FSDP, so dp must be above 1")
+        if self.mixed_precision and self.master_weights:
+            raise ValueError("master_weights is not accepted with mixed_precision, whose shards are float32")
+
+    @property
+    def sharded(self) -> bool:
+        """True if FSDP2 shards the model."""
+        return self.dp > 1 and self.parallel != "ddp"
+
+    def available(self, limit: int) -> int:
+        """The bytes of a limit that live tensors and pools may take: the rest is fragmentation."""
+        return int(limit / (1 + FRAGMENTATION[self.expandable_segments]))
+
+    def reserved(self, held: int) -> int:
+        """The bytes that PyTorch reserves, about, if its pools hold so many."""
+        return math.ceil(held * (1 + FRAGMENTATION[self.expandable_segments]))
 
 
 def bytes_of(memory: object) -> int:

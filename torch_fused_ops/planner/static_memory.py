@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.planner.fsdp import FullyShard, Group
-from torch_fused_ops.planner.setup import check
+from torch_fused_ops.planner.setup import Setup, check
 from torch_fused_ops.virtual_gpu.timeline import Storages
 
 # foreach is PyTorch's default on GPUs; fused must be requested.
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer] | None] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True),
     "none": None,
 }
@@ -31,6 +32,8 @@ def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]
     make = OPTIMIZERS[name]
     if make is None or not parameters:
         return 0, 0
+    if name.endswith("-fused"):  # one kernel, in place; it does not run on meta tensors
+        return optimizer_memory(name.removesuffix("-fused"), parameters)[0], 0
     copies = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters]
     optimizer: Any = make(copies)
     storages = Storages()
@@ -149,38 +152,59 @@ class Resident:
     transient: int  # that the optimizer's step allocates and frees
     by_unit: Mapping[str, tuple[int, int]]  # parameters and buffers, and gradients, by layer
     shards: FullyShard | None
+    buckets: int = 0  # DDP's, from which gradients are reduced: copies of the gradients
+    accumulated: int = 0  # gradients of earlier micro-batches
     batch: int = 0  # the caller's arguments and results that are alive while the optimizer runs
 
     @property
     def nbytes(self) -> int:
-        """Bytes alive all the time."""
-        return self.parameters + self.state
+        """Bytes alive all the time in forward and backward."""
+        return self.parameters + self.state + self.buckets + self.accumulated
 
     @property
     def optimizer_peak(self) -> int:
         """The most bytes alive in the optimizer's step."""
-        return self.nbytes + self.gradients + self.transient + self.batch
+        return self.nbytes - self.accumulated + self.gradients + self.transient + self.batch
 
     @classmethod
-    def of(cls, whole: Sequence[ResidentTensor], optimizer: str, dp: int) -> Resident:
-        """The resident memory of one of ``dp`` GPUs.
+    def of(
+        cls, whole: Sequence[ResidentTensor], setup: Setup, group_of: Callable[[str], str] = lambda path: ""
+    ) -> Resident:
+        """The resident memory of one GPU.
 
         Args:
             whole: the parameters and buffers.
-            optimizer: one of ``OPTIMIZERS``.
-            dp: the number of GPUs with shards; 1: no shards.
+            setup: how they are trained.
+            group_of: the group of a parameter outside of layers, by its path, if these are apart from the root.
         """
-        trained = []
+        dp, trained = setup.dp if setup.sharded else 1, []
+        halves = torch.bfloat16.itemsize / torch.float32.itemsize
         by_unit: dict[str, tuple[int, int]] = {}
         groups: dict[str, Group] = {}
         for t in whole:
             if t.is_parameter and dp > 1:  # the first GPU's shard is the largest; all others are padded to it
                 t = replace(t, shape=(math.ceil(t.shape[0] / dp), *t.shape[1:]))
+            casts = t.is_parameter and t.dtype.is_floating_point
+            if casts and (setup.mixed_precision or setup.master_weights):
+                t = replace(t, dtype=torch.float32)
             if t.trained:
                 trained.append(torch.empty(t.shape, dtype=t.dtype, device="meta"))
-            (total, gradients), group = by_unit.get(t.unit, (0, 0)), groups.get(t.unit, Group())
+            total, gradients = by_unit.get(t.unit, (0, 0))
             by_unit[t.unit] = total + t.nbytes, gradients + t.nbytes * t.trained
-            groups[t.unit] = Group(group.shard + t.nbytes * t.is_parameter, by_unit[t.unit][1])
+            name = t.unit or (group_of(t.name) if setup.root == "apart" else "")
+            group, gathered = (
+                groups.get(name, Group()),
+                int(t.nbytes * (halves if setup.mixed_precision and casts else 1)),
+            )
+            groups[name] = Group(
+                group.shard + gathered * t.is_parameter,
+                group.gradients + t.nbytes * t.trained,
+                group.reduced + t.nbytes * t.trained,
+            )
         total, gradients = (sum(pair[i] for pair in by_unit.values()) for i in (0, 1))
-        shards = FullyShard(dp, groups) if dp > 1 else None
-        return cls(total, gradients, *optimizer_memory(optimizer, trained), by_unit, shards)
+        copies = setup.parallel == "fsdp2"
+        shards = FullyShard(dp, groups, setup.reshard, setup.accumulate > 1, copies) if dp > 1 else None
+        buckets = gradients if setup.dp > 1 and setup.parallel == "ddp" else 0
+        accumulated = gradients if setup.accumulate > 1 else 0
+        memory = optimizer_memory(setup.optimizer, trained)
+        return cls(total, gradients, *memory, by_unit, shards, buckets, accumulated)

@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch_fused_ops.planner.fsdp import FullyShard
-from torch_fused_ops.planner.model import CapturedModel
+from torch_fused_ops.planner.model import LOSS, CapturedModel
+from torch_fused_ops.planner.pieces import signature
 from torch_fused_ops.planner.segments import Piece, Segment
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
+from torch_fused_ops.virtual_gpu.eager import EagerGraph
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
 
 OFF = "off"  # a level of a whole model, never of a part
@@ -34,6 +36,7 @@ class Curve:
     saved: int  # bytes alive between forward and backward
     end: int  # bytes alive after backward
     seconds: float  # the least time of the step
+    held: int  # the most bytes that PyTorch's caching allocator holds, by pools
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Step:
     mlps: Mapping[str, tuple[str, ...]]  # of the units that have MLPs, for which levels are chosen
     parts: Mapping[str, Parts]  # the compiled steps, by the level that all of their units are at
     shards: FullyShard | None = None
+    # Gradients are added to ones that exist, and freed: "" no, "layer" as layers end, "step" all at the end.
+    accumulates: str = ""
 
     def segment(self, graph: str, unit: str, level: str) -> Segment:
         """A unit's forward or backward at a level; an empty one where nothing of it runs."""
@@ -82,18 +87,27 @@ class Step:
 
     def sharded(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]:
         """The segments, with shards if there are any."""
-        return self.shards.around(pieces, each_call) if self.shards else iter(pieces)
+        return self.shards.around(pieces, each_call) if self.shards else self._accumulated(list(pieces))
+
+    def _accumulated(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        whole = sum(segment.gradients for _, _, segment in pieces)
+        for i, (graph, unit, segment) in enumerate(pieces):
+            last = whole * (i == len(pieces) - 1)
+            freed = {"": 0, "layer": segment.gradients, "step": last}[self.accumulates]
+            yield graph, unit, replace(segment, net=segment.net - freed)
 
     def curve(self, pieces: Iterable[Piece]) -> Curve:
         """Summarize consecutive segments."""
-        live = peak = saved = self.entry
+        live = peak = saved = held = self.entry
         seconds = 0.0
+        pieces = list(pieces)
         for graph, _, segment in self.sharded(pieces):
-            peak = max(peak, live + segment.peak)
+            peak, held = max(peak, live + segment.peak), max(held, live + segment.held)
             live += segment.net
             seconds += segment.seconds
             saved = live if graph == "forward" else saved
-        return Curve(peak, saved, live, seconds)
+        pools = self.shards.pools(pieces) if self.shards else 0
+        return Curve(peak, saved, live, seconds, held + pools)
 
     def at(self, levels: Mapping[str, str]) -> Curve:
         """The step with a memory level for each unit; "free" is the default."""
@@ -150,21 +164,34 @@ def compiled_timeline(
     Raises:
         ValueError: a graph could not be captured, or none has a backward.
     """
-    papers = tuple(on_paper(captured, gpu, policy)[0] for captured in model.graphs)
-    if all(paper.backward is None for paper in papers):
+    memory = policy.memory
+    programs: list[PaperCompilation | EagerGraph] = []
+    known: dict[object, PaperCompilation | EagerGraph] = {}  # equal pieces are compiled once
+    for i, captured in enumerate(model.graphs):
+        unit, graph, key, its = model.pieces[i] if model.pieces else None, captured.graph, (i,), policy
+        if unit is not None and graph is not None:
+            level = memory if isinstance(memory, str) else memory.get(next(iter(model.mlps.get(unit, ("",)))), "free")
+            its = FusionPolicy(memory=level)  # type: ignore[arg-type]
+            key = (signature(graph.gm), graph.parameters, graph.autocast, graph.training, level, i in model.eager)
+        if key not in known:
+            eager = graph is not None and i in model.eager
+            known[key] = EagerGraph(graph, gpu) if eager else on_paper(captured, gpu, its)[0]
+        programs.append(known[key])
+    papers = tuple(paper for paper in programs if isinstance(paper, PaperCompilation))
+    if all(paper.backward is None for paper in papers) and not model.eager:
         raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
-    return timeline_of(papers, model.links), papers
+    timeline = timeline_of(programs, model.links, units=model.pieces, shared=model.shared, kept=model.kept)
+    return timeline, papers
 
 
 def parts_of(model: CapturedModel, gpu: GPU, policy: FusionPolicy) -> Parts:
     """Compile a captured model with a policy, and cut its step."""
     timeline, papers = compiled_timeline(model, gpu, policy)
-    return cut(timeline, model, clock(papers))
+    return cut(timeline, model, clock(papers, gpu))
 
 
-def clock(papers: Sequence[PaperCompilation]) -> Callable[[Event], float]:
+def clock(papers: Sequence[PaperCompilation], gpu: GPU) -> Callable[[Event], float]:
     """The least time of a call. For a GPU with measured rates, kernels are assembled to count their instructions."""
-    gpu = papers[0].gpu
     rates = roofline.estimated_rates(gpu)
     assert rates is not None
     counted: dict[tuple[str, str], float] = {}
@@ -203,15 +230,23 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         whole[max(born, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
     for owner, nbytes in (+whole).items():
         segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
+    of_loss = [i for i, moment in enumerate(timeline.events) if moment.modules == (LOSS,)]
+    if of_loss:
+        hole = timeline.hole(of_loss[0], of_loss[-1])
+        segments[1][LOSS] = replace(segments[1][LOSS], hole=hole)
     pieces: list[Piece] = []
     limits = (timeline.entry, timeline.between, timeline.end)
     for i, (kind, by_owner) in enumerate(zip(("forward", "backward"), segments, strict=True)):
         # Bytes freed between the last call and the graph's return count for the segment after the units.
         left = limits[i + 1] - limits[i] - sum(segment.net for segment in by_owner.values())
-        before, behind = by_owner.pop("", Segment()), by_owner.pop(BEHIND, Segment())
-        pieces.append((kind, "", before))
-        pieces += [(kind, unit, segment) for unit, segment in by_owner.items()]
-        pieces.append((kind, "", replace(behind, net=behind.net + left)))
+        before, behind, loss = (by_owner.pop(name, None) for name in ("", BEHIND, LOSS))
+        middle = [(kind, "", before or Segment())]
+        middle += [(kind, unit, segment) for unit, segment in by_owner.items()]
+        middle.append((kind, "", behind or Segment()))
+        if loss is not None:
+            middle.insert(len(middle) if kind == "forward" else 0, (kind, LOSS, loss))
+        last = middle[-1][2]
+        pieces += [*middle[:-1], (*middle[-1][:2], replace(last, net=last.net + left))]
     return Parts(
         timeline.entry + model.unread, tuple(pieces), frozenset(model.parameter(*key) for key in timeline.gradients)
     )
@@ -230,6 +265,7 @@ def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
         if unit in model.units:
             calls.setdefault(unit, []).append(i)
     middles = {unit: numbers[len(numbers) // 2] for unit, numbers in calls.items()}
+    is_loss = [moment.modules == (LOSS,) for moment in moments]
     owners = [""] * len(moments)
     middle = last = -1
     for unit in sorted(calls, key=middles.__getitem__):
@@ -238,7 +274,7 @@ def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
         middle, last = middles[unit], calls[unit][-1]
     if calls:
         owners[last + 1 :] = [BEHIND] * (len(owners) - last - 1)
-    return owners
+    return [LOSS if loss else owner for owner, loss in zip(owners, is_loss, strict=True)]
 
 
 def _segments(

@@ -84,7 +84,7 @@ def _checked_setting(option: str, settings: dict[str, Any]) -> dict[str, Any]:
     if "action" in settings:
         return settings
     name = settings.get("dest", option.removeprefix("--").replace("-", "_"))
-    convert = int if isinstance(settings.get("default"), int) else str
+    convert = settings.get("type", int if isinstance(settings.get("default"), int) else str)
     return {**settings, "type": _checked(lambda value: setup.check(name, value), convert)}
 
 
@@ -111,11 +111,26 @@ _FLAG = {"action": "store_true"}
 _PLAN: dict[str, dict[str, Any]] = {
     "--memory": {"required": True, "help": 'the memory limit: "72GiB", "800MiB" or bytes'},
     "--gpu": {"default": "H200", "help": "A100, H100, H200 (default), B200 or MI300X"},
-    "--optimizer": {"default": "adamw", "help": "adamw (default), sgd or none"},
+    "--optimizer": {"default": "adamw", "help": "adamw (default), adamw-fused, sgd or none"},
+    "--levels": {
+        "type": lambda text: tuple(text.split(",")), "metavar": "LEVEL,…",
+        "help": "the memory levels to choose among: free,input; by default all",
+    },
     "--lossless": {**_FLAG, "help": "exclude levels that round gradients"},
     "--max": {"dest": "maximum", "metavar": "WHAT", "help": "batch or tokens: the largest at each level; minutes"},
+    "--loss": {"help": "of a model that returns logits: eager or compiled, the cross entropy of a float32 copy"},
+    "--keep-logits": {**_FLAG, "help": "the training loop holds the logits to the end of the step"},
     "--dp": {"default": 1, "help": "GPUs over which FSDP2 shards the layers; all is per GPU"},
+    "--parallel": {"default": "fsdp2", "help": "with --dp: fsdp2 (default), fsdp1 or ddp"},
+    "--mixed-precision": {**_FLAG, "help": "FSDP2 gathers in bf16, reduces in float32; shards and state are float32"},
+    "--root": {"default": "with", "help": "apart: embedding, and norm with head, are FSDP2 groups of their own"},
+    "--reshard": {"default": "always", "help": "FSDP2 frees after forward: always, not-last or never"},
+    "--master-weights": {"help": "float32: float32 weights and state under bf16 autocast (Trainer's bf16=True)"},
+    "--accumulate": {"default": 1, "help": "micro-batches for each step of the optimizer"},
+    "--compile": {"dest": "compiled", "default": "model", "help": "what is compiled: model (default), layers or none"},
+    "--expandable-segments": {**_FLAG, "help": "the allocator's setting: PyTorch reserves less"},
 }  # fmt: skip
+PLAN = tuple(settings.get("dest", option[2:].replace("-", "_")) for option, settings in _PLAN.items())
 # Descriptions and arguments of the other commands.
 _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "info": ("versions, devices and what is active", {}),

@@ -23,9 +23,10 @@ import torch
 
 import torch_fused_ops as tfo
 from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.planner.setup import Setup
 from torch_fused_ops.settings import environment
 from torch_fused_ops.settings.environment import version_of
-from torch_fused_ops.tools.arguments import parser
+from torch_fused_ops.tools.arguments import PLAN, parser
 from torch_fused_ops.virtual_gpu import gpus
 
 
@@ -193,7 +194,9 @@ def _explain(arguments: argparse.Namespace) -> tuple[tfo.Report, bool]:
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[tfo.Plan, bool]:
-    settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp")}
+    settings = {name: getattr(arguments, name) for name in PLAN}
+    with _usage_errors(ValueError):
+        Setup(**{name: settings[name] for name in Setup.__dataclass_fields__})
     with torch.device("meta") if arguments.meta else contextlib.nullcontext():
         model, args, kwargs = _load(arguments, training=True)
     with _usage_errors(ValueError), _progress("torch_fused_ops.planner", "capturing"):

@@ -123,6 +123,18 @@ def compile_graph_on_paper(
     return _Paper(gpu, memory_budget, config or {}).compile_graph(captured)
 
 
+@contextlib.contextmanager
+def emulated(gpu: GPU, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Have operators on fake CPU tensors behave as this GPU's: autocast, attention, shape functions.
+
+    Args:
+        gpu: the GPU.
+        autocast: enter its autocast to this dtype; None: do not.
+    """
+    with _Paper(gpu, None, {}).patched(), torch.autocast("cuda", autocast, enabled=autocast is not None):
+        yield
+
+
 class _Compiled(BaseException):
     """Leaves Dynamo once everything is known; not an Exception, so that Dynamo lets it through."""
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .results import CompiledGraphs, GeneratedGraph, Launch
+from .results import CompiledGraphs, GeneratedGraph, GraphInput, Launch
 from .work import flop_of_bf16, is_view
 from .wrapper import called
 
@@ -62,6 +62,7 @@ class Timeline:
         entry: bytes alive before the first: the function's own inputs.
         between: bytes alive between forward and backward: inputs, results, and saved tensors.
         end: bytes alive after the last call: inputs, results and gradients.
+        log: (call, storage, bytes) for each storage that is allocated, and with negative bytes for each that is freed.
         gradients: parameters' gradients, by graph and number of its input: the number of the call for which the storage
             was allocated, and its bytes. Of gradients that share a storage the first has all bytes, the others 0.
     """
@@ -71,6 +72,25 @@ class Timeline:
     between: int
     end: int
     gradients: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    log: tuple[tuple[int, int, int], ...] = ()
+
+    def hole(self, first: int, last: int) -> int:
+        """Bytes that the caching allocator's pool holds beyond the most that live, from one call to another.
+
+        A tensor gets the smallest free piece that is large enough, or new memory; free neighbors become one piece. So a
+        piece that is too small for all later tensors stays free: deleted bf16 logits, for float32 copies of them.
+        Tensors that are not freed from one call to the other do not count.
+        """
+        pool = Pool()
+        calls = [(key, nbytes) for call, key, nbytes in self.log if first <= call <= last]
+        made = {key for key, nbytes in calls if nbytes > 0}
+        before = {key: -nbytes for key, nbytes in calls if nbytes < 0 and key not in made}
+        for key, nbytes in (*before.items(), *calls):
+            if nbytes > 0:
+                pool.allocate(key, nbytes)
+            elif nbytes < 0:
+                pool.free(key)
+        return pool.held - pool.most
 
     @property
     def peak(self) -> int:
@@ -81,6 +101,61 @@ class Timeline:
     def at_peak(self) -> Event | None:
         """The first call at which the most bytes are alive; None where nothing is called."""
         return max(self.events, key=lambda event: event.live, default=None)
+
+
+class Pool:
+    """The caching allocator's pool of a stream, with expandable segments: best fit, in the order of addresses."""
+
+    def __init__(self) -> None:
+        self.pieces: list[list[int | None]] = []  # bytes, and the storage that is there or None
+        self.live = self.most = 0
+
+    @property
+    def held(self) -> int:
+        """The bytes of all pieces."""
+        return sum(nbytes or 0 for nbytes, _ in self.pieces)
+
+    def allocate(self, key: int, nbytes: int) -> None:
+        """Take the smallest free piece that is large enough, or extend the pool."""
+        free = [
+            (piece[0] or 0, i) for i, piece in enumerate(self.pieces) if piece[1] is None and (piece[0] or 0) >= nbytes
+        ]
+        if free:
+            found, i = min(free)
+            self.pieces[i : i + 1] = [[nbytes, key], *([[found - nbytes, None]] if found > nbytes else [])]
+        else:
+            if self.pieces and self.pieces[-1][1] is None:
+                self.pieces.pop()
+            self.pieces.append([nbytes, key])
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+
+    def free(self, key: int) -> None:
+        """Free a storage's piece, and join it with free neighbors."""
+        i = next(i for i, piece in enumerate(self.pieces) if piece[1] == key)
+        self.live -= self.pieces[i][0] or 0
+        self.pieces[i][1] = None
+        for j in (i, i - 1):
+            if 0 <= j < len(self.pieces) - 1 and self.pieces[j][1] is None and self.pieces[j + 1][1] is None:
+                self.pieces[j : j + 2] = [[(self.pieces[j][0] or 0) + (self.pieces[j + 1][0] or 0), None]]
+
+
+class Program:
+    """A part of a step that runs itself, beside generated graphs: ``eager.EagerGraph``."""
+
+    inputs: tuple[GraphInput, ...]
+
+    def forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], Any]:
+        """Run; return the results, and a state for backward. Empties ``inputs``."""
+        raise NotImplementedError
+
+    def backward(self, memory: Memory, state: Any, tangents: list[Any]) -> list[Any]:
+        """Run backward from the gradients of results; return the gradients of inputs. Empties ``tangents``."""
+        raise NotImplementedError
+
+    def begins_backward(self, state: Any) -> list[GraphInput | None]:
+        """Describe the gradients that backward can begin with: for each result, None if it has none."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -104,81 +179,120 @@ class PaperCompilation(CompiledGraphs):
 
 
 def timeline_of(
-    papers: Sequence[CompiledGraphs],
+    papers: Sequence[CompiledGraphs | Program],
     links: Mapping[tuple[int, int], tuple[int, int]] | None = None,
     *,
     device: str = "cuda",
     launched: Callable[[str, str, Sequence[Any]], None] | None = None,
+    units: Sequence[str | None] = (),
+    shared: Mapping[tuple[int, int], str] | None = None,
+    kept: Collection[tuple[int, int]] = (),
 ) -> Timeline:
     """The timeline of a step that runs several graphs, backward in the reverse order of forward.
 
     Args:
-        papers: the graphs, in the order of forward.
+        papers: the graphs, in the order of forward: compiled, or to run in eager mode.
         links: (graph, input) to the (earlier graph, result) that is the same tensor. Inputs and results are numbered as
             the graphs' own; gradients flow back along the links.
         device: the type of the device whose memory is counted.
         launched: called with the graph, the name and the arguments of each launch of a generated kernel.
+        units: for each graph, the layer that all of its calls belong to; None, or by default: each call's own modules.
+        shared: (graph, input) to a name. Inputs of the same name are one tensor, with one gradient.
+        kept: results (graph, result) that the caller holds to the end although a later graph reads them.
 
     Raises:
         ValueError: when a graph has an operator that does not run without data.
     """
-    links, memory = links or {}, _Memory(device, launched)
+    links, shared, memory = links or {}, shared or {}, Memory(device, launched)
     last_reader = {result: max(i for (i, _), read in links.items() if read == result) for result in links.values()}
     callers: list[Any] = []  # tensors that the caller holds: arguments and the last graph's results
     results: dict[tuple[int, int], Any] = {}  # those that later graphs read
-    saved: list[list[Any]] = []
-    entry = 0
+    saved: list[Any] = []
+    given: dict[tuple[int, int], Any] = {}
+    named: dict[str, Any] = {}
+
+    def unit_of(i: int) -> tuple[str, ...] | None:
+        unit = units[i] if units else None
+        return None if unit is None else (unit,)
+
+    programs = [paper if isinstance(paper, Program) else paper.forward or paper.inference for paper in papers]
     with memory:
-        for i, paper in enumerate(papers):
-            graph = paper.forward or paper.inference
+        for i, graph in enumerate(programs):
             assert graph is not None
-            inputs = []
             for j, spec in enumerate(graph.inputs):
-                if (i, j) in links:
-                    inputs.append(results[links[i, j]])
-                else:
-                    inputs.append(memory.new(spec, counted=not spec.is_parameter))
-                    callers.append(inputs[-1])
-            entry = entry or memory.live
-            outputs = _call(memory, graph, "forward" if paper.forward else "inference", inputs)
-            for j, output in enumerate(outputs[: graph.results]):
+                if (i, j) not in links:
+                    name = shared.get((i, j), "")
+                    given[i, j] = named[name] if name in named else memory.new(spec, counted=not spec.is_parameter)
+                    if name:
+                        named[name] = given[i, j]
+        entry = memory.live
+        for i, (paper, graph) in enumerate(zip(papers, programs, strict=True)):
+            assert graph is not None
+            memory.modules = unit_of(i)
+            inputs = [results[links[i, j]] if (i, j) in links else given[i, j] for j in range(len(graph.inputs))]
+            if isinstance(paper, Program):
+                outputs, run = paper.forward(memory, inputs)
+                saved.append(run)
+                count = len(outputs)
+            else:
+                outputs = _call(memory, graph, "forward" if paper.forward else "inference", inputs)
+                saved.append([None if j is None else outputs[j] for j in paper.handed])
+                count = graph.results
+            for j, output in enumerate(outputs[:count]):
                 if (i, j) in last_reader:
                     results[i, j] = output
-                else:
+                if (i, j) not in last_reader or (i, j) in kept:
                     callers.append(output)
-            saved.append([None if j is None else outputs[j] for j in paper.handed])
-            del outputs, output
+            outputs = output = run = None
             for result in [result for result in results if last_reader[result] <= i]:
                 del results[result]
         between = memory.live
         tangents: dict[tuple[int, int], Any] = {}
         born: dict[tuple[int, int], tuple[int, int]] = {}
+        known: set[str] = set()  # the shared inputs that have a gradient
         for i, paper in reversed(list(enumerate(papers))):
-            inputs, tensors, positions = [], saved.pop(), iter(paper.tangents)
-            if paper.backward is None:
+            graph, state = programs[i], saved.pop()
+            memory.modules = unit_of(i)
+            if isinstance(paper, Program):
+                starts = enumerate(paper.begins_backward(state))
+                taken = [
+                    tangents.pop((i, j), None) if spec is None or (i, j) in last_reader else memory.new(spec, True)
+                    for j, spec in starts
+                ]
+                gradients = paper.backward(memory, state, taken)
+            elif paper.backward is None:
                 continue
-            for j, spec in enumerate(paper.backward.inputs):
-                if paper.handed[j] is not None:
-                    inputs.append(tensors[j])
-                    continue
-                tangent = tangents.pop((i, next(positions, -1)), None)
-                inputs.append(memory.new(spec, counted=True) if tangent is None else tangent)
-                del tangent
-            del tensors
-            gradients = _call(memory, paper.backward, "backward", inputs)
-            trained = {j for j, spec in enumerate(paper.forward.inputs) if spec.is_parameter} if paper.forward else ()
-            born |= {(i, j): birth for j, birth in memory.born(gradients).items() if j in trained}
+            else:
+                inputs, positions = [], iter(paper.tangents)
+                for j, spec in enumerate(paper.backward.inputs):
+                    if paper.handed[j] is not None:
+                        inputs.append(state[j])
+                        continue
+                    tangent = tangents.pop((i, next(positions, -1)), None)
+                    inputs.append(memory.new(spec, counted=True) if tangent is None else tangent)
+                    del tangent
+                del state
+                gradients = _call(memory, paper.backward, "backward", inputs)
+            trained = {j for j, spec in enumerate(graph.inputs) if spec.is_parameter} if graph else set()
+            for j, birth in memory.born(gradients).items():
+                name = shared.get((i, j), "")
+                if name and name in known:  # it is added to the gradient that is there
+                    gradients[j] = None
+                elif j in trained:
+                    born[i, j] = birth
+                if name:
+                    known.add(name)
             for j, gradient in enumerate(gradients):
                 if (i, j) not in links:
                     callers.append(gradient)
                 elif links[i, j] not in tangents:  # else it is added to that one
                     tangents[links[i, j]] = gradient
-            del gradients, gradient
+            gradients = gradient = None
         end = memory.live
-    return Timeline(memory.finished(), entry, between, end, born)
+    return Timeline(memory.finished(), entry, between, end, born, tuple(memory.log))
 
 
-def _call(memory: _Memory, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
+def _call(memory: Memory, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
     """Call a generated graph, which frees its inputs."""
     memory.begin(kind, graph.scheduled)
     boxed = list(inputs)
@@ -205,6 +319,7 @@ class Storages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.most = 0
         self.known: dict[int, int] = {}
+        self.log: list[tuple[int, int, int]] = []  # (now, storage, bytes); negative bytes where it is freed
 
     @property
     def now(self) -> int:
@@ -226,7 +341,10 @@ class Storages(TorchDispatchMode):
             self.known[key] = self.now
             nbytes = storage.nbytes() if counted else 0
             self.live += nbytes
+            number = len(self.log)  # a storage that is freed may leave its identity to another
+            self.log.append((self.now, number, nbytes))
             self.most = max(self.most, self.live)
+            weakref.finalize(storage, lambda: self.log.append((self.now, number, -nbytes)))
             weakref.finalize(storage, self._freed, key, nbytes)
         return tensor
 
@@ -235,7 +353,7 @@ class Storages(TorchDispatchMode):
         self.live -= nbytes
 
 
-class _Memory(Storages):
+class Memory(Storages):
     """Count the storages that are alive, and run operators on meta tensors while the mode is on."""
 
     def __init__(self, device: str, launched: Callable[[str, str, Sequence[Any]], None] | None = None) -> None:
@@ -248,6 +366,7 @@ class _Memory(Storages):
         self.kind = ""
         self.scheduled: Sequence[Launch] = ()
         self.launch: Launch | None = None
+        self.modules: tuple[str, ...] | None = None  # of all calls; None: of each call its own
         self.call, self.flop = "", 0.0
 
     def new(self, spec: Any, counted: bool) -> Any:
@@ -277,10 +396,14 @@ class _Memory(Storages):
         self.touch(tree_leaves(result))
         if not is_view(func):
             self.note(str(func).removesuffix(".default"), flop_of_bf16(func.overloadpacket, args, kwargs, result))
-            extra = _WORKSPACE.get(func.overloadpacket)
-            if extra is not None:
-                self.most = max(self.most, self.live + extra(args))
+            self.workspace(func, args)
         return result
+
+    def workspace(self, func: Any, args: Any) -> None:
+        """Count the bytes that a library allocates inside a call."""
+        extra = _WORKSPACE.get(func.overloadpacket)
+        if extra is not None:
+            self.most = max(self.most, self.live + extra(args))
 
     def _with_random_state(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call an operator as checkpoints call attention and dropout, with a random state saved or restored."""
@@ -354,6 +477,7 @@ class _Memory(Storages):
     def finish(self) -> None:
         if self.call:
             nbytes, modules = (self.launch.bytes_moved, self.launch.modules) if self.launch else (0, ())
+            modules = modules if self.modules is None else self.modules
             self.events.append(Event(self.kind, self.call, self.most, self.live, 0, nbytes, self.flop, modules))
             self.most = self.live
         self.call, self.flop, self.launch = "", 0.0, None
@@ -374,7 +498,7 @@ _WORKSPACE: dict[Any, Callable[[Any], int]] = {
 class _Kernel:
     """A generated kernel, which touches its arguments and computes nothing."""
 
-    def __init__(self, name: str, memory: _Memory, source: str) -> None:
+    def __init__(self, name: str, memory: Memory, source: str) -> None:
         self.name, self.memory = name, memory
         match = re.search(rf"def {name}\(([^)]*)\)", source)
         self.parameters = [item.partition(":")[0].strip() for item in match[1].split(",")] if match else []
@@ -394,7 +518,7 @@ class _Kernel:
 class _Extern:
     """`extern_kernels`: a library's call. It writes to `out`, or else runs on meta."""
 
-    def __init__(self, memory: _Memory) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -412,7 +536,7 @@ class _Extern:
         return call
 
 
-def _call_of(code: str, memory: _Memory) -> Callable[[list[Any]], Sequence[Any]]:
+def _call_of(code: str, memory: Memory) -> Callable[[list[Any]], Sequence[Any]]:
     """The function `call` of a generated module, with kernels that do nothing."""
     stand_ins = {
         "empty_strided_cuda": functools.partial(memory.empty_strided, device="cuda"),

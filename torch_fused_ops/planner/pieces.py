@@ -1,0 +1,226 @@
+"""A captured model divided into pieces that are compiled, or run in eager mode, one by one.
+
+``torch.compile`` of each layer leaves the embedding, the last norm, the head and the loss to eager mode; a loss outside
+of the compiled model is a piece of its own. Equal layers are equal pieces, so one of them is compiled for all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.planner.model import LOSS, CapturedModel, returned
+from torch_fused_ops.reports.figures import Capture
+from torch_fused_ops.virtual_gpu import GPU, CapturedGraph
+from torch_fused_ops.virtual_gpu.captured import concrete
+from torch_fused_ops.virtual_gpu.compile import emulated
+from torch_fused_ops.virtual_gpu.eager import Checkpointing
+
+_AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_STATE = (*_AUTOCAST, torch._C._set_grad_enabled)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Neighboring nodes with equal keys are one piece."""
+
+    unit: str
+    autocast: torch.dtype | None
+    training: bool
+
+
+class _Values(Checkpointing):
+    """Runs a graph on fake tensors, and notes each node's value."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        n.meta["example_value"] = tree_map(_detached, value)
+        return value
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def divided(
+    captured: CapturedModel, gpu: GPU, compiled: str, loss: str = "eager", keep_logits: bool = False
+) -> CapturedModel:
+    """Divide a captured model.
+
+    Args:
+        captured: the model.
+        gpu: the target device, for whose rules of autocast and attention the values between pieces are computed.
+        compiled: "model": what precedes the loss is one piece; "layers": each layer is a piece, and is compiled;
+            "none": each layer is a piece, and runs in eager mode.
+        loss: "eager" or "compiled"; it is a piece of its own if the model was captured with a loss.
+        keep_logits: True if the caller holds what the loss reads to the end of the step.
+    """
+    pieces: list[Capture] = []
+    units: list[str | None] = []
+    links: dict[tuple[int, int], tuple[int, int]] = {}
+    shared: dict[tuple[int, int], str] = {}
+    eager: set[int] = set()
+    results: dict[tuple[int, int], tuple[int, int]] = {}  # (graph, result) of the model to (piece, result)
+    logits: set[tuple[int, int]] = set()
+    for i, capture in enumerate(captured.graphs):
+        assert capture.graph is not None
+        graph, parameters = _with_values(capture.graph, gpu)
+        groups = list(_groups(captured, capture.graph, graph, whole=compiled == "model"))
+        made: dict[fx.Node, tuple[int, int]] = {}
+        numbers = {node: j for j, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+        output = graph.graph.output_node()
+        inner = {node: n for n, (_, nodes) in enumerate(groups) for node in nodes}
+        for n, (key, nodes) in enumerate(groups):
+            unit = key.unit
+            read = dict.fromkeys(
+                x for node in nodes for x in node.all_input_nodes if inner.get(x) != n and x.op != "get_attr"
+            )
+            written = [x for x in nodes if any(inner.get(user) != n for user in x.users)]
+            number = len(pieces)
+            is_eager = (
+                loss == "eager"
+                if unit == LOSS
+                else compiled == "none" or (compiled == "layers" and unit not in captured.units)
+            )
+            if is_eager:
+                eager.add(number)
+            inputs = [numbers.get(x) for x in read]
+            paths = tuple("" if j is None else capture.graph.paths[j] for j in inputs)
+            lives = tuple(j is not None and parameters[j] for j in inputs)
+            gm = _piece(graph, list(read), nodes, written)
+            pieces.append(replace(capture, graph=CapturedGraph(gm, lives, key.training, key.autocast, paths)))
+            units.append(None if compiled == "model" and unit != LOSS else unit)
+            for j, (x, original) in enumerate(zip(read, inputs, strict=True)):
+                if original is None:
+                    links[number, j] = made[x]
+                    if unit == LOSS:
+                        logits.add(made[x])
+                elif (i, original) in captured.links:
+                    links[number, j] = results[captured.links[i, original]]
+                else:
+                    shared[number, j] = f"{i}.{original}"
+            made |= {x: (number, r) for r, x in enumerate(written)}
+        for r, x in enumerate(output.args[0]):
+            if isinstance(x, fx.Node) and x in made:
+                results[i, r] = made[x]
+    return replace(
+        captured, graphs=tuple(pieces), links=links, pieces=tuple(units), eager=frozenset(eager), shared=shared,
+        kept=frozenset(logits) if keep_logits else frozenset(),
+    )  # fmt: skip
+
+
+def _with_values(captured: CapturedGraph, gpu: GPU) -> tuple[fx.GraphModule, list[bool]]:
+    """A copy of a graph with the value of each node on a GPU, as fake tensors; and which inputs live anyway."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with emulated(gpu, captured.autocast), torch.set_grad_enabled(captured.training):
+        gm, inputs, parameters = concrete(captured, mode)
+        with mode:
+            _Values(gm).run(*inputs)
+    return gm, parameters
+
+
+def _groups(
+    captured: CapturedModel, graph: CapturedGraph, gm: fx.GraphModule, whole: bool
+) -> Iterator[tuple[_Key, list[fx.Node]]]:
+    """The nodes of each piece, in order."""
+    found: list[tuple[_Key, list[fx.Node]]] = []
+    entered: dict[fx.Node, torch.dtype | None] = {}
+    training, is_loss = graph.training, False
+    place: dict[fx.Node, list[fx.Node]] = {}
+    for node in list(gm.graph.nodes):
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        if node.target is returned:
+            is_loss = True
+            node.replace_all_uses_with(node.args[0])
+            continue
+        if node.target in _STATE and not (whole and not is_loss):
+            if node.target is _AUTOCAST[0]:
+                entered[node] = (node.args[1] or torch.get_autocast_dtype("cuda")) if node.args[2] else None
+            elif node.target is _AUTOCAST[1]:
+                entered.pop(node.args[0], None)
+            else:
+                training = node.args[0]
+            continue
+        autocast = list(entered.values())[-1] if entered else graph.autocast
+        unit = LOSS if is_loss else "" if whole else _unit_of(captured, gm, node)
+        key = _Key(unit, autocast, training) if not whole or is_loss else _Key("", graph.autocast, graph.training)
+        sources = [
+            x for x in node.all_input_nodes if not isinstance(x.meta.get("example_value"), Tensor) and x in place
+        ]
+        if sources and not isinstance(sources[0].meta.get("example_value"), (int, float)):
+            nodes = place[sources[0]]  # an item of a tuple
+        else:
+            if not found or found[-1][0] != key:
+                found.append((key, []))
+            nodes = found[-1][1]
+        nodes.append(node)
+        place[node] = nodes
+    yield from found
+
+
+def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:
+    """The layer of a node; of a checkpoint, that of most nodes in it."""
+    unit = captured.unit_of(next(reversed(module_stack(node)), ""))
+    bodies = [getattr(gm, str(x.target), None) for x in node.all_input_nodes if x.op == "get_attr"]
+    inner = [
+        captured.unit_of(next(reversed(module_stack(n)), ""))
+        for body in bodies if isinstance(body, fx.GraphModule) for n in body.graph.nodes if n.op.startswith("call")
+    ]  # fmt: skip
+    return max(dict.fromkeys(inner), key=inner.count) if inner and not unit else unit
+
+
+def _piece(whole: fx.GraphModule, read: list[fx.Node], nodes: list[fx.Node], written: list[fx.Node]) -> fx.GraphModule:
+    """A graph of some of a graph's nodes."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copied(x: fx.Node) -> fx.Node:
+        if x.op == "get_attr" and x not in copies:
+            copies[x] = graph.node_copy(x)
+        return copies[x]
+
+    for x in read:
+        copies[x] = graph.placeholder(x.name)
+        copies[x].meta = {key: x.meta[key] for key in ("example_value",) if key in x.meta}
+    for node in nodes:
+        for x in node.all_input_nodes:
+            copied(x)
+        copies[node] = graph.node_copy(node, copied)
+    graph.output(tuple(copies[x] for x in written))
+    return fx.GraphModule(whole, graph)
+
+
+def signature(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """A key that graphs with the same calls on tensors of the same sizes have in common."""
+    numbers: dict[fx.Node, int] = {}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            body = getattr(gm, str(value.target), None) if value.op == "get_attr" else None
+            return signature(body) if isinstance(body, fx.GraphModule) else ("node", numbers[value])
+        return value if isinstance(value, fx.Node) else repr(value)
+
+    rows = []
+    for node in gm.graph.nodes:
+        numbers[node] = len(numbers)
+        value = node.meta.get("example_value")
+        sizes = (value.shape, value.stride(), value.dtype, value.requires_grad) if isinstance(value, Tensor) else ()
+        target = node.target if node.op != "placeholder" and node.op != "get_attr" else ""
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), functools.partial(_leaf, of))
+        rows.append((node.op, str(target), id(target) if callable(target) else 0, repr(arguments), sizes))
+    return (*rows, repr(gm.meta.get("_checkpoint_context_fn")))
+
+
+def _leaf(of: Any, value: Any) -> Any:
+    return of(value) if isinstance(value, fx.Node) else value

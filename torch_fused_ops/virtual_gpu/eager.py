@@ -1,0 +1,181 @@
+"""A captured graph that runs in eager mode: its part of the live-bytes timeline of a step.
+
+Its operators run on fake tensors, with the emulated GPU's rules for autocast and attention, and autograd saves what it
+saves on a device. Fake tensors have sizes and no data; their storages are those that the timeline counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from .captured import CapturedGraph, concrete
+from .compile import emulated
+from .generated import graph_input
+from .gpus import GPU
+from .results import GraphInput, Launch
+from .timeline import Memory, Program
+from .work import flop_of_bf16, is_view
+
+
+@dataclass
+class EagerRun:
+    """What a run of an eager graph leaves for its backward."""
+
+    edges: list[Any] = field(default_factory=list)  # for each result its place in autograd's graph, None if it has none
+    results: list[GraphInput | None] = field(default_factory=list)  # the results that have such a place
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # of inputs, by their number
+
+
+class EagerGraph(Program):
+    """A captured graph to run in eager mode, on a GPU."""
+
+    def __init__(self, captured: CapturedGraph, gpu: GPU) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.captured, self.gpu = captured, gpu
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        with emulated(gpu):
+            self.gm, self.examples, parameters = concrete(captured, self.mode)
+        described = zip(self.examples, parameters, strict=True)
+        self.inputs: tuple[GraphInput, ...] = tuple(
+            graph_input(value, is_parameter) for value, is_parameter in described
+        )
+
+    def forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], EagerRun]:
+        """Run the graph; return its results, as meta tensors, and what backward needs. Frees ``inputs``."""
+        run = EagerRun()
+        with self._running(memory, "forward"):
+            entered = [self._entered(run, i, x) for i, x in enumerate(inputs)]
+            inputs.clear()
+            results = list(tree_leaves(Checkpointing(self.gm).boxed_run(entered)))
+            for result in results:
+                differentiable = isinstance(result, Tensor) and result.requires_grad
+                run.edges.append(torch.autograd.graph.get_gradient_edge(result) if differentiable else None)
+                run.results.append(graph_input(result, is_parameter=False) if differentiable else None)
+            memory.finish()
+        return [_on_meta(result) for result in results], run
+
+    def backward(self, memory: Memory, run: EagerRun, tangents: list[Tensor | None]) -> list[Tensor | None]:
+        """Run backward from the gradients of results; return the gradients of the inputs. Frees ``tangents``."""
+        with self._running(memory, "backward"):
+            pairs = [(e, t) for e, t in zip(run.edges, tangents, strict=True) if e is not None and t is not None]
+            given = [self._fake(tangent) for _, tangent in pairs]
+            edges = [edge for edge, _ in pairs]
+            tangents.clear()
+            run.edges.clear()
+            del pairs
+            if edges:
+                _Backward(edges, given).run()
+            memory.finish()
+        return [_on_meta(run.gradients.pop(i, None)) for i in range(len(self.inputs))]
+
+    def begins_backward(self, state: EagerRun) -> list[GraphInput | None]:
+        """Describe the results that have a gradient; None for others."""
+        return state.results
+
+    @contextlib.contextmanager
+    def _running(self, memory: Memory, kind: str) -> Iterator[None]:
+        memory.begin(kind, ())
+        grad = torch.set_grad_enabled(self.captured.training)
+        with _disable_current_modes(), emulated(self.gpu, self.captured.autocast), self.mode, _Operators(memory), grad:
+            yield
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        with _disable_current_modes(), torch.no_grad():
+            return FakeTensor(self.mode, tensor, torch.device("cpu"))
+
+    def _entered(self, run: EagerRun, number: int, value: Any) -> Any:
+        """An input as a fake tensor. Its gradient goes to ``run``, and autograd does not keep the tensor alive."""
+        if not isinstance(value, Tensor):
+            return value
+        fake = self._fake(value)
+        if not (self.captured.training and self.examples[number].requires_grad):
+            return fake
+        with _disable_current_modes(), self.mode:
+            anchor = torch.empty(0, requires_grad=True)
+            return _Enter.apply(anchor, fake, run, number)
+
+
+class _Backward:
+    """Backward from several results at once, which frees their gradients once they are read."""
+
+    def __init__(self, edges: list[Any], tangents: list[Tensor]) -> None:
+        self.edges, self.tangents = edges, tangents
+
+    def run(self) -> None:
+        edges, tangents = tuple(self.edges), tuple(self.tangents)
+        self.edges.clear()
+        self.tangents.clear()
+        torch.autograd.backward(edges, tangents)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, run: EagerRun, number: int) -> Tensor:
+        ctx.gradients, ctx.number = run.gradients, number
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.gradients[ctx.number] = gradient
+        return (None,) * 4
+
+
+class Checkpointing(fx.Interpreter):
+    """Runs a graph, and checkpoints in it as eager mode runs them: Dynamo's operator for one only tags its nodes."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(target, "__name__", "") != "tag_activation_checkpoint":
+            return super().call_function(target, args, kwargs)
+        from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+        body, *inputs = args
+
+        def run(*inputs: Any) -> Any:  # an interpreter of its own, which would keep its result alive
+            return Checkpointing(body).run(*inputs)
+
+        context_fn = body.meta.get("_checkpoint_context_fn", noop_context_fn)
+        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+
+
+def _on_meta(fake: Any) -> Any:
+    """A meta tensor that shares a fake tensor's storage."""
+    if not isinstance(fake, Tensor):
+        return fake
+    with _disable_current_modes(), torch.no_grad():
+        meta = torch.empty(0, dtype=fake.dtype, device="meta")
+        return meta.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+
+
+class _Operators(TorchDispatchMode):
+    """Counts the storages that operators make, and notes each operator as a call of the step."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        memory, kwargs = self.memory, kwargs or {}
+        memory.finish()  # the tensors that the operator before was the last to read are freed
+        result = func(*args, **kwargs)
+        values = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        for value in values:
+            memory.add(value)
+        if not is_view(func) and values:
+            tensors = [*values, *(value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))]
+            nbytes = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)
+            memory.launch = Launch(nbytes, ())
+            memory.note(str(func).removesuffix(".default"), flop_of_bf16(func.overloadpacket, args, kwargs, result))
+            memory.workspace(func, args)
+        return result
