@@ -8,6 +8,7 @@ coverage           which MLPs of transformers' architectures are fused
 fp8_recipes        float8 recipes beside torchao's
 training           losses after training, by memory level and recipe
 paper_and_devices  times and peaks that others measured, beside the virtual GPU's
+training_steps     peaks of training steps that others measured, beside ``plan``
 gpu                all measurements of a GPU in three commands; gpu_tests is its pytest plug-in
 """
 

@@ -247,7 +247,7 @@ def planned(row: dict[str, str], layers: int | None = None) -> tfo.Plan:
             if "thunder" in row["source"]
             else ""
         )
-        float_logits = "float32 logits" in row["loss"]
+        float_logits = "float32 logits" in row["loss"] or "alive and float32" in row["loss"]
         model = Decoder(SIZES[row["model"]], layers or int(row["layers"]), row["checkpoint"], kind, float_logits)
         model.prepare(int(row["seq"]))
         model = model.to(dtype) if dtype != torch.float32 else model
