@@ -222,6 +222,17 @@ def wrapped(x, y, n, B: tl.constexpr):
     tl.store(y + tl.arange(0, B), total)
 
 
+@triton.jit
+def alternating(x, y, turns, B: tl.constexpr):
+    """Carries an index that grows in one turn and shrinks in the next one."""
+    at = 0
+    total = tl.zeros([B], tl.float32)
+    for k in range(turns):
+        total += tl.load(x + at + tl.arange(0, B))
+        at += B - 2 * B * (k % 2)
+    tl.store(y + tl.arange(0, B), total)
+
+
 def even(arguments: dict[str, Any]) -> bool:
     return arguments["n"] % arguments["B"] == 0
 
@@ -259,7 +270,8 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any, dict[str, Any], str, str]] = {
     "rows by pointer, no mask": (summed_rows_by_pointer, (meta(64, 1000), meta(64), 1000, 1000), (64,), {"B": 256}, "out of bounds", ""),
     "huge rows by pointer": (summed_rows_by_pointer, (meta(1 << 30), meta(1), 1 << 30, 0), (1,), {"B": 256}, "", ""),
     "huge rows by pointer, no mask": (summed_rows_by_pointer, (meta((1 << 30) - 8), meta(1), (1 << 30) - 8, 0), (1,), {"B": 256}, "out of bounds", ""),
-    "index that starts over": (wrapped, (meta(N), meta(256), N), (1,), {"B": 256}, "", ""),
+    "index that starts over": (wrapped, (meta(16 * N), meta(N), 16 * N), (1,), {"B": N}, "", ""),
+    "index that alternates": (alternating, (meta(2 * N), meta(N), 1 << 20), (1,), {"B": N}, "", ""),
     "while": (while_loop, (meta(N), meta(256), N), (1,), {"B": 256}, "", "while loop"),
     "transposed": (transposed, (meta(100, 200), meta(200, 100), 100, 200), (4, 7), {"R": 32, "C": 32}, "", ""),
     "transposed in place": (transposed, (same, same, 64, 64), (2, 2), {"R": 32, "C": 32}, "race", ""),
@@ -289,7 +301,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any, dict[str, Any], str, str]] = {
 }  # fmt: skip
 QUICK = (
     "no mask before the first", "shifted in place", "parameters named as options", "defaults", "wrong heuristics",
-    "autotune, a wrong grid", "huge rows by pointer, no mask",
+    "autotune, a wrong grid", "huge rows by pointer, no mask", "index that starts over", "index that alternates",
     "while", "mask of data", "branch on data", "loop on data", "zeroed", "said to be zeroed", "32 GiB, all but a block",
 )  # fmt: skip
 
