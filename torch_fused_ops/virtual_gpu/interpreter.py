@@ -18,7 +18,7 @@ from .kernels import Kernel, load, written_sizes
 from .wrapper import called
 
 if TYPE_CHECKING:
-    from .results import GeneratedGraph, GeneratedKernel, GraphInput
+    from .results import GeneratedGraph, GraphInput
     from .timeline import PaperCompilation
 
 # Elements that one program of an automatic grid handles: NumPy is fast on large arrays, and Triton's limit is 2**20.
@@ -145,19 +145,12 @@ def _run(graph: GeneratedGraph, inputs: Sequence[Any]) -> list[Any]:
     kernels = {kernel.name: kernel for kernel in graph.kernels}
     names = ("empty_strided_cuda", "empty_strided_cpu", "empty_strided_cpu_pinned")
     stand_ins = {**dict.fromkeys(names, empty_strided), "extern_kernels": extern_kernels}
-    call = called(graph.code, stand_ins, lambda name, source: _Interpreted(kernels[name]))
+
+    def kernel(name: str, source: str) -> Any:
+        return types.SimpleNamespace(run=lambda *args, **options: interpret(kernels[name], *args))
+
     with torch.no_grad():
-        return list(call(list(inputs)))
-
-
-class _Interpreted:
-    """A generated kernel, run by the interpreter where the generated module launches it."""
-
-    def __init__(self, kernel: GeneratedKernel) -> None:
-        self.kernel = kernel
-
-    def run(self, *args: Any, **kwargs: Any) -> None:
-        interpret(self.kernel, *args)
+        return list(called(graph.code, stand_ins, kernel)(list(inputs)))
 
 
 def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -169,6 +162,7 @@ def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str,
         launched = f"launched as {grid_type}" if grid_type else "hand-written"
         raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {launched}")
     named, grid, room = dict(named), [], PROGRAM_ELEMENTS
+    power_above = import_triton().next_power_of_2
     axes = [axis for axis in ("r0_", "r1_", "x", "y", "z") if f"{axis}numel" in kernel.jit.arg_names]
     for axis in axes:
         size, block = named.get(f"{axis}numel"), f"{axis.upper()}BLOCK"
@@ -176,17 +170,13 @@ def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str,
             raise TypeError(f"args: no value for {axis}numel of {kernel.jit.__name__}")
         if block in kernel.jit.arg_names:
             largest = TRITON_MAX_BLOCK[axis.upper()]
-            named.setdefault(block, min(_next_power_of_2(size), max(1, room), largest))
+            named.setdefault(block, min(power_above(max(1, size)), max(1, room), largest))
             if named[block] > largest or named[block] & (named[block] - 1):
                 raise ValueError(f"{block}: got {named[block]}, expected a power of 2 up to {largest}")
-        room //= named.get(block, _next_power_of_2(size))
+        room //= named.get(block, power_above(max(1, size)))
         if not axis.startswith("r"):
             grid.append(-(-size // named.get(block, 1)))
     return named, tuple(grid)
-
-
-def _next_power_of_2(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _rewritten(jit: Any) -> Any:
@@ -232,29 +222,24 @@ def _interpreting() -> Iterator[None]:
             rewritten[id(self)] = _rewritten(self)
         return rewritten[id(self)](*args, **kwargs)
 
-    def sees_language() -> None:
-        """A function whose globals hold the modules that Triton is to patch."""
-
-    everything = types.FunctionType(sees_language.__code__, {"tl": tl, "core": tl.core, "__builtins__": {}})
+    builder, patched = interpreter.InterpreterBuilder, types.SimpleNamespace(restore=lambda: None)
+    replacements: list[tuple[Any, str, Any]] = [
+        # Triton would patch again for each function, and undo only some patches.
+        (interpreter, "_patch_lang", lambda function: patched),
+        # Triton 3.6 calls int() on an array with one element, which NumPy 2 refuses.
+        (tl.core.tensor, "__index__", lambda self: int(self.handle.data.squeeze())),
+        (interpreter.ReduceOps, "generic_reduce", _reduce),
+        (jit.JITFunction, "__call__", call),
+        (builder, "cast_impl", _cast),
+        (builder, "create_fp_to_fp", functools.partialmethod(_narrow, builder.create_fp_to_fp)),
+        *((import_triton(f.__module__), f.__name__, replacement) for f, replacement in _libdevice_functions()),
+    ]
     with contextlib.ExitStack() as stack:
         stack.callback(_delete_new_attributes, tl.core.tensor, frozenset(vars(tl.core.tensor)))
-        scope = interpreter._patch_lang(everything)
-        stack.callback(scope.restore)
-        # done once and undone once: Triton would do it again for each function, and undo only some
-        patched = types.SimpleNamespace(restore=lambda: None)
-        stack.enter_context(mock.patch.object(interpreter, "_patch_lang", lambda function: patched))
-        # Triton 3.6 takes int() of an array with one element, which NumPy 2 refuses
-        stack.enter_context(
-            mock.patch.object(tl.core.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-        )
-        stack.enter_context(mock.patch.object(interpreter.ReduceOps, "generic_reduce", _reduce))
-        stack.enter_context(mock.patch.object(jit.JITFunction, "__call__", call))
-        stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, "cast_impl", _cast))
-        narrow = functools.partialmethod(_narrow, interpreter.InterpreterBuilder.create_fp_to_fp)
-        stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, "create_fp_to_fp", narrow))
-        for original, replacement in _libdevice_functions():
-            module = import_triton(original.__module__)
-            stack.enter_context(mock.patch.object(module, original.__name__, replacement))
+        # Triton patches the modules of its language that it finds in a function's globals.
+        stack.callback(interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})).restore)
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement))
         yield
 
 
@@ -379,9 +364,7 @@ def _device_function(function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     values = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
     result = function(*(torch.from_numpy(value.handle.data).double() for value in values))
     first = max(values, key=lambda value: value.handle.data.size)
-    element = first.type.scalar
-    if result.dtype == torch.bool:
-        element = tl.int32
+    element = tl.int32 if result.dtype == torch.bool else first.type.scalar
     data = result.numpy().astype(interpreter._get_np_dtype(element))
     kind = tl.block_type(element, list(data.shape)) if first.type.is_block() else element
     return tl.tensor(interpreter.TensorHandle(data, element), kind)
