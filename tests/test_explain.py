@@ -720,6 +720,8 @@ def test_exclude_that_matches_nothing_is_said():
 def test_dropouts_without_mlps_are_summed_up_alone():
     report = explain(lambda x, w: F.dropout(x @ w, 0.5) + x, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
     assert report.summary == "1 of 1 dropouts fused (1 graph)"
+    report = explain(lambda x, w: F.dropout(x, 0.5) @ w, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
+    assert report.summary == "0 of 0 MLP sites fused, 0 of 1 dropouts (1 graph)" and report.nothing in str(report)
 
 
 @pytest.mark.parametrize(

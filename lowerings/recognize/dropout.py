@@ -1,10 +1,10 @@
 """Dropouts of linear layers: ``residual + F.dropout(linear(x) + bias, p)`` becomes ``fused::dropout_add``.
 
 Its mask is a function of a seed, so that backward recomputes it, where autograd saves a byte for each element. A *site*
-is an active dropout of a linear layer's result, or of a pointwise function of such results. (Attention's probabilities
-and embeddings are neither: they stay as they are, unlisted.) It drops other elements than PyTorch's, by the same
-distribution, from ``torch.manual_seed``; ``fallback_random`` preserves eager's own numbers. Seeds are Inductor's own:
-one launch draws those of all random calls of a device.
+is an active dropout. Only a dropout of a linear layer's result, or of a pointwise function of such results, is fused.
+Dropouts of attention's probabilities, of embeddings and of norms (LoRA's) stay, with a reason. A fused dropout drops
+other elements than PyTorch's, by the same distribution, from ``torch.manual_seed``; ``fallback_random`` preserves
+eager's own numbers. Seeds are Inductor's own: one launch draws those of all random calls of a device.
 
 A reentrant checkpoint compiles a function twice. It runs forward without gradients, and recomputes it with gradients.
 Both must drop the same elements, so neither the sites nor the order of their seeds may depend on gradients. A site does
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch._inductor import inductor_prims
 from torch.fx import Node
 
@@ -30,11 +31,12 @@ from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection, excluded
 from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 
-from .graph import FREE, GraphAnalysis, join, shown, statically, tensor, write_call
+from .graph import DROPOUTS, FREE, Call, GraphAnalysis, join, shown, statically, tensor, write_call
 from .rewrite import Edit
 from .subgraph import check_in_place_call
 from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
 
+_ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 OPERATOR = f"fused::{DROPOUT}_add"
 
 
@@ -56,18 +58,30 @@ def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:
     """List every site in graph order."""
     sites, states = [], _states(analysis)
     for node, call in analysis.calls.items():
-        if call.name != DROPOUT or not call.dropout_is_active() or not call.args or not isinstance(call.args[0], Node):
-            continue
-        source = call.args[0]
-        if tensor(node) is None or states[node] == FREE:
+        if tensor(node) is None or not _drops(node, call):
             continue
         site = Dropout(node)
         try:
+            if call.name != DROPOUT:
+                raise Rejection(Kind.OTHER_DROPOUT, f"{shown(node)} does not drop elements of its input one by one")
+            source = call.args[0]
+            if states[node] == FREE:
+                names = ", ".join(dict.fromkeys(shown(analysis.origin(a)) for a in node.all_input_nodes))
+                text = f"it reads {names}, not a linear layer's result or a pointwise function of one"
+                raise Rejection(Kind.OTHER_DROPOUT, text)
             _examine(analysis, policy, site, source)
         except Rejection as rejection:
             site.reason = rejection.reason
         sites.append(site)
     return sites
+
+
+def _drops(node: Node, call: Call) -> bool:
+    """True for an active dropout of any kind, attention's included."""
+    if node.target in _ATTENTION:
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    of_tensor = call.name in DROPOUTS and bool(call.args) and isinstance(call.args[0], Node)
+    return of_tensor and call.dropout_is_active()
 
 
 def _states(analysis: GraphAnalysis) -> Mapping[Node, int]:

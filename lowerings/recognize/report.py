@@ -105,7 +105,7 @@ def called_site(call: Called, linears: Linears) -> Site:
 
 
 def dropout_site(analysis: GraphAnalysis, site: dropout.Dropout) -> Site:
-    """The report of a linear layer's dropout."""
+    """The report of a dropout."""
     calls = site.calls or [site.node]
     users = map(shown, readers(analysis, calls[-1]))
     fields = {"users": tuple(users), "spelling": tuple(map(shown, calls)), **_source(site.node, site.node)}

@@ -308,6 +308,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.NO_GEMM_READS: unread(lambda x, w, d: F.linear(F.layer_norm(F.gelu(F.linear(x, w)), (16,)), d)),
     Kind.NO_GEMM_BEFORE: unread(lambda x, w, d: F.linear(F.gelu(F.layer_norm(F.linear(x, w), (16,))), d)),
     Kind.OPAQUE: unread(lambda x, w, d: F.linear(hidden(F.linear(x, w)), d)),
+    Kind.OTHER_DROPOUT: site_of(lambda x, w, d: F.linear(F.dropout(x.sin(), 0.5), w)),
     Kind.UNKNOWN: mlp(lambda h, u, m: F.mish(h)),
     Kind.UNKNOWN_GATED: mlp(lambda h, u, m: F.silu(h) * u * u),
     Kind.NEAR: mlp(lambda h, u, m: h * torch.sigmoid(1.7 * h)),

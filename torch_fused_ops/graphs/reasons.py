@@ -66,6 +66,7 @@ class Kind(Enum):
         "torch_fused_ops.functional. If it multiplies its input by weights, register it: "
         "torch_fused_ops.register_gemm.",
     )
+    OTHER_DROPOUT = Category.NOT_AN_MLP
 
     UNKNOWN = Category.FUNCTION, _REGISTER
     UNKNOWN_GATED = Category.FUNCTION

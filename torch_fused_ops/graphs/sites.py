@@ -11,7 +11,7 @@ DROPOUT = "dropout"  # a site's activation, where the site is a dropout
 
 @dataclass(frozen=True)
 class Site:
-    """A GEMM's input that is a nonlinear pointwise function of GEMMs' results; or a linear layer's dropout.
+    """A GEMM's input that is a nonlinear pointwise function of GEMMs' results; or an active dropout.
 
     Attributes:
         op: the fused operator, e.g. ``"fused::glu"``; None if it is not fused.

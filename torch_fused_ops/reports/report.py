@@ -83,14 +83,14 @@ class Report:
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
         if self.recompilations:
             graphs += f", recompiled {self.recompilations} time{'s' * (self.recompilations != 1)}"
-        parts = [f"{len(fused)} of {len(mlps)} MLP sites fused"] if mlps or not dropouts else []
+        unmasked = sum(s.op is not None for s in dropouts)
+        parts = [f"{len(fused)} of {len(mlps)} MLP sites fused"] if mlps or not unmasked else []
         if without := sum(s.gemm_kind is not None and not s.gemm for s in fused):
             parts.append(f"{without} of these without float8 GEMMs")
         if partly := sum(s.gemm_kind is not None and bool(s.gemm) for s in fused):
             parts.append(f"{partly} of these with float8 in some GEMMs only")
         if dropouts:
-            unmasked = sum(s.op is not None for s in dropouts)
-            parts.append(f"{unmasked} of {len(dropouts)} dropouts{'' if mlps else ' fused'}")
+            parts.append(f"{unmasked} of {len(dropouts)} dropouts{'' if mlps or not unmasked else ' fused'}")
         if others:
             parts.append(f"{others} not MLPs")
         return "; note: ".join((f"{', '.join(parts)} ({graphs})", *self.notes))
@@ -134,7 +134,9 @@ class Report:
 
     def __str__(self) -> str:
         sites = grouped(self.sites)
-        parts = [sites_table(sites), "", self.summary] if sites else [self.summary, self.nothing]
+        parts = [sites_table(sites), "", self.summary] if sites else [self.summary]
+        if all(site.op is None and site.activation == DROPOUT for site in self.sites):
+            parts.append(self.nothing)
         parts += unread_lines(grouped(self.unread))
         if self.breaks:
             parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
