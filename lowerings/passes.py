@@ -89,6 +89,16 @@ def tag_caches() -> None:
     for tables in (activations, gemm_registry):
         if tag_caches not in tables._on_change:
             tables._on_change.append(tag_caches)
+    if _import_recognizer not in activations._on_change:
+        activations._on_change.append(_import_recognizer)
+
+
+def _import_recognizer() -> None:
+    """Have ``register_activation`` warn of functions that the recognizer cannot read.
+
+    The recognizer reads the table at each change from its import on, this change included: its import takes 0.5 s.
+    """
+    import torch_fused_ops.lowerings.recognize  # noqa: F401
 
 
 # ---- whose policy --------------------------------------------------------------------------------

@@ -320,11 +320,11 @@ def register_activation(name: str, fn: Function, derivative: Function | None = N
         derivative = derived
     _check_elementwise("derivative", derivative)
     x = torch.linspace(-2.9, 3.0, 12, dtype=torch.float64)
-    given, wanted = derivative(x), derived(x)
-    apart = ~torch.isclose(given, wanted, rtol=1e-3, atol=1e-4, equal_nan=True)
+    passed, wanted = derivative(x), derived(x)
+    apart = ~torch.isclose(passed, wanted, rtol=1e-3, atol=1e-4, equal_nan=True)
     if apart.sum() > 3:  # a few points may lie on kinks
         raise ValueError(
-            f"derivative is not accepted: at x = {x[apart][0].item():.4g} it gives {given[apart][0].item():.6g}, "
+            f"derivative is not accepted: at x = {x[apart][0].item():.4g} it gives {passed[apart][0].item():.6g}, "
             f"where autograd derives {wanted[apart][0].item():.6g} from fn"
         )
     with _changing:

@@ -87,6 +87,7 @@ def _rejected(kind: Kind, text: str) -> Match:
 
 
 Forms: TypeAlias = "dict[tuple[str, int], Poly]"
+_warned: set[activations.Activation] = set()
 
 
 @lru_cache(maxsize=8)
@@ -100,7 +101,9 @@ def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
             for i, x in enumerate(variables):
                 table[name, i] = _applied(algebra, name, x)
         except Unprovable as e:  # a registered activation beyond the rules: only the operators know it
-            log.warning("the fusion pass cannot recognize the registered activation %r; it %s", name, e)
+            if (activation := activations.get(name)) not in _warned:
+                _warned.add(activation)
+                log.warning("the fusion pass cannot recognize the registered activation %r; it %s", name, e)
     return algebra, table
 
 
@@ -115,8 +118,9 @@ def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
         return read(make_fx(lambda x: definition(x))(torch.zeros(2, dtype=torch.float64)).graph)
 
 
-# A name may be registered anew.
+# A name may be registered anew. The new table is built at once, as it warns of an activation that it cannot have.
 activations._on_change.extend(known.cache_clear for known in (_prove, _table, _definition))
+activations._on_change.append(lambda: _table(activations.names(), False))
 
 
 def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import activations
 from torch_fused_ops.graphs.sites import Site
-from torch_fused_ops.lowerings import recognize
+from torch_fused_ops.lowerings import passes, recognize
 from torch_fused_ops.lowerings.recognize import prove, rewrite, symbolic
 from torch_fused_ops.policy import FusionPolicy
 
@@ -154,6 +154,17 @@ def test_registered_activation(monkeypatch):
     activations.register_activation("mish_for_test", act)
     sites, _ = check(model, torch.randn(4, 8))
     assert the(sites).activation == "mish_for_test"
+
+
+def test_registering_an_unreadable_activation_warns_once_and_at_the_call(caplog):
+    assert passes._import_recognizer in activations._on_change  # the module prove is imported here already
+    activations.register_activation("rounded_for_test", torch.round)
+    (warning,) = caplog.messages
+    assert warning.startswith("the fusion pass cannot recognize the registered activation 'rounded_for_test'; it ")
+    activations.register_activation("readable_for_test", lambda x: x * torch.tanh(F.softplus(x)))
+    for kinked in (F.mish, F.relu):
+        check(Net(lambda s, x: s.b(kinked(s.a(x)))), torch.randn(4, 8))  # noqa: B023
+    assert caplog.messages == [warning]
 
 
 # ---- GEMMs, layouts, views, casts ----------------------------------------------------------------------------------
