@@ -236,6 +236,21 @@ def test_what_is_written_before_backward_gives_no_wrong_gradient(kind: str, late
     check_allowed(kind, memory, [], late)
 
 
+@pytest.mark.parametrize(
+    "kind, name", [("gelu", "fc1.bias"), ("core", "linear_fc1.bias"), ("core", "linear_fc1.weight")]
+)
+@pytest.mark.parametrize("memory", LEVELS)
+def test_the_error_names_the_parameter_that_was_written(kind: str, name: str, memory: str) -> None:
+    module = MODULES[kind](memory)
+    y = module(torch.randn(ROWS, WIDTH, dtype=torch.double))
+    with torch.no_grad():
+        getattr(module, "mlp", module).get_parameter(name).add_(1)
+    with pytest.raises(
+        RuntimeError, match=rf"{WRITTEN_OVER}: {name}, \[torch.DoubleTensor \[8.*write it after backward"
+    ):
+        y.sum().backward()
+
+
 def test_what_identifies_elements() -> None:
     """A key has their place in memory, dtype and version; other views of the same memory have another, or none."""
     elements = _memory._elements_of

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_tr
 from torch_fused_ops.operators import fp8_store
 
 Map = Callable[[Tensor], Tensor]
-
+Named = Callable[[], Iterable[tuple[str, Tensor | None]]]
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -62,13 +62,16 @@ class _Saved(NamedTuple):
     def is_unwritten(self) -> bool:
         return _versions(self.tensor) == self.versions
 
-    def get(self) -> Tensor:
+    def get(self, named: Named = tuple) -> Tensor:
+        """The tensor. Raises a RuntimeError if it was written, with its name if ``named`` has one."""
         t = self.tensor
         if not self.is_unwritten():
+            key = _elements_of(t)
+            names = [name for name, p in named() if p is not None and _elements_of(p) == key is not None]
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{t.type()} {list(t.shape)}] is at version {sum(_versions(t))}; expected version "
-                f"{sum(self.versions)} instead"
+                f"{', '.join([*names[:1], ''])}[{t.type()} {list(t.shape)}] is at version {sum(_versions(t))}; "
+                f"expected version {sum(self.versions)} instead. Backward recomputes from it: write it after backward"
             )
         return t
 
@@ -181,7 +184,9 @@ Values: TypeAlias = dict[tuple[Any, ...] | None, tuple[_Saved, _Recomputed]]
 
 
 @contextlib.contextmanager
-def _recompute(values: Values, other: Callable[[Any, Tensor], _Recomputed | None] | None = None) -> Iterator[None]:
+def _recompute(
+    values: Values, named: Named, other: Callable[[Any, Tensor], _Recomputed | None] | None = None
+) -> Iterator[None]:
     """Save a recomputation for each of the values, and for tensors for which ``other`` has one, by their elements.
 
     ``_elements_of`` identifies a value, as long as neither it nor the recomputation's inputs are written.
@@ -203,6 +208,8 @@ def _recompute(values: Values, other: Callable[[Any, Tensor], _Recomputed | None
         return _Recipe.of(recomputed, saved)
 
     def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, _Saved):
+            return packed.get(named)
         return packed.get() if isinstance(packed, _Recipe) else outer_unpack(packed)
 
     pack.outer = outer_pack  # type: ignore[attr-defined]
@@ -216,9 +223,10 @@ def _recompute(values: Values, other: Callable[[Any, Tensor], _Recomputed | None
 class _Again:
     """Repeat a call: without gradients, under forward's autocast, after checking that its tensors were not written."""
 
-    def __init__(self, device: torch.device, reads: Iterable[Tensor | None]) -> None:
+    def __init__(self, device: torch.device, named: Named) -> None:
         kind = device.type
-        self.reads = [_Saved.of(t) for t in reads if t is not None]
+        self.named = named
+        self.reads = [_Saved.of(t) for _, t in named() if t is not None]
         self.autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -226,7 +234,7 @@ class _Again:
 
     def __call__(self, fn: Map, x: Tensor) -> Tensor:
         for read in self.reads:
-            read.get()
+            read.get(self.named)
         with torch.no_grad(), self.autocast():
             return fn(x)
 
@@ -253,7 +261,7 @@ def through(
     second: Map,
     memory: str,
     offload: bool = False,
-    reads: Callable[[], Iterable[Tensor | None]] = tuple,
+    reads: Named = tuple,
     may_draw: bool = False,
 ) -> Tensor:
     """``second(activate(first(x)))`` at a memory level.
@@ -266,14 +274,15 @@ def through(
         memory: ``"off"`` saves h and a; ``"free"`` h, and recomputes a; ``"fp8"`` h in float8_e4m3fn with a scale per
             row, and recomputes both; ``"input"`` neither: backward runs ``first`` again.
         offload: save in the CPU's memory.
-        reads: further tensors that ``first`` and ``activate`` read; backward raises if one was written.
+        reads: returns further tensors that ``first`` and ``activate`` read, with names; backward raises if one was
+            written.
         may_draw: ``activate`` is not ours and may draw random numbers. If it does, its result is saved.
     """
     if _is_plain(x) or (memory == "off" and not offload):
         return second(activate(first(x)))
     source = _Saved.of(x.detach())
     h = first(x)
-    again, hooks = _Again(x.device, reads()), _hooks(h, offload)
+    again, hooks = _Again(x.device, reads), _hooks(h, offload)
     recomputed_h = _LEVELS[memory](source, h, first, again, hooks)
     hidden, of_h = _Saved.of(h), _elements_of(h)
     values: Values = {of_h: (hidden, recomputed_h)}
@@ -287,7 +296,8 @@ def through(
         return None if 2 * saved.numel() < h.numel() else _Recomputed(_same, _Saved.of(saved.detach()), hooks=hooks)
 
     random = _random_states(x.device) if may_draw else []
-    with _recompute({}, note) if memory == "free" and not offload else _recompute(values, large if offload else None):
+    other = note if memory == "free" and not offload else large if offload else None
+    with _recompute({} if other is note else values, reads, other):
         a = activate(h)
         of_a = _elements_of(a)
         _, result = values.get(of_a, (None, None))
@@ -302,7 +312,7 @@ def through(
             result = _Recomputed(_same, _Saved.of(a.detach()), hooks=hooks)
         else:  # it works in place, or draws: the recomputed result would differ
             return second(a)
-    with _recompute({of_a: (_Saved.of(a), result)}):
+    with _recompute({of_a: (_Saved.of(a), result)}, reads):
         return second(a)
 
 

@@ -129,7 +129,7 @@ class FusedMLP(nn.Module):
         if not self.gated and self.activation == "relu" and memory in ("fp8", "input"):
             produce = first if bias is None else lambda x: first(x) + bias
             act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
-        y = through(x, produce, act, second, memory, reads=lambda: (bias, *fc1.parameters()))
+        y = through(x, produce, act, second, memory, reads=lambda: (("fc1.bias", bias), *fc1.named_parameters("fc1")))
         return functional.bias_dropout_add(y, late, None, p) if p else y
 
     def reset_parameters(self) -> None:

@@ -218,10 +218,10 @@ class _Block(nn.Module):
             y, biases["fc2"] = self.linear_fc2(a, *groups)
             return y
 
-        def reads() -> Iterator[Tensor | None]:
-            yield scale
-            yield from fc1.parameters()
-            yield from () if self.activation_func is None else self.activation_func.parameters()
+        def reads() -> Iterator[tuple[str, Tensor | None]]:
+            yield "per_token_scale", scale
+            yield from fc1.named_parameters("linear_fc1")
+            yield from () if self.activation_func is None else self.activation_func.named_parameters("activation_func")
 
         unknown = self.activation_func is not None or self._activation.name is None
         return through(x, first, activate, second, level, self._offload, reads, unknown), biases["fc2"]
