@@ -234,9 +234,9 @@ def pace(ours: Run, other: Run) -> str:
 
 def verdict(name: str, ours: Run, other: Run) -> str:
     memory, (_, low, high) = ours.saved / other.saved - 1, paired(ours, other)
-    kept = "the same memory" if abs(memory) < 0.0005 else f"{abs(memory):.1%} {'less' if memory < 0 else 'MORE'} memory"
+    change = "as much" if abs(memory) < 0.0005 else f"{abs(memory):.1%} {'less' if memory < 0 else 'MORE'}"
     interval = f" (95 % interval {low - 1:+.1%} … {high - 1:+.1%})" if len(ours.seconds) >= 8 else ""
-    return f"  {name:<13}  {kept}, {pace(ours, other)}{interval}"
+    return f"  {name:<13}  {change} saved for backward, {pace(ours, other)}{interval}"
 
 
 def lost_tail() -> str:
@@ -390,7 +390,7 @@ def main() -> None:
         apart = max(abs(a - b) for a, b in zip(run.losses, runs["eager"].losses, strict=True))
         kept, spread = f"{run.saved / 2**20:.2f} MiB", f"{low:.1f} … {high:.1f}"
         print(f"  {name:<13}  {kept:>18} {middle:>12.1f} {spread:>18} {apart:>16.1e}")
-    print("\nagainst torch.compile, kept for backward and a step")
+    print("\nagainst torch.compile")
     for name, run in runs.items():
         if name.startswith("fused"):
             print(verdict(name, run, runs["torch.compile"]))

@@ -56,7 +56,7 @@ def test_quickstart(mlp: str, cache: Path, tmp_path: Path) -> None:
     assert 0 < saved["fused, input"] < saved["fused, fp8"] < saved["fused"] < saved["torch.compile"]
     assert saved["fused"] <= saved.get("budget 0.99", math.inf)
     assert all(apart < 1e-4 for name, (_, apart) in rows.items() if name != "fused, fp8"), out  # rounding alone
-    against = re.search(r"^  fused +([\d.]+)% less memory, too few steps to compare times$", out, re.M)
+    against = re.search(r"^  fused +([\d.]+)% less saved for backward, too few steps to compare times$", out, re.M)
     assert against and abs(float(against[1]) / 100 - (1 - saved["fused"] / saved["torch.compile"])) < 0.005
     assert re.search(r"6\d% of PyTorch's are off by more than an ulp, 0% of ours", out)
     picture = ElementTree.parse(tmp_path / "picture.svg").getroot()
