@@ -286,10 +286,10 @@ class _Auditor:
 
     def result(self) -> Audit:
         """The audit of the launches so far: last the machine code, whose listings are made together."""
-        for launch, own, by_shape in self.codes.values():
-            for code, configuration in (*own, *by_shape.values()):
+        for launch, listed, by_shape in self.codes.values():
+            for code, configuration in (*listed, *by_shape.values()):
                 self.registers(launch, configuration, code)
-            self.speed(launch, *min(own, key=lambda compiled: cost(compiled[0], launch.kernel)))
+            self.speed(launch, *min(listed, key=lambda compiled: cost(compiled[0], launch.kernel)))
         notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
         sampled = tuple(f"{name}: {part}" for name, part in self.sampled.items())
         return Audit(self.gpu.name, len(self.codes), self.configurations, tuple(self.findings), notes, sampled)
@@ -303,11 +303,11 @@ class _Auditor:
             return
         self.seen.add(launched)
         if compiled not in self.codes:
-            own = [(assemble_configuration(kernel, self.gpu, c), c) for c in kernel.configurations]
-            self.codes[compiled] = launch, own, {}
-            self.configurations += len(own)
-        _, own, by_shape = self.codes[compiled]
-        for code, configuration in own:
+            listed = [(assemble_configuration(kernel, self.gpu, c), c) for c in kernel.configurations]
+            self.codes[compiled] = launch, listed, {}
+            self.configurations += len(listed)
+        _, listed, by_shape = self.codes[compiled]
+        for code, configuration in listed:
             self.addresses(launch, configuration, code.ttgir)
         for group in _reachable(kernel) if self.all_configurations else ():
             self.configurations += len(group)

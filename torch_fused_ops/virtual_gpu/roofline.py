@@ -196,13 +196,13 @@ def flops(graph: GeneratedGraph, count: Callable[..., float] = flop_of) -> float
 
 def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) -> float:
     """FLOP of one node. A checkpoint wraps attention in operators that save and restore random states."""
-    target, given = node.target, node.args
+    target, operands = node.target, node.args
     states = {run_and_save_rng_state: 0, run_with_rng_state: 1}.get(target)  # arguments before the operator
     if states is not None:
-        target, given = given[states], given[states + 1 :]
+        target, operands = operands[states], operands[states + 1 :]
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return 0.0
-    args, kwargs = torch.fx.node.map_arg((given, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = torch.fx.node.map_arg((operands, node.kwargs), lambda n: n.meta["val"])
     return count(target.overloadpacket, args, kwargs, node.meta.get("val"))
 
 

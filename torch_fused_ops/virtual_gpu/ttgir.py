@@ -501,13 +501,13 @@ class _Evaluation:
 
 def _steps(body: list[Op], inside: Collection[str], name: str, yielded: str) -> bool:
     """Tell whether each turn of a loop adds the same number to what it carries; inside: what differs between turns."""
-    made = {result: op for op in body for result in op.results}
+    producers = {result: op for op in body for result in op.results}
 
     def is_fixed(name: str) -> bool:
-        op = made.get(name)
+        op = producers.get(name)
         return name not in inside and (op is None or (not op.regions and all(map(is_fixed, op.operands))))
 
-    op = made.get(yielded)
+    op = producers.get(yielded)
     if op is None or op.name not in ("arith.addi", "tt.addptr") or name not in op.operands:
         return yielded == name
     return sum(map(is_fixed, op.operands)) == 1

@@ -91,11 +91,11 @@ def _unmasked_share(packet: Any, args: Any, kwargs: Any) -> float:
     if not packet.__name__.startswith("_scaled_dot_product"):
         return 1.0
     schema = getattr(packet, packet.overloads()[0])._schema
-    given = {**{a.name: a.default_value for a in schema.arguments}, **kwargs}
-    given.update((a.name, value) for a, value in zip(schema.arguments, args, strict=False))
-    if not given.get("is_causal"):
+    arguments = {**{a.name: a.default_value for a in schema.arguments}, **kwargs}
+    arguments.update((a.name, value) for a, value in zip(schema.arguments, args, strict=False))
+    if not arguments.get("is_causal"):
         return 1.0
-    queries, keys = given["query"].shape[-2], given["key"].shape[-2]
+    queries, keys = arguments["query"].shape[-2], arguments["key"].shape[-2]
     square = min(queries, keys)  # query i reads keys 0 to i
     return float(square * (square + 1) / 2 + (queries - square) * keys) / (queries * keys)
 
