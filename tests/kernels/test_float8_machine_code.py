@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
 from harness import meta
 from kernel_harness import assemble
 
@@ -34,7 +35,9 @@ def turned() -> Tensor:
 
 # call: registers, bytes spilled and instructions an element at most; loads of 16 bytes, stores of 16 and of 8 exactly.
 # A tile has 8 loads for each tensor, 4 stores for each float8 transposed and 8 for each that is not; "glu" stores and
-# loads its result, in 16 bits, besides. Its 8 bytes spilled: two words, stored once and loaded twice.
+# loads its result, in 16 bits, besides. Its 8 bytes spilled: two words, stored once and loaded twice. Of "32 glu",
+# Triton 3.6 makes 68.1 instructions an element, 3.7 and 3.9 make 66.
+OF_32_GLU = 69 if triton.__version__.startswith("3.6.") else 67
 CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], int, int, float, int, int, int]] = {
     "glu": (lambda: gradients("glu", "silu"), 128, 8, 67, 32, 20, 16),
     "bias_act": (lambda: gradients("bias_act", "gelu_tanh"), 128, 0, 50, 16, 8, 8),
@@ -43,7 +46,7 @@ CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], int, int, float, int, int,
     "turned": (lambda: (kernels.quantize, turned(), 1), 64, 0, 12, 8, 4, 0),
     "weight": (lambda: (kernels.quantize, meta(ROWS, COLUMNS), 128), 64, 0, 11, 8, 0, 8),
     "weight turned": (lambda: (kernels.quantize, turned(), 128), 64, 0, 12, 8, 4, 0),
-    "32 glu": (lambda: gradients("glu", "silu", columns=32), 128, 96, 69, 32, 20, 16),  # 68.1 with Triton 3.6
+    "32 glu": (lambda: gradients("glu", "silu", columns=32), 128, 96, OF_32_GLU, 32, 20, 16),
     "32 bias_act": (lambda: gradients("bias_act", "gelu_tanh", columns=32), 128, 64, 51, 16, 8, 8),
     "32 straight": (lambda: (kernels.quantize, meta(ROWS, COLUMNS), 1, 32), 72, 0, 11, 8, 0, 9),
     "32 turned": (lambda: (kernels.quantize, turned(), 1, 32), 64, 0, 12, 8, 4, 1),
