@@ -119,7 +119,8 @@ class FullyShard:
                 shards += self.groups.get(name, Group()).gradients * (not self.accumulate)
             first, inside, last, _ = (beside.main - gradients_before for beside in moments)
             held = max(first, inside + segment.peak + segment.hole, last + segment.net) + shards_before - alive
-            shards -= segment.gradients
+            shards -= segment.gradients + (segment.head if name == HEAD else 0)
+            shards += sum(s.head for _, _, s in step) if name == EMBEDDING and graph == "backward" else 0
             net = segment.net + after + shards - alive
             alive = after + shards
             yield graph, unit, Segment(points, net, segment.seconds, main=held)

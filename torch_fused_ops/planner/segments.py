@@ -16,6 +16,7 @@ class Segment:
     # Bytes of the parameters' gradients that are complete by its end: its own layer's, and those that the compiler
     # deferred from earlier layers.
     gradients: int = 0
+    head: int = 0  # bytes of gradients that are complete by its end, and that count for the step's last segment
     hole: int = 0  # bytes at its peak that PyTorch holds beyond those alive: pieces too small for later tensors
     main: int | None = None  # with shards: the most bytes of the main pool
 

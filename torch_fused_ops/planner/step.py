@@ -224,12 +224,15 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
     # A gradient is complete at the end of its layer, or later if the compiler deferred it.
     order = {owner: i for i, owner in enumerate(dict.fromkeys(["", *(o for o in backward if o != BEHIND), BEHIND]))}
     whole: Counter[str] = Counter()
+    head = 0
     for (graph, number), (moment, nbytes) in timeline.gradients.items():
         born = backward[moment - first] if moment >= first else ""
         owner_unit = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or BEHIND
         whole[max(born, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
+        head += nbytes * (born == "" and owner_unit == BEHIND)
     for owner, nbytes in (+whole).items():
         segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
+    segments[1][""] = replace(segments[1].get("", Segment()), head=head)
     of_loss = [i for i, moment in enumerate(timeline.events) if moment.modules == (LOSS,)]
     if of_loss:
         hole = timeline.hole(of_loss[0], of_loss[-1])
