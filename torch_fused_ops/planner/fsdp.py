@@ -118,12 +118,12 @@ class FullyShard:
                 gradients += self.groups.get(name, Group()).gradients * (not self.accumulate)
                 shards += self.groups.get(name, Group()).gradients * (not self.accumulate)
             first, inside, last, _ = (beside.main - gradients_before for beside in moments)
-            held = max(first, inside + segment.peak + segment.hole, last + segment.net) + shards_before - alive
+            main_pool = max(first, inside + segment.peak + segment.hole, last + segment.net) + shards_before - alive
             shards -= segment.gradients + (segment.head if name == HEAD else 0)
             shards += sum(s.head for _, _, s in step) if name == EMBEDDING and graph == "backward" else 0
             net = segment.net + after + shards - alive
             alive = after + shards
-            yield graph, unit, Segment(points, net, segment.seconds, main=held)
+            yield graph, unit, Segment(points, net, segment.seconds, main=main_pool)
 
     def pools(self, pieces: Iterable[Piece]) -> int:
         """The most bytes of the pool of flat buffers, plus the most of the pool of reduced gradients."""

@@ -93,9 +93,9 @@ def resized(args: Any, dimension: str, size: int) -> Any:
     return tree_map(one, args)
 
 
-def step_of(given: int, dimension: str) -> int:
+def step_of(size: int, dimension: str) -> int:
     """The step between sizes: 1 for batches; for tokens the largest power of two that divides them, at most 128."""
-    return 1 if dimension == "batch" else min(given & -given, 128)
+    return 1 if dimension == "batch" else min(size & -size, 128)
 
 
 class Sizes:

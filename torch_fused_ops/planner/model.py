@@ -41,7 +41,9 @@ class CapturedModel:
     pieces: tuple[str | None, ...] = ()
     eager: frozenset[int] = frozenset()  # the graphs that are not compiled
     shared: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (graph, input) that are one tensor: its name
-    kept: frozenset[tuple[int, int]] = frozenset()  # (graph, result) that the caller holds although the loss reads it
+    retained: frozenset[tuple[int, int]] = (
+        frozenset()
+    )  # (graph, result) that the caller holds although the loss reads it
 
     def parameter(self, graph: int, number: int) -> str:
         """The path of the parameter, or of the buffer, that is a graph's input; "" if it is another tensor."""
@@ -59,7 +61,7 @@ class CapturedModel:
         Raises:
             ValueError: a parameter is read before and behind the layers.
         """
-        found = set()
+        ends = set()
         passed = False
         for capture in self.graphs:
             nodes = capture.graph.gm.graph.nodes if capture.graph else ()
@@ -73,10 +75,10 @@ class CapturedModel:
             for node in nodes:
                 passed |= self.unit_of(next(reversed(module_stack(node)), "")) != ""
                 if node.op != "placeholder" and any(paths.get(x) == path for x in node.all_input_nodes):
-                    found.add(HEAD if passed else EMBEDDING)
-        if len(found) > 1:
+                    ends.add(HEAD if passed else EMBEDDING)
+        if len(ends) > 1:
             raise ValueError(f"root='apart' is not accepted: {path} is read before the layers and behind them")
-        return found.pop() if found else EMBEDDING
+        return ends.pop() if ends else EMBEDDING
 
     def unit_of(self, path: str) -> str:
         """The unit of a module; "" if it is in none."""

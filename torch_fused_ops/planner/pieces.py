@@ -73,7 +73,7 @@ def divided(
         assert capture.graph is not None
         graph, parameters = _with_values(capture.graph, gpu)
         groups = list(_groups(captured, capture.graph, graph, whole=compiled == "model"))
-        made: dict[fx.Node, tuple[int, int]] = {}
+        written_by: dict[fx.Node, tuple[int, int]] = {}
         numbers = {node: j for j, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
         output = graph.graph.output_node()
         inner = {node: n for n, (_, nodes) in enumerate(groups) for node in nodes}
@@ -99,20 +99,20 @@ def divided(
             units.append(None if compiled == "model" and unit != LOSS else unit)
             for j, (x, original) in enumerate(zip(read, inputs, strict=True)):
                 if original is None:
-                    links[number, j] = made[x]
+                    links[number, j] = written_by[x]
                     if unit == LOSS:
-                        logits.add(made[x])
+                        logits.add(written_by[x])
                 elif (i, original) in captured.links:
                     links[number, j] = results[captured.links[i, original]]
                 else:
                     shared[number, j] = f"{i}.{original}"
-            made |= {x: (number, r) for r, x in enumerate(written)}
+            written_by |= {x: (number, r) for r, x in enumerate(written)}
         for r, x in enumerate(output.args[0]):
-            if isinstance(x, fx.Node) and x in made:
-                results[i, r] = made[x]
+            if isinstance(x, fx.Node) and x in written_by:
+                results[i, r] = written_by[x]
     return replace(
         captured, graphs=tuple(pieces), links=links, pieces=tuple(units), eager=frozenset(eager), shared=shared,
-        kept=frozenset(logits) if keep_logits else frozenset(),
+        retained=frozenset(logits) if keep_logits else frozenset(),
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def _groups(
     captured: CapturedModel, graph: CapturedGraph, gm: fx.GraphModule, whole: bool
 ) -> Iterator[tuple[_Key, list[fx.Node]]]:
     """The nodes of each piece, in order."""
-    found: list[tuple[_Key, list[fx.Node]]] = []
+    pieces: list[tuple[_Key, list[fx.Node]]] = []
     entered: dict[fx.Node, torch.dtype | None] = {}
     training, is_loss = graph.training, False
     place: dict[fx.Node, list[fx.Node]] = {}
@@ -161,12 +161,12 @@ def _groups(
         if sources and not isinstance(sources[0].meta.get("example_value"), (int, float)):
             nodes = place[sources[0]]  # an item of a tuple
         else:
-            if not found or found[-1][0] != key:
-                found.append((key, []))
-            nodes = found[-1][1]
+            if not pieces or pieces[-1][0] != key:
+                pieces.append((key, []))
+            nodes = pieces[-1][1]
         nodes.append(node)
         place[node] = nodes
-    yield from found
+    yield from pieces
 
 
 def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:

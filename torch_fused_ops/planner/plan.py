@@ -246,9 +246,9 @@ class _Planner:
         """The bytes that PyTorch's pools hold for the compiled step at these levels, the optimizer's step apart."""
         return self.resident.nbytes + self.exact(chosen).at(chosen.levels).held
 
-    def reserved(self, held: int) -> int:
+    def reserved(self, nbytes: int) -> int:
         """The bytes that PyTorch reserves, about, for a step that holds so many; the optimizer's step included."""
-        return self.setup.reserved(max(held, self.resident.optimizer_peak))
+        return self.setup.reserved(max(nbytes, self.resident.optimizer_peak))
 
     def within(self, limit: int) -> Plan:
         """The plan for a limit."""
@@ -264,7 +264,7 @@ class _Planner:
             lowest = (min(candidates, key=lambda c: c.curve.held) for candidates in (self.candidates, uniform))
             chosen = min(lowest, key=self.held)
         exact = self.exact(chosen)
-        held = max(self.held(chosen), resident.optimizer_peak)
+        in_pools = max(self.held(chosen), resident.optimizer_peak)
         curve, step_peak = exact.at(chosen.levels), self.peak(chosen)
         plainest = OFF if OFF in step.parts else next(iter(step.parts))
         off_levels = dict.fromkeys(step.mlps, plainest)
@@ -280,7 +280,7 @@ class _Planner:
                 peak = resident.nbytes + curves[level].peak
                 reserved = self.reserved(resident.nbytes + curves[level].held)
                 rows.append(LevelRow(level, peak, curves[level].seconds, reserved, max(0, reserved - limit)))
-        reserved = self.setup.reserved(held)
+        reserved = self.setup.reserved(in_pools)
         missing = max(0, reserved - limit)
         reduced = 2 * resident.buckets * (self.setup.dp - 1) // self.setup.dp  # as rings send them
         sent = resident.shards.sent if resident.shards else reduced
@@ -291,7 +291,7 @@ class _Planner:
             optimizer=self.setup.optimizer,
             fits=not missing,
             reserved_bytes=reserved,
-            held_bytes=held,
+            held_bytes=in_pools,
             peak_bytes=max(step_peak, resident.optimizer_peak),
             step_peak=step_peak,
             optimizer_peak=resident.optimizer_peak,
@@ -322,25 +322,25 @@ class _Planner:
         """Yield advice to make the step fit, or cheaper."""
         from torch_fused_ops.reports.text import size
 
-        resident, reserved, given = self.resident, self.setup.reserved, limit
+        resident, reserved, asked = self.resident, self.setup.reserved, limit
         limit = self.setup.available(limit)
         if not self.step.mlps:
             yield "No MLP is fused, so there is no level to choose."
         if resident.optimizer_peak > limit and resident.optimizer_peak - resident.transient <= limit:
             beside = f"{size(resident.transient)} beside its state"
             yield f'The optimizer\'s step allocates {beside}; with fused=True (optimizer="adamw-fused") it does not.'
-        held = max(resident.nbytes + curve.held, resident.optimizer_peak)
+        in_pools = max(resident.nbytes + curve.held, resident.optimizer_peak)
         if not self.setup.expandable_segments and replace(self.setup, expandable_segments=True).reserved(
-            held
-        ) <= given < reserved(held):
+            in_pools
+        ) <= asked < reserved(in_pools):
             yield "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits (expandable_segments=True)."
         if resident.nbytes + curve.held <= limit:
             return
         if checkpointed is not None and checkpointed.peak < curve.peak:
-            peak, held = (resident.nbytes + nbytes for nbytes in (checkpointed.peak, checkpointed.held))
-            short = max(0, self.reserved(held) - given)
+            peak, in_pools = (resident.nbytes + nbytes for nbytes in (checkpointed.peak, checkpointed.held))
+            short = max(0, self.reserved(in_pools) - asked)
             verdict = f"{size(short)} are missing then, too" if short else "fits"
-            if short and held <= limit:
+            if short and in_pools <= limit:
                 verdict = "forward and backward fit then"
             yield (
                 f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, and "
@@ -399,13 +399,13 @@ def _layers(step: Step, resident: Resident, levels: Mapping[str, str]) -> list[L
         nbytes = [left.pop(unit, (0, 0)) for unit in units]
         state = sum(round(factor * trained) for _, trained in nbytes)
         total, trained = (sum(pair[i] for pair in nbytes) for i in (0, 1))
-        kept, seconds = sum(s.net for s in segments[: len(units)]), sum(s.seconds for s in segments)
+        saved, seconds = sum(s.net for s in segments[: len(units)]), sum(s.seconds for s in segments)
         name = f"{units[0]} to {units[-1].rpartition('.')[2]}" if len(units) > 1 else units[0]
-        rows.append(LayerRow(name, len(units), level, total, trained, state, kept, seconds))
+        rows.append(LayerRow(name, len(units), level, total, trained, state, saved, seconds))
     curve = step.at(levels)
     total, trained = (sum(pair[i] for pair in left.values()) for i in (0, 1))
-    kept, seconds = curve.saved - sum(row.kept for row in rows), curve.seconds - sum(row.seconds for row in rows)
-    rows.append(LayerRow("(other)", 1, "", total, trained, round(factor * trained), kept, seconds))
+    saved, seconds = curve.saved - sum(row.kept for row in rows), curve.seconds - sum(row.seconds for row in rows)
+    rows.append(LayerRow("(other)", 1, "", total, trained, round(factor * trained), saved, seconds))
     return rows
 
 

@@ -242,7 +242,7 @@ def largest_rows(largest: Largest) -> list[tuple[str, ...]]:
 
 
 def notes(plan: PlanFigures) -> Iterator[str]:
-    """What the figures are for, and what they leave out."""
+    """Remarks: the meaning of the figures, and what they leave out."""
     margin = FRAGMENTATION[plan.setup.expandable_segments]
     kind = "with" if plan.setup.expandable_segments else "without"
     yield (

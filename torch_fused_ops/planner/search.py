@@ -89,21 +89,21 @@ def useful(step: Step, levels: Sequence[str]) -> list[str]:
 
 
 def best(
-    every: Sequence[Candidate], limit: int, held: Callable[[Candidate], int] = lambda candidate: candidate.curve.held
+    every: Sequence[Candidate], limit: int, exactly: Callable[[Candidate], int] = lambda candidate: candidate.curve.held
 ) -> Candidate | None:
     """The fastest candidate of which PyTorch holds at most ``limit`` bytes; None if there is none.
 
     Args:
         every: the candidates, the fastest first.
         limit: bytes.
-        held: the exact bytes, called if the estimate meets the limit. If they are more for mixed levels, the estimates
-            of the others are raised as much; after ``MISSES`` of these, mixed levels are skipped.
+        exactly: the exact bytes, called if the estimate meets the limit. If they are more for mixed levels, the
+            estimates of the others are raised as much; after ``MISSES`` of these, mixed levels are skipped.
     """
     short = misses = 0
     for candidate in every:
         if candidate.curve.held + short * candidate.is_mixed > limit or (candidate.is_mixed and misses == MISSES):
             continue
-        exact = held(candidate)
+        exact = exactly(candidate)
         if exact <= limit:
             return candidate
         short, misses = max(short, exact - candidate.curve.held), misses + 1

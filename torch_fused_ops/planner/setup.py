@@ -34,7 +34,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained, beside its own code and its batch.
+    """The set-up of training, beside the model's own code and its batch.
 
     Attributes:
         optimizer: "adamw", "adamw-fused", "sgd" or "none".
@@ -81,9 +81,9 @@ class Setup:
         """The bytes of a limit that live tensors and pools may take: the rest is fragmentation."""
         return int(limit / (1 + FRAGMENTATION[self.expandable_segments]))
 
-    def reserved(self, held: int) -> int:
+    def reserved(self, nbytes: int) -> int:
         """The bytes that PyTorch reserves, about, if its pools hold so many."""
-        return math.ceil(held * (1 + FRAGMENTATION[self.expandable_segments]))
+        return math.ceil(nbytes * (1 + FRAGMENTATION[self.expandable_segments]))
 
 
 def bytes_of(memory: object) -> int:
@@ -125,5 +125,5 @@ def check(name: str, value: object) -> None:
     elif name in ACCEPTED:
         known = ACCEPTED[name]
         if (value.upper() if name == "gpu" and isinstance(value, str) else value) not in known:
-            accepted = ", ".join(str(one) for one in known if one is not None)
+            accepted = ", ".join(str(value) for value in known if value is not None)
             raise ValueError(f"{name}={value!r} is not known; accepted: {accepted}")

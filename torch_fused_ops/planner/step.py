@@ -98,16 +98,16 @@ class Step:
 
     def curve(self, pieces: Iterable[Piece]) -> Curve:
         """Summarize consecutive segments."""
-        live = peak = saved = held = self.entry
+        live = peak = saved = main = self.entry
         seconds = 0.0
         pieces = list(pieces)
         for graph, _, segment in self.sharded(pieces):
-            peak, held = max(peak, live + segment.peak), max(held, live + segment.held)
+            peak, main = max(peak, live + segment.peak), max(main, live + segment.held)
             live += segment.net
             seconds += segment.seconds
             saved = live if graph == "forward" else saved
         pools = self.shards.pools(pieces) if self.shards else 0
-        return Curve(peak, saved, live, seconds, held + pools)
+        return Curve(peak, saved, live, seconds, main + pools)
 
     def at(self, levels: Mapping[str, str]) -> Curve:
         """The step with a memory level for each unit; "free" is the default."""
@@ -180,7 +180,7 @@ def compiled_timeline(
     papers = tuple(paper for paper in programs if isinstance(paper, PaperCompilation))
     if all(paper.backward is None for paper in papers) and not model.eager:
         raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
-    timeline = timeline_of(programs, model.links, units=model.pieces, shared=model.shared, kept=model.kept)
+    timeline = timeline_of(programs, model.links, units=model.pieces, shared=model.shared, retained=model.retained)
     return timeline, papers
 
 

@@ -27,7 +27,7 @@ from .work import flop_of_bf16, is_view
 
 @dataclass
 class EagerRun:
-    """What a run of an eager graph leaves for its backward."""
+    """State that a run of an eager graph leaves for its backward."""
 
     edges: list[Any] = field(default_factory=list)  # for each result its place in autograd's graph, None if it has none
     results: list[GraphInput | None] = field(default_factory=list)  # the results that have such a place
@@ -68,13 +68,13 @@ class EagerGraph(Program):
         """Run backward from the gradients of results; return the gradients of the inputs. Frees ``tangents``."""
         with self._running(memory, "backward"):
             pairs = [(e, t) for e, t in zip(run.edges, tangents, strict=True) if e is not None and t is not None]
-            given = [self._fake(tangent) for _, tangent in pairs]
+            beginnings = [self._fake(tangent) for _, tangent in pairs]
             edges = [edge for edge, _ in pairs]
             tangents.clear()
             run.edges.clear()
             del pairs
             if edges:
-                _Backward(edges, given).run()
+                _Backward(edges, beginnings).run()
             memory.finish()
         return [_on_meta(run.gradients.pop(i, None)) for i in range(len(self.inputs))]
 

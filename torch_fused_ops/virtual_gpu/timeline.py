@@ -83,8 +83,8 @@ class Timeline:
         """
         pool = Pool()
         calls = [(key, nbytes) for call, key, nbytes in self.log if first <= call <= last]
-        made = {key for key, nbytes in calls if nbytes > 0}
-        before = {key: -nbytes for key, nbytes in calls if nbytes < 0 and key not in made}
+        new = {key for key, nbytes in calls if nbytes > 0}
+        before = {key: -nbytes for key, nbytes in calls if nbytes < 0 and key not in new}
         for key, nbytes in (*before.items(), *calls):
             if nbytes > 0:
                 pool.allocate(key, nbytes)
@@ -121,8 +121,8 @@ class Pool:
             (piece[0] or 0, i) for i, piece in enumerate(self.pieces) if piece[1] is None and (piece[0] or 0) >= nbytes
         ]
         if free:
-            found, i = min(free)
-            self.pieces[i : i + 1] = [[nbytes, key], *([[found - nbytes, None]] if found > nbytes else [])]
+            nbytes_free, i = min(free)
+            self.pieces[i : i + 1] = [[nbytes, key], *([[nbytes_free - nbytes, None]] if nbytes_free > nbytes else [])]
         else:
             if self.pieces and self.pieces[-1][1] is None:
                 self.pieces.pop()
@@ -186,7 +186,7 @@ def timeline_of(
     launched: Callable[[str, str, Sequence[Any]], None] | None = None,
     units: Sequence[str | None] = (),
     shared: Mapping[tuple[int, int], str] | None = None,
-    kept: Collection[tuple[int, int]] = (),
+    retained: Collection[tuple[int, int]] = (),
 ) -> Timeline:
     """The timeline of a step that runs several graphs, backward in the reverse order of forward.
 
@@ -198,7 +198,7 @@ def timeline_of(
         launched: called with the graph, the name and the arguments of each launch of a generated kernel.
         units: for each graph, the layer that all of its calls belong to; None, or by default: each call's own modules.
         shared: (graph, input) to a name. Inputs of the same name are one tensor, with one gradient.
-        kept: results (graph, result) that the caller holds to the end although a later graph reads them.
+        retained: results (graph, result) that the caller holds to the end although a later graph reads them.
 
     Raises:
         ValueError: when a graph has an operator that does not run without data.
@@ -208,7 +208,7 @@ def timeline_of(
     callers: list[Any] = []  # tensors that the caller holds: arguments and the last graph's results
     results: dict[tuple[int, int], Any] = {}  # those that later graphs read
     saved: list[Any] = []
-    given: dict[tuple[int, int], Any] = {}
+    unlinked: dict[tuple[int, int], Any] = {}
     named: dict[str, Any] = {}
 
     def unit_of(i: int) -> tuple[str, ...] | None:
@@ -222,14 +222,14 @@ def timeline_of(
             for j, spec in enumerate(graph.inputs):
                 if (i, j) not in links:
                     name = shared.get((i, j), "")
-                    given[i, j] = named[name] if name in named else memory.new(spec, counted=not spec.is_parameter)
+                    unlinked[i, j] = named[name] if name in named else memory.new(spec, counted=not spec.is_parameter)
                     if name:
-                        named[name] = given[i, j]
+                        named[name] = unlinked[i, j]
         entry = memory.live
         for i, (paper, graph) in enumerate(zip(papers, programs, strict=True)):
             assert graph is not None
             memory.modules = unit_of(i)
-            inputs = [results[links[i, j]] if (i, j) in links else given[i, j] for j in range(len(graph.inputs))]
+            inputs = [results[links[i, j]] if (i, j) in links else unlinked[i, j] for j in range(len(graph.inputs))]
             if isinstance(paper, Program):
                 outputs, run = paper.forward(memory, inputs)
                 saved.append(run)
@@ -241,7 +241,7 @@ def timeline_of(
             for j, output in enumerate(outputs[:count]):
                 if (i, j) in last_reader:
                     results[i, j] = output
-                if (i, j) not in last_reader or (i, j) in kept:
+                if (i, j) not in last_reader or (i, j) in retained:
                     callers.append(output)
             outputs = output = run = None
             for result in [result for result in results if last_reader[result] <= i]:
