@@ -49,10 +49,10 @@ class Attention:
 def find(graph: Graph) -> Iterator[Attention]:
     """Yield every attention of a forward graph that has a linear layer, in graph order."""
     for node in graph.nodes:
-        if not (_is_fused_attention(node) or (is_gemm(node) and not is_linear(node))):
+        if not (is_fused(node) or (is_gemm(node) and not is_linear(node))):
             continue
         before, between = _sources(node)
-        if not (_is_fused_attention(node) or _has_scores(between)):
+        if not (is_fused(node) or _has_scores(between)):
             continue
         after = list(_projections(node))
         if before or after:
@@ -60,10 +60,10 @@ def find(graph: Graph) -> Iterator[Attention]:
             yield Attention((*before, *after), frozenset(values))
 
 
-def _is_fused_attention(node: Node) -> bool:
-    """True for PyTorch's attention operators and FlexAttention."""
+def is_fused(node: Node) -> bool:
+    """True for PyTorch's attention operators and FlexAttention, forward and backward."""
     name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
-    return node.op == "call_function" and (name.startswith("_scaled_dot_product") or name == "flex_attention")
+    return node.op == "call_function" and name.startswith(("_scaled_dot_product", "flex_attention"))
 
 
 def _has_scores(between: Iterable[Node]) -> bool:

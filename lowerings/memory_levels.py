@@ -19,7 +19,7 @@ import copy
 import functools
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.graphs.modules import module_stack
-from torch_fused_ops.graphs.reasons import Kind, Rejection
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.lowerings import attention, compat
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
 from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors
@@ -199,7 +199,7 @@ def _recomputation(pair: SavedTensors, node: Node, *, gemms: bool) -> Recomputat
         nonlocal depth
         depth += 1
         try:
-            parts = [obtain(source, role or _role(call, source)) for source in call.all_input_nodes]
+            parts = [obtain(source, role or operand_role(call, source)) for source in call.all_input_nodes]
         finally:
             depth -= 1
         calls = dict.fromkeys((*(c for part in parts for c in part.calls), call))
@@ -215,7 +215,7 @@ def _is_cheaper(pair: SavedTensors, repeated: Recomputation, source: Node) -> bo
     return not more or not isinstance(source.meta.get("val"), torch.Tensor) or more < pair.cost([source])
 
 
-def _role(call: Node, source: Node) -> str:
+def operand_role(call: Node, source: Node) -> str:
     """The role of an operand in a GEMM: "data" or "weight" (a bias, too); "" in other calls."""
     if not is_gemm(call):
         return ""
@@ -430,10 +430,11 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node]) -> None:
     """
     planned = dict(_each(functools.partial(_with_gemms, pair), nodes))
     if not any(is_gemm(call) for each in planned.values() for call in each.calls):
-        raise Rejection(Kind.NO_GEMM, "it is not the result of a GEMM")
+        raise _noted(Rejection(Kind.NO_GEMM, "it is not the result of a GEMM"), planned)
     more = pair.cost({source for each in planned.values() for source in each.to_save})
     if more >= pair.cost(planned):
-        raise Rejection(Kind.COSTS_MORE, f"cannot recompute: its inputs take {more} bytes and are not saved otherwise")
+        text = f"cannot recompute: its inputs take {more} bytes and are not saved otherwise"
+        raise _noted(Rejection(Kind.COSTS_MORE, text), planned)
     for node in planned:
         _replace(pair, node, _with_gemms(pair, node))
 
@@ -472,7 +473,23 @@ def _each(fn: Callable[[Node], _T], nodes: Sequence[Node]) -> list[tuple[Node, _
             results.append((node, fn(node)))
         except Rejection as rejection:
             log.info("%s: %s", node.name, rejection)
-            rejections.append(rejection)
+            rejections.append(_noted(rejection, [node]))
     if rejections and not results:
         raise rejections[0]
     return results
+
+
+_REFUSED = "torch_fused_ops_refused"
+
+
+def _noted(rejection: Rejection, nodes: Iterable[Node]) -> Rejection:
+    """Record on saved tensors why a level does not apply to them."""
+    for node in nodes:
+        node.meta[_REFUSED] = rejection.reason
+    return rejection
+
+
+def refused(node: Node) -> Reason | None:
+    """The reason why a tensor that forward saves stays saved at a level of the policy; None if no level applies."""
+    reason: Reason | None = node.meta.get(_REFUSED)
+    return reason

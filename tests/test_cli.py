@@ -189,6 +189,8 @@ def test_explain_with_figures_and_a_policy(models, capsys):
     assert "excludes" in capsys.readouterr().out
     assert main(["explain", "some_models:example", "--train", "--memory", "tiled:2"]) == 0
     assert "in 2 tiles" in capsys.readouterr().out
+    assert main(["explain", "some_models:example", "--train", "--saved"]) == 0
+    assert 'memory="fp8" stores it in 8 bits' in capsys.readouterr().out
 
 
 def test_figures_that_cannot_be_had_are_refused_before_the_model_is_made(models, capsys, monkeypatch):
@@ -389,6 +391,7 @@ REFUSED = {
     "explain some_models:example --memry fp8": "unrecognized arguments: --memry fp8; did you mean --memory?",
     "explain some_models:example --memory tiled:1": "'tiled:1' is not known; accepted: off, free, fp8, input, tiled, ",
     "explain some_models:example --levels": "error: --levels needs --train",
+    "explain some_models:example --saved": "error: --saved needs --train",
     "explain some_models:example --figures abacus": "error: --figures abacus is not known; accepted: A100, ",
     "explain some_models:example --exclude b.[7": "'b.[7' has a [ without a ]",
     "verify some_models:example --exclude b.[7": "'b.[7' has a [ without a ]",

@@ -1,11 +1,11 @@
-"""Sites as text: the rows that reports print and that ``strict`` raises."""
+"""Sites and saved tensors as text: the rows that reports print and that ``strict`` raises."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind
@@ -121,3 +121,78 @@ def sites_table(groups: Sequence[Group]) -> str:
                 first = " " * indent
     lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class SavedRow:
+    """Tensors saved for backward that differ only in their layer's number.
+
+    Attributes:
+        module: the module that computes them, "layers.0…31.mlp.up"; "(inputs)" for the graph's arguments.
+        shape: the sizes of each.
+        dtype: the element type, "bfloat16".
+        nbytes: the bytes of all.
+        read_by: backward's readers, through views and recomputed calls: the kind, and the module.
+        removed_by: the settings under which they are not saved, each alone.
+        refused: settings that do not apply to them, each with the reason; "fusion" for an MLP that is not fused.
+        count: the number of tensors.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    read_by: tuple[tuple[str, str], ...]
+    removed_by: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+    count: int = 1
+
+    @property
+    def advice(self) -> str:
+        """The settings that remove them; else the reason why they stay."""
+        levels = [s for s in self.removed_by if s in _LEVELS and 'memory="free"' not in self.removed_by]
+        parts = [f"{s} {_LEVELS.get(s, 'recomputes it')}" for s in levels or self.removed_by[:1]]
+        parts += [f"{setting} does not apply: {reason}" for setting, reason in self.refused]
+        kinds = {kind for kind, _ in self.read_by}
+        needed = next((kind for kind in ("attention", "weight gradient") if kind in kinds), "")
+        return "; ".join(parts) or (f"needed for: {needed}" if needed else "only a checkpoint removes it")
+
+    @property
+    def text(self) -> str:
+        """The tensor and its readers, on several lines."""
+        readers: dict[str, list[str]] = {}
+        for kind, module in self.read_by:
+            readers.setdefault(kind, []).append(module or "the model")
+        read_by = "; ".join(f"{kind} of {', '.join(modules)}" for kind, modules in readers.items())
+        times = f" ×{self.count}" if self.count > 1 else ""
+        lines = [f"{self.module or 'the model'}: {self.dtype}{list(self.shape)}{times}"]
+        for line in (f"read by {read_by or 'nothing'}", f"→ {self.advice}"):
+            lines += textwrap.wrap(line, WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 14)
+        return "\n".join(lines)
+
+
+_LEVELS = {
+    'memory="fp8"': "stores it in 8 bits",
+    'memory="input"': "recomputes it",
+    'attention="input"': "recomputes it",
+}
+
+
+def merged(rows: Iterable[SavedRow]) -> Iterator[SavedRow]:
+    """Merge rows that differ only in numbers of layers, in the order of each group's first row."""
+    groups: dict[SavedRow, list[SavedRow]] = {}
+    for row in rows:
+        readers = tuple((kind, without_numbers(module)) for kind, module in row.read_by)
+        settings = tuple((setting, "") for setting, _ in row.refused)  # reasons may name nodes
+        key = replace(row, module=without_numbers(row.module), read_by=readers, refused=settings)
+        groups.setdefault(key, []).append(row)
+    for group in groups.values():
+        yield replace(
+            group[0],
+            module=joined_paths(row.module for row in group),
+            nbytes=sum(row.nbytes for row in group),
+            read_by=tuple(
+                (same[0][0], joined_paths(m for _, m in same)) for same in zip(*(r.read_by for r in group), strict=True)
+            ),
+            count=len(group),
+        )

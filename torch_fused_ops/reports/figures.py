@@ -316,24 +316,35 @@ def on_paper(
         The compilation, and the fused sites.
     """
     from torch_fused_ops.lowerings import passes
-    from torch_fused_ops.lowerings.recognize import rewrite
-    from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
-    from torch_fused_ops.virtual_gpu.emulation import emulating
+    from torch_fused_ops.virtual_gpu import compile_graph_on_paper
 
-    graph = captured.graph
-    if graph is None:
-        raise RuntimeError(captured.reason)
-    sites: list[Site] = []
-    if policy is not None:
-        graph = replace(graph, gm=copy_graph(graph.gm))
-        with emulating(gpu), torch.set_grad_enabled(graph.training):
-            sites = [site for module in graphs_of(graph.gm) for site in rewrite(module.graph, policy)]
+    graph, sites = fused_graph(captured, gpu, policy)
     slots = passes.options_without_us()
     if policy is not None:  # with all of our passes but the pre-grad pass, which has run
         ours = passes.compile_options(policy)
         slots |= {name: ours[name] for name, kind in passes.SLOTS.items() if kind is not passes.PreGradPass}
     paper = compile_graph_on_paper(graph, gpu=gpu, config=slots, memory_budget=memory_budget)
     return paper, [site for site in sites if site.op is not None]
+
+
+def fused_graph(captured: Capture, gpu: GPU, policy: FusionPolicy | None) -> tuple[CapturedGraph, list[Site]]:
+    """Return a copy of a captured graph, fused by a policy for a GPU, and its sites; if None, the graph as captured.
+
+    Raises:
+        RuntimeError: the graph could not be copied when it was captured.
+    """
+    from torch_fused_ops.lowerings.recognize import rewrite
+    from torch_fused_ops.virtual_gpu import copy_graph
+    from torch_fused_ops.virtual_gpu.emulation import emulating
+
+    graph = captured.graph
+    if graph is None:
+        raise RuntimeError(captured.reason)
+    if policy is None:
+        return graph, []
+    graph = replace(graph, gm=copy_graph(graph.gm))
+    with emulating(gpu), torch.set_grad_enabled(graph.training):
+        return graph, [site for module in graphs_of(graph.gm) for site in rewrite(module.graph, policy)]
 
 
 def _paths(paper: PaperCompilation) -> Iterator[str]:

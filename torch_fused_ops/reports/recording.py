@@ -160,6 +160,7 @@ class _Recorder:
         report.breaks = tuple(entry.broken for entry in graphs if entry.broken is not None)
         report.title = ", ".join(dict.fromkeys(entry.title for entry in graphs if entry.title))
         report.figures, report.figures_missing = None, ""
+        vars(report).pop("saved", None)
         report._captures = [entry.capture for entry in graphs]
         notes = (
             note

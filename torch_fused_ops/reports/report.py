@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections import Counter
@@ -22,6 +23,7 @@ from torch_fused_ops.reports import figures, text
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import template
+from torch_fused_ops.reports.saved import Saved, saved
 from torch_fused_ops.reports.text import breaks_text
 from torch_fused_ops.settings.environment import writable
 
@@ -129,6 +131,18 @@ class Report:
                 log.debug("figures are not available", exc_info=True)
         return self.figures
 
+    @functools.cached_property
+    def saved(self) -> Saved:
+        """The tensors that the graphs save for backward under their policy, one by one; computed at first access.
+
+        The graphs are partitioned, but not compiled, for an H200: seconds, without a GPU. Needs Triton. No other thread
+        may compile meanwhile.
+        """
+        from torch_fused_ops.virtual_gpu import H200
+
+        with unobserved():
+            return saved(self._captures, self.sites, H200)
+
     def __repr__(self) -> str:
         return str(self)
 
@@ -144,6 +158,8 @@ class Report:
             parts += ["", str(self.figures), *([f"note: {self.recomputed}"] if self.recomputed else [])]
         elif self.figures_missing:
             parts.append(f"figures are not available: {self.figures_missing}")
+        if "saved" in vars(self):
+            parts += ["", str(self.saved)]
         return "\n".join(parts)
 
     @property
@@ -201,13 +217,14 @@ class Report:
         """Convert the report to JSON.
 
         ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
-        "figures", "figures_missing", "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name.
-        A break's are those of ``Break``. Figures, if measured, are those of ``Figures``, with the totals ``before`` and
-        ``after``; else null.
+        "figures", "figures_missing", "notes", "saved"}``: a site's entries are ``Site``'s attributes, its ``kind`` by
+        its name. A break's are those of ``Break``. Figures, if measured, are those of ``Figures``, with the totals
+        ``before`` and ``after``; else null. So is ``saved``, with those of ``Saved``, if it was read.
         """
         names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "figures")
         report = {name: getattr(self, name) for name in (*names, "figures_missing", "notes")}
-        plain: dict[type, Any] = {Kind: lambda kind: kind.name, Figures: Figures.as_dict}
+        report["saved"] = vars(self).get("saved")
+        plain: dict[type, Any] = {Kind: lambda kind: kind.name, Figures: Figures.as_dict, Saved: Saved.as_dict}
         return json.dumps(report, indent=2, ensure_ascii=False, default=lambda v: plain.get(type(v), asdict)(v))
 
     def to_html(self, path: str | Path) -> Path:

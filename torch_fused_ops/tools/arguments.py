@@ -147,6 +147,7 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "help": "estimate memory, bytes moved and kernels before and after on a GPU (H200); seconds a layer",
         },
         "--levels": {**_FLAG, "help": "with --train: estimate the savings, peaks and costs of the memory levels"},
+        "--saved": {**_FLAG, "help": "with --train: list the tensors saved for backward, and what would remove each"},
         "--json": {"metavar": "FILE", "help": "write the report as JSON too"},
         "--html": {"metavar": "FILE", "help": "write the report as a page too"},
     }),

@@ -177,9 +177,10 @@ def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
 
 def _explain(arguments: argparse.Namespace) -> tuple[tfo.Report, bool]:
     measured = arguments.figures is not None or arguments.levels
-    if arguments.levels and not arguments.train:
-        raise _UsageError("--levels needs --train: without a backward nothing is saved")
-    if measured:  # report missing requirements before slow work
+    for option in ("levels", "saved"):
+        if getattr(arguments, option) and not arguments.train:
+            raise _UsageError(f"--{option} needs --train: without a backward nothing is saved")
+    if measured or arguments.saved:  # report missing requirements before slow work
         gpus.import_triton()
         if (arguments.figures or "H200").upper() not in gpus.GPUS:
             raise _UsageError(f"--figures {arguments.figures} is not known; accepted: {', '.join(gpus.GPUS)}")
@@ -190,6 +191,8 @@ def _explain(arguments: argparse.Namespace) -> tuple[tfo.Report, bool]:
             report = tfo.explain(model, *args, policy=policy, **kwargs)
         if measured:
             report.measure(arguments.figures or "H200", levels=arguments.levels)
+        if arguments.saved:
+            report.saved  # noqa: B018, computed here
     return report, True
 
 

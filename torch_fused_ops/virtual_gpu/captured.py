@@ -32,6 +32,12 @@ class CapturedGraph:
     autocast: torch.dtype | None
     paths: tuple[str, ...] = ()
 
+    @property
+    def needs_gradients(self) -> bool:
+        """True if a step of it has a backward: grad mode was on, and an input requires a gradient."""
+        values = (node.meta.get("example_value") for node in self.gm.graph.find_nodes(op="placeholder"))
+        return self.training and any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
 
 def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> CapturedGraph:
     """Copy a graph as Dynamo passes it to its backend, or to a pre-grad pass; cheap, and `gm` is not changed.

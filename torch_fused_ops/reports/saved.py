@@ -1,0 +1,97 @@
+"""The tensors that a training step saves for backward: a report's ``saved``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch_fused_ops.graphs.listing import SavedRow, merged
+from torch_fused_ops.graphs.sites import DROPOUT, Site
+from torch_fused_ops.reports.figures import Capture, fused_graph, said
+from torch_fused_ops.reports.text import size
+
+if TYPE_CHECKING:
+    from torch_fused_ops.virtual_gpu import GPU
+
+
+@dataclass(frozen=True, repr=False)
+class Saved:
+    """The tensors that a report's graphs save for backward, without parameters and buffers. Printable.
+
+    Attributes:
+        rows: the tensors, in graph order; identical layers share a row.
+        totals: the bytes that the step would save under each setting that saves less.
+        skipped: the reason for each graph that is missing.
+    """
+
+    rows: tuple[SavedRow, ...]
+    totals: dict[str, int]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes saved for backward."""
+        return sum(row.nbytes for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The attributes and the sum, for JSON."""
+        return {"nbytes": self.nbytes, **asdict(self)}
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        lines = [f"saved for backward: {size(self.nbytes)}"]
+        lines += [f"  {size(total, self.nbytes)} with {name}" for name, total in self.totals.items()]
+        small = [row for row in self.rows if row.nbytes < self.nbytes / 1000]
+        lines += [f"{size(row.nbytes):>10}  {row.text}" for row in self.rows if row not in small]
+        if small:
+            count = sum(row.count for row in small)
+            lines.append(f"{size(sum(row.nbytes for row in small)):>10}  in {count} small tensors")
+        return "\n".join(lines + [f"a graph is missing: {reason}" for reason in self.skipped])
+
+
+def saved(captures: Sequence[Capture], sites: Sequence[Site], gpu: GPU) -> Saved:
+    """List the tensors that graphs save for backward. Partitions them without a device; generates no code.
+
+    Args:
+        captures: the results of ``capture``.
+        sites: the graphs' sites.
+        gpu: the GPU to partition for.
+    """
+    from torch_fused_ops.lowerings import passes
+    from torch_fused_ops.lowerings.saved_variants import Partitioned, Variants
+    from torch_fused_ops.virtual_gpu import compile_graph_on_paper
+
+    done: list[Variants] = []
+    skipped: dict[str, None] = {}
+    for captured in captures:
+        variants = Variants(replace(captured.policy, strict=False))
+        try:
+            if captured.graph is None or captured.graph.needs_gradients:
+                graph, _ = fused_graph(captured, gpu, captured.policy)
+                config = passes.options_without_us() | {"custom_partitioner_fn": variants}
+                compile_graph_on_paper(graph, gpu=gpu, config=config)
+        except Partitioned:
+            done.append(variants)
+        except Exception as error:
+            skipped[said(error)] = None
+    settings = [name for name in (done[0].totals if done else ()) if all(name in v.totals for v in done)]
+    totals = {name: sum(v.totals[name] for v in done) for name in settings}
+    less = {name: total for name, total in totals.items() if total < totals[""]}
+    rows = (replace(row, refused=row.refused or tuple(_not_fused(row, sites))) for v in done for row in v.rows)
+    return Saved(tuple(merged(rows)), less, tuple(skipped))
+
+
+def _not_fused(row: SavedRow, sites: Sequence[Site]) -> Iterator[tuple[str, str]]:
+    """The reason why the MLP (for a mask: the dropout) that a tensor belongs to is not fused."""
+    for site in () if row.removed_by else sites:
+        is_kind = site.activation == DROPOUT if row.dtype == "bool" else site.is_mlp
+        if (
+            site.op is None
+            and is_kind
+            and f"{row.module}.".startswith(f"{site.module}." if site.module else row.module)
+        ):
+            yield "fusion", site.reason
+            return
