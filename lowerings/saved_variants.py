@@ -93,8 +93,8 @@ def _settings(policy: FusionPolicy) -> Iterator[tuple[str, FusionPolicy]]:
 def _copy(graph: Graph) -> Graph:
     """Copy a joint graph. (deepcopy would also copy its input specification, which logs a FutureWarning.)"""
     copied = Graph()
-    values, output = copied.graph_copy(graph, {}, return_output_node=True)  # type: ignore[misc]
-    copied.output(values).meta = dict(output.meta)
+    values, _ = copied.graph_copy(graph, {}, return_output_node=True)  # type: ignore[misc]
+    copied.output(values).meta = dict(graph.output_node().meta)
     return copied
 
 
@@ -102,8 +102,8 @@ def _saved(forward: Graph, outputs: int, static_inputs: Sequence[int]) -> Iterat
     """The tensors that a forward graph saves, besides parameters, buffers and their views."""
     inputs = forward.find_nodes(op="placeholder")
     static = {inputs[i] for i in static_inputs}
-    nodes = [node for node in forward.output_node().args[0][outputs:] if isinstance(node, Node)]  # type: ignore[index]
-    for node in nodes:
+    results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
+    for node in (node for node in results[outputs:] if isinstance(node, Node)):
         if isinstance(node.meta.get("val"), torch.Tensor) and partition.base(node) not in static:
             yield node
 
