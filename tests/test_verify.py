@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings import partition, saved_tensors
+from torch_fused_ops.tools import verify
 from torch_fused_ops.tools.verify import _apart
 
 
@@ -54,7 +56,8 @@ def test_a_model_that_is_right(dtype: torch.dtype, level: Any) -> None:
     assert found.dtypes == (str(dtype).removeprefix("torch."), "float64")
     names = {(one.kind, one.name) for one in found.comparisons}
     assert {("gradient", "up.weight"), ("buffer", "norm.running_mean"), ("output", "0"), ("loss", "")} <= names
-    assert "ok: nothing differs" in str(found) and "1 of 1 MLP sites fused" in str(found)
+    assert re.search(r"ok: nothing differs .*norm:\n  in \S+ output .*\n  in float64 .*gradient \S+e-", str(found))
+    assert "1 of 1 MLP sites fused" in str(found)
 
 
 def test_rounding_is_what_the_policy_asks_for_and_no_more() -> None:
@@ -107,6 +110,41 @@ def test_a_fault_of_one_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert not found.ok and {one.name for one in found.differences} >= {"up.weight", "up.bias"}
     assert all(one.plain_ok for one in found.differences)
     assert "plain torch.compile is not" in str(found)
+
+
+def faulty(dtype: torch.dtype, fault: Callable[[Tensor], Any], policy: FusionPolicy, monkeypatch: Any) -> Any:
+    """Verify an MLP whose fused gradient of up.weight has a fault in the model's dtype alone."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        values = run_step(*args, **kwargs)
+        steps.append(values)
+        if len(steps) == 4:  # after eager, eager in float64, and plain
+            fault(values["gradient", "up.weight"])
+        return values
+
+    steps: list[Any] = []
+    run_step = verify._step
+    monkeypatch.setattr(verify, "_step", step)
+    return tfo.verify(MLP().to(dtype), x_of(8, 16).to(dtype), policy=policy)
+
+
+@pytest.mark.parametrize("level, percent", [("free", 1), ("fp8", 20)])
+def test_a_fault_in_the_model_s_dtype_alone_is_found(level: Any, percent: int, monkeypatch: Any) -> None:
+    off = lambda t: t.mul_(1 + percent / 100)  # noqa: E731
+    found = faulty(torch.bfloat16, off, FusionPolicy(memory=level), monkeypatch)
+    (one,) = found.differences
+    assert (one.name, one.dtype, one.measure) == ("up.weight", "bfloat16", "norm") and one.plain_ok
+    assert "not ok" in str(found)
+
+
+@pytest.mark.parametrize("level", ["free", "fp8"])
+def test_one_element_that_is_doubled_is_found(level: Any, monkeypatch: Any) -> None:
+    def doubled(t: Tensor) -> None:
+        t.view(-1)[t.abs().argmax()] *= 2
+
+    found = faulty(torch.bfloat16, doubled, FusionPolicy(memory=level), monkeypatch)
+    (one,) = found.differences
+    assert (one.name, one.measure) == ("up.weight", "largest element") or level == "free"
 
 
 def test_it_changes_nothing() -> None:
@@ -182,7 +220,7 @@ INF, NAN = float("inf"), float("nan")
 @pytest.mark.parametrize("one", [INF, -INF, NAN])
 @pytest.mark.parametrize("other", [INF, -INF, NAN, 1.0])
 def test_what_is_not_finite_is_compared(one: float, other: float) -> None:
-    distance = _apart(torch.tensor([1.0, one]), torch.tensor([1.0, other]), True)
+    distance, _ = _apart(torch.tensor([1.0, one]), torch.tensor([1.0, other]), True)
     assert distance == (0.0 if one == other or (one != one and other != other) else INF)
 
 

@@ -29,6 +29,9 @@ progress = logging.getLogger("torch_fused_ops.verify")
 WAYS = ("eager", "plain", "fused")
 # Tolerances: rounding units relative to a tensor's norm, and multiples of eager's own error.
 OF_NORM, OF_EAGER = 4.0, 4.0
+# The same if there is a wider reference, for the 2-norm: units, and multiples of the larger error of eager and plain.
+# Over MLPs of 1, 6 and 16 layers in bf16, fused had at most 1.3 times plain's error, except for a loss.
+OF_NORM_BESIDE_PLAIN, OF_PLAIN = 2.0, 2.0
 # Multiples of the tensor's change when the last bits of all parameters and arguments change: the only measure for
 # tensors of pure rounding error (the mean of a norm's result).
 OF_JITTER = 64.0
@@ -37,16 +40,23 @@ FEW = 15.0
 # If eager in the same dtype is the reference, the unit allows for a deep model's rounding: in float64 this value (its
 # epsilon is 2.2e-16), in float32 so many epsilons.
 UNIT_EXACT, UNIT_WIDE = 1e-9, 64.0
-# The largest rounding error of float8_e4m3fn (3 bits of mantissa), for gradients under such a policy.
-UNIT_FP8 = 2.0**-4
+# The largest rounding error of float8_e4m3fn (3 bits of mantissa), for gradients under such a policy, and its multiple
+# for the 2-norm. The same MLPs' gradients differ by at most 4 % at memory="fp8", and by 10 % at gemm="fp8".
+UNIT_FP8, OF_NORM_FP8 = 2.0**-4, 2.5
 # Relative to the largest gradient, for gradients that are 0 except for rounding (a bias before a norm).
 OF_LARGEST = 1e-6
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
+MEASURES = ("norm", "largest element")
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of one step. Distances are from the reference, eager in the wide dtype, relative to its norm."""
+    """One tensor of one step. Distances are from the reference, eager in the wide dtype, relative to its norm.
+
+    The norm is the 2-norm or the largest element: the measure that is closer to its tolerance.
+    """
 
     kind: str  # "loss", "output", "gradient", "buffer" or "argument" (after the step)
     name: str  # the parameter's or buffer's path in the model; the output's or argument's number
@@ -55,6 +65,7 @@ class Comparison:
     plain: float  # that of plain ``torch.compile``
     eager: float  # that of eager
     allowed: float  # the distance that rounding explains
+    measure: str = MEASURES[0]
 
     @property
     def ok(self) -> bool:
@@ -144,8 +155,20 @@ class Verification:
         if plain:
             lines += ["", "plain torch.compile differs, fused does not:", *_table(plain)]
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
-        lines += ["", "not ok" if not self.ok else "ok: nothing differs by more than rounding explains"]
-        return "\n".join(lines)
+        ok = ["ok: nothing differs by more than rounding explains, relative to a tensor's norm:", *self._tolerances]
+        return "\n".join([*lines, "", *(ok if self.ok else ["not ok"])])
+
+    @property
+    def _tolerances(self) -> list[str]:
+        """The largest tolerance of each kind, a line for each dtype: "  in bfloat16 output 7.8e-03, …"."""
+        largest: dict[str, dict[str, float]] = {}
+        for row in self.comparisons:
+            kinds = largest.setdefault(row.dtype, {})
+            kinds[row.kind] = max(kinds.get(row.kind, 0.0), row.allowed)
+        return [
+            f"  in {dtype} {', '.join(f'{kind} {allowed:.1e}' for kind, allowed in kinds.items())}"
+            for dtype, kinds in largest.items()
+        ]
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -156,10 +179,10 @@ class Verification:
 def _table(rows: Sequence[Comparison], most: int = 24) -> list[str]:
     rows = sorted(rows, key=lambda row: min(row.allowed - row.fused, row.allowed - row.plain))
     width = max(len(row.title) for row in rows[:most])
-    lines = [f"  {'':<{width}}  {'in':<8} {'fused':>8} {'plain':>8} {'eager':>8} {'allowed':>8}"]
+    lines = [f"  {'':<{width}}  {'in':<8} {'of':<15} {'fused':>8} {'plain':>8} {'eager':>8} {'allowed':>8}"]
     for row in rows[:most]:
         figures = " ".join(f"{value:>8.1e}" for value in (row.fused, row.plain, row.eager, row.allowed))
-        lines.append(f"  {row.title:<{width}}  {row.dtype:<8} {figures}")
+        lines.append(f"  {row.title:<{width}}  {row.dtype:<8} {row.measure:<15} {figures}")
     return [*lines, *([f"  and {len(rows) - most} more"] if len(rows) > most else [])]
 
 
@@ -176,9 +199,10 @@ def verify(
     dtype and in float64 (float32 if the model cannot run in float64). The loss is the result's ``loss``, or the result
     if that is one number, else a fixed random linear function of all results. The reference is eager in float64.
     Compared are the loss, the outputs, all gradients of parameters and arguments, and the final buffers and arguments.
-    The tolerance is four times eager's own error in the model's dtype, or four units of that dtype's rounding; 4e-9 in
-    float64. ``memory="fp8"`` and float8 GEMMs are allowed their rounding in the model's dtype. In float64 they do not
-    round, so everything but the rounding is compared exactly.
+    In the model's dtype the tolerance is twice the larger error of eager and plain, or two units of rounding; 4e-9 in
+    float64. No element may be off by more than four times eager's largest error, or four units of the largest element.
+    ``memory="fp8"`` and float8 GEMMs are allowed 16 % of a tensor's norm in the model's dtype. In float64 they do not
+    round, so everything but the rounding is compared exactly. The last line states the tolerances.
 
     Dropouts are PyTorch's own (Inductor's ``fallback_random``), with eager's masks.
 
@@ -488,26 +512,36 @@ def _rounded(policy: FusionPolicy) -> tuple[str, ...]:
 
 
 def _compare(truth: Values, jittered: Values, run: _Run, rounded: Collection[str]) -> Iterator[Comparison]:
-    norms = {key: float(_wide(value).norm()) for key, value in truth.items() if value is not None and _counts(value)}
-    largest: dict[str, float] = {}
-    for (kind, _), norm in norms.items():
-        if math.isfinite(norm):
-            largest[kind] = max(largest.get(kind, 0.0), norm)
+    """Compare each tensor in both measures, and yield the measure that is closer to its tolerance."""
+    norms = {key: _norms(_wide(value)) for key, value in truth.items() if value is not None and _counts(value)}
+    largest: dict[tuple[str, int], float] = {}
+    for (kind, _), pair in norms.items():
+        for i, norm in enumerate(pair):
+            if math.isfinite(norm):
+                largest[kind, i] = max(largest.get((kind, i), 0.0), norm)
     for key, wanted in truth.items():
         kind, name = key
         if wanted is None and all(step.get(key) is None for step in run.steps.values()):
             continue
         apart = {way: _apart(wanted, step.get(key), run.exact) for way, step in run.steps.items()}
-        norm = norms.get(key, 0.0)
-        norm = norm if norm and math.isfinite(norm) else 1.0
-        unit = UNIT_FP8 if kind in rounded else run.unit
-        unit *= 1 + FEW / max(1, wanted.numel() if wanted is not None else 1)
-        noise = min(unit, OF_LARGEST) * largest.get(kind, 0.0)
-        jitter = _apart(wanted, jittered.get(key), False)
-        jitter = jitter if math.isfinite(jitter) else 0.0
-        allowed = max(OF_NORM * unit * norm, OF_EAGER * apart["eager"], noise, OF_JITTER * jitter)
-        fused, plain, eager = (apart.get(way, 0.0) / norm for way in ("fused", "plain", "eager"))
-        yield Comparison(kind, name, run.name, fused, plain, eager, allowed / norm)
+        jitters = _apart(wanted, jittered.get(key), False)
+        few = 1 + FEW / max(1, wanted.numel() if wanted is not None else 1)
+        in_fp8 = kind in rounded
+        unit = few * (UNIT_FP8 if in_fp8 else run.unit)
+        rows = []
+        for i, (measure, norm) in enumerate(zip(MEASURES, norms.get(key, (1.0, 1.0)), strict=True)):
+            norm = norm if norm and math.isfinite(norm) else 1.0
+            fused, plain, eager = (apart[way][i] if way in apart else 0.0 for way in reversed(WAYS))
+            of_norm = OF_NORM_FP8 if in_fp8 and not i else OF_NORM
+            noise = min(unit, OF_LARGEST) * largest.get((kind, i), 0.0)
+            jitter = OF_JITTER * jitters[i] if math.isfinite(jitters[i]) else 0.0
+            allowed = max(of_norm * unit * norm, OF_EAGER * eager, noise, jitter)
+            if not i and not in_fp8 and "plain" in apart and run.steps["eager"] is not truth:
+                beside = max(OF_NORM_BESIDE_PLAIN * unit * norm, OF_PLAIN * few * max(eager, plain), noise, jitter)
+                allowed = min(allowed, beside)
+            figures = (fused / norm, plain / norm, eager / norm, allowed / norm)
+            rows.append(Comparison(kind, name, run.name, *figures, measure))
+        yield max(rows, key=lambda row: (not row.ok, not row.plain_ok, row.fused / row.allowed))
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -518,21 +552,27 @@ def _counts(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> float:
-    """The distance in the 2-norm; infinite if one is missing, or if their non-finite values differ."""
+def _norms(difference: Tensor) -> tuple[float, float]:
+    """The 2-norm and the largest element."""
+    return float(difference.norm()), float(difference.abs().max()) if difference.numel() else 0.0
+
+
+def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> tuple[float, float]:
+    """The distance in both measures; infinite if one is missing, or if their non-finite values differ."""
+    same, differs = (0.0, 0.0), (float("inf"), float("inf"))
     if wanted is None or got is None:
         other = got if wanted is None else wanted
-        return 0.0 if other is None or not other.any() else float("inf")  # zeros count as a missing gradient
+        return same if other is None or not other.any() else differs  # zeros count as a missing gradient
     if wanted.shape != got.shape:
-        return float("inf")
+        return differs
     if not _counts(wanted):
         # Decisions (a token, an expert) may differ in the model's dtype: they are compared in float64 only.
-        return 0.0 if not exact or torch.equal(wanted, got) else float("inf")
+        return same if not exact or torch.equal(wanted, got) else differs
     w, g = _wide(wanted), _wide(got)
-    finite, same = w.isfinite(), (w == g) | (w.isnan() & g.isnan())
-    if not torch.equal(finite, g.isfinite()) or not same[~finite].all():
-        return float("inf")
-    return float((w[finite] - g[finite]).norm())
+    finite, equal = w.isfinite(), (w == g) | (w.isnan() & g.isnan())
+    if not torch.equal(finite, g.isfinite()) or not equal[~finite].all():
+        return differs
+    return _norms(w[finite] - g[finite])
 
 
 def _name(dtype: torch.dtype) -> str:
