@@ -124,7 +124,7 @@ def _projections(core: Node) -> Iterator[Node]:
 
 
 def _moves(node: Node) -> bool:
-    first = node.target is operator.getitem and node.args[1] == 0
+    first = node.target is operator.getitem and bool(node.args[1] == 0)
     copies = node.target in (aten.clone.default, torch.ops.prims.convert_element_type.default)
     return first or copies or bool(op_types().is_view(node))
 

@@ -65,6 +65,7 @@ def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:
             if call.name != DROPOUT:
                 raise Rejection(Kind.OTHER_DROPOUT, f"{shown(node)} does not drop elements of its input one by one")
             source = call.args[0]
+            assert isinstance(source, Node)
             if states[node] == FREE:
                 names = ", ".join(dict.fromkeys(shown(analysis.origin(a)) for a in node.all_input_nodes))
                 text = f"it reads {names}, not a linear layer's result or a pointwise function of one"

@@ -120,7 +120,13 @@ def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
 
 # A name may be registered anew. The new table is built at once, as it warns of an activation that it cannot have.
 activations._on_change.extend(known.cache_clear for known in (_prove, _table, _definition))
-activations._on_change.append(lambda: _table(activations.names(), False))
+
+
+def _warn_of_unknown() -> None:
+    _table(activations.names(), False)
+
+
+activations._on_change.append(_warn_of_unknown)
 
 
 def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:

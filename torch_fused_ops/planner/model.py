@@ -175,7 +175,7 @@ def captured_model(
     unregistered: dict[str, Tensor] = {}
     read: dict[int, int] = {}  # storages
     left_out: list[str] = []
-    torch._dynamo.allow_in_graph(returned)  # type: ignore[no-untyped-call]
+    torch._dynamo.allow_in_graph(returned)
 
     def with_loss(*args: Any, **kwargs: Any) -> Tensor:
         assert loss is not None

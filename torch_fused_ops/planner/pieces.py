@@ -107,7 +107,7 @@ def divided(
                 else:
                     shared[number, j] = f"{i}.{original}"
             written_by |= {x: (number, r) for r, x in enumerate(written)}
-        for r, x in enumerate(output.args[0]):
+        for r, x in enumerate(output.args[0]):  # type: ignore[arg-type]
             if isinstance(x, fx.Node) and x in written_by:
                 results[i, r] = written_by[x]
     return replace(

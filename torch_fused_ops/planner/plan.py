@@ -143,7 +143,7 @@ def plan(
         resized = max_batch.resized((args, kwargs), maximum, size) if maximum is not None else (args, kwargs)
         resized = models.floats_as(resized, torch.bfloat16) if mixed_precision else resized
         with models.weights_as(model, weights):
-            captured = models.captured_model(model, *resized, loss_function)
+            captured = models.captured_model(model, resized[0], resized[1], loss_function)
         captured = captured.under_autocast() if master_weights else captured
         whole = compiled == "model" and loss_function is None
         return captured if whole else divided(captured, described, compiled, loss_runs, keep_logits)
@@ -420,8 +420,8 @@ def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
     for i, part in enumerate(captured.graphs if captured.pieces else ()):
         unit = captured.pieces[i]
         if unit in captured.units and part.graph is not None:
-            nodes = enumerate(part.graph.gm.graph.find_nodes(op="placeholder"))
-            values = (node.meta["example_value"] for j, node in nodes if (i, j) in captured.links)
+            placeholders = enumerate(part.graph.gm.graph.find_nodes(op="placeholder"))
+            values = (node.meta["example_value"] for j, node in placeholders if (i, j) in captured.links)
             inputs[unit] = inputs.get(unit, 0) + sum(value.nbytes for value in values)
     if captured.pieces:
         return inputs

@@ -164,18 +164,19 @@ def compiled_timeline(
     Raises:
         ValueError: a graph could not be captured, or none has a backward.
     """
-    memory = policy.memory
+    memory = policy.memory if isinstance(policy.memory, str) else dict(policy.memory)
     programs: list[PaperCompilation | EagerGraph] = []
     known: dict[object, PaperCompilation | EagerGraph] = {}  # equal pieces are compiled once
     for i, captured in enumerate(model.graphs):
-        unit, graph, key, its = model.pieces[i] if model.pieces else None, captured.graph, (i,), policy
+        unit, graph, its = model.pieces[i] if model.pieces else None, captured.graph, policy
+        key: object = i
         if unit is not None and graph is not None:
             level = memory if isinstance(memory, str) else memory.get(next(iter(model.mlps.get(unit, ("",)))), "free")
             its = FusionPolicy(memory=level)  # type: ignore[arg-type]
             key = (signature(graph.gm), graph.parameters, graph.autocast, graph.training, level, i in model.eager)
         if key not in known:
-            eager = graph is not None and i in model.eager
-            known[key] = EagerGraph(graph, gpu) if eager else on_paper(captured, gpu, its)[0]
+            is_eager = graph is not None and i in model.eager
+            known[key] = EagerGraph(graph, gpu) if graph and is_eager else on_paper(captured, gpu, its)[0]
         programs.append(known[key])
     papers = tuple(paper for paper in programs if isinstance(paper, PaperCompilation))
     if all(paper.backward is None for paper in papers) and not model.eager:

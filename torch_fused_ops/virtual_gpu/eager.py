@@ -104,7 +104,7 @@ class EagerGraph(Program):
             return fake
         with _disable_current_modes(), self.mode:
             anchor = torch.empty(0, requires_grad=True)
-            return _Enter.apply(anchor, fake, run, number)
+            return _Enter.apply(anchor, fake, run, number)  # type: ignore[no-untyped-call]
 
 
 class _Backward:

@@ -196,7 +196,8 @@ def flops(graph: GeneratedGraph, count: Callable[..., float] = flop_of) -> float
 
 def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) -> float:
     """FLOP of one node. A checkpoint wraps attention in operators that save and restore random states."""
-    target, operands = node.target, node.args
+    target: Any = node.target
+    operands: Any = node.args
     states = {run_and_save_rng_state: 0, run_with_rng_state: 1}.get(target)  # arguments before the operator
     if states is not None:
         target, operands = operands[states], operands[states + 1 :]

@@ -226,6 +226,8 @@ def timeline_of(
                     if name:
                         named[name] = unlinked[i, j]
         entry = memory.live
+        outputs: Any
+        gradients: Any
         for i, (paper, graph) in enumerate(zip(papers, programs, strict=True)):
             assert graph is not None
             memory.modules = unit_of(i)
@@ -235,6 +237,7 @@ def timeline_of(
                 saved.append(run)
                 count = len(outputs)
             else:
+                assert isinstance(graph, GeneratedGraph)
                 outputs = _call(memory, graph, "forward" if paper.forward else "inference", inputs)
                 saved.append([None if j is None else outputs[j] for j in paper.handed])
                 count = graph.results

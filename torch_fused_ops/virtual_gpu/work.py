@@ -97,7 +97,7 @@ def _unmasked_share(packet: Any, args: Any, kwargs: Any) -> float:
         return 1.0
     queries, keys = arguments["query"].shape[-2], arguments["key"].shape[-2]
     square = min(queries, keys)  # query i reads keys 0 to i
-    return float(square * (square + 1) / 2 + (queries - square) * keys) / (queries * keys)
+    return float((square * (square + 1) / 2 + (queries - square) * keys) / (queries * keys))
 
 
 def is_view(func: Any) -> bool:
