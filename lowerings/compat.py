@@ -24,6 +24,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
+
+
+class Fault(NamedTuple):
+    """A fault of another package that produces wrong numbers. ``report`` is a section of docs/upstream.md."""
+
+    package: str
+    first: tuple[int, int]  # version
+    last: tuple[int, int]  # the last version tested, still with the fault
+    report: str
+    effect: str
+
+
+FAULTS = (
+    Fault(
+        "torch", (2, 13), (2, 15), "written-inputs", "wrong gradients if forward writes an input that backward reads"
+    ),
+    Fault("torch", (2, 11), (2, 15), "written-results", "wrong gradients if the caller writes a view of a result"),
+    Fault("torch", (2, 11), (2, 15), "float8-store", "wrong gradients of its own float8 store without use_scaling"),
+    Fault("triton", (3, 7), (3, 8), "ptxas", "a transposed float8 store writes wrong bytes"),
+)
+
+
+def faults(versions: dict[str, str]) -> list[Fault]:
+    """The faults of the installed versions, by package; "" for a package that is not installed."""
+    numbers = {package: tuple(int(n) for n in re.findall(r"\d+", text)[:2]) for package, text in versions.items()}
+    return [fault for fault in FAULTS if fault.first <= numbers[fault.package] <= fault.last]
+
 
 LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
 

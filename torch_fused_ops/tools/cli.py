@@ -85,6 +85,7 @@ def _info(arguments: argparse.Namespace) -> int:
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         devices.append(f"cuda:{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+    faults = compat.faults({package: version_of(package) for package in ("torch", "triton")})
     sections: list[tuple[str, list[str]]] = [
         ("torch_fused_ops", [f"{tfo.__version__} in {Path(tfo.__file__).parent}"]),
         ("python", [f"{platform.python_version()} on {platform.platform()}"]),
@@ -100,6 +101,10 @@ def _info(arguments: argparse.Namespace) -> int:
         ("policy", [repr(policy) if policy else "none: plain torch.compile fuses no MLPs before enable()"]),
         ("works here", [f"{what}: {how}" for what, how in _works()]),
         ("torch features", [f"{name}: {'yes' if there else 'no'}" for name, there in compat.features().items()]),
+        (
+            "upstream faults",
+            [f"{f.package}: {f.effect} (docs/upstream.md#{f.report})" for f in faults] or ["none known"],
+        ),
         ("identity", [passes.identity()]),
     ]
     for title, lines in sections:
