@@ -917,7 +917,7 @@ def test_no_layer_is_left_out(kind: str) -> None:
 def is_never_short(model: nn.Module, x: Tensor) -> None:
     """A row, a plan between two rows and one that does not fit have the peak that the model is compiled to."""
     with pytest.MonkeyPatch.context() as patch:  # each compilation takes up to minutes: two levels, and one miss
-        patch.setattr(search, "levels_for", lambda lossless, asked=None: ("free", "input"))
+        patch.setattr(search, "levels_for", lambda lossless: ("free", "input"))
         patch.setattr(search, "MISSES", 1)
         plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
         rows = {row.level: row.peak for row in plan.levels if row.level != "checkpoint"}

@@ -135,7 +135,8 @@ def plan(
     size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
     gpus.import_triton()  # fail at once, not after capturing the model
     lowerings.require()
-    chosen_among = search.levels_for(lossless, levels)
+    known = search.levels_for(lossless)
+    chosen_among = tuple(level for level in known if level in (levels or known)) or ("free",)
     if setup.sharded:
         check_whole(model, dp)
 

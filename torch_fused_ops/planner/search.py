@@ -20,10 +20,9 @@ MISSES = 4  # the most mixed assignments that are compiled and do not fit
 ALIKE = 1e-3  # a relative difference that rooflines cannot resolve
 
 
-def levels_for(lossless: bool, asked: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The levels of a single MLP, the one that saves most bytes for backward first; of ``asked``, if given."""
-    of_parts = [level for level in MEMORY if level != OFF and not (lossless and level in LOSSY)]
-    return tuple(level for level in of_parts if level in (asked or of_parts)) or ("free",)
+def levels_for(lossless: bool) -> tuple[str, ...]:
+    """The levels of a single MLP, the one that saves most bytes for backward first."""
+    return tuple(level for level in MEMORY if level != OFF and not (lossless and level in LOSSY))
 
 
 @dataclass(frozen=True)
