@@ -326,10 +326,12 @@ def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit]:
             continue
         level = asked(node) or policy.memory_of(enclosing_modules(module_stack(node)))
         level = "input" if tiles.asked(level) is not None else level  # an MLP that the pre-grad pass could not tile
+        if level not in _EDITS:
+            continue
         sources = dict.fromkeys(pair.kept_source(node.args[i]) for i in DATA[node.target])
         nodes = [source for source in sources if source is not None and source not in seen]
         seen.update(nodes)
-        if nodes and level in _EDITS:
+        if nodes:
             place = f"{', '.join(n.name for n in nodes)} in {next(reversed(module_stack(node)), '')}"
             yield _Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes))
 
