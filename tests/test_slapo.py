@@ -22,9 +22,6 @@ def test_functions():
         close(got, expected)
         close(*(torch.autograd.grad(o.sin().sum(), (x, bias)) for o in (got, expected)))
     close(slapo.new_gelu(x), gelu_tanh(x))
-    close(slapo.BiasGeLUFunction.bias_gelu(bias, x), gelu_tanh(x + bias))
-    g = randn(2, 3, 8, seed=2)
-    close(slapo.BiasGeLUFunction.bias_gelu_back(g, bias, x), torch.autograd.grad(gelu_tanh(x + bias), x, g)[0])
 
 
 def test_bias_dropout():

@@ -5,7 +5,8 @@
 Names, signatures and return conventions are those of ``megatron.core.fusions`` (``fused_bias_gelu``,
 ``fused_bias_geglu``, ``fused_bias_swiglu``, ``fused_weighted_squared_relu``, ``fused_bias_dropout``,
 ``fused_softmax``), ``megatron.core.activations``, ``megatron.core.utils`` (viewless tensors) and, as far as softmax
-needs it, ``megatron.core.transformer.enums`` and ``.utils``. Read at commit d98e8a64; "upstream" below.
+needs it, ``megatron.core.transformer.enums`` and ``.utils``. Read at commit d98e8a64; "upstream" below. Upstream's
+helpers of these functions (derivatives ``…_back``, Functions behind an ``…_impl``) are not provided.
 
 All of them, unlike upstream, take any number of axes and any strides; float16, bfloat16, float32 and float64, mixed,
 with float32 arithmetic rounded once and the result in the first data tensor's dtype. Frozen arguments cost no work.
@@ -17,7 +18,6 @@ axes, as upstream.
 * ``weights``: a factor for each row, as upstream (rows, 1), or the input's shape with a last axis of 1.
 * ``fp8_input_store``: save the input in float8_e4m3fn with a scale for each row (``memory="fp8"`` of
   ``torch_fused_ops.functional``). Upstream casts without a scale: values above 448 are lost.
-* Functions named ``…_back`` are the derivatives, for direct calls; autograd does not need them.
 
 Errors are those of ``torch_fused_ops.functional`` (they name the argument, its value and the accepted values).
 """
@@ -34,8 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops import functional
-from torch_fused_ops.families.softmax import operators as softmax
-from torch_fused_ops.operators import reference
 from torch_fused_ops.operators.viewless import MakeViewlessTensor as MakeViewlessTensor
 from torch_fused_ops.operators.viewless import assert_viewless_tensor as assert_viewless_tensor
 from torch_fused_ops.operators.viewless import make_viewless_tensor as make_viewless_tensor
@@ -86,29 +84,6 @@ def _glu(
     )
 
 
-def _glu_back(
-    activation: str,
-    g: Tensor,
-    y: Tensor,
-    bias: Tensor | None = None,
-    weights: Tensor | None = None,
-    *,
-    up_offset: Any = 0.0,
-    clamp: float | None = None,
-    of_bias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input, weights and, if requested, bias; undefined where there is none."""
-    summed, vector = _biased(y, bias)
-    scale = None if weights is None else _token_scale(y, weights)
-    requested = [True, of_bias and vector is not None, weights is not None]
-    dy, d_bias, dw = torch.ops.fused.bias_glu_backward(
-        g, summed, vector, scale, activation, "halves", float(up_offset), clamp, requested
-    )
-    if of_bias and bias is not None:
-        d_bias = dy.sum_to_size(bias.shape).to(bias.dtype) if d_bias is None else d_bias.reshape(bias.shape)
-    return dy, dw if weights is None else dw.reshape(weights.shape), d_bias
-
-
 # ---- GELU (fused_bias_gelu, activations) -----------------------------------------------------------------------------
 
 
@@ -119,13 +94,6 @@ def bias_gelu(bias: Tensor | None, y: Tensor) -> Tensor:
     """
     y, bias = _biased(y, bias)
     return functional.bias_gelu(y, bias, "tanh")
-
-
-def bias_gelu_back(g: Tensor, bias: Tensor | None, y: Tensor) -> Tensor:
-    """``g · gelu_tanh'(y + bias)``, the gradient of y, in y's dtype. Upstream's ``bias_gelu_back``."""
-    y, bias = _biased(y, bias)
-    dy: Tensor = torch.ops.fused.bias_act_backward(g, y, bias, None, "gelu_tanh", [True, False, False])[0]
-    return dy
 
 
 class GeLUFunction:
@@ -163,21 +131,6 @@ def geglu(y: Tensor) -> Tensor:
     return _glu("gelu_tanh", y)
 
 
-def geglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """``geglu``'s gradient of y. Upstream's ``geglu_back``."""
-    return _glu_back("gelu_tanh", g, y)[0]
-
-
-def bias_geglu(bias: Tensor | None, y: Tensor) -> Tensor:
-    """``geglu(y + bias)``; the bias comes first. Upstream's ``bias_geglu``."""
-    return _glu("gelu_tanh", y, bias)
-
-
-def bias_geglu_back(g: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-    """``bias_geglu``'s gradient of y. Upstream's ``bias_geglu_back``."""
-    return _glu_back("gelu_tanh", g, y, bias)[0]
-
-
 def bias_geglu_impl(input: Tensor, bias: Tensor | None, *, clamp_value: float | None = None) -> Tensor:
     """``gelu_tanh(min(gate, clamp)) · clamp(up, ±clamp)`` of packed ``input + bias``; bias may be None.
 
@@ -193,12 +146,6 @@ class BiasGeGLUFunction:
     apply = staticmethod(bias_geglu_impl)
 
 
-class GeGLUFunction:
-    """``GeGLUFunction.apply(input)``: ``geglu``."""
-
-    apply = staticmethod(geglu)
-
-
 def quick_gelu(y: Tensor) -> Tensor:
     """``y · sigmoid(1.702 y)``. Upstream's ``quick_gelu``."""
     return functional.quick_gelu(y)
@@ -209,47 +156,9 @@ def quick_geglu(y: Tensor, linear_offset: float = 0.0) -> Tensor:
     return _glu("quick_gelu", y, up_offset=linear_offset)
 
 
-def quick_geglu_back(g: Tensor, y: Tensor, linear_offset: float = 0.0) -> Tensor:
-    """``quick_geglu``'s gradient of y. Upstream's ``quick_geglu_back``."""
-    return _glu_back("quick_gelu", g, y, up_offset=linear_offset)[0]
-
-
 def weighted_quick_geglu(y: Tensor, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
     """``quick_geglu(y) · weights``. Upstream's ``weighted_quick_geglu``."""
     return _glu("quick_gelu", y, None, weights, up_offset=linear_offset)
-
-
-def weighted_quick_geglu_back(
-    g: Tensor, y: Tensor, weights: Tensor, linear_offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """``weighted_quick_geglu``'s gradients of y and weights. Upstream's ``weighted_quick_geglu_back``."""
-    return _glu_back("quick_gelu", g, y, None, weights, up_offset=linear_offset)[:2]
-
-
-def weighted_bias_quick_geglu(y: Tensor, bias: Tensor | None, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
-    """``quick_geglu(y + bias) · weights``. Upstream's ``weighted_bias_quick_geglu``."""
-    return _glu("quick_gelu", y, bias, weights, up_offset=linear_offset)
-
-
-def weighted_bias_quick_geglu_back(
-    g: Tensor, y: Tensor, bias: Tensor, weights: Tensor, linear_offset: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``weighted_bias_quick_geglu``'s gradients of y, bias and weights.
-
-    Upstream's returns y's gradient once more for the bias; here it has the bias's shape and dtype.
-    """
-    functional._check_tensor("weights", weights)
-    dy, dw, d_bias = _glu_back("quick_gelu", g, y, bias, weights, up_offset=linear_offset, of_bias=True)
-    return dy, d_bias, dw
-
-
-class WeightedQuickGeGLUFunction:
-    """``WeightedQuickGeGLUFunction.apply(input, weights, fp8_input_store, linear_offset)``."""
-
-    @staticmethod
-    def apply(input: Tensor, weights: Tensor, fp8_input_store: bool, linear_offset: float | Tensor) -> Tensor:
-        """``quick_geglu(input) · weights``."""
-        return _glu("quick_gelu", input, None, weights, up_offset=linear_offset, fp8=fp8_input_store)
 
 
 def weighted_bias_quick_geglu_impl(
@@ -268,73 +177,12 @@ def weighted_bias_quick_geglu_impl(
     return _glu("quick_gelu", input, bias, weights, up_offset=linear_offset, clamp=clamp_value, fp8=fp8_input_store)
 
 
-class WeightedBiasQuickGeGLUFunction:
-    """``WeightedBiasQuickGeGLUFunction.apply(input, bias, weights, fp8_input_store, linear_offset)``."""
-
-    apply = staticmethod(weighted_bias_quick_geglu_impl)
-
-
 # ---- SwiGLU (fused_bias_swiglu) --------------------------------------------------------------------------------------
 
 
 def swiglu(y: Tensor) -> Tensor:
     """``silu(gate) · up`` of packed y (…, 2n). Upstream's ``swiglu``."""
     return _glu("silu", y)
-
-
-def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """``swiglu``'s gradient of y. Upstream's ``swiglu_back``."""
-    return _glu_back("silu", g, y)[0]
-
-
-def bias_swiglu(y: Tensor, bias: Tensor | None) -> Tensor:
-    """``swiglu(y + bias)``; the bias comes last. Upstream's ``bias_swiglu``."""
-    return _glu("silu", y, bias)
-
-
-def bias_swiglu_back(g: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-    """``bias_swiglu``'s gradient of y. Upstream's ``bias_swiglu_back``."""
-    return _glu_back("silu", g, y, bias)[0]
-
-
-def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
-    """``swiglu(y) · weights``. Upstream's ``weighted_swiglu``."""
-    return _glu("silu", y, None, weights)
-
-
-def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """``weighted_swiglu``'s gradients of y and weights. Upstream's ``weighted_swiglu_back``."""
-    return _glu_back("silu", g, y, None, weights)[:2]
-
-
-def clamped_swiglu(y: Tensor, clamp_value: float) -> Tensor:
-    """``silu(min(gate, c)) · clamp(up, ±c)`` of packed y. Upstream's ``clamped_swiglu``."""
-    return _glu("silu", y, clamp=clamp_value)
-
-
-def clamped_swiglu_back(g: Tensor, y: Tensor, clamp_value: float) -> Tensor:
-    """``clamped_swiglu``'s gradient of y. Upstream's ``clamped_swiglu_back``."""
-    return _glu_back("silu", g, y, clamp=clamp_value)[0]
-
-
-def bias_clamped_swiglu(y: Tensor, bias: Tensor | None, clamp_value: float) -> Tensor:
-    """``clamped_swiglu(y + bias)``. Upstream's ``bias_clamped_swiglu``."""
-    return _glu("silu", y, bias, clamp=clamp_value)
-
-
-def bias_clamped_swiglu_back(g: Tensor, y: Tensor, bias: Tensor | None, clamp_value: float) -> Tensor:
-    """``bias_clamped_swiglu``'s gradient of y. Upstream's ``bias_clamped_swiglu_back``."""
-    return _glu_back("silu", g, y, bias, clamp=clamp_value)[0]
-
-
-def clamped_weighted_swiglu(y: Tensor, weights: Tensor, clamp_value: float) -> Tensor:
-    """``clamped_swiglu(y) · weights``. Upstream's ``clamped_weighted_swiglu``."""
-    return _glu("silu", y, None, weights, clamp=clamp_value)
-
-
-def clamped_weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor, clamp_value: float) -> tuple[Tensor, Tensor]:
-    """``clamped_weighted_swiglu``'s gradients of y and weights. Upstream's ``clamped_weighted_swiglu_back``."""
-    return _glu_back("silu", g, y, None, weights, clamp=clamp_value)[:2]
 
 
 def _marked_for_offloading(requested: bool) -> AbstractContextManager[Any]:
@@ -389,32 +237,6 @@ def weighted_bias_swiglu_impl(
     return _glu("silu", input, bias, weights, clamp=clamp_value or None, fp8=fp8_input_store)
 
 
-class BiasSwiGLUFunction:
-    """``BiasSwiGLUFunction.apply(input, bias, fp8_input_store, cpu_offload_input, clamp_value)``."""
-
-    apply = staticmethod(bias_swiglu_impl)
-
-
-class SwiGLUFunction:
-    """``SwiGLUFunction.apply(input, fp8_input_store, cpu_offload_input, clamp_value)``."""
-
-    @staticmethod
-    def apply(
-        input: Tensor, fp8_input_store: bool, cpu_offload_input: bool, clamp_value: float | None = None
-    ) -> Tensor:
-        """``bias_swiglu_impl`` without a bias."""
-        return bias_swiglu_impl(input, None, fp8_input_store, cpu_offload_input, clamp_value)
-
-
-class WeightedSwiGLUFunction:
-    """``WeightedSwiGLUFunction.apply(input, weights, fp8_input_store, clamp_value)``."""
-
-    @staticmethod
-    def apply(input: Tensor, weights: Tensor, fp8_input_store: bool, clamp_value: float | None = None) -> Tensor:
-        """``weighted_bias_swiglu_impl`` without a bias."""
-        return weighted_bias_swiglu_impl(input, None, weights, fp8_input_store, clamp_value)
-
-
 # ---- squared ReLU (fused_weighted_squared_relu, activations) ---------------------------------------------------------
 
 
@@ -423,27 +245,9 @@ def squared_relu(x: Tensor) -> Tensor:
     return functional.squared_relu(x)
 
 
-def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
-    """``max(x, 0)² · weights``. Upstream's ``weighted_squared_relu``."""
-    return functional.bias_relu2(x, token_scale=_token_scale(x, weights))
-
-
-def weighted_squared_relu_back(g: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """``weighted_squared_relu``'s gradients of x and weights. Upstream's ``weighted_squared_relu_back``."""
-    scale = _token_scale(x, weights)
-    dx, _, dw = torch.ops.fused.bias_act_backward(g, x, None, scale, "relu2", [True, False, True])
-    return dx, dw.reshape(weights.shape)
-
-
-class WeightedSquaredReLUFunction:
-    """``WeightedSquaredReLUFunction.apply(input, weights)``: ``weighted_squared_relu``."""
-
-    apply = staticmethod(weighted_squared_relu)
-
-
 def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
     """``max(input, 0)² · weights``. Upstream's ``weighted_squared_relu_impl``, which takes 2 or 3 viewable axes."""
-    return weighted_squared_relu(input, weights)
+    return functional.bias_relu2(input, token_scale=_token_scale(input, weights))
 
 
 # ---- bias, dropout, residual (fused_bias_dropout) --------------------------------------------------------------------
@@ -637,9 +441,9 @@ class FusedScaleMaskSoftmax(nn.Module):
     Args:
         input_in_fp16, input_in_bf16: the model's dtype; at most one of them.
         attn_mask_type: AttnMaskType; the causal ones mask scores right of the diagonal that ends bottom right.
-        scaled_masked_softmax_fusion: False uses plain PyTorch functions instead of the operator.
+        scaled_masked_softmax_fusion: changes only what ``is_kernel_available`` returns.
         mask_func: None or ``attention_mask_func`` (any library's): nonzero in the mask is masked out. Any other
-            function is called as upstream does, ``mask_func(scores, mask)``, on a copy, and nothing is fused.
+            function is called as upstream does, ``mask_func(scores, mask)``, on a copy, before the operator.
         softmax_in_fp32: validated as upstream; sets the result's dtype if the input's is not the flags'. Arithmetic is
             always float32.
         scale: a number or None; a number requires softmax_in_fp32.
@@ -699,48 +503,29 @@ class FusedScaleMaskSoftmax(nn.Module):
         """
         if input.dim() != 4:
             raise AssertionError(f"input has shape {tuple(input.shape)}; accepted: four axes, (b, np, sq, sk)")
-        if self.is_kernel_available(mask, *input.shape):
-            return self.forward_fused_softmax(input, mask, softmax_offset)
-        return self.forward_torch_softmax(input, mask, softmax_offset)
-
-    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """True if the fused operator runs: fusion is requested, and the operator takes the mask.
-
-        It takes all sizes and dtypes; upstream's kernel needs half precision, 16 < sk ≤ 4096 and multiples of 4.
-        """
-        if not self.scaled_masked_softmax_fusion or mask is None:
-            return bool(self.scaled_masked_softmax_fusion)
-        fits = mask.ndim <= 4 and all(m in (1, n) for m, n in zip(reversed(mask.shape), (sk, sq, np, b), strict=False))
-        return self._masks_as_usual and fits and mask.dtype in (torch.bool, torch.uint8)
-
-    def forward_fused_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
-        """forward by the fused operator."""
-        out = torch.ops.fused.scaled_masked_softmax(*self._arguments(input, _hidden(mask), softmax_offset))
-        return self._rounded(out)
-
-    def forward_torch_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
-        """forward by PyTorch's own functions, with a mask_func of your own."""
-        if self._masks_as_usual or mask is None:
-            arguments = self._arguments(input, _hidden(mask), softmax_offset)
-            softmax.check(*arguments)
-            return self._rounded(reference.scaled_masked_softmax(*arguments))
-        assert self.mask_func is not None
-        wide = input.float() if self.input_in_float16 and self.softmax_in_fp32 else input
-        scores = self.mask_func(wide * _scale(self.scale), mask)
-        return self._rounded(reference.scaled_masked_softmax(*self._arguments(scores, None, softmax_offset, 1.0)))
-
-    @property
-    def _masks_as_usual(self) -> bool:
-        return self.mask_func is None or getattr(self.mask_func, "__name__", None) == "attention_mask_func"
-
-    def _arguments(
-        self, input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, float, bool, int, int]:
-        scale = _scale(self.scale) if scale is None else scale
-        sink = None if sink is None else sink.to(input.device)
-        return input, mask, sink, scale, self.attn_mask_type.name in _CAUSAL, *_window(self.window_size)
-
-    def _rounded(self, out: Tensor) -> Tensor:
+        scores, hidden, scale = input, None, _scale(self.scale)
+        if mask is None or self._has_standard_mask_func:
+            hidden = _hidden(mask)
+        else:
+            assert self.mask_func is not None
+            wide = input.float() if self.input_in_float16 and self.softmax_in_fp32 else input
+            scores, scale = self.mask_func(wide * scale, mask), 1.0
+        sink = None if softmax_offset is None else softmax_offset.to(input.device)
+        causal = self.attn_mask_type.name in _CAUSAL
+        out: Tensor = torch.ops.fused.scaled_masked_softmax(
+            scores, hidden, sink, scale, causal, *_window(self.window_size)
+        )
         if self.input_in_float16 and self.softmax_in_fp32:
             return out.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
         return out
+
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """True if the operator also masks: fusion is requested, and the mask needs no ``mask_func`` of your own.
+
+        It takes all sizes and dtypes; upstream's kernel needs half precision, 16 < sk ≤ 4096 and multiples of 4.
+        """
+        return bool(self.scaled_masked_softmax_fusion) and (mask is None or self._has_standard_mask_func)
+
+    @property
+    def _has_standard_mask_func(self) -> bool:
+        return self.mask_func is None or getattr(self.mask_func, "__name__", None) == "attention_mask_func"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_fused_ops import functional
-from torch_fused_ops.megatron import _bias_dropout_add_func, bias_gelu, bias_gelu_back
+from torch_fused_ops.megatron import _bias_dropout_add_func, bias_gelu
 
 __all__ = [
     "BiasGeLUFunction",
@@ -27,9 +27,6 @@ __all__ = [
 
 class BiasGeLUFunction:
     """``BiasGeLUFunction.apply(inp, bias)``: ``gelu_tanh(inp + bias)`` with its gradients. Saves inp and bias."""
-
-    bias_gelu = staticmethod(bias_gelu)
-    bias_gelu_back = staticmethod(bias_gelu_back)
 
     @staticmethod
     def apply(inp: Tensor, bias: Tensor | None) -> Tensor:

@@ -160,11 +160,6 @@ CASES = {
         ),
         ((2, 4), (4,), (2, 1)),
     ),
-    "megatron bias_gelu_back": Case(
-        lambda g, b, y: megatron.bias_gelu_back(g, b, y),
-        lambda g, b, y: vjp(gelu_tanh, y + b)[1](g)[0],
-        ((2, 4), (4,), (2, 4)),
-    ),
     "megatron FusedScaleMaskSoftmax": Case(lambda x, sink: ATTENTION(x, HIDDEN, sink), softmax, ((2, 2, 3, 4), (2,))),
     "slapo bias_new_gelu": Case(slapo.bias_new_gelu, lambda x, b: gelu_tanh(x + b), ((2, 4), (4,))),
     **{
