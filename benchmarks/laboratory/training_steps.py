@@ -259,7 +259,6 @@ def planned(row: dict[str, str], layers: int | None = None) -> tfo.Plan:
     if row["parallelism"].startswith("FSDP"):
         stays, late = "stay whole" in row["parallelism"], row["root_sharding"] == "apart"
         settings |= {"dp": int(row["gpus"]), "mixed_precision": is_titan, "root": "apart" if late else "with"}
-        settings["parallel"] = "fsdp1" if row["parallelism"] == "FSDP1" else "fsdp2"
         settings["reshard"] = "never" if stays else "not-last" if is_titan else "always"
     elif row["parallelism"] == "DDP":
         settings |= {"dp": int(row["gpus"]), "parallel": "ddp"}

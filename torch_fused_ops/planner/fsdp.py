@@ -62,14 +62,12 @@ class FullyShard:
         reshard: the groups that are freed after forward: "always" all but the root, "not-last" all but the last, or
             "never" none.
         accumulate: True if the reduced gradients are added to ones that exist.
-        copies: True if gathered parameters are copied out of the flat buffer (FSDP2), False if they are views of it.
     """
 
     dp: int
     groups: Mapping[str, Group]
     reshard: str = "always"
     accumulate: bool = False
-    copies: bool = True
 
     def gathered(self, unit: str) -> int:
         """Bytes of a layer's whole parameters; of the flat buffer that they are gathered in; with padding."""
@@ -123,15 +121,13 @@ class FullyShard:
             shards += sum(s.head for _, _, s in step) if name == EMBEDDING and graph == "backward" else 0
             net = segment.net + after + shards - alive
             alive = after + shards
-            yield graph, unit, Segment(points, net, segment.seconds, main=main_pool)
+            gather_pool = max(beside.gather for beside in moments)
+            yield graph, unit, Segment(points, net, segment.seconds, main=main_pool, gather=gather_pool)
 
-    def pools(self, pieces: Iterable[Piece]) -> int:
-        """The most bytes of the pool of flat buffers, plus the most of the pool of reduced gradients."""
-        step = [(graph, unit, segment) for graph, unit, segment in pieces if segment.points or not unit]
-        forward, backward = (self._named(step, graph) for graph in ("forward", "backward"))
-        moments = [*self._forward(forward), *self._backward(backward, self.whole(forward))]
-        gather = max((beside.gather for four in moments for beside in four), default=0)
-        return gather + sum(group.gradients for group in self.groups.values()) * (not self.accumulate)
+    @property
+    def reduce_pool(self) -> int:
+        """Bytes of the pool that reduce-scatter's results are allocated in; none if they are added to existing ones."""
+        return sum(group.gradients for group in self.groups.values()) * (not self.accumulate)
 
     def _named(self, step: Sequence[Piece], graph: str) -> list[str]:
         """The group of each segment of forward or backward."""
@@ -145,12 +141,12 @@ class FullyShard:
     def _forward(self, units: Sequence[str]) -> Iterator[tuple[Beside, Beside, Beside, Beside]]:
         """Additional bytes at a segment's beginning, during it, at its end and after; before, in and after layers."""
         main = self.gathered("")
-        flat = main * self.copies
+        flat = main
         whole, last = self.whole(units), max(i for i, unit in enumerate(units) if unit != LOSS)
         for i, unit in enumerate(units):
             layer = self.gathered(unit) if unit else 0
-            start = Beside(main + layer, flat + layer * self.copies)
-            flat = layer * self.copies if unit and unit != LOSS else flat
+            start = Beside(main + layer, flat + layer)
+            flat = layer if unit and unit != LOSS else flat
             inside = Beside(main + layer, flat)
             main += layer * (unit in whole)
             flat *= i != last  # the root's forward is over
@@ -173,7 +169,7 @@ class FullyShard:
             else:
                 layer, gone = self.gathered(unit), unit in whole or not unit
                 main -= layer * gone
-                start = Beside(main + layer + reducing, flat(i) * self.copies)
+                start = Beside(main + layer + reducing, flat(i))
                 during = Beside(main + layer + reducing, flat(i + 1))
                 reducing = self.reduced(unit)
                 end = Beside(main + reducing, flat(i + 1))

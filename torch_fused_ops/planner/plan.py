@@ -97,7 +97,7 @@ def plan(
         keep_logits: the caller holds the model's result until the step ends.
         dp: the number of GPUs over which FSDP2 shards the model, by ``fully_shard`` of each layer and of the model,
             with its defaults. Bytes and ``args`` are then per GPU.
-        parallel: "fsdp2", "fsdp1", or "ddp" for ``DistributedDataParallel``.
+        parallel: "fsdp2", or "ddp" for ``DistributedDataParallel``.
         mixed_precision: FSDP2 on float32 shards with ``MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)``.
         root: "with", or "apart" if embedding, and norm with head, are groups of their own (``planner.setup``).
         reshard: "always", "not-last" or "never": the groups that FSDP2 frees after forward.

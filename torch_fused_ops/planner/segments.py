@@ -19,6 +19,7 @@ class Segment:
     head: int = 0  # bytes of gradients that are complete by its end, and that count for the step's last segment
     hole: int = 0  # bytes at its peak that PyTorch holds beyond those alive: pieces too small for later tensors
     main: int | None = None  # with shards: the most bytes of the main pool
+    gather: int = 0  # the most bytes of the pool of FSDP2's flat buffers
 
     @cached_property
     def peak(self) -> int:

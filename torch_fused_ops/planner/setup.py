@@ -16,7 +16,7 @@ ACCEPTED: Mapping[str, Sequence[object]] = {
     "optimizer": ("adamw", "adamw-fused", "sgd", "none"),
     "maximum": ("batch", "tokens", None),
     "loss": ("eager", "compiled", None),
-    "parallel": ("fsdp2", "fsdp1", "ddp"),
+    "parallel": ("fsdp2", "ddp"),
     "root": ("with", "apart"),
     "reshard": ("always", "not-last", "never"),
     "master_weights": ("float32", None),
@@ -39,7 +39,7 @@ class Setup:
     Attributes:
         optimizer: "adamw", "adamw-fused", "sgd" or "none".
         dp: the number of GPUs.
-        parallel: how they share the work: "fsdp2"; "fsdp1", whose gathered buffer is the parameters' memory; or "ddp".
+        parallel: how they share the work: "fsdp2" or "ddp".
         mixed_precision: FSDP2's ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` on float32 shards.
         root: "with": the embedding, the last norm and the head are gathered with the root. "apart": ``fully_shard`` is
             applied to the embedding, and to norm and head together.

@@ -202,8 +202,7 @@ class Resident:
                 group.reduced + t.nbytes * t.trained,
             )
         total, gradients = (sum(pair[i] for pair in by_unit.values()) for i in (0, 1))
-        copies = setup.parallel == "fsdp2"
-        shards = FullyShard(dp, groups, setup.reshard, setup.accumulate > 1, copies) if dp > 1 else None
+        shards = FullyShard(dp, groups, setup.reshard, setup.accumulate > 1) if dp > 1 else None
         buckets = gradients if setup.dp > 1 and setup.parallel == "ddp" else 0
         accumulated = gradients if setup.accumulate > 1 else 0
         memory = optimizer_memory(setup.optimizer, trained)

@@ -99,15 +99,15 @@ class Step:
     def curve(self, pieces: Iterable[Piece]) -> Curve:
         """Summarize consecutive segments."""
         live = peak = saved = main = self.entry
-        seconds = 0.0
-        pieces = list(pieces)
+        gather, seconds = 0, 0.0
         for graph, _, segment in self.sharded(pieces):
             peak, main = max(peak, live + segment.peak), max(main, live + segment.held)
+            gather = max(gather, segment.gather)
             live += segment.net
             seconds += segment.seconds
             saved = live if graph == "forward" else saved
-        pools = self.shards.pools(pieces) if self.shards else 0
-        return Curve(peak, saved, live, seconds, main + pools)
+        reduced = self.shards.reduce_pool if self.shards else 0
+        return Curve(peak, saved, live, seconds, main + gather + reduced)
 
     def at(self, levels: Mapping[str, str]) -> Curve:
         """The step with a memory level for each unit; "free" is the default."""

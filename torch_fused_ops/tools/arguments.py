@@ -121,7 +121,7 @@ _PLAN: dict[str, dict[str, Any]] = {
     "--loss": {"help": "of a model that returns logits: eager or compiled, the cross entropy of a float32 copy"},
     "--keep-logits": {**_FLAG, "help": "the training loop holds the logits to the end of the step"},
     "--dp": {"default": 1, "help": "GPUs over which FSDP2 shards the layers; all is per GPU"},
-    "--parallel": {"default": "fsdp2", "help": "with --dp: fsdp2 (default), fsdp1 or ddp"},
+    "--parallel": {"default": "fsdp2", "help": "with --dp: fsdp2 (default) or ddp"},
     "--mixed-precision": {**_FLAG, "help": "FSDP2 gathers in bf16, reduces in float32; shards and state are float32"},
     "--root": {"default": "with", "help": "apart: embedding, and norm with head, are FSDP2 groups of their own"},
     "--reshard": {"default": "always", "help": "FSDP2 frees after forward: always, not-last or never"},
