@@ -42,14 +42,12 @@ class Rates:
         nbytes: of a large copy, read and written.
         lane_instructions: of all lanes together; infinite where they are not counted.
         launch: seconds that a kernel takes besides, to start and to end; 0 where it was not measured.
-        spread: the middle 80 % of estimated ÷ measured times; None where there are no published measurements.
     """
 
     flop: float
     nbytes: float
     lane_instructions: float = math.inf
     launch: float = 0.0
-    spread: tuple[float, float] | None = None
 
     def seconds(self, works: Iterable[Work]) -> float:
         """The time for works that run one after the other: the least, and a launch for each."""
@@ -71,11 +69,17 @@ _SHEETS: Mapping[str, tuple[float, float, float]] = {
 }
 
 
-# Fitted to Liger-Kernel's published measurements, `docs/paper-and-devices.md`: the H100's to 25 forward passes of its
-# 0.7 and 0.8 (March and July 2026), the A100's to 32 rows of its 0.2 (September 2024).
-_FITTED: Mapping[str, Mapping[str, Any]] = {
-    "NVIDIA A100-SXM4-80GB": {"flop": 250e12, "spread": (0.93, 1.02)},
-    "NVIDIA H100 80GB HBM3": {"nbytes": 3.08e12, "launch": 6.2e-6, "spread": (0.94, 1.05)},
+# Rates that replace the H200's share of the sheet. Fitted to Liger-Kernel's published measurements
+# (`docs/paper-and-devices.md`): the H100's memory to 25 forward passes of its 0.7 and 0.8 (March and July 2026), the
+# A100's FLOP to 32 rows of its 0.2 (September 2024). The H100's launch is that of a row of six kernels; a kernel that
+# runs alone takes 6.2 µs. From other publications: the A100's memory (the share is 10 to 20 % above published copies),
+# the B200's largest GEMM (1745, https://github.com/stas00/ml-engineering/tree/master/compute/accelerator), and the
+# faster of the MI300X's two (668 there, and 782; its share of the sheet would be 1044).
+_FITTED: Mapping[str, Mapping[str, float]] = {
+    "NVIDIA A100-SXM4-80GB": {"flop": 250e12, "nbytes": 1.66e12},
+    "NVIDIA H100 80GB HBM3": {"nbytes": 3.08e12, "launch": 3.5e-6},
+    "NVIDIA B200": {"flop": 1745e12},
+    "AMD Instinct MI300X": {"flop": 782e12},
 }
 
 
