@@ -131,11 +131,16 @@ def _may_be_replaced(pair: SavedTensors, node: Node) -> bool:
 
 def _readers(node: Node) -> Iterator[Node]:
     """The readers of a tensor in backward, through views."""
+    return (reader for _, reader in _read_by(node))
+
+
+def _read_by(node: Node) -> Iterator[tuple[Node, Node]]:
+    """The readers of a tensor in backward, through views; each with the view that it reads."""
     for user in node.users:
         if user.target in SAME_ELEMENTS:
-            yield from _readers(user)
+            yield from _read_by(user)
         else:
-            yield user
+            yield node, user
 
 
 # ---- recomputation -------------------------------------------------------------------------------
@@ -287,7 +292,25 @@ def keep_less(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inpu
             if policy.strict and edit.is_site:
                 text = f"strict=True and {edit.setting} has no effect on {edit.place}: {rejection}"
                 raise UnfusedError(text) from rejection
+    _save_copies_of_biases(pair)
     return _finished(graphs, pair)
+
+
+def _save_copies_of_biases(pair: SavedTensors) -> None:
+    """Save a copy of each bias that backward reads only in recomputed GEMMs.
+
+    Without a level, backward does not read it, so the caller may modify it in place between forward and backward.
+    Autograd would then raise an error that names no tensor.
+    """
+    for bias in pair.kept():
+        if bias not in pair.static or bias.meta["val"].dim() != 1:
+            continue
+        readers = list(_read_by(pair.same[bias]))
+        if readers and all(operand_role(reader, view) == "weight" for view, reader in readers):
+            with pair.forward.inserting_after(bias):
+                copied = pair.forward.call_function(aten.clone.default, (bias,))
+            copied.meta["val"] = bias.meta["val"].clone()
+            pair.make_again(bias, *pair.keep_instead(bias, [copied]))
 
 
 class _Edit(NamedTuple):

@@ -106,6 +106,24 @@ def test_what_masked_rows_held_counts_nowhere(level: str, mask: str) -> None:
     assert sum(of_hidden) == {"off": 3, "free": 2, "fp8": 2}.get(level, 0)
 
 
+@pytest.mark.parametrize("level", ["input", "tiled:2"])
+def test_caller_may_modify_a_bias_before_backward(level: str) -> None:
+    """As at "free", where backward does not read the bias."""
+    model, x = MLP(32, 96), normal(64, 32)
+
+    def gradients(step: Callable[..., Tensor]) -> list[Tensor]:
+        result = step(x)
+        with torch.no_grad():
+            model.up.bias.add_(1.0)
+        grads = torch.autograd.grad(result.square().sum(), (x, *model.parameters()))
+        with torch.no_grad():
+            model.up.bias.sub_(1.0)
+        return list(grads)
+
+    expected = gradients(model)
+    assert apart(gradients(compiled(model, level)), expected) < 1e-6
+
+
 def test_fp8_is_the_gradient_at_what_was_kept() -> None:
     """Forward is exact; backward is the true derivative, and the true activation, of the rounded pre-activation."""
     x, w, b, v = inputs = tensors("gelu")
