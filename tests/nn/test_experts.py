@@ -3,7 +3,6 @@
 import copy
 import itertools
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_fused_ops as tfo
 from torch_fused_ops import nn as fnn
-from torch_fused_ops.nn import MLP, GroupedMLP, GroupedMLPSubmodules, MLPConfig, _gemms, _memory, permute, unpermute
+from torch_fused_ops.nn import MLP, GroupedMLP, GroupedMLPSubmodules, MLPConfig, _gemms, permute, unpermute
 
 HIDDEN, FFN, EXPERTS = 16, 24, 3
 LEVELS = ("off", "free", "fp8", "input")
@@ -403,97 +402,6 @@ def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
         torch.testing.assert_close(y, run(separate(grouped), x, counts, probs))
 
 
-class Counting(_memory.save_on_cpu):
-    """Count tensors that go to the CPU and come back."""
-
-    sent: ClassVar[list] = []
-    back: ClassVar[list] = []
-
-    def __init__(self, pin_memory=False, device_type="cuda"):
-        super().__init__(pin_memory, device_type)
-        assert not pin_memory  # there is no GPU that could read it
-        pack, unpack = self.pack_hook, self.unpack_hook
-
-        def counted(t):
-            self.sent.append((*t.shape, t.dtype))
-            device, moved = pack(t)
-            return device, moved.clone()
-
-        def counted_back(kept):
-            self.back.append((*kept[1].shape, kept[1].dtype))
-            return unpack(kept)
-
-        counted.__module__ = pack.__module__  # as torch's own, it takes float8
-        self.pack_hook, self.unpack_hook = counted, counted_back
-
-
-@pytest.mark.parametrize(
-    ("activation", "memory"), [("silu", "off"), ("silu", "free"), ("silu", "fp8"), ("relu", "off"), ("relu", "free")]
-)
-@pytest.mark.parametrize("grouped", [False, True])
-def test_what_is_kept_between_the_linears_is_moved_to_the_cpu(
-    activation: str, memory: str, grouped: bool, monkeypatch
-) -> None:
-    monkeypatch.setattr(_memory, "save_on_cpu", Counting)
-    gated, relu = activation == "silu", activation == "relu"
-    flags = {"activation_func": activation, "gated_linear_unit": gated, "memory": memory, "params_dtype": torch.float32}
-    counts, h = [2, 0, 3], (5, 2 * FFN if gated else FFN)
-    x, probs, d = inputs(counts, torch.float32, scaled=not relu)  # scaled, ReLU keeps its input
-    others = [x] if relu else [x, probs]
-    results = []
-    for offload in (False, True):
-        Counting.sent.clear(), Counting.back.clear()
-        given = config(ffn_hidden_size=FFN, cpu_offloading=offload, **flags)
-        if grouped:
-            mlp = build(given)
-            y, _ = mlp(x, counts, probs)
-        else:
-            mlp = build_dense(given)
-            y, _ = mlp(x, probs)
-        wanted = [*others, *mlp.parameters()]
-        results.append([y, *torch.autograd.grad(y, wanted, d, allow_unused=True)])
-        float32, float8 = torch.float32, torch.float8_e4m3fn
-        wanted = {
-            "off": [(*h, float32)] * (not relu) + [(5, FFN, float32)],
-            "free": [(5, FFN, float32) if relu else (*h, float32)],
-            "fp8": [(*h, float8), (5, float32)],
-        }[memory]
-        assert sorted(map(str, Counting.sent)) == sorted(map(str, wanted if offload else []))
-        assert sorted(map(str, Counting.back)) == sorted(map(str, Counting.sent))
-    for a, b in zip(*results, strict=True):
-        assert (a is b is None) or torch.equal(a, b)  # an output bias that is not added here
-    mlp = build(config(cpu_offloading=True, cpu_offloading_activations=False, **flags))
-    Counting.sent.clear()
-    mlp(x, counts, probs)[0].backward(d)
-    assert not Counting.sent
-    kept = []
-    mlp = build(config(cpu_offloading=True, **flags))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # hooks around us decide
-        mlp(x, counts, probs)
-    assert kept and not Counting.sent
-
-
-@pytest.mark.parametrize("memory", ["off", "free"])
-def test_what_an_activation_of_several_functions_keeps_is_moved_and_not_mixed_up(memory: str, monkeypatch) -> None:
-    """Memory of a tensor that was moved is another's soon: here four of one size."""
-    monkeypatch.setattr(_memory, "save_on_cpu", Counting)
-
-    def chain(x):
-        return torch.tanh(torch.exp(torch.sigmoid(torch.sin(x))))
-
-    counts = [20, 0, 30]
-    x, probs, d = inputs(counts)
-    flags = {"activation_func": chain, "gated_linear_unit": False, "memory": memory}
-    results = []
-    for offload in (False, True):
-        mlp = build(config(cpu_offloading=offload, **flags))
-        Counting.sent.clear()
-        y, _ = mlp(x, counts, probs)
-        results.append([y, *gradients(y, d, mlp, x, probs)])
-    assert len(Counting.sent) == {"off": 5, "free": 4}[memory]
-    assert all(map(torch.equal, *results))
-
-
 @pytest.mark.parametrize(
     ("flags", "error", "words"),
     [
@@ -506,7 +414,6 @@ def test_what_an_activation_of_several_functions_keeps_is_moved_and_not_mixed_up
         ({"moe_mlp_glu_interleave_size": 4, "gated_linear_unit": False}, ValueError, "without gated_linear_unit"),
         ({"moe_apply_probs_on_input": True}, ValueError, "moe_router_topk=2"),
         ({"use_te_activation_func": True}, ValueError, "GroupedMLPSubmodules.activation_func"),
-        ({"cpu_offloading": True, "memory": "input"}, ValueError, "there is nothing to offload"),
         ({"memory": "all"}, ValueError, "memory='all'"),
         ({"activation_func": 3}, TypeError, "activation_func"),
     ],
@@ -550,7 +457,6 @@ def test_dense_mlps_do_not_read_what_is_for_experts_and_experts_refuse_blocks() 
     x, _, _ = inputs([5])
     assert torch.equal(plain(x)[0], other(x)[0])
     raises(ValueError, "Megatron's MLP ignores it, GroupedMLP does not", MLP, given, is_expert=True)
-    raises(ValueError, "there is nothing to offload", MLP, config(cpu_offloading=True, memory="input"))
     raises(ValueError, r"MLPSubmodules\.activation_func", MLP, config(use_te_activation_func=True), fnn.MLPSubmodules())
 
 

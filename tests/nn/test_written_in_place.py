@@ -251,18 +251,18 @@ def test_the_error_names_the_parameter_that_was_written(kind: str, name: str, me
         y.sum().backward()
 
 
-def test_what_identifies_elements() -> None:
+def test_what_identifies_key() -> None:
     """A key has their place in memory, dtype and version; other views of the same memory have another, or none."""
-    elements = _memory._elements_of
+    key = _memory._storage_key
     x, c = torch.arange(8.0), torch.ones(3, dtype=torch.complex64)
-    assert elements(x) == elements(x.detach()) == elements(x.view(2, 4))
-    assert len({elements(t) for t in (x, x[:4], x[4:], x.view(torch.int32))}) == 4
+    assert key(x) == key(x.detach()) == key(x.view(2, 4))
+    assert len({key(t) for t in (x, x[:4], x[4:], x.view(torch.int32))}) == 4
     nested = torch.nested.nested_tensor([x, x], layout=torch.jagged)
     for t in (x.view(2, 4).t(), torch._neg_view(x), c.conj(), x.to_sparse(), nested, TwoTensor(x, x)):
-        assert elements(t) is None
-    before = elements(x)
+        assert key(t) is None
+    before = key(x)
     x.add_(1)
-    assert elements(x) != before
+    assert key(x) != before
 
 
 def test_versions_count_writes_of_what_a_subclass_wraps() -> None:
@@ -292,15 +292,6 @@ def test_a_recomputed_value_is_kept_for_its_savers_alone() -> None:
         recomputed()
         assert (recomputed.value is None) == done
     assert len(calls) == 1
-
-
-def test_hooks_around_decide_and_not_the_cpu() -> None:
-    def pack(t: Tensor) -> Tensor:
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
-        assert _memory._hooks(torch.ones(2), offload=True)[0] is pack
-    assert _memory._hooks(torch.ones(2), offload=True)[0] is not pack
 
 
 test_gradients_are_those_of_plain_autograd = properties(60)(check_allowed)

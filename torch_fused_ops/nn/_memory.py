@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
 from torch_fused_ops.operators import fp8_store
@@ -27,6 +27,7 @@ Map = Callable[[Tensor], Tensor]
 Named = Callable[[], Iterable[tuple[str, Tensor | None]]]
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Key: TypeAlias = tuple[Any, ...]
 
 
 def _outer_hooks() -> Hooks:
@@ -66,8 +67,8 @@ class _Saved(NamedTuple):
         """The tensor. Raises a RuntimeError if it was written, with its name if ``named`` has one."""
         t = self.tensor
         if not self.is_unwritten():
-            key = _elements_of(t)
-            names = [name for name, p in named() if p is not None and _elements_of(p) == key is not None]
+            key = _storage_key(t)
+            names = [name for name, p in named() if p is not None and _storage_key(p) == key is not None]
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{', '.join([*names[:1], ''])}[{t.type()} {list(t.shape)}] is at version {sum(_versions(t))}; "
@@ -76,15 +77,7 @@ class _Saved(NamedTuple):
         return t
 
 
-def _hooks(h: Tensor, offload: bool) -> Hooks:
-    """The hooks for our tensors: enclosing ones first, then the CPU's if requested."""
-    if not offload or torch._C._autograd._top_saved_tensors_default_hooks(True):
-        return _outer_hooks()
-    to_cpu = save_on_cpu(pin_memory=h.is_cuda)
-    return to_cpu.pack_hook, to_cpu.unpack_hook
-
-
-def _take_any_dtype(hooks: Hooks) -> bool:
+def _hooks_accept_float8(hooks: Hooks) -> bool:
     """True for our hooks and torch's (a checkpoint's, ``save_on_cpu``), which return their tensors unchanged.
 
     A user's hooks may compute, and float8 has no arithmetic.
@@ -97,19 +90,15 @@ def _take_any_dtype(hooks: Hooks) -> bool:
 
 
 class _Recomputed:
-    """A value that backward recomputes once for all savers, from saved tensors or from another such value."""
+    """A value that backward recomputes once for all its uses, from saved tensors or from another such value."""
 
     def __init__(
-        self,
-        make: Callable[..., Tensor],
-        *sources: _Saved | _Recomputed,
-        hooks: Hooks | None = None,
-        reads: Iterable[_Saved] = (),
+        self, make: Callable[..., Tensor], *sources: _Saved | _Recomputed, reads: Iterable[_Saved] = ()
     ) -> None:
         self.make, self.sources, self.reads = make, sources, tuple(reads)
         self.packed: list[Any] = []
-        self.pack, self.unpack = hooks or _outer_hooks()
-        self.savers = self.left = 0
+        self.pack, self.unpack = _outer_hooks()
+        self.uses = self.uses_left = 0
         self.value: Tensor | None = None
 
     def saved(self) -> None:
@@ -120,7 +109,7 @@ class _Recomputed:
             else:
                 self.packed.append(self.pack(source.tensor))
         self.sources = ()
-        self.savers += 1
+        self.uses += 1
 
     def is_unwritten(self) -> bool:
         """True if no input of the recomputation was written."""
@@ -129,14 +118,14 @@ class _Recomputed:
     def __call__(self) -> Tensor:
         if self.value is None:
             self.value = self.make(*(t() if isinstance(t, _Recomputed) else self.unpack(t) for t in self.packed))
-            self.left = self.savers
-        value, self.left = self.value, self.left - 1
-        if self.left <= 0:
+            self.uses_left = self.uses
+        value, self.uses_left = self.value, self.uses_left - 1
+        if self.uses_left <= 0:
             self.value = None
         return value
 
 
-class _Recipe(NamedTuple):
+class _RecomputeHandle(NamedTuple):
     """The stand-in for a saved tensor: its recomputation, shape and placement."""
 
     value: _Recomputed
@@ -144,7 +133,7 @@ class _Recipe(NamedTuple):
     placed: tuple[Any, ...] | None = None  # a DTensor's local shape, mesh, placements, stride
 
     @classmethod
-    def of(cls, value: _Recomputed, saved: Any) -> _Recipe:
+    def of(cls, value: _Recomputed, saved: Any) -> _RecomputeHandle:
         if not hasattr(saved, "device_mesh"):
             return cls(value, saved.shape)
         place = saved.to_local().shape, saved.device_mesh, saved.placements, saved.stride()
@@ -162,7 +151,7 @@ class _Recipe(NamedTuple):
         return DTensor.from_local(value.view(local), mesh, placements, run_check=False, shape=self.shape, stride=stride)
 
 
-def _elements_of(t: Tensor) -> tuple[Any, ...] | None:
+def _storage_key(t: Tensor) -> Key | None:
     """A key of the elements: their place in memory and versions; None if that does not identify their values.
 
     A tensor, its detached copy, its full views, and a DTensor around it have the same key. Views of other elements or
@@ -171,8 +160,8 @@ def _elements_of(t: Tensor) -> tuple[Any, ...] | None:
     """
     if hasattr(t, "device_mesh"):
         (local,) = _inner(t)
-        elements, version = _elements_of(local), _versions(t)[0]
-        return elements if elements is None or version == 0 else (*elements, version)
+        key, version = _storage_key(local), _versions(t)[0]
+        return key if key is None or version == 0 else (*key, version)
     if t.layout != torch.strided or t.is_nested or is_traceable_wrapper_subclass(t):
         return None
     if not t.is_contiguous() or t.is_neg() or t.is_conj():
@@ -180,47 +169,42 @@ def _elements_of(t: Tensor) -> tuple[Any, ...] | None:
     return (t.untyped_storage()._cdata, t.storage_offset(), t.numel(), t.dtype, *_versions(t))
 
 
-Values: TypeAlias = dict[tuple[Any, ...] | None, tuple[_Saved, _Recomputed]]
-
-
 @contextlib.contextmanager
-def _recompute(
-    values: Values, named: Named, other: Callable[[Any, Tensor], _Recomputed | None] | None = None
-) -> Iterator[None]:
-    """Save a recomputation for each of the values, and for tensors for which ``other`` has one, by their elements.
+def _recompute(value: Tensor, recomputed: _Recomputed | None, named: Named) -> Iterator[set[Key]]:
+    """Save ``recomputed``, unless it is None, instead of ``value``; yield the keys of all tensors that are saved.
 
-    ``_elements_of`` identifies a value, as long as neither it nor the recomputation's inputs are written.
+    A tensor with the key of ``value`` is that value, unless it or an input of its recomputation is written.
     """
     outer_pack, outer_unpack = _outer_hooks()
+    original: _Saved | None = _Saved.of(value)
+    key, keys = _storage_key(value), set[Key]()
 
-    def pack(saved: Tensor) -> Any:
-        elements = _elements_of(saved)
-        if elements is None:
-            return outer_pack(saved)
-        if elements not in values and other is not None and (new := other(elements, saved)) is not None:
-            values[elements] = _Saved.of(saved), new
-        if elements not in values:
-            return outer_pack(saved)
-        value, recomputed = values[elements]
-        if not (value.is_unwritten() and recomputed.is_unwritten()):
-            return outer_pack(saved)
+    def pack(t: Tensor) -> Any:
+        saved_key = _storage_key(t)
+        if saved_key is None:
+            return outer_pack(t)
+        keys.add(saved_key)
+        if recomputed is None or original is None or saved_key != key:
+            return outer_pack(t)
+        if not (original.is_unwritten() and recomputed.is_unwritten()):
+            return outer_pack(t)
         recomputed.saved()
-        return _Recipe.of(recomputed, saved)
+        return _RecomputeHandle.of(recomputed, t)
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, _Saved):
             return packed.get(named)
-        return packed.get() if isinstance(packed, _Recipe) else outer_unpack(packed)
+        return packed.get() if isinstance(packed, _RecomputeHandle) else outer_unpack(packed)
 
     pack.outer = outer_pack  # type: ignore[attr-defined]
     try:
         with saved_tensors_hooks(pack, unpack):
-            yield
+            yield keys
     finally:
-        values.clear()  # autograd holds ``pack`` until backward
+        original = None  # autograd holds ``pack`` until backward
 
 
-class _Again:
+class _Replay:
     """Repeat a call: without gradients, under forward's autocast, after checking that its tensors were not written."""
 
     def __init__(self, device: torch.device, named: Named) -> None:
@@ -242,7 +226,7 @@ class _Again:
 _SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
 
 
-def _is_plain(x: Tensor) -> bool:
+def _bypasses_levels(x: Tensor) -> bool:
     """True if the call has no memory level: nothing is saved, a compiler or checkpoint decides, or hooks cannot run."""
     plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     # A torch.func transform's tensors have no memory of their own, nor have symbolic sizes or torch.fx's proxies.
@@ -254,13 +238,12 @@ def _is_plain(x: Tensor) -> bool:
     return plain or any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
-def through(
+def run_at_level(
     x: Tensor,
     first: Map,
     activate: Map,
     second: Map,
     memory: str,
-    offload: bool = False,
     reads: Named = tuple,
     may_draw: bool = False,
 ) -> Tensor:
@@ -273,46 +256,32 @@ def through(
             result. If one of them writes to its argument, that is not recomputed.
         memory: ``"off"`` saves h and a; ``"free"`` h, and recomputes a; ``"fp8"`` h in float8_e4m3fn with a scale per
             row, and recomputes both; ``"input"`` neither: backward runs ``first`` again.
-        offload: save in the CPU's memory.
         reads: returns further tensors that ``first`` and ``activate`` read, with names; backward raises if one was
             written.
         may_draw: ``activate`` is not ours and may draw random numbers. If it does, its result is saved.
     """
-    if _is_plain(x) or (memory == "off" and not offload):
+    if memory == "off" or _bypasses_levels(x):
         return second(activate(first(x)))
     source = _Saved.of(x.detach())
     h = first(x)
-    again, hooks = _Again(x.device, reads), _hooks(h, offload)
-    recomputed_h = _LEVELS[memory](source, h, first, again, hooks)
-    hidden, of_h = _Saved.of(h), _elements_of(h)
-    values: Values = {of_h: (hidden, recomputed_h)}
-    seen = set[tuple[Any, ...] | None]()
-
-    def note(elements: Any, saved: Tensor) -> None:
-        seen.add(elements)
-
-    def large(elements: Any, saved: Tensor) -> _Recomputed | None:
-        """Offload large tensors that the activation saves, such as ReLU's result, but not biases and scales."""
-        return None if 2 * saved.numel() < h.numel() else _Recomputed(_same, _Saved.of(saved.detach()), hooks=hooks)
-
+    replay = _Replay(x.device, reads)
+    original_h, h_key = _Saved.of(h), _storage_key(h)
+    if memory == "input":
+        recomputed_h = _Recomputed(lambda x: replay(first, x), source, reads=replay.reads)
+    else:
+        recomputed_h = _from_fp8(h) if memory == "fp8" else _Recomputed(_identity, _Saved.of(h.detach()))
     random = _random_states(x.device) if may_draw else []
-    other = note if memory == "free" and not offload else large if offload else None
-    with _recompute({} if other is note else values, reads, other):
+    with _recompute(h, None if memory == "free" else recomputed_h, reads) as keys:
         a = activate(h)
-        of_a = _elements_of(a)
-        _, result = values.get(of_a, (None, None))
+    a_key = _storage_key(a)
     # The activation saves its result, as ReLU, or is the identity.
-    if of_a is None or of_a in seen or (of_a == of_h and not offload):
+    if a_key is None or a_key in keys or a_key == h_key:
         return second(a)
-    if result is None:
-        drawn = may_draw and not all(map(torch.equal, random, _random_states(x.device)))
-        if memory != "off" and hidden.is_unwritten() and not drawn:
-            result = _Recomputed(lambda h: again(activate, h), recomputed_h, reads=again.reads)
-        elif offload:
-            result = _Recomputed(_same, _Saved.of(a.detach()), hooks=hooks)
-        else:  # it works in place, or draws: the recomputed result would differ
-            return second(a)
-    with _recompute({of_a: (_Saved.of(a), result)}, reads):
+    drawn = may_draw and not all(map(torch.equal, random, _random_states(x.device)))
+    if drawn or not original_h.is_unwritten():  # the recomputed result would differ
+        return second(a)
+    recomputed_a = _Recomputed(lambda h: replay(activate, h), recomputed_h, reads=replay.reads)
+    with _recompute(a, recomputed_a, reads):
         return second(a)
 
 
@@ -324,28 +293,15 @@ def _random_states(device: torch.device) -> list[Tensor]:
     return states
 
 
-def _same(t: Tensor) -> Tensor:
+def _identity(t: Tensor) -> Tensor:
     return t
 
 
-def _free(x: _Saved, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Recomputed:
-    return _Recomputed(_same, _Saved.of(h.detach()), hooks=hooks)
-
-
-def _fp8(x: _Saved, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Recomputed:
+def _from_fp8(h: Tensor) -> _Recomputed:
+    """Round h to float8, and dequantize it in backward; outer hooks that cannot take float8 get the rounded h."""
     dtype = h.dtype
     with torch.no_grad():
         stored, scale = fp8_store.store(h)
-        if not _take_any_dtype(hooks):
-            return _Recomputed(_same, _Saved.of(fp8_store.load(stored, scale, dtype)), hooks=hooks)
-    return _Recomputed(
-        lambda stored, scale: fp8_store.load(stored, scale, dtype), _Saved.of(stored), _Saved.of(scale), hooks=hooks
-    )
-
-
-_LEVELS: dict[str, Callable[[_Saved, Tensor, Map, _Again, Hooks], _Recomputed]] = {
-    "off": _free,
-    "free": _free,
-    "fp8": _fp8,
-    "input": lambda x, h, first, again, hooks: _Recomputed(lambda x: again(first, x), x, reads=again.reads),
-}
+        if not _hooks_accept_float8(_outer_hooks()):
+            return _Recomputed(_identity, _Saved.of(fp8_store.load(stored, scale, dtype)))
+    return _Recomputed(lambda stored, scale: fp8_store.load(stored, scale, dtype), _Saved.of(stored), _Saved.of(scale))

@@ -47,8 +47,6 @@ class MLPConfig:
         init_method, output_layer_init_method: fill the first and the second weight, in place; by default
             ``nn.Linear``'s.
         params_dtype: of weights and biases; by default torch's default dtype.
-        cpu_offloading, cpu_offloading_activations: with both, eager autograd saves the activations between the two
-            linears in the CPU's memory (pinned, for a GPU).
         memory: eager autograd's memory level between the two linears: "off", "free", "fp8" or "input"
             (docs/memory.md).
     """
@@ -73,8 +71,6 @@ class MLPConfig:
     init_method: Callable[[Tensor], Any] | None = None
     output_layer_init_method: Callable[[Tensor], Any] | None = None
     params_dtype: torch.dtype | None = None
-    cpu_offloading: bool = False
-    cpu_offloading_activations: bool = True
     memory: str = "free"
 
 
@@ -324,18 +320,6 @@ def read_memory(config: Any, fused: bool) -> str:
             "torch_fused_ops.register_activation adds it"
         )
     return str(memory)
-
-
-def read_offload(config: Any, memory: str) -> bool:
-    """True if the config offloads the saved activations to the CPU's memory.
-
-    Raises:
-        ValueError: with a memory level that saves nothing.
-    """
-    offload: bool = read(config, "cpu_offloading") and read(config, "cpu_offloading_activations")
-    if offload and memory == "input":
-        raise ValueError(f"cpu_offloading=True is not accepted with memory={memory!r}: there is nothing to offload")
-    return offload
 
 
 # Megatron's flags that would change the numbers, and the accepted value of each.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_fused_ops import activations, functional
 from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn._gemms import check_gemm, check_shape, linear
-from torch_fused_ops.nn._memory import through
+from torch_fused_ops.nn._memory import run_at_level
 from torch_fused_ops.nn.config import Activation, activation_name, check_memory, checked
 
 
@@ -129,7 +129,9 @@ class FusedMLP(nn.Module):
         if not self.gated and self.activation == "relu" and memory in ("fp8", "input"):
             produce = first if bias is None else lambda x: first(x) + bias
             act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
-        y = through(x, produce, act, second, memory, reads=lambda: (("fc1.bias", bias), *fc1.named_parameters("fc1")))
+        y = run_at_level(
+            x, produce, act, second, memory, reads=lambda: (("fc1.bias", bias), *fc1.named_parameters("fc1"))
+        )
         return functional.bias_dropout_add(y, late, None, p) if p else y
 
     def reset_parameters(self) -> None:

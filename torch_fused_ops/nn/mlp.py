@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.nn._gemms import DENSE, check_gemm, check_shape
-from torch_fused_ops.nn._memory import through
+from torch_fused_ops.nn._memory import run_at_level
 from torch_fused_ops.nn.config import (
     check_precision,
     checked,
@@ -18,7 +18,6 @@ from torch_fused_ops.nn.config import (
     read_activation,
     read_groups,
     read_memory,
-    read_offload,
 )
 from torch_fused_ops.nn.fused_mlp import untouched
 from torch_fused_ops.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, bias_for_caller
@@ -163,7 +162,6 @@ class _Block(nn.Module):
                 )
             self.activation_func = builder(config=config)
         self._memory = read_memory(config, self._activation.name is not None and self.activation_func is None)
-        self._offload = read_offload(config, self._memory)
         self.linear_fc2 = submodules.linear_fc2(
             *of_experts,
             ffn,
@@ -224,7 +222,7 @@ class _Block(nn.Module):
             yield from () if self.activation_func is None else self.activation_func.named_parameters("activation_func")
 
         unknown = self.activation_func is not None or self._activation.name is None
-        return through(x, first, activate, second, level, self._offload, reads, unknown), biases["fc2"]
+        return run_at_level(x, first, activate, second, level, reads, unknown), biases["fc2"]
 
     def backward_dw(self) -> None:
         """Compute the gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2's, then fc1's."""
