@@ -1,12 +1,9 @@
-"""FusedMLP: what it computes and keeps, and the checkpoints that it loads and writes."""
+"""FusedMLP: its formula, what it saves for backward, and the arguments that it rejects."""
 
 import copy
-import itertools
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from harness import GELU_TANH, Net, Ran, of_halves, quick_gelu, raises, step
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn.fused_mlp import FusedMLP
 
 LEVELS = ("off", "free", "fp8", "input")
@@ -197,7 +193,6 @@ def test_wrapped_hooked_and_parametrized_linears_are_called():
         ({"dropout": "x"}, TypeError, "dropout='x' is not accepted"),
         ({"memory": "tiled:4"}, ValueError, 'torch.nn.Linear in torch.compile(model, backend="fused"'),
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
-        ({"checkpoint_layout": "fc2/fc1"}, ValueError, "checkpoint_layout='fc2/fc1' is not a layout of an MLP that"),
     ],
 )
 def test_errors(arguments, error, words):
@@ -239,135 +234,3 @@ def test_names_of_activations():
     activations.register_activation("softsign_mlp", F.softsign)
     mlp, x = FusedMLP(4, 8, "softsign_mlp"), torch.randn(2, 4)
     torch.testing.assert_close(mlp(x), mlp.fc2(F.softsign(mlp.fc1(x))))
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", layouts.LAYOUTS.values(), ids=lambda one: f"{one.name}{' gated' * one.gated}")
-@pytest.mark.parametrize("bias", [True, False])
-def test_every_layout_there_and_back(layout, bias):
-    mlp = FusedMLP(6, 10, gated=layout.gated, bias=bias)
-    stored = mlp.state_dict_as(layout.name)
-    named = None if layout.guessed else layout.name
-    other = FusedMLP(6, 10, gated=layout.gated, bias=bias, checkpoint_layout=named)
-    model = nn.ModuleDict({"norm": nn.LayerNorm(6), "mlp": copy.deepcopy(other)})
-    assert not any(other.load_state_dict(stored))
-    assert all(map(torch.equal, other.state_dict().values(), mlp.state_dict().values()))
-    around = {**{f"norm.{k}": v for k, v in nn.LayerNorm(6).state_dict().items()}}
-    assert not any(model.load_state_dict({**around, **mlp.state_dict_as(layout.name, "mlp.")}))
-    assert all(map(torch.equal, model["mlp"].state_dict().values(), mlp.state_dict().values()))
-    again = other.state_dict_as(layout.name)
-    assert list(again) == list(stored) and all(map(torch.equal, again.values(), stored.values()))
-    assert len({t.untyped_storage().data_ptr() for t in stored.values()}) == len(stored)  # as safetensors wants it
-    x = torch.randn(2, 6)
-    assert torch.equal(mlp(x), other(x))
-
-
-@pytest.mark.parametrize(
-    "names", ["gate_proj up_proj down_proj", "w1 w3 w2", "wi_0 wi_1 wo", "up_proj down_proj", "lin1 lin2"]
-)
-def test_means_what_the_checkpoints_module_means(names):
-    *first, second = names.split()
-
-    def separate(s: Any, x: Tensor) -> Tensor:
-        gate, *up = (getattr(s, name)(x) for name in first)
-        return getattr(s, second)(F.silu(gate) * up[0] if up else F.silu(gate))
-
-    module = Net(separate, **{name: nn.Linear(8, 12) for name in first}, **{second: nn.Linear(12, 8)})
-    mlp = FusedMLP(8, 12, "silu", gated=len(first) == 2)
-    mlp.load_state_dict(module.state_dict())
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(mlp(x), module(x))
-
-
-def test_interleaved_swapped_and_transposed_by_hand():
-    hidden, ffn = 4, 6
-    x = torch.randn(2, hidden)
-    w, v = torch.randn(2 * ffn, hidden), torch.randn(hidden, ffn)
-    h = x @ w.t()
-    cases = {
-        "gate_up_proj/down_proj": (F.silu(h[:, :ffn]) * h[:, ffn:]) @ v.t(),
-        "gate_up_proj/down_proj interleaved": (F.silu(h[:, ::2]) * h[:, 1::2]) @ v.t(),
-        "gate_up_proj/down_proj swapped": (F.silu(h[:, ffn:]) * h[:, :ffn]) @ v.t(),
-    }
-    for layout, expected in cases.items():
-        mlp = FusedMLP(hidden, ffn, "silu", gated=True, bias=False, checkpoint_layout=layout)
-        mlp.load_state_dict({"gate_up_proj.weight": w, "down_proj.weight": v})
-        torch.testing.assert_close(mlp(x), expected)
-    mlp = FusedMLP(hidden, ffn, "silu", bias=False)
-    mlp.load_state_dict({"c_fc.weight": w[:ffn].t(), "c_proj.weight": v.t()})
-    torch.testing.assert_close(mlp(x), F.silu(h[:, :ffn]) @ v.t())
-
-
-def test_square_transposed_weights_must_be_named():
-    stored = FusedMLP(6, 6, bias=False).state_dict_as("c_fc/c_proj transposed")
-    with pytest.raises(RuntimeError, match=r"c_proj\.weight is square: it could be 'c_fc/c_proj' or 'c_fc/c_proj"):
-        FusedMLP(6, 6, bias=False).load_state_dict(stored)
-    FusedMLP(6, 6, bias=False, checkpoint_layout="c_fc/c_proj transposed").load_state_dict(stored)
-
-
-def broken() -> dict[str, tuple[dict[str, Any], str]]:
-    good = FusedMLP(6, 10, gated=True).state_dict_as("gate_proj/up_proj/down_proj")
-
-    def without(*keys: str) -> dict[str, Any]:
-        return {k: v for k, v in good.items() if k not in keys}
-
-    return {
-        "incomplete": (without("up_proj.weight"), "missing: up_proj.weight"),
-        "no bias": (without("gate_proj.bias"), "missing: gate_proj.bias"),
-        "unknown": ({**good, "router.weight": torch.zeros(2)}, "unexpected: router.weight"),
-        "two layouts": ({**good, "fc2.weight": torch.zeros(6, 10)}, "unexpected: fc2.weight"),
-        "shape": ({**good, "up_proj.weight": torch.zeros(9, 6)}, "up_proj.weight has shape (9, 6), and must have"),
-        "transposed": ({**good, "down_proj.weight": torch.zeros(10, 6)}, "down_proj.weight has shape (10, 6)"),
-        "no tensor": ({**good, "down_proj.bias": 3}, "down_proj.bias is not a tensor, but int"),
-        "empty": ({}, "missing: fc1.weight"),
-        "other": ({"a": torch.zeros(2)}, "unexpected: a"),
-    }
-
-
-@pytest.mark.parametrize("name", broken())
-@pytest.mark.parametrize("assign", [False, True])
-def test_errors_name_the_key_and_change_nothing(name, assign):
-    stored, words = broken()[name]
-    mlp = FusedMLP(6, 10, gated=True)
-    before, parameters = copy.deepcopy(mlp.state_dict()), list(mlp.parameters())
-    said = str(raises(RuntimeError, re.escape(words), mlp.load_state_dict, stored, assign=assign))
-    assert "Error(s) in loading state_dict for FusedMLP" in said
-    model = nn.Sequential(OrderedDict(mlp=mlp))
-    named = {f"mlp.{key}": value for key, value in stored.items()}
-    raises(
-        RuntimeError, re.escape(words.split(": ")[-1].split(" has")[0].split(" is")[0]), model.load_state_dict, named
-    )
-    if not words.startswith(("missing", "unexpected")):  # nn.Module, too, loads what is there beside what is not
-        assert all(map(torch.equal, mlp.state_dict().values(), before.values()))
-    assert all(map(lambda a, b: a is b, mlp.parameters(), parameters))
-
-
-def test_not_strict():
-    source, mlp = FusedMLP(6, 10, gated=True), FusedMLP(6, 10, gated=True)
-    stored = source.state_dict_as("gate_proj/up_proj/down_proj")
-    del stored["up_proj.bias"]
-    before = mlp.fc1.bias.detach().clone()
-    found = mlp.load_state_dict({**stored, "extra": torch.zeros(1)}, strict=False)
-    assert found.missing_keys == ["up_proj.bias"] and found.unexpected_keys == ["extra"]
-    assert torch.equal(mlp.fc1.weight, source.fc1.weight) and torch.equal(mlp.fc1.bias, before)
-    raises(RuntimeError, "has shape", mlp.load_state_dict, {"down_proj.bias": torch.zeros(7)}, strict=False)
-
-
-def test_assign_and_the_callers_dict():
-    source, mlp = FusedMLP(6, 10), FusedMLP(6, 10, device="meta")
-    stored = source.state_dict_as("up_proj/down_proj")
-    keys = list(stored)
-    mlp.load_state_dict(stored, assign=True)
-    assert list(stored) == keys and mlp.fc1.weight.data_ptr() == stored["up_proj.weight"].data_ptr()
-    assert isinstance(mlp.fc1.weight, nn.Parameter) and mlp.fc1.weight.requires_grad
-    x = torch.randn(2, 6)
-    assert torch.equal(mlp(x), source(x))
-
-
-def test_layouts_differ():
-    """No two that are guessed have the same keys, but for the shapes."""
-    for a, b in itertools.combinations(layouts.LAYOUTS.values(), 2):
-        if a.gated == b.gated and a.guessed and b.guessed and a.keys(True) == b.keys(True):
-            assert a.transposed != b.transposed

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import activations, functional
-from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn._gemms import check_gemm, check_shape, linear
 from torch_fused_ops.nn._memory import run_at_level
 from torch_fused_ops.nn.config import Activation, activation_name, check_memory, checked
@@ -30,9 +28,8 @@ class FusedMLP(nn.Module):
     dtype. Gate and up are one GEMM; bias and activation are one kernel each way, dropout and the second bias another
     one. ``memory`` sets the memory level of eager autograd; under ``torch.compile`` ``FusionPolicy.memory`` does.
 
-    ``load_state_dict``, of this module or of a model around it, takes the layouts of ``nn.layouts.LAYOUTS``: it detects
-    them by their keys, and converts once. ``state_dict`` has ``fc1.weight`` (gate's rows over up's), ``fc1.bias``,
-    ``fc2.weight`` and ``fc2.bias``; ``state_dict_as`` writes any layout.
+    ``state_dict`` has ``fc1.weight`` (gate's rows over up's), ``fc1.bias``, ``fc2.weight`` and ``fc2.bias``.
+    ``functional.convert_glu_layout`` packs gate and up of other checkpoints.
 
     Args:
         hidden: size of input and output.
@@ -47,8 +44,6 @@ class FusedMLP(nn.Module):
         gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, for sizes
             that ``functional.linear_fp8`` takes.
         device, dtype: the parameters'.
-        checkpoint_layout: the layout of loaded state dicts, if keys and shapes do not tell:
-            "gate_up_proj/down_proj interleaved" has the keys and shapes of "gate_up_proj/down_proj".
 
     Raises:
         ValueError, TypeError: for arguments that are not accepted.
@@ -70,7 +65,6 @@ class FusedMLP(nn.Module):
         gemm: str = "bf16",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        checkpoint_layout: str | None = None,
     ) -> None:
         super().__init__()
         hidden, ffn = checked("hidden", hidden, required=True), checked("ffn", ffn, required=True)
@@ -89,11 +83,9 @@ class FusedMLP(nn.Module):
                 f"activation={activation!r} is not known; accepted: {', '.join(activations.names())}, and torch's "
                 "functions and modules with one of these (torch_fused_ops.register_activation adds others)"
             )
-        if checkpoint_layout is not None:
-            layouts.layout_of(checkpoint_layout, gated, "checkpoint_layout")
         self.hidden, self.ffn = hidden, ffn
         self._activation = Activation(known, None, gated)  # here: torch 2.11's Dynamo cannot construct it
-        self.dropout, self.memory, self.checkpoint_layout = float(dropout), memory, checkpoint_layout
+        self.dropout, self.memory = float(dropout), memory
         self.gemm = gemm
         self.fc1 = nn.Linear(hidden, ffn * 2 if gated else ffn, bias, device, dtype)
         self.fc2 = nn.Linear(ffn, hidden, bias, device, dtype)
@@ -144,74 +136,3 @@ class FusedMLP(nn.Module):
         parts += [f"dropout={self.dropout}"] * bool(self.dropout)
         parts += [f"gemm={self.gemm}"] * (self.gemm != "bf16")
         return ", ".join((*parts, f"memory={self.memory}"))
-
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
-
-    def state_dict_as(self, layout: str, prefix: str = "") -> dict[str, Tensor]:
-        """The parameters in another layout: new tensors, bit for bit the same numbers.
-
-        Args:
-            layout: one of ``nn.layouts.LAYOUTS``, e.g. "gate_proj/up_proj/down_proj".
-            prefix: of every key.
-
-        Raises:
-            ValueError: an MLP of this kind does not have that layout.
-        """
-        chosen, ours = layouts.layout_of(layout, self.gated, "layout"), dict(self.named_parameters())
-        return {
-            prefix + part: tensor
-            for key, parts in chosen.keys("fc1.bias" in ours).items()
-            for part, tensor in zip(parts, chosen.save(key, ours[key].detach()), strict=True)
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """``nn.Module.load_state_dict``, from any layout of the table.
-
-        Raises:
-            RuntimeError: tensors do not fit, or with ``strict`` keys are missing or unknown; the message names them.
-                Nothing is changed then.
-        """
-        if self._is_plain():
-            converted = self._convert(state_dict, "")
-            wrong = list(converted.errors)
-            if strict:
-                wrong += [f"missing: {key}" for key in converted.missing]
-                wrong += [f"unexpected: {key}" for key in converted.unexpected]
-            if wrong:
-                lines = "".join(f"\n\t{text}" for text in wrong)
-                raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}:{lines}")
-        return super().load_state_dict(state_dict, strict, assign)
-
-    def _is_plain(self) -> bool:
-        """True if the linears are not parametrized or wrapped, so that a state dict's keys tell its layout."""
-        keys = {f"{fc}.{kind}" for fc in ("fc1", "fc2") for kind in ("weight", "bias")}
-        parameters = dict(self.named_parameters())
-        return set(self.state_dict(keep_vars=True)) <= keys and {"fc1.weight", "fc2.weight"} <= set(parameters)
-
-    def _convert(self, state_dict: Mapping[str, Any], prefix: str) -> layouts.Conversion:
-        stored = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        shapes = {key: tensor.shape for key, tensor in self.named_parameters()}
-        return layouts.convert(stored, shapes, self.gated, self.checkpoint_layout)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        if self._is_plain():
-            converted = self._convert(state_dict, prefix)
-            missing_keys += [prefix + key for key in converted.missing]
-            unexpected_keys += [prefix + key for key in converted.unexpected] if strict else []
-            error_msgs += [prefix + text for text in converted.errors]
-            for key in [key for key in state_dict if key.startswith(prefix)]:
-                del state_dict[key]
-            # The linears load from this dict next. Tensors that it lacks keep their values.
-            state_dict.update((prefix + key, converted.tensors.get(key, p)) for key, p in self.named_parameters())
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
