@@ -251,7 +251,7 @@ def test_the_error_names_the_parameter_that_was_written(kind: str, name: str, me
         y.sum().backward()
 
 
-def test_what_identifies_key() -> None:
+def test_storage_key_changes_with_elements() -> None:
     """A key has their place in memory, dtype and version; other views of the same memory have another, or none."""
     key = _memory._storage_key
     x, c = torch.arange(8.0), torch.ones(3, dtype=torch.complex64)
