@@ -5,7 +5,6 @@ import functools
 import json
 import sys
 import types
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -165,32 +164,6 @@ def test_arguments_in_a_tuple_are_explained(call: Any):
 def test_pages_are_not_written_where_there_is_no_folder(tmp_path: Path):
     with pytest.raises(ValueError, match="cannot be written: it must be a file in an existing folder"):
         Report(()).to_html(tmp_path / "none" / "page.html")
-
-
-def test_memory_levels_say_what_they_save_and_cost():
-    from torch_fused_ops.reports.figures import FUSED, PLAIN, Figures, LevelFigures, levels_table, rows_of
-
-    levels = (
-        LevelFigures(PLAIN, 8 << 20, 1e-3),
-        LevelFigures(FUSED, 4 << 20, 1.02e-3),
-        LevelFigures("off", 8 << 20, 1e-3),
-        LevelFigures("input", 1 << 20, 1.2e-3, note="all of it"),
-    )
-    figures = Figures("NVIDIA H200", True, (), levels=levels)
-    assert rows_of(figures)[-1] == ("time, at least", "1.000 ms", "1.020 ms", "+2.0 %")
-    head, _, plain, off, given, note, last = levels_table(figures).splitlines()
-    assert last == "input: all of it"
-    assert head.split()[:2] == ["memory", "level"] and plain.startswith(PLAIN) and off.split()[-1] == "same"
-    assert (
-        given.split() == ["input", "1.00", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"] and "lower bound" in note
-    )
-    peaks = tuple(replace(one, peak=3 * one.saved) for one in levels)
-    row = levels_table(Figures("NVIDIA H200", True, (), levels=peaks)).splitlines()[4].split()
-    assert row == ["input", "1.00", "MiB", "−87.5", "%", "3.0", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"]
-    unknown = Figures("AMD", True, (), levels=tuple(LevelFigures(one.name, one.saved, None) for one in levels))
-    assert levels_table(unknown).count("not known") == 4 and "faster" not in levels_table(unknown)
-    assert "time, at least" not in dict(row[:2] for row in rows_of(unknown))
-    assert levels_table(Figures("NVIDIA H200", False, (), levels=levels[:2])) == ""
 
 
 def test_json():

@@ -5,7 +5,6 @@ import json
 import logging
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,12 +18,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import torch_fused_ops as tfo
-from torch_fused_ops import virtual_gpu
 from torch_fused_ops.lowerings import recognize
-from torch_fused_ops.policy import MEMORY
 from torch_fused_ops.reports import figures as figures_module
-from torch_fused_ops.reports.figures import FUSED, KNOB, PLAIN, layers_of
-from torch_fused_ops.settings import tiles
+from torch_fused_ops.reports.figures import layers_of
 
 pytestmark = pytest.mark.codegen_is_slow
 
@@ -400,25 +396,6 @@ def test_without_triton_it_says_what_to_get(monkeypatch: pytest.MonkeyPatch, cap
         assert report.measure() is None and "pip install" in str(report)
     assert [r.getMessage() for r in caplog.records] == [f"figures are not available: {report.figures_missing}"]
     assert operators(report) == GELU
-
-
-@pytest.mark.slow
-def test_levels_beside_upstreams_knob() -> None:
-    """Every level, and PyTorch's own budget, is the step compiled so; which MLPs a level does not change is said."""
-    model, x = mlp(), batch(grad=True)
-    report = tfo.explain(model, x)
-    slower, found = (report.measure(gpu, levels=True) for gpu in ("A100", "H200"))
-    assert found is not None and slower is not None
-    assert all(row.seconds < on_a100.seconds for row, on_a100 in zip(found.levels, slower.levels, strict=True))
-    rows = {row.name: row for row in found.levels}
-    assert list(rows) == [PLAIN, FUSED, KNOB, *MEMORY]
-    knob = virtual_gpu.compile_on_paper(model, x, memory_budget=0.99)
-    assert (rows[KNOB].saved, rows[KNOB].peak) == (knob.saved_bytes(), knob.peak_bytes())
-    assert rows[KNOB].saved < rows[PLAIN].saved and rows["input"].saved < rows[KNOB].saved
-    assert replace(rows["free"], name=FUSED) == rows[FUSED]
-    few = f'1 of 1 MLPs as "input": {ROWS} tokens are too few for two tiles of {tiles.TOKENS}'
-    assert {name: row.note for name, row in rows.items() if row.note} == {"tiled": few}
-    assert str(found).splitlines()[-1] == f"tiled: {few}"
 
 
 def test_compilations_go_on_as_before_after_measuring() -> None:

@@ -27,8 +27,6 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 NAMES = ["quickstart", *ARCHITECTURES]
 POLICIES = ["plain", *(f"memory={level}" for level in MEMORY), *(f"gemm={recipe}" for recipe in GEMM[1:])]
-CASES = [(name, policy, False) for name in NAMES for policy in POLICIES]
-CASES += [("Llama", policy, True) for policy in ("plain", "memory=fp8")]
 
 
 def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -47,14 +45,15 @@ def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "policy", "all_configurations"), CASES)
-def test_no_model_has_a_finding(name: str, policy: str, all_configurations: bool) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_model_has_a_finding(name: str, policy: str) -> None:
     torch._dynamo.reset()
     model, args, kwargs = made(name)
     config = None if policy == "plain" else tfo.compile_options(policy=tfo.FusionPolicy.parse(policy))
     gpu = virtual_gpu.B200 if "mxfp8" in policy else virtual_gpu.H100
     paper = virtual_gpu.compile_on_paper(model, *args, gpu=gpu, config=config, **kwargs)
-    audit = virtual_gpu.audit(paper, all_configurations=all_configurations)
+    audit = virtual_gpu.audit(paper)
     print(audit)
     assert audit.ok and audit.kernels > 10, str(audit)
-    assert audit.configurations > (20 if all_configurations else 1) * audit.kernels
+    assert audit.configurations > audit.kernels

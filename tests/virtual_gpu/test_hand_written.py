@@ -322,7 +322,7 @@ def test_it_says_which_bytes_and_which_part() -> None:
     assert audit.findings[0].evidence == "no program writes 12,288 of its 16,384 bytes: bytes 4,096 to 16,383"
     kernel, args, grid, named, *_ = CASES["huge rows by pointer"]
     audit = virtual_gpu.audit(kernel, *args, grid=grid, gpu=virtual_gpu.H100, **named)
-    assert audit.sampled == ("summed_rows_by_pointer: at most the first and the last 8 turns of each loop",)
+    assert audit.sampled == ("summed_rows_by_pointer: at most the first and the last 8 iterations of each loop",)
     assert "evaluated in part:" in str(audit)
     options: dict[str, Any] = {"grid": (4,), "B": 1024, "gpu": virtual_gpu.H100}
     with pytest.raises(ValueError, match="zeroed: got 'z', expected names of tensors among x, y"):

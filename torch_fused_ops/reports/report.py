@@ -97,7 +97,7 @@ class Report:
             parts.append(f"{others} not MLPs")
         return "; note: ".join((f"{', '.join(parts)} ({graphs})", *self.notes))
 
-    def measure(self, gpu: str | GPU = "H200", *, levels: bool = False) -> Figures | None:
+    def measure(self, gpu: str | GPU = "H200") -> Figures | None:
         """Estimate the savings: bytes saved for backward, bytes moved, kernels, before and after fusion.
 
         The captured graphs are compiled for a target GPU, with and without fusion, with their captured sizes, grad mode
@@ -106,8 +106,6 @@ class Report:
 
         Args:
             gpu: "A100", "H100", "H200", "B200", "MI300X", or a described ``GPU``.
-            levels: also estimate the least time, by roofline. For a training step, also compare every memory level and
-                ``torch.compile`` with an ``activation_memory_budget`` of 0.99. Takes three times as long.
 
         Returns:
             The figures, also in ``figures``. None if they are not available: ``figures_missing`` then says why, and a
@@ -119,12 +117,11 @@ class Report:
         from torch_fused_ops.virtual_gpu import by_name
 
         described = by_name(gpu, "gpu")
-        measured = self.figures
-        if measured is None or measured.target != described.name or (levels and not measured.levels):
+        if self.figures is None or self.figures.target != described.name:
             self.figures, self.figures_missing = None, ""
             try:
                 with unobserved():
-                    self.figures = measure(tuple(self._captures), described, levels)
+                    self.figures = measure(tuple(self._captures), described)
             except Exception as error:
                 self.figures_missing = str(error) or type(error).__name__
                 log.warning("figures are not available: %s", self.figures_missing)

@@ -58,7 +58,7 @@ def _ways(benchmark: str) -> str:
 
 
 def _checked(check: Callable[[Any], object], convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """Convert an option's text, and check it: what ``check`` raises is a usage error."""
+    """Return a function that converts and checks an option's text. An error in ``check`` is a usage error."""
 
     def checked(text: str) -> Any:
         try:
@@ -75,12 +75,12 @@ def _checked(check: Callable[[Any], object], convert: Callable[[str], Any] = str
 
 
 def _field(name: str) -> Callable[[str], str]:
-    """Check a field of the policy; the result is its text, for ``FusionPolicy.parse``."""
+    """Return a function that checks a policy field, and returns its text for ``FusionPolicy.parse``."""
     return _checked(lambda text: FusionPolicy.parse(f"{name}={text}"))
 
 
 def _checked_setting(option: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Check an option's value as ``plan`` checks it, before torch is imported."""
+    """Add the check that ``plan`` does to an option, so that it runs before torch is imported."""
     if "action" in settings:
         return settings
     name = settings.get("dest", option.removeprefix("--").replace("-", "_"))
@@ -146,7 +146,6 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "metavar": "GPU", "nargs": "?", "const": "H200",
             "help": "estimate memory, bytes moved and kernels before and after on a GPU (H200); seconds a layer",
         },
-        "--levels": {**_FLAG, "help": "with --train: estimate the savings, peaks and costs of the memory levels"},
         "--saved": {**_FLAG, "help": "with --train: list the tensors saved for backward, and what would remove each"},
         "--json": {"metavar": "FILE", "help": "write the report as JSON too"},
         "--html": {"metavar": "FILE", "help": "write the report as a page too"},
@@ -171,7 +170,6 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "--plain": {**_FLAG, "help": "the kernels of plain torch.compile, without fusion"},
         "--eval": {**_FLAG, "help": "evaluation mode; by default forward and backward"},
         "--gpu": {"default": "H100", "help": "A100, H100 (default), H200, B200 or MI300X"},
-        "--all-configurations": {**_FLAG, "help": "also what a tuner may reach; registers by shape of code; minutes"},
         "--json": {"metavar": "FILE", "help": "write the findings as JSON too"},
     }),
     "run": ("run a Python program with fusion in every torch.compile", {
@@ -182,22 +180,19 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "program": {"nargs": argparse.REMAINDER, "metavar": "SCRIPT [ARGUMENT ...]"},
     }),
 }  # fmt: skip
-_RUN = (
-    "python -m torch_fused_ops run [--memory M] [--gemm G] [--attention A] [--exclude PATTERN] [--strict] "
-    "[--report FILE] [-m]"
-)
+_USAGE = {"run": "python -m torch_fused_ops run [OPTIONS] SCRIPT [ARGUMENT ...]"}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggest options for unknown ones, with the usage of their command."""
+    """Reject unknown options with the usage of their command, and suggest known ones."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = arguments.command_parser._option_string_actions
-            near = [difflib.get_close_matches(option.partition("=")[0], known, 1) for option in unknown]
-            meant = ", ".join(name for names in near for name in names)
-            hint = f"; did you mean {meant}?" if meant else ""
+            matches = [difflib.get_close_matches(option.partition("=")[0], known, 1) for option in unknown]
+            suggestions = ", ".join(name for names in matches for name in names)
+            hint = f"; did you mean {suggestions}?" if suggestions else ""
             arguments.command_parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         if not (arguments.command and getattr(arguments, "benchmark", True)):  # the command is missing
             arguments.command_parser.print_help(sys.stderr)
@@ -206,12 +201,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m torch_fused_ops``; ``command`` and ``benchmark`` are the names in its result."""
-    whole = _Parser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
-    whole.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
-    commands = whole.add_subparsers(metavar="COMMAND", dest="command")
+    """Return the parser of ``python -m torch_fused_ops``. Its result has ``command`` and ``benchmark``."""
+    main = _Parser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
+    main.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
+    commands = main.add_subparsers(metavar="COMMAND", dest="command")
     for name, (text, options) in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, usage=f"{_RUN} SCRIPT ..." if name == "run" else None)
+        command = commands.add_parser(name, help=text, usage=_USAGE.get(name))
         for option, settings in options.items():
             command.add_argument(option, **settings)
     bench = commands.add_parser("bench", help="benchmark this library against PyTorch")
@@ -220,6 +215,6 @@ def parser() -> argparse.ArgumentParser:
     for name, text in BENCHMARKS.items():
         benchmark = names.add_parser(name, help=text, description=text, epilog=_ways(name), formatter_class=formatter)
         add_bench_options(benchmark, tuple(_BENCH_OPTIONS))
-    for command in (whole, *commands.choices.values(), *names.choices.values()):
+    for command in (main, *commands.choices.values(), *names.choices.values()):
         command.set_defaults(command_parser=command)
-    return whole
+    return main

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +30,12 @@ from torch_fused_ops.virtual_gpu import gpus
 
 
 class _UsageError(Exception):
-    """Unusable arguments; the message says why."""
+    """Invalid arguments; the message says why."""
 
 
 @contextlib.contextmanager
 def _usage_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds inside are about the arguments."""
+    """Report exceptions of these kinds as invalid arguments."""
     try:
         yield
     except kinds as e:
@@ -47,9 +46,9 @@ def _works() -> Iterator[tuple[str, str]]:
     """Yield each feature that needs more than torch, and "yes" or the missing requirement."""
     from torch_fused_ops.lowerings.recognize.gemms import no_scaled_products
 
-    asked = [name for name in torch._inductor.config.cpp.cxx if name]  # CXX, else g++
-    compiler = next(filter(shutil.which, asked), None)
-    missing = f"no C++ compiler was found ({', '.join(asked)}): install g++, or set CXX"
+    candidates = [name for name in torch._inductor.config.cpp.cxx if name]  # CXX, else g++
+    compiler = next(filter(shutil.which, candidates), None)
+    missing = f"no C++ compiler was found ({', '.join(candidates)}): install g++, or set CXX"
     yield "torch.compile on CPUs", f"yes, with {compiler}" if compiler else missing
     gpu, triton = torch.cuda.is_available(), version_of("triton")
     yield "torch.compile on GPUs", ("yes" if triton else "Triton is missing") if gpu else "no GPU is visible"
@@ -77,7 +76,7 @@ def _info(arguments: argparse.Namespace) -> int:
     forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
     overloads = [getattr(torch.ops.fused, n).default for n in forward]
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    traced = [op for op in overloads if not op.has_kernel_for_dispatch_key(composite)]  # others decompose to aten
+    traced = [op for op in overloads if not op.has_kernel_for_dispatch_key(composite)]  # the rest decompose to aten
     lowered = [op for op in traced if op in inductor.lowerings]
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
@@ -99,8 +98,8 @@ def _info(arguments: argparse.Namespace) -> int:
         ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
         ("backend 'fused'", [backend]),
         ("policy", [repr(policy) if policy else "none: plain torch.compile fuses no MLPs before enable()"]),
-        ("works here", [f"{what}: {how}" for what, how in _works()]),
-        ("torch features", [f"{name}: {'yes' if there else 'no'}" for name, there in compat.features().items()]),
+        ("works here", [f"{feature}: {status}" for feature, status in _works()]),
+        ("torch features", [f"{name}: {'yes' if present else 'no'}" for name, present in compat.features().items()]),
         (
             "upstream faults",
             [f"{f.package}: {f.effect} (docs/upstream.md#{f.report})" for f in faults] or ["none known"],
@@ -137,13 +136,13 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace, training: bool) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The model, in training or evaluation mode, and its arguments."""
+    """Load the model, in training or evaluation mode, and its arguments."""
     spec: str = arguments.spec
     name, colon, attribute = spec.rpartition(":")
     if not (name and colon and attribute):
         raise _UsageError(f"{spec!r} is not of the form module:callable, e.g. mypackage.models:example")
     folder, path = os.getcwd(), Path(name)
-    if path.suffix == ".py":  # as `python file.py` does: its neighbors can be imported
+    if path.suffix == ".py":  # like `python file.py`: modules beside it can be imported
         if not path.is_file():
             raise _UsageError(f"{name!r} does not exist: give a module's name or the path of a .py file")
         folder = str(path.parent.resolve())
@@ -181,21 +180,19 @@ def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
 
 
 def _explain(arguments: argparse.Namespace) -> tuple[tfo.Report, bool]:
-    measured = arguments.figures is not None or arguments.levels
-    for option in ("levels", "saved"):
-        if getattr(arguments, option) and not arguments.train:
-            raise _UsageError(f"--{option} needs --train: without a backward nothing is saved")
-    if measured or arguments.saved:  # report missing requirements before slow work
+    if arguments.saved and not arguments.train:
+        raise _UsageError("--saved needs --train: without a backward nothing is saved")
+    if arguments.figures or arguments.saved:  # report missing requirements before slow work
         gpus.import_triton()
-        if (arguments.figures or "H200").upper() not in gpus.GPUS:
-            raise _UsageError(f"--figures {arguments.figures} is not known; accepted: {', '.join(gpus.GPUS)}")
+        with _usage_errors(ValueError):
+            gpus.by_name(arguments.figures or "H200", "--figures")
     model, args, kwargs = _load(arguments, training=arguments.train)
     policy = _policy(arguments)
-    with _progress("torch_fused_ops.reports", "capturing"):
+    with _progress("torch_fused_ops.reports"):
         with torch.set_grad_enabled(arguments.train):
             report = tfo.explain(model, *args, policy=policy, **kwargs)
-        if measured:
-            report.measure(arguments.figures or "H200", levels=arguments.levels)
+        if arguments.figures:
+            report.measure(arguments.figures)
         if arguments.saved:
             report.saved  # noqa: B018, computed here
     return report, True
@@ -207,7 +204,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[tfo.Plan, bool]:
         Setup(**{name: settings[name] for name in Setup.__dataclass_fields__})
     with torch.device("meta") if arguments.meta else contextlib.nullcontext():
         model, args, kwargs = _load(arguments, training=True)
-    with _usage_errors(ValueError), _progress("torch_fused_ops.planner", "capturing"):
+    with _usage_errors(ValueError), _progress("torch_fused_ops.planner"):
         plan = tfo.plan(model, *args, **settings, **kwargs)
     return plan, plan.fits
 
@@ -231,40 +228,21 @@ def _audit(arguments: argparse.Namespace) -> tuple[Any, bool]:
         gpu = gpus.by_name(arguments.gpu, "--gpu")
         with torch.set_grad_enabled(training):
             paper = virtual_gpu.compile_on_paper(model, *args, gpu=gpu, training=training, config=config, **kwargs)
-        audit = virtual_gpu.audit(paper, all_configurations=arguments.all_configurations)
+        audit = virtual_gpu.audit(paper)
     return audit, audit.ok
 
 
-class _Latest(logging.Handler):
-    """Print a logger's last record on standard error after some seconds, and then all later records."""
-
-    latest, late = "", False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.latest = record.getMessage()
-        if self.late:
-            self.say()
-
-    def say(self) -> None:
-        self.late = True
-        if self.latest:
-            print(f"... {self.latest}", file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
-def _progress(name: str, first: str = "", seconds: float = 5.0) -> Iterator[None]:
-    """Print a logger's records of level INFO after some seconds, beginning with ``first``."""
-    logger, handler = logging.getLogger(name), _Latest()
-    timer, level = threading.Timer(seconds, handler.say), logger.level
-    timer.daemon = True
+def _progress(name: str) -> Iterator[None]:
+    """Print a logger's INFO records on standard error."""
+    logger, handler = logging.getLogger(name), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("... %(message)s"))
+    level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.info(first)
-    timer.start()
     try:
         yield
     finally:
-        timer.cancel()
         logger.setLevel(level)
         logger.removeHandler(handler)
 
@@ -277,7 +255,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         return bench(arguments)
 
 
-# Commands that return an exit code, and those that return what they print and write, and whether it is as it should be.
+# Commands that return an exit code, and commands that return a result to print, and whether to exit with 0.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "info": _info, "check": _check, "run": environment.run, "bench": _bench
 }  # fmt: skip
@@ -312,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(e, _UsageError) and getattr(e, "name", "") != "triton":
             if not hasattr(arguments, "spec"):
                 raise
-            traceback.print_exc()  # the model's own; exit code 1 is for what a command finds
+            traceback.print_exc()  # an error in the model; exit code 1 means that a command has findings
             message = f"{arguments.spec} cannot be run: {type(e).__name__}: {message.partition(chr(10))[0]}"
         print(f"error: {message}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Faults in a launch's accesses to memory, and the sectors that they move, from evaluated addresses."""
+"""Find faults in a launch's memory accesses, and count the sectors they move, from evaluated addresses."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from torch import Tensor
 from .layouts import owners
 from .ttgir import Access, Grid
 
-SECTOR = 32  # bytes that a GPU moves at least
-Fault = tuple[str, str, str]  # its kind, the accesses, and what shows it
+SECTOR = 32  # the smallest number of bytes that a GPU moves
+Fault = tuple[str, str, str]  # kind, accesses, evidence
 
 
 class Memory(NamedTuple):
-    """The memory of an argument."""
+    """An argument's memory."""
 
-    storage: int  # arguments with the same number share memory
+    storage: int  # a number; arguments with the same one share memory
     offset: int  # bytes before the argument's first element
-    nbytes: int  # of the storage
+    nbytes: int  # bytes of the whole storage
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     itemsize: int
 
     @classmethod
     def of(cls, tensor: Tensor, storages: dict[int, int]) -> Memory:
-        """The memory of a tensor; storages are numbered as they come."""
+        """Describe a tensor's memory. A new storage gets the next number in ``storages``."""
         storage = tensor.untyped_storage()
         number = storages.setdefault(storage._cdata, len(storages))
         offset = int(tensor.storage_offset()) * tensor.element_size()
         return cls(number, offset, storage.nbytes(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
 
-    def places(self, unit: int, elements: int) -> Tensor:
-        """The places in the storage of the argument's first elements, in units of so many bytes."""
+    def addresses(self, unit: int, elements: int) -> Tensor:
+        """Return the storage addresses of the argument's first elements, one for each ``unit`` bytes."""
         number = torch.arange(elements)
         first = torch.full_like(number, self.offset)
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
@@ -45,14 +45,14 @@ class Memory(NamedTuple):
 
 
 class _Records(NamedTuple):
-    """Accesses to one storage, one for each unit of bytes of each active element, in the order of addresses."""
+    """Accesses to one storage, sorted by address: a row for each unit of bytes of each active element."""
 
     address: Tensor
     program: Tensor
-    access: Tensor  # its number in the list
-    place: Tensor  # the element
-    first: Tensor  # the first thread that holds the element; -1 if the layout is not known
-    threads: Tensor  # how many do
+    access: Tensor  # the access's index in the list
+    element: Tensor  # the element's index in the access
+    first: Tensor  # the first thread that holds the element; -1 if the layout is unknown
+    threads: Tensor  # the number of threads that hold it
 
     def rows(self, rows: Tensor) -> _Records:
         return _Records(*(column[rows] for column in tuple(self)))
@@ -61,22 +61,22 @@ class _Records(NamedTuple):
 def faults(
     accesses: Sequence[Access], memory: Mapping[str, Memory], grid: Grid, whole: bool, filled: Collection[str] = ()
 ) -> Iterator[Fault]:
-    """Yield the faults of a launch: races, accesses out of bounds, overflows, bytes written twice or not at all.
+    """Yield a launch's faults: races, accesses out of bounds, overflows, bytes written twice or not at all.
 
     Args:
-        accesses: addresses of loads and stores.
-        memory: the memory of the arguments.
+        accesses: the evaluated loads and stores.
+        memory: the arguments' memory by name.
         grid: the launch's programs.
-        whole: the accesses are those of all programs, not of some.
-        filled: arguments that have values before the launch, so that a kernel need not write all of their bytes.
+        whole: True if all programs were evaluated.
+        filled: names of arguments that have values before the launch; the kernel need not write all of their bytes.
     """
     by_storage: dict[int, list[Access]] = defaultdict(list)
     with torch.device("cpu"):
         for access in accesses:
             if access.argument in memory:
                 by_storage[memory[access.argument].storage].append(access)
-                if access.masked:
-                    yield from _places(access, memory[access.argument], grid)
+                if access.mask_known:
+                    yield from _address_faults(access, memory[access.argument], grid)
         for used in by_storage.values():
             storage = _Storage(used, memory, grid)
             stores = storage.records("store")
@@ -86,19 +86,19 @@ def faults(
                 yield from storage.races(storage.records("load"), stores)
 
 
-def _places(access: Access, memory: Memory, grid: Grid) -> Iterator[Fault]:
-    """Yield an access whose address has overflowed, or is outside of the memory."""
+def _address_faults(access: Access, memory: Memory, grid: Grid) -> Iterator[Fault]:
+    """Yield a fault if an address of an access has overflowed, or lies outside of the memory."""
     begin = access.address + memory.offset
     outside = (begin < 0) | (begin + access.itemsize > memory.nbytes)
-    overflow = torch.zeros_like(outside) if access.wrong is None else access.wrong
+    overflow = torch.zeros_like(outside) if access.overflowed is None else access.overflowed
     for kind, bad, text in (
-        ("overflow", overflow, "the index of {0} of {1} does not fit into 32 bits: the byte should be {2:,}"),
-        ("out of bounds", outside, "{0} of {1} is at byte {2:,} of a memory of {3:,} bytes"),
+        ("overflow", overflow, "the index of {0} in {1} does not fit into 32 bits: its byte should be {2:,}"),
+        ("out of bounds", outside, "{0} in {1} is at byte {2:,}, but the memory has {3:,} bytes"),
     ):
         if (bad & access.active).any():
-            row, place = (bad & access.active).nonzero()[0]
+            row, element = (bad & access.active).nonzero()[0]
             program = grid.program(access.programs[row])
-            evidence = text.format(f"element {place}", program, int(begin[row, place]), memory.nbytes)
+            evidence = text.format(f"element {element}", program, int(begin[row, element]), memory.nbytes)
             yield kind, str(access), evidence
             return
 
@@ -108,21 +108,21 @@ class _Storage:
 
     def __init__(self, accesses: list[Access], memory: Mapping[str, Memory], grid: Grid) -> None:
         self.accesses, self.memory, self.grid = accesses, memory, grid
-        # the most bytes that divide all sizes and addresses
+        # the largest number of bytes that divides all sizes and addresses
         self.unit = math.gcd(16, *(n for a in accesses for n in (a.itemsize, memory[a.argument].offset)))
         if any((access.address % self.unit).any() for access in accesses):
             self.unit = 1
 
     def records(self, kind: str) -> _Records:
-        """The loads or the stores."""
+        """Return the rows of all loads or of all stores."""
         parts = [_Records(*[torch.zeros(0, dtype=torch.int64)] * 6)]
         for number, access in enumerate(self.accesses):
-            if access.kind != kind or not access.masked:
-                continue  # elements that a mask lets through are not known where it depends on data
-            row, place = access.active.nonzero(as_tuple=True)
-            address = access.address[row, place] + self.memory[access.argument].offset
+            if access.kind != kind or not access.mask_known:
+                continue  # the mask depends on data, so the active elements are unknown
+            row, element = access.active.nonzero(as_tuple=True)
+            address = access.address[row, element] + self.memory[access.argument].offset
             thread, count = owners(access.encoding, access.shape, self.grid.threads, self.grid.warp_size)
-            columns = access.programs[row], torch.full_like(place, number), place, thread[place], count[place]
+            columns = access.programs[row], torch.full_like(element, number), element, thread[element], count[element]
             units = torch.arange(0, access.itemsize, self.unit)
             repeated = (column.repeat_interleave(len(units)) for column in columns)
             parts.append(_Records((address[:, None] + units).flatten(), *repeated))
@@ -130,74 +130,75 @@ class _Storage:
         return records.rows(records.address.argsort(stable=True))
 
     def written(self, stores: _Records) -> Iterator[Fault]:
-        """Yield bytes that two programs write, or one store twice."""
-        address, program, access, place, *_ = tuple(stores)
-        elsewhere = program[1:] != program[:-1]
-        twice = (address[1:] == address[:-1]) & (elsewhere | (access[1:] == access[:-1]) & (place[1:] != place[:-1]))
+        """Yield a fault if two programs write a byte, or one store writes it twice."""
+        address, program, access, element, *_ = tuple(stores)
+        by_programs = program[1:] != program[:-1]
+        by_elements = (access[1:] == access[:-1]) & (element[1:] != element[:-1])
+        twice = (address[1:] == address[:-1]) & (by_programs | by_elements)
         if twice.any():
-            at = int(twice.nonzero()[0])
-            by = "program" if elsewhere[at] else "element"
-            writers = [f"{self.grid.program(program[i])} as element {int(place[i])}" for i in (at, at + 1)]
-            evidence = f"byte {int(address[at]):,} is written by more than one {by}: {' and '.join(writers)}"
-            evidence += f"; in all {int(twice.sum()) * self.unit:,} bytes"
-            yield "written twice", str(self.accesses[access[at]]), evidence
+            row = int(twice.nonzero()[0])
+            by = "program" if by_programs[row] else "element"
+            writers = [f"{self.grid.program(program[i])} as element {int(element[i])}" for i in (row, row + 1)]
+            evidence = f"byte {int(address[row]):,} is written by more than one {by}: {' and '.join(writers)}"
+            evidence += f"; {int(twice.sum()) * self.unit:,} bytes in all"
+            yield "written twice", str(self.accesses[access[row]]), evidence
 
     def unwritten(self, stores: _Records, filled: Collection[str]) -> Iterator[Fault]:
-        """Yield bytes of a result, an argument that is only stored, that no program writes."""
+        """Yield a fault for each result (an argument that is only stored) with bytes that no program writes."""
         for argument in dict.fromkeys(access.argument for access in self.accesses):
-            mine = [access for access in self.accesses if access.argument == argument]
-            if argument in filled or any(access.kind != "store" or not access.masked for access in mine):
+            accesses = [access for access in self.accesses if access.argument == argument]
+            if argument in filled or any(access.kind != "store" or not access.mask_known for access in accesses):
                 continue
             memory = self.memory[argument]
             elements = math.prod(memory.shape)
-            looked_at = min(elements, max(1 << 20, 2 * len(stores.address)))  # of more, some are unwritten
-            places = memory.places(self.unit, looked_at)
-            missing = torch.unique(places[~torch.isin(places, stores.address)]) - memory.offset
+            examined = min(elements, max(1 << 20, 2 * len(stores.address)))  # of more elements, some are unwritten
+            addresses = memory.addresses(self.unit, examined)
+            missing = torch.unique(addresses[~torch.isin(addresses, stores.address)]) - memory.offset
             if not len(missing):
                 continue
             first = torch.cat([torch.tensor([True]), missing.diff() != self.unit]).nonzero().flatten()
             last = torch.cat([first[1:], torch.tensor([len(missing)])]) - 1
             ends = zip(missing[first].tolist(), (missing[last] + self.unit - 1).tolist(), strict=True)
             ranges = [f"{begin:,} to {end:,}" for begin, end in ends]
-            if looked_at < elements:
+            if examined < elements:
                 evidence = f"no program writes bytes {ranges[0]} and others"
             else:
-                more = f" and {len(ranges) - 3:,} more ranges" if len(ranges) > 3 else ""
-                evidence = f"no program writes {len(missing) * self.unit:,} of its {len(places) * self.unit:,} bytes: "
-                evidence += f"bytes {', '.join(ranges[:3])}{more}"
+                others = f" and {len(ranges) - 3:,} more ranges" if len(ranges) > 3 else ""
+                nbytes = f"{len(missing) * self.unit:,} of its {len(addresses) * self.unit:,} bytes"
+                evidence = f"no program writes {nbytes}: bytes {', '.join(ranges[:3])}{others}"
             yield "unwritten", f"store of {argument}", evidence
 
     def races(self, loads: _Records, stores: _Records) -> Iterator[Fault]:
-        """Yield pairs of a load and a store of the same byte, in an order that nothing ensures."""
+        """Yield a fault for each load and store of the same byte whose order is undefined."""
         low = torch.searchsorted(stores.address, loads.address)
         count = torch.searchsorted(stores.address, loads.address, right=True) - low
-        which = torch.arange(len(count)).repeat_interleave(count)
+        row = torch.arange(len(count)).repeat_interleave(count)
         before = (count.cumsum(0) - count).repeat_interleave(count)
-        load, store = loads.rows(which), stores.rows(low[which] + torch.arange(len(which)) - before)
+        load, store = loads.rows(row), stores.rows(low[row] + torch.arange(len(row)) - before)
         same_program, known = load.program == store.program, (load.first >= 0) & (store.first >= 0)
         other_thread = known & ((load.first != store.first) | (load.threads > 1))
         code = load.access * len(self.accesses) + store.access
         for pair in torch.unique(code).tolist():
             a, b = (self.accesses[number] for number in divmod(pair, len(self.accesses)))
-            here = code == pair
-            unordered = here & same_program & other_thread & (a.barriers == b.barriers)
-            if a.value & b.value and a.order < b.order:  # the stored value needs what was loaded
-                is_permuted = a.shape == b.shape and bool((load.place[here] != store.place[here]).any())
-                unordered &= load.place != store.place if is_permuted else torch.tensor(False)
-            elif not a.spread:  # the copies of other threads go nowhere
+            rows = code == pair
+            unordered = rows & same_program & other_thread & (a.barriers == b.barriers)
+            if a.value & b.value and a.order < b.order:  # the stored value depends on the load
+                is_permuted = a.shape == b.shape and bool((load.element[rows] != store.element[rows]).any())
+                unordered &= load.element != store.element if is_permuted else torch.tensor(False)
+            elif not a.crosses_threads:  # nothing uses the copies that other threads hold
                 unordered &= load.first != store.first
-            later = here & same_program & (a.argument != b.argument and a.order > b.order)
+            later = rows & same_program & (a.argument != b.argument and a.order > b.order)
             for bad, text in (
-                (here & ~same_program, "{1} overwrites what {0} reads, and programs run in any order"),
+                (rows & ~same_program, "{1} overwrites values that {0} reads, and programs run in any order"),
                 (later, "in {0} the load comes after the store"),
                 (unordered, "in {0} thread {2}{4} loads and thread {3} stores, with no barrier between them"),
             ):
                 if bad.any():
-                    at = int(bad.nonzero()[0])
-                    copies = f" or another one of {load.threads[at]}" if load.threads[at] > 1 else ""
-                    programs = (self.grid.program(records.program[at]) for records in (load, store))
-                    text = text.format(*programs, load.first[at], store.first[at], copies)
-                    evidence = f"{text}; byte {load.address[at]:,} of the memory they share"
+                    row = int(bad.nonzero()[0])
+                    copies = f" or another one of {load.threads[row]}" if load.threads[row] > 1 else ""
+                    programs = (self.grid.program(records.program[row]) for records in (load, store))
+                    text = text.format(*programs, load.first[row], store.first[row], copies)
+                    evidence = f"{text}; byte {load.address[row]:,} of the memory they share"
                     yield "race", f"{a}, {b}", evidence
                     break
 
@@ -206,7 +207,7 @@ class _Storage:
 
 
 class Traffic(NamedTuple):
-    """The bytes of an access in a program: those it names, and those of the sectors that hold them."""
+    """The bytes that one program uses of an access, and the bytes of the sectors that hold them."""
 
     access: Access
     used: int
@@ -214,12 +215,12 @@ class Traffic(NamedTuple):
 
 
 def traffic(accesses: Sequence[Access]) -> Iterator[Traffic]:
-    """Yield the sectors of each access in one program, each counted once: caches hold them while it runs."""
+    """Yield each access's traffic in one program. A sector counts once: caches hold it while the program runs."""
     groups: dict[str, list[Access]] = defaultdict(list)
     for access in accesses:
         if access.argument:
             groups[access.name].append(access)
-    for same in groups.values():
-        addresses = torch.unique(torch.cat([access.address[access.active] for access in same]))
+    for group in groups.values():
+        addresses = torch.unique(torch.cat([access.address[access.active] for access in group]))
         in_sectors = len(torch.unique(addresses // SECTOR)) * SECTOR
-        yield Traffic(same[0], len(addresses) * same[0].itemsize, in_sectors)
+        yield Traffic(group[0], len(addresses) * group[0].itemsize, in_sectors)

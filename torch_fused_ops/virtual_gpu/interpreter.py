@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
     from .results import GeneratedGraph, GraphInput
     from .timeline import PaperCompilation
 
-# Elements that one program of an automatic grid handles: NumPy is fast on large arrays, and Triton's limit is 2**20.
+# Elements per program in an automatic grid: NumPy is fast on large arrays, and Triton's limit is 2**20.
 PROGRAM_ELEMENTS = 1 << 16
 
-# Inductor's launch grids that follow from sizes and block sizes alone.
+# Inductor's launch grids that depend only on sizes and block sizes.
 SIMPLE_GRIDS = ("Grid1D", "Grid2D", "Grid2DWithYZOverflow", "Grid3D")
 
 
@@ -33,68 +32,65 @@ def interpret(
 ) -> None:
     """Run a kernel on CPU tensors, in place, in Triton's interpreter.
 
-    The interpreter is Triton's own, with four things added: device functions (`libdevice.tanh`) computed in float64
-    and rounded, float32 to bfloat16 and to float8 rounded to nearest even, `TRITON_INTERPRET` not needed, and its
-    patches of Triton undone. It is not safe to use from several threads at once.
+    `TRITON_INTERPRET` need not be set. Device functions (`libdevice.tanh`) compute in float64 and round; conversions
+    to bfloat16 and float8 round to nearest even. Triton's patches of its language are undone. Not safe to use from
+    several threads at once.
 
     Args:
         kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.
         *args: its arguments in order, tensors on the CPU. Sizes (xnumel, r0_numel) at the end of a generated kernel's
-            arguments may be left out where they are constants in its source.
-        grid: programs to launch, as for Triton; needed for hand-written kernels. By default a generated kernel's block
-            sizes are chosen, and the grid that covers its sizes.
+            arguments may be omitted if they are constants in its source.
+        grid: programs to launch, as for Triton; required for hand-written kernels. By default, a generated kernel gets
+            large blocks and the grid that covers its sizes.
         **constexprs: block sizes and other `tl.constexpr` arguments by name.
 
     Raises:
-        ModuleNotFoundError: when Triton or NumPy is not installed.
-        TypeError: when `kernel` is not a kernel, or the arguments do not fit.
-        ValueError: when a tensor is not on the CPU, or `grid` is missing and does not follow from the sizes.
+        ModuleNotFoundError: Triton or NumPy is not installed.
+        TypeError: `kernel` is not a kernel, or the arguments do not fit.
+        ValueError: a tensor is not on the CPU, or `grid` is missing and does not follow from the sizes.
     """
     loaded = load(kernel)
-    for name, value in zip(loaded.jit.arg_names, args, strict=False):
+    names = loaded.jit.arg_names
+    if len(args) > len(names):
+        raise TypeError(f"args: got {len(args)}, expected at most {len(names)}: {names}")
+    named = {**dict(zip(names, args, strict=False)), **constexprs}
+    for name, value in named.items():
         if isinstance(value, Tensor) and value.device.type != "cpu":
             raise ValueError(f"{name}: got a tensor on {value.device}, expected one on the CPU")
-    named = {**dict(zip(loaded.jit.arg_names, args, strict=False)), **constexprs}
-    if len(args) > len(loaded.jit.arg_names):
-        raise TypeError(f"args: got {len(args)}, expected at most {len(loaded.jit.arg_names)}: {loaded.jit.arg_names}")
     if loaded.signature:
-        passed = {name: size for name, size in written_sizes(loaded.jit.src).items() if name in loaded.jit.arg_names}
-        named = {**passed, **loaded.constants, **named}
+        sizes = {name: size for name, size in written_sizes(loaded.jit.src).items() if name in names}
+        named = {**sizes, **loaded.constants, **named}
     if grid is None:
         named, grid = _automatic_grid(loaded, named)
-    parameters = loaded.jit.signature.parameters.items()
-    missing = [name for name, parameter in parameters if name not in named and parameter.default is parameter.empty]
-    if missing:
-        raise TypeError(f"args: no value for {', '.join(missing)} of {loaded.jit.__name__}")
-    interpreter = import_triton("triton.runtime.interpreter")
-    with _interpreting():
-        function = _rewritten(loaded.jit)
+    with _interpreting() as rewritten:
+        function = rewritten(loaded.jit.fn)
         launch = grid if callable(grid) else tuple(grid)
-        interpreter.GridExecutor(function, loaded.jit.arg_names, launch)(**named)
+        import_triton("triton.runtime.interpreter").GridExecutor(function, names, launch)(**named)
 
 
 def interpret_step(
     paper: PaperCompilation, inputs: Sequence[Any], gradients: Sequence[Tensor] = ()
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Run Inductor's generated code of a program, forward and backward, on CPU tensors; kernels as `interpret` does.
+    """Run a program's generated code, forward and backward, on CPU tensors; kernels run in the interpreter.
 
-    The generated module itself runs: its allocations, reuse, in-place writes and saved tensors are those on the GPU.
-    Library calls (`extern_kernels.mm`) and operators that it calls are torch's on the CPU.
+    The generated module itself runs, with its allocations, buffer reuse, in-place writes and saved tensors. Library
+    calls (`extern_kernels.mm`) and operators run on the CPU.
 
     Args:
         paper: the compilation of a program without dynamic sizes.
         inputs: in the order of `paper.forward.inputs`, or `paper.inference.inputs`, which have Dynamo's names for them.
-            They are copied only where their strides differ.
-        gradients: for the results whose number is in `paper.tangents`, in that order. Empty: backward does not run.
+            Inputs with other strides are copied.
+        gradients: gradients of the results that `paper.tangents` numbers, in its order. If empty, backward does not
+            run.
 
     Returns:
-        The results, and the inputs' gradients in their order, None for an input without one; () without backward.
+        The results and the inputs' gradients, None for an input without one. The gradients are () without backward.
 
     Raises:
-        ModuleNotFoundError: when Triton or NumPy is not installed.
-        TypeError: for an input or a gradient that is not a tensor, or has another dtype.
-        ValueError: for another number of them, other shapes, or tensors that are not on the CPU.
-        NotImplementedError, RuntimeError: from torch, for a call that the CPU has no kernel for.
+        ModuleNotFoundError: Triton or NumPy is not installed.
+        TypeError: an input or a gradient is not a tensor, or has another dtype.
+        ValueError: another number of them, other shapes, or tensors that are not on the CPU.
+        NotImplementedError, RuntimeError: from torch, for a call that has no CPU kernel.
     """
     forward = paper.forward or paper.inference
     assert forward is not None
@@ -112,7 +108,7 @@ def interpret_step(
 
 
 def _as_compiled(name: str, values: Sequence[Any], specs: Sequence[GraphInput]) -> list[Any]:
-    """Arguments as the generated code expects them, with the strides that it was generated for."""
+    """Check a graph's arguments, and copy those whose strides differ from the compiled ones."""
     if isinstance(values, Tensor) or len(values) != len(specs):
         got = "a tensor" if isinstance(values, Tensor) else len(values)
         raise ValueError(f"{name}: got {got}, expected a sequence of {len(specs)}")
@@ -121,14 +117,13 @@ def _as_compiled(name: str, values: Sequence[Any], specs: Sequence[GraphInput]) 
         if spec.number is not None:
             arguments.append(value)
             continue
-        which = f"{name}[{i}]" + (f" ({spec.name})" if spec.name else "")
+        label = f"{name}[{i}]" + (f" ({spec.name})" if spec.name else "")
         if not isinstance(value, Tensor) or value.dtype != spec.dtype:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{which}: got {kind}, expected a tensor of {spec.dtype}")
-        if value.device.type != "cpu":
-            raise ValueError(f"{which}: got a tensor on {value.device}, expected one on the CPU")
-        if tuple(value.shape) != spec.shape:
-            raise ValueError(f"{which}: got shape {tuple(value.shape)}, expected {spec.shape}")
+            raise TypeError(f"{label}: got {kind}, expected a tensor of {spec.dtype}")
+        if value.device.type != "cpu" or tuple(value.shape) != spec.shape:
+            expected = f"expected shape {spec.shape} on the CPU"
+            raise ValueError(f"{label}: got shape {tuple(value.shape)} on {value.device}, {expected}")
         if value.stride() != spec.stride:
             value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(value.detach())
         arguments.append(value)
@@ -154,14 +149,14 @@ def _run(graph: GeneratedGraph, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Block sizes and the grid that covers a generated kernel's sizes. Larger blocks need masks that Inductor omits."""
+    """Choose a kernel's block sizes, and the grid that covers its sizes. Inductor omits masks for larger blocks."""
     from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
     grid_type = kernel.inductor_meta.get("grid_type")
     if grid_type not in SIMPLE_GRIDS:
-        launched = f"launched as {grid_type}" if grid_type else "hand-written"
-        raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {launched}")
-    named, grid, room = dict(named), [], PROGRAM_ELEMENTS
+        origin = f"launched as {grid_type}" if grid_type else "hand-written"
+        raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {origin}")
+    named, grid, elements_left = dict(named), [], PROGRAM_ELEMENTS
     power_above = import_triton().next_power_of_2
     axes = [axis for axis in ("r0_", "r1_", "x", "y", "z") if f"{axis}numel" in kernel.jit.arg_names]
     for axis in axes:
@@ -170,57 +165,34 @@ def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str,
             raise TypeError(f"args: no value for {axis}numel of {kernel.jit.__name__}")
         if block in kernel.jit.arg_names:
             largest = TRITON_MAX_BLOCK[axis.upper()]
-            named.setdefault(block, min(power_above(max(1, size)), max(1, room), largest))
+            named.setdefault(block, min(power_above(max(1, size)), max(1, elements_left), largest))
             if named[block] > largest or named[block] & (named[block] - 1):
                 raise ValueError(f"{block}: got {named[block]}, expected a power of 2 up to {largest}")
-        room //= named.get(block, power_above(max(1, size)))
+        elements_left //= named.get(block, power_above(max(1, size)))
         if not axis.startswith("r"):
             grid.append(-(-size // named.get(block, 1)))
     return named, tuple(grid)
 
 
-def _rewritten(jit: Any) -> Any:
-    """The function of a kernel or of a device function in the form that the interpreter runs.
-
-    It has a copy of the function's globals as they are now, since Triton's rewriter adds names to them.
-    """
-    interpreter = import_triton("triton.runtime.interpreter")
-    namespace = {**vars(interpreter), **jit.fn.__globals__}
-    libdevice = {id(original): replacement for original, replacement in _libdevice_functions()}
-    namespace.update({name: libdevice[id(value)] for name, value in namespace.items() if id(value) in libdevice})
-    code = _rewritten_code.get(jit.fn)
-    if code is None:
-        copy = _with_code(jit.fn, jit.fn.__code__, namespace)
-        code = _rewritten_code[jit.fn] = interpreter.FunctionRewriter(copy).rewrite_ast().__code__
-    return _with_code(jit.fn, code, namespace)
-
-
-# Triton's rewriter reads and parses a function's source at each call: for small tensors, 2/5 of the interpreter's time.
-_rewritten_code: weakref.WeakKeyDictionary[Callable[..., Any], types.CodeType] = weakref.WeakKeyDictionary()
-
-
-def _with_code(function: Any, code: types.CodeType, namespace: dict[str, Any]) -> Any:
-    closure = function.__closure__ if code.co_freevars else None
-    copy = types.FunctionType(code, namespace, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
-    return copy
-
-
 @contextlib.contextmanager
-def _interpreting() -> Iterator[None]:
-    """Give Triton's language the interpreter's meaning; restore its own on leaving."""
+def _interpreting() -> Iterator[Callable[[Any], Any]]:
+    """Give Triton's language the interpreter's meaning until exit. Yield the function that rewrites a kernel for it."""
     import_triton("numpy")
-    import_triton("triton.compiler.code_generator")  # takes min and max of the language as it is imported
+    import_triton("triton.compiler.code_generator")  # on import it copies the language's min and max
     tl = import_triton("triton.language")
     interpreter = import_triton("triton.runtime.interpreter")
     jit = import_triton("triton.runtime.jit")
-    rewritten: dict[int, Any] = {}
+    libdevice = {id(original): replacement for original, replacement in _libdevice_functions()}
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A device function, called from an interpreted one."""
-        if id(self) not in rewritten:
-            rewritten[id(self)] = _rewritten(self)
-        return rewritten[id(self)](*args, **kwargs)
+    @functools.cache
+    def rewritten(function: Any) -> Any:
+        """Rewrite a kernel or a device function. Triton caches the code: rewriting parses the source."""
+        names = function.__globals__
+        for name, value in [*names.items()]:
+            if id(value) in libdevice:
+                stack.callback(names.__setitem__, name, value)
+                names[name] = libdevice[id(value)]
+        return interpreter.InterpretedFunction(function).rewrite()
 
     builder, patched = interpreter.InterpreterBuilder, types.SimpleNamespace(restore=lambda: None)
     replacements: list[tuple[Any, str, Any]] = [
@@ -229,24 +201,17 @@ def _interpreting() -> Iterator[None]:
         # Triton 3.6 calls int() on an array with one element, which NumPy 2 refuses.
         (tl.core.tensor, "__index__", lambda self: int(self.handle.data.squeeze())),
         (interpreter.ReduceOps, "generic_reduce", _reduce),
-        (jit.JITFunction, "__call__", call),
+        (jit.JITFunction, "__call__", lambda self, *args, **kwargs: rewritten(self.fn)(*args, **kwargs)),
         (builder, "cast_impl", _cast),
         (builder, "create_fp_to_fp", functools.partialmethod(_narrow, builder.create_fp_to_fp)),
         *((import_triton(f.__module__), f.__name__, replacement) for f, replacement in _libdevice_functions()),
     ]
     with contextlib.ExitStack() as stack:
-        stack.callback(_delete_new_attributes, tl.core.tensor, frozenset(vars(tl.core.tensor)))
         # Triton patches the modules of its language that it finds in a function's globals.
         stack.callback(interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})).restore)
         for replacement in replacements:
             stack.enter_context(mock.patch.object(*replacement))
-        yield
-
-
-def _delete_new_attributes(owner: type, names: frozenset[str]) -> None:
-    """Delete attributes that Triton has restored as the class's own although they are inherited."""
-    for name in set(vars(owner)) - names:
-        delattr(owner, name)
+        yield rewritten
 
 
 def _reduce(reduction: Any, inputs: Any) -> Any:

@@ -8,7 +8,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,14 +20,14 @@ from .gpus import GPU, H200, described, import_triton
 from .kernels import Configuration, Kernel, load, written_sizes
 from .results import GeneratedKernel
 from .sass import Listing, nvidia_tools
-from .ttgir import Grid, NotAnalyzed, evaluated
+from .ttgir import Grid, NotAnalyzed, evaluate
 from .work import BYTES_MOVED, LANE_INSTRUCTIONS
 
-# An instruction in nvdisasm's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;", by its mnemonic.
+# The mnemonic of an instruction in nvdisasm's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;".
 SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.M)
 AMD_INSTRUCTION = re.compile(r"^\t([a-z]\w*)", re.M)
 AMD_PADDING = ("s_nop", "s_code_end")
-# Global memory's: "LDG.E.128", "STG.E.U16", "global_load_dwordx4", "buffer_store_short"; without a width, 4 bytes.
+# Accesses to global memory: "LDG.E.128", "STG.E.U16", "global_load_dwordx4", "buffer_store_short"; 4 bytes by default.
 _ACCESS = re.compile(r"(?:LDG|STG)\.(.*)|(?:global|buffer|flat)_(?:load|store)_(\w+)")
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 _WIDTHS |= {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "short": 2, "ushort": 2, "sshort": 2, "byte": 1, "ubyte": 1}
@@ -39,15 +39,15 @@ class MachineCode:
 
     Attributes:
         gpu: the GPU it was compiled for.
-        registers: 32-bit vector registers a thread.
-        spills: bytes a thread of registers spilled to memory.
-        shared: bytes of shared memory a block.
-        elements: elements of a block, the product of its sizes.
-        threads: threads of a block.
-        block: the block's sizes by name, as far as they are not in the kernel's text.
+        registers: 32-bit vector registers per thread.
+        spills: bytes per thread of registers spilled to memory.
+        shared: bytes of shared memory per block.
+        elements: elements per block, the product of its sizes.
+        threads: threads per block.
+        block: the block's sizes by name, except those that the kernel's source fixes.
         ptx: PTX; empty on AMD.
-        ttgir: Triton's last form with tensors, which tells the layouts.
-        listing: the machine code as text, or a `Listing` that disassembles it when it is read.
+        ttgir: Triton's last intermediate form with tensors and their layouts.
+        listing: the machine code as text, or a `Listing` that disassembles it on first use.
     """
 
     gpu: GPU
@@ -68,7 +68,7 @@ class MachineCode:
 
     @functools.cached_property
     def instructions(self) -> tuple[str, ...]:
-        """The mnemonics of the whole kernel in order, padding left out: "FFMA", "v_fma_f32"."""
+        """The mnemonics of the whole kernel in order, without padding: "FFMA", "v_fma_f32"."""
         if self.gpu.is_amd:
             code = (self.asm.partition("; %bb.0:")[2] or self.asm).partition(".Lfunc_end0")[0]  # no directives
             return tuple(name for name in AMD_INSTRUCTION.findall(code) if name not in AMD_PADDING)
@@ -76,7 +76,7 @@ class MachineCode:
 
     @property
     def bytes_accessed(self) -> int:
-        """Bytes that a thread's loads and stores in the kernel's text move from and to global memory, each once."""
+        """Bytes per thread that the loads and stores in the kernel's text move from and to global memory."""
         nbytes = 0
         for access in filter(None, map(_ACCESS.fullmatch, self.instructions)):
             words = re.split(r"\.|_d16.*", access[1] or access[2])
@@ -86,11 +86,11 @@ class MachineCode:
     def instructions_per_element(self, elements_per_thread: float | None = None) -> float:
         """Instructions in the kernel's text for each element that a thread handles.
 
-        The text is counted, not its execution: exact for pointwise kernels without loops; in a loop every
-        instruction counts once.
+        Counts the text, not its execution: exact for pointwise kernels without loops. In a loop, every instruction
+        counts once.
 
         Args:
-            elements_per_thread: by default the block's elements divided by its threads.
+            elements_per_thread: by default, the block's elements divided by its threads.
         """
         if elements_per_thread is None:
             elements_per_thread = self.elements / self.threads
@@ -110,39 +110,39 @@ def assemble(
     divisible_by_16: bool | Collection[str] = True,
     max_registers: int | None = None,
 ) -> MachineCode:
-    """Compile a kernel for `gpu` with Triton, and take the machine code apart.
+    """Compile a kernel for `gpu` with Triton, and analyze the machine code.
 
     Args:
         kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.
-        gpu: the GPU to compile for, which need not be the one that the kernel was generated for.
-        signature: types of a hand-written kernel's arguments by name: {"x": "*bf16", "n": "i32"}. Those in `constants`
-            may be left out.
-        constants: values of its `tl.constexpr` arguments.
-        num_warps: warps in a block; 4 by default for a hand-written kernel.
-        block: sizes of a block by name, {"BLOCK": 1024}, or XBLOCK alone; their product is its number of elements. A
-            hand-written kernel without sizes counts as one element a block.
+        gpu: the GPU to compile for; it may differ from the GPU that the kernel was generated for.
+        signature: types of a hand-written kernel's arguments by name: {"x": "*bf16", "n": "i32"}. Arguments in
+            `constants` may be omitted.
+        constants: values of a hand-written kernel's `tl.constexpr` arguments.
+        num_warps: warps per block; 4 by default for a hand-written kernel.
+        block: sizes of a block by name, {"BLOCK": 1024}, or XBLOCK as a number. Their product is the number of
+            elements; a hand-written kernel without sizes counts as one element per block.
         divisible_by_16: compile a hand-written kernel for pointers and integers divisible by 16, as Triton does for
-            such arguments: all, none or those named. Generated kernels carry their own.
-        max_registers: the limit for a thread, on NVIDIA's GPUs: Triton's ``maxnreg``.
+            such arguments: True for all, False for none, or names. Generated kernels specify theirs.
+        max_registers: the limit per thread on NVIDIA's GPUs, Triton's ``maxnreg``.
 
-    A generated kernel without `block` and `num_warps` is compiled as Inductor would first try it. A reduction with a
-    loop is compiled in all configurations that Inductor would time. The result is the one with the least spills, and
-    then the least time by the roofline of the sectors and the instructions for each byte that the kernel uses.
-    `MachineCode.block` and `threads` tell the configuration.
+    Without `block` and `num_warps`, a generated kernel is compiled in the configuration that Inductor tries first. A
+    reduction with a loop is compiled in every configuration that Inductor would time. Of these, the result has the
+    fewest spills, and then the least roofline time for the sectors and instructions per byte that the kernel uses.
+    `MachineCode.block` and `threads` hold the configuration.
 
     Returns:
         The machine code.
 
     Raises:
-        TypeError: when `kernel` is not a kernel.
-        ValueError: when `signature`, `constants` or `block` do not fit the kernel's arguments.
+        TypeError: `kernel` is not a kernel.
+        ValueError: `signature`, `constants` or `block` do not fit the kernel's arguments.
     """
     loaded = load(kernel, gpu)
     blocks = {"XBLOCK": block} if isinstance(block, int) else dict(block or {})
     if not loaded.signature:
         loaded = with_signature(loaded, signature or {}, {**(constants or {}), **blocks}, divisible_by_16)
     elif signature is not None or constants is not None:
-        raise ValueError("signature, constants: a generated kernel has its own; give block alone")
+        raise ValueError("signature, constants: a generated kernel has its own; only block can be set")
     if max_registers is not None:
         loaded = replace(loaded, options={**loaded.options, "maxnreg": max_registers})
     for name in blocks:
@@ -159,32 +159,32 @@ def assemble(
 
 
 def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
-    """The order of a kernel's configurations, best first: spills, the roofline a byte, instructions a byte.
+    """Return the sort key of a configuration, best first: spills, roofline time per byte, instructions per byte.
 
-    All configurations use the same bytes, and each moves the sectors that hold them, in one program at a time. In the
-    text are instructions for `bytes_accessed`, however a loop is unrolled.
+    All configurations use the same bytes; each moves the sectors that hold its program's bytes. The text has the
+    instructions for `bytes_accessed`, however far a loop is unrolled.
     """
     program, grid = torch.zeros(1, dtype=torch.int64, device="cpu"), Grid((1, 1, 1), code.threads, code.gpu.warp_size)
     try:
-        accesses = list(traffic(evaluated(code.ttgir, written_sizes(kernel.jit.src), program, grid, most_turns=4)))
+        accesses = list(traffic(evaluate(code.ttgir, written_sizes(kernel.jit.src), program, grid, max_iterations=4)))
     except NotAnalyzed:
-        accesses = []  # as if each moved what it uses
+        accesses = []  # assume that each access moves only the bytes it uses
     sectors = sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0
     instructions = len(code.instructions) / max(code.bytes_accessed, 1)
     return code.spills, max(sectors / BYTES_MOVED, instructions / LANE_INSTRUCTIONS), instructions
 
 
 def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:
-    """Compile generated kernels for `assemble`; their listings are made together when the first is read."""
+    """Compile generated kernels for `assemble`. Their listings are made together when the first is read."""
     for kernel in kernels:
         _tried(load(kernel, gpu), gpu)
 
 
-_TRIED: dict[Any, list[MachineCode]] = {}  # by generated kernel; the best alone once it is known
+_TRIED: dict[Any, list[MachineCode]] = {}  # by generated kernel; only the best, once it is known
 
 
 def _tried(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
-    """A kernel as Inductor would first try it; a reduction with a loop in all configurations that it would try."""
+    """Compile a kernel in Inductor's first configuration, or a reduction with a loop in all of them."""
     tried = kernel.configurations
     if not any(name.startswith("R") for name in tried[0].block):
         tried = tried[:1]
@@ -195,43 +195,8 @@ def _tried(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
 
 
 def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuration) -> MachineCode:
+    """Compile a kernel in one configuration."""
     triton = import_triton()
-    source, options = _source(kernel, configuration)
-    with described(gpu):
-        compiled = triton.compile(source, target=gpu.target(), options=options)
-    # A persistent reduction fixes a block size in its body: `R0_BLOCK: tl.constexpr = 1024`.
-    fixed = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", kernel.jit.src, re.M)
-    elements = math.prod({**{name: int(size) for name, size in fixed}, **configuration.block}.values())
-    threads, block, text = configuration.num_warps * gpu.warp_size, dict(configuration.block), compiled.asm["ttgir"]
-    registers, spills, shared, ptx, listing = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
-    return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, listing, block, text)
-
-
-def lowered(kernel: Kernel, gpu: GPU, configurations: Sequence[Configuration]) -> Iterator[str]:
-    """A kernel's TTGIR alone, the quick part of its compilation, in configurations that differ in warps alone."""
-    backend = import_triton("triton.compiler").make_backend(gpu.target())
-    ir = import_triton("triton._C.libtriton").ir
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    with described(gpu), tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "kernel.ttir"
-        for configuration in configurations:
-            source, chosen = _source(kernel, configuration)
-            options = backend.parse_options({**chosen})
-            stages: dict[str, Any] = {}
-            backend.add_stages(stages, options, source.language)
-            if not path.exists():  # it has no warps
-                codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-                module = stages["ttir"](source.make_ir(gpu.target(), options, codegen, modules, context), {})
-                path.write_text(str(module))
-            module = ir.parse_mlir_module(str(path), context)
-            module.context = context  # as the stages expect
-            yield str(stages["ttgir"](module, {}))
-
-
-def _source(kernel: Kernel, configuration: Configuration) -> tuple[Any, dict[str, Any]]:
-    """A kernel as Triton's compiler takes it, and its options."""
     values = {**kernel.constants, **configuration.block}
     values = {name: value for name, value in values.items() if name in kernel.signature}
     missing = [name for name in _constexprs(kernel.signature) if name not in values]
@@ -242,7 +207,14 @@ def _source(kernel: Kernel, configuration: Configuration) -> tuple[Any, dict[str
     options = {**kernel.options, "num_warps": configuration.num_warps}
     if configuration.num_stages is not None:
         options["num_stages"] = configuration.num_stages
-    return source, options
+    with described(gpu):
+        compiled = triton.compile(source, target=gpu.target(), options=options)
+    # A persistent reduction fixes a block size in its body: `R0_BLOCK: tl.constexpr = 1024`.
+    fixed = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", kernel.jit.src, re.M)
+    elements = math.prod({**{name: int(size) for name, size in fixed}, **configuration.block}.values())
+    threads, block, text = configuration.num_warps * gpu.warp_size, dict(configuration.block), compiled.asm["ttgir"]
+    registers, spills, shared, ptx, listing = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
+    return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, listing, block, text)
 
 
 def _constexprs(signature: Mapping[str, str]) -> list[str]:
@@ -254,14 +226,14 @@ _TYPES = {
     torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # of a launch; a parameter may have such a name
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # launch options; also valid parameter names
 
 
 def bound(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a hand-written kernel's parameters by name, defaults included.
+    """Map a hand-written kernel's parameters to their values, including defaults.
 
     Raises:
-        TypeError: for more arguments than parameters, and for a name that is neither a parameter nor an option.
+        TypeError: there are more arguments than parameters, or a name is neither a parameter nor an option.
     """
     jit = load(kernel).jit
     if len(args) > len(jit.arg_names):
@@ -272,12 +244,12 @@ def bound(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> dict[st
             raise TypeError(f"{name}: not a parameter of {jit.__name__} or an option; accepted are {accepted}")
     parameters = jit.signature.parameters.items()
     defaults = {name: parameter.default for name, parameter in parameters if parameter.default is not parameter.empty}
-    given = {name: value for name, value in named.items() if name in jit.arg_names}
-    return {**defaults, **dict(zip(jit.arg_names, args, strict=False)), **given}
+    keywords = {name: value for name, value in named.items() if name in jit.arg_names}
+    return {**defaults, **dict(zip(jit.arg_names, args, strict=False)), **keywords}
 
 
 def specialization(kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `assemble` for what Triton compiles for a launch of a hand-written kernel."""
+    """Return keyword arguments for `assemble`, so that it compiles a hand-written kernel as this launch would."""
     types, divisible, constants = {}, [], {}
     values = bound(kernel, args, options)
     for parameter in load(kernel).jit.params:
@@ -313,7 +285,7 @@ def specialization(kernel: Any, args: Sequence[Any], options: Mapping[str, Any])
 def with_signature(
     kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Any], divisible_by_16: bool | Collection[str]
 ) -> Kernel:
-    """A hand-written kernel with types for all its arguments."""
+    """Add types for all arguments to a hand-written kernel."""
     names = kernel.jit.arg_names
     for label, named in (("signature", types), ("constants", constants)):
         for name in named:
@@ -333,7 +305,7 @@ def with_signature(
 
 
 def _nvidia_code(compiled: Any) -> tuple[Any, ...]:
-    """Registers, spills, shared memory, PTX and listing."""
+    """Return registers, spills, shared memory, PTX and listing."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "kernel.cubin"
         file.write_bytes(compiled.asm["cubin"])
@@ -347,7 +319,7 @@ def _nvidia_code(compiled: Any) -> tuple[Any, ...]:
 
 
 def _amd_code(compiled: Any) -> tuple[Any, ...]:
-    """Registers, spills, shared memory, no PTX, and listing."""
+    """Return registers, spills, shared memory, an empty PTX, and listing."""
     asm = compiled.asm["amdgcn"]
     used = {name: int(value) for name, value in re.findall(r"^\s*-?\s*\.(\w+):\s+(\d+)\s*$", asm, re.M)}
     return used["vgpr_count"], 4 * used["vgpr_spill_count"], used["group_segment_fixed_size"], "", asm

@@ -1,8 +1,8 @@
-"""Evaluation of a kernel's integers: the addresses and masks of its loads and stores, from Triton's TTGIR.
+"""Evaluate a kernel's integers, that is the addresses and masks of its loads and stores, in Triton's TTGIR.
 
-TTGIR is Triton's last form in which an access still names a tensor of addresses, and the first that says which thread
-holds which element. Integer operations are evaluated for several programs at once, on tensors (programs, *shape).
-Floating-point values are not evaluated; noted is only which loads each of them depends on.
+TTGIR is Triton's last form in which an access names a tensor of addresses, and its first with the layouts, which map
+elements to threads. Integer operations are evaluated for several programs at once, on tensors (programs, *shape).
+Floating-point values are not evaluated; each one records only the loads it depends on.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from . import layouts
 
 
 class NotAnalyzed(Exception):
-    """A kernel has an operation that is not evaluated; the message is a sentence about the kernel."""
+    """The kernel has an operation that cannot be evaluated; the message is a sentence about the kernel."""
 
 
 class TooLarge(Exception):
-    """An evaluation exceeds its budget."""
+    """The evaluation exceeds its budget."""
 
 
 @dataclass
 class Budget:
-    """The most that an evaluation may compute; it raises `TooLarge` beyond.
+    """Limits of an evaluation, which raises `TooLarge` when it exceeds one.
 
     Attributes:
-        operations: executed operations, which bounds the time.
-        elements: computed elements, 8 bytes each, which bounds the memory.
+        operations: executed operations; bounds the time.
+        elements: computed elements of 8 bytes; bounds the memory.
         accessed: elements of all accesses together.
     """
 
@@ -43,7 +43,7 @@ class Budget:
     accessed: int = 1 << 21
 
     def spend(self, *, operations: int = 0, elements: int = 0, accessed: int = 0) -> None:
-        """Subtract what an operation takes, before it takes it."""
+        """Subtract an operation's cost before it runs."""
         self.operations -= operations
         self.elements -= elements
         self.accessed -= accessed
@@ -52,75 +52,75 @@ class Budget:
 
 
 class _Divergent(Exception):
-    """The programs do not take the same path; the argument is the value that decides, of each."""
+    """Programs take different branches. The argument holds each program's condition."""
 
 
 class Grid(NamedTuple):
     """The programs of a launch and their threads."""
 
     sizes: tuple[int, int, int]
-    threads: int  # of a program
+    threads: int  # threads per program
     warp_size: int
 
     def ids(self, programs: Tensor) -> Tensor:
-        """The ids of programs, given by number (..., 3)."""
+        """Convert program numbers to ids (..., 3)."""
         x, y, _ = self.sizes
         return torch.stack([programs % x, programs // x % y, programs // (x * y)], -1)
 
     def program(self, number: Tensor) -> str:
-        """A program as a person reads it."""
+        """Format a program's ids for a message."""
         return f"program {tuple(self.ids(number).tolist())}"
 
 
 class Type(NamedTuple):
     """The type of a value."""
 
-    shape: tuple[int, ...] = ()  # of a scalar: ()
-    itemsize: int = 0  # bytes of an element
+    shape: tuple[int, ...] = ()  # () for a scalar
+    itemsize: int = 0  # bytes per element
     encoding: str = ""  # the layout
-    bits: int = 0  # of an integer
+    bits: int = 0  # 0 unless the type is an integer
 
 
 @dataclass
 class Op:
-    """An operation: what follows its name, without the types, and the operations of its bodies."""
+    """An operation: its name, the text after the name without types, and the operations in its regions."""
 
     results: tuple[str, ...]
     name: str
     text: str
     operands: tuple[str, ...] = ()
-    types: tuple[Type, ...] = ()  # of operands and results, in the text's order
-    line: str = ""  # of the source: ", line 12"
+    types: tuple[Type, ...] = ()  # types of operands and results, in the text's order
+    line: str = ""  # the source line: ", line 12"
     regions: list[list[Op]] = field(default_factory=list)
 
 
 class Value(NamedTuple):
-    """An integer, or an address: bytes from a pointer argument's first; of anything else the loads that it needs."""
+    """An integer, or an address as a byte offset from a pointer argument. Other values have only ``loads``."""
 
-    data: Tensor | None = None  # exact (programs or 1, *shape)
-    argument: str = ""
-    wrong: Tensor | None = None  # where an integer of 32 bits that it is computed from overflows
-    loads: frozenset[str] = frozenset()
+    data: Tensor | None = None  # (programs or 1, *shape); None if it is not evaluated
+    argument: str = ""  # the pointer argument; "" for an integer
+    overflowed: Tensor | None = None  # mask of elements that depend on an overflowed 32-bit integer; None if none do
+    loads: frozenset[str] = frozenset()  # names of the loads that the value depends on
 
 
 class Access(NamedTuple):
-    """A load or a store of programs that take the same path; addresses and masks are tensors (programs, elements)."""
+    """A load or store by programs on the same path. Addresses and masks are tensors (programs, elements)."""
 
     kind: str  # "load", "store" or "atomic"
-    order: int  # of execution
-    argument: str  # "" where the address is not known
-    address: Tensor  # bytes from the argument's first
-    active: Tensor  # elements that the mask lets through; all where it is not known
-    masked: bool  # the mask is known
+    order: int  # position in the order of execution
+    argument: str  # "" if the address is unknown
+    address: Tensor  # byte offset from the argument's first byte
+    active: Tensor  # elements that the mask enables; all if the mask is unknown
+    mask_known: bool
     itemsize: int
-    shape: tuple[int, ...]  # of the tensor of addresses
-    encoding: str
+    shape: tuple[int, ...]  # the shape of the address tensor
+    encoding: str  # the layout
     name: str  # "tt.load %tmp0, line 12"
-    value: frozenset[str]  # the loads that a store's value depends on; the load itself
-    wrong: Tensor | None  # where an overflow has reached the address
-    programs: Tensor  # the programs' numbers
-    barriers: int  # passed before
-    spread: bool = False  # other threads get what was loaded, by a reduction or another layout
+    value: frozenset[str]  # the loads that a store's value depends on; for a load, its own name
+    overflowed: Tensor | None  # mask of addresses that an overflow has reached; None if there are none
+    programs: Tensor  # program numbers
+    barriers: int  # number of barriers before the access
+    crosses_threads: bool = False  # a reduction or a layout conversion passes the loaded value to other threads
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.argument} ({self.name})"
@@ -131,15 +131,15 @@ class Access(NamedTuple):
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\([^()]*\))*\)')
 _OPERATION = re.compile(r'(?:(%[\w$.-]+)(?::(\d+))?(?:, %[\w$.:-]+)* = )?"?([a-z_]+[\w.]*)"?(.*)')
 _NAME = re.compile(r"%[\w$.-]+(?:#\d+)?")  # "%c-1_i32" is a constant
-# "tensor<4x!tt.ptr<f32>, #ttg.blocked<{…}>>", "!tt.ptr<f32>", "i32"; the encoding is expanded.
+# "tensor<4x!tt.ptr<f32>, #ttg.blocked<{…}>>", "!tt.ptr<f32>", "i32"; encodings are expanded before matching.
 _TYPE = re.compile(
     r"tensor<((?:\d+x)*)(!tt\.ptr<[^>]*>|\w+)(?:, (#.*?))?>(?=[,) ]|$)|(!?\b(?!to\b)[a-z][\w.]*(?:<.*?>(?=[,) ]|$))?)"
 )
 
 
 @functools.lru_cache(64)
-def parsed(text: str) -> tuple[tuple[str, ...], list[Op]]:
-    """The names of a kernel's arguments with their types, "%x: !tt.ptr<f32>", and its operations."""
+def parse(text: str) -> tuple[tuple[str, ...], list[Op]]:
+    """Return a kernel's arguments with their types, "%x: !tt.ptr<f32>", and its operations."""
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.M))
     encodings = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)\s*$", text, re.M))
     if text.count("tt.func ") != 1:
@@ -151,14 +151,14 @@ def parsed(text: str) -> tuple[tuple[str, ...], list[Op]]:
 
 
 def _source_line(places: Mapping[str, str], place: str) -> str:
-    """The line of the source that a location leads to: "#loc3", which is "name"(#loc1), which is "file":12:8."""
+    """Follow a location to its source line: "#loc3" is "name"(#loc1), and "#loc1" is "file":12:8."""
     text = places.get(place, "")
     number, inner = re.search(r'":(\d+):', text), re.search(r"#loc\d*", text)
     return f", line {number[1]}" if number else _source_line(places, inner[0]) if inner else ""
 
 
 def _block(lines: Iterator[str], places: Mapping[str, str]) -> tuple[list[Op], str]:
-    """The operations as far as the brace that closes their block, and its line."""
+    """Read operations up to the brace that closes their block. Return them and the brace's line."""
     ops: list[Op] = []
     for located in lines:
         place = re.search(r" loc\((#loc\d*)\)$", located)
@@ -208,77 +208,79 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "arith.minsi": torch.amin, "arith.maxsi": torch.amax, "arith.addi": torch.sum,
 }  # fmt: skip
-_PASSED_ON = {"splat", "broadcast", "expand_dims", "reshape", "trans", "bitcast", "unsplat", "ptr_to_int", "int_to_ptr"}
-_PASSED_ON |= {"convert_layout", "extsi", "extui", "trunci", "index_cast", "index_castui"}
+_UNCHANGED = {"splat", "broadcast", "expand_dims", "reshape", "trans", "bitcast", "unsplat", "ptr_to_int", "int_to_ptr"}
+_UNCHANGED |= {"convert_layout", "extsi", "extui", "trunci", "index_cast", "index_castui"}
 _NOT_EVALUATED = {"scf.while": "a while loop", "tt.call": "a call of a function that is not inlined"}
 _BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "ttg.local_load", "ttg.async_wait")
 
 
-def evaluated(
+def evaluate(
     text: str,
     integers: Mapping[str, int],
     programs: Tensor,
     grid: Grid,
-    most_turns: int | None = None,
+    max_iterations: int | None = None,
     budget: Budget | None = None,
 ) -> list[Access]:
-    """Evaluate a kernel in TTGIR for some programs; those that take different paths have accesses of their own.
+    """Evaluate a kernel in TTGIR for some programs. Programs on different paths have separate accesses.
 
     Args:
-        text: TTGIR.
-        integers: values of its integer arguments by name.
-        programs: their numbers.
-        grid: all programs.
-        most_turns: how many of a loop's first turns to evaluate, and how many of its last ones; by default all turns.
-            The last ones are left out if the loop carries an integer to which it adds no constant.
-        budget: the most to compute, which this call spends from.
+        text: the TTGIR.
+        integers: the values of integer arguments by name.
+        programs: the numbers of the programs to evaluate.
+        grid: the whole launch.
+        max_iterations: evaluate this many first and last iterations of each loop; None: all. The last iterations are
+            skipped if the loop carries an integer to which it does not add a constant.
+        budget: the limits; this call's costs are subtracted from it.
 
     Raises:
-        NotAnalyzed: for control flow that depends on data, while loops, and functions that are not inlined.
-        TooLarge: beyond the budget.
+        NotAnalyzed: control flow depends on data, or there is a while loop or a function that is not inlined.
+        TooLarge: the budget is exceeded.
     """
     budget = budget or Budget()
     with torch.device("cpu"):
         try:
-            return _Evaluation(text, integers, programs, grid, most_turns, budget).run()
+            return _Evaluation(text, integers, programs, grid, max_iterations, budget).run()
         except _Divergent as divergence:
             (values,) = divergence.args
     same_path = [programs[values == value] for value in torch.unique(values)]
-    return [access for some in same_path for access in evaluated(text, integers, some, grid, most_turns, budget)]
+    return [access for group in same_path for access in evaluate(text, integers, group, grid, max_iterations, budget)]
 
 
-def sampled(text: str, integers: Mapping[str, int], grid: Grid, first: bool = False) -> tuple[list[Access], str]:
-    """Evaluate as much of a launch, or of its first program alone, as bounded memory and time allow.
+def evaluate_sample(
+    text: str, integers: Mapping[str, int], grid: Grid, first: bool = False
+) -> tuple[list[Access], str]:
+    """Evaluate as much of a launch as bounded memory and time allow; with ``first``, only its first program.
 
     Returns:
-        The accesses, and which part of the launch was evaluated, "12 of 4,096 programs"; "" if all of it was.
+        The accesses, and the evaluated part of the launch, "12 of 4,096 programs"; "" for the whole launch.
 
     Raises:
-        NotAnalyzed: as `evaluated`, or if a single program is too large.
+        NotAnalyzed: as for `evaluate`, or a single program is too large.
     """
     count = 1 if first else math.prod(grid.sizes)
     shapes = re.findall(r"tensor<((?:\d+x)+)!tt\.ptr", text)
     largest = max((math.prod(map(int, shape.split("x")[:-1])) for shape in shapes), default=1)
-    whole = count * largest <= _MOST_ELEMENTS or count <= _FEW_PROGRAMS
+    is_small = count * largest <= _MAX_ELEMENTS or count <= _FEW_PROGRAMS
     generator = torch.Generator("cpu").manual_seed(0)
-    for few, turns in (((count, None),) if whole else _SAMPLES[:1]) + _SAMPLES[1:]:
+    for few, iterations in (((count, None),) if is_small else _SAMPLES[:1]) + _SAMPLES[1:]:
         with torch.device("cpu"):
             programs = torch.arange(min(count, few))
-            if count > few:  # the ends, and some between with a neighbor
-                some = torch.randint(count - 1, (max(0, few // 2 - 1),), generator=generator)
-                programs = torch.unique(torch.cat([torch.tensor([0, count - 1]), some, some + 1]))[:few]
+            if count > few:  # the first, the last, and random pairs of neighbors
+                inner = torch.randint(count - 1, (max(0, few // 2 - 1),), generator=generator)
+                programs = torch.unique(torch.cat([torch.tensor([0, count - 1]), inner, inner + 1]))[:few]
         try:
-            accesses = evaluated(text, integers, programs, grid, turns, Budget())
+            accesses = evaluate(text, integers, programs, grid, iterations, Budget())
         except TooLarge:
             continue
         parts = [f"{len(programs):,} of {count:,} programs"] if len(programs) < count else []
-        parts += [f"at most the first and the last {turns} turns of each loop"] if turns else []
+        parts += [f"at most the first and the last {iterations} iterations of each loop"] if iterations else []
         return accesses, ", ".join(parts)
     raise NotAnalyzed("one program has too many addresses to evaluate")
 
 
-_MOST_ELEMENTS = 1 << 18  # of a launch's programs together, for all of them to be evaluated
-_FEW_PROGRAMS = 12  # evaluated of a larger launch
+_MAX_ELEMENTS = 1 << 18  # elements of a launch whose programs are all evaluated
+_FEW_PROGRAMS = 12  # number of programs evaluated in a larger launch
 _SAMPLES: tuple[tuple[int, int | None], ...] = ((_FEW_PROGRAMS, None), (_FEW_PROGRAMS, 8), (4, 4), (1, 2))
 
 
@@ -289,16 +291,16 @@ class _Evaluation:
         integers: Mapping[str, int],
         programs: Tensor,
         grid: Grid,
-        most_turns: int | None,
+        max_iterations: int | None,
         budget: Budget,
     ) -> None:
-        self.programs, self.grid, self.most_turns, self.budget = programs, grid, most_turns, budget
+        self.programs, self.grid, self.max_iterations, self.budget = programs, grid, max_iterations, budget
         self.values: dict[str, Value] = {}
         self.order = self.barriers = 0
         self.accesses: list[Access] = []
-        self.spread: frozenset[str] = frozenset()  # loads that other threads get, by a reduction or another layout
+        self.crossing: frozenset[str] = frozenset()  # loads that a reduction or conversion passes to other threads
         self.yielded: list[Value] = []
-        arguments, self.ops = parsed(text)
+        arguments, self.ops = parse(text)
         for name, kind in (argument.split(": ", 1) for argument in arguments):
             if "!tt.ptr" in kind:
                 self.values[name] = Value(torch.zeros(1, dtype=torch.int64), name[1:])
@@ -306,7 +308,7 @@ class _Evaluation:
                 self.values[name] = Value(torch.tensor([integers[name[1:]]]))
 
     def run(self) -> list[Access]:
-        """Run the function's blocks, which end in a branch or a return."""
+        """Run the function's blocks; each one ends in a branch or a return."""
         blocks: dict[str, list[Op]] = {"": []}
         for op in self.ops:
             blocks.setdefault(op.text, []) if op.name == "^" else next(reversed(blocks.values())).append(op)
@@ -315,7 +317,7 @@ class _Evaluation:
             last = self.block(blocks[label])
             targets = re.findall(r"\^\w+", last.text) if last else []
             if last is None or not targets:
-                return [access._replace(spread=bool(access.value & self.spread)) for access in self.accesses]
+                return [access._replace(crosses_threads=bool(access.value & self.crossing)) for access in self.accesses]
             if "(" in last.text.replace("()", ""):
                 raise NotAnalyzed(f"an early return passes values on{last.line}")
             label = targets[0] if len(targets) == 1 or self.uniform(last.operands[0], last) else targets[1]
@@ -341,30 +343,30 @@ class _Evaluation:
         return None
 
     def uniform(self, name: str, op: Op) -> int:
-        """A value that is the same in all programs."""
+        """Return a value that all programs share. Raise `_Divergent` if they differ."""
         data = self.values.get(name, Value()).data
         if data is None:
-            what = "a loop's bounds depend" if op.name == "scf.for" else "a branch's condition depends"
-            raise NotAnalyzed(f"{what} on data{op.line}")
+            subject = "a loop's bounds depend" if op.name == "scf.for" else "a branch's condition depends"
+            raise NotAnalyzed(f"{subject} on data{op.line}")
         if (data != data.flatten()[0]).any():
             raise _Divergent(data)
         return int(data.flatten()[0])
 
     def operation(self, op: Op, values: list[Value], loads: frozenset[str]) -> Value:
-        """The value of an operation where it is an integer or an address, or the load that it is."""
+        """Return an operation's value if it is an integer or an address; for a load, the load's name."""
         name = op.name
         first, second = (*values, Value(), Value())[:2]
         if name in _NOT_EVALUATED or name.startswith(("tt.descriptor", "tt.make_tensor_desc")):
-            what = _NOT_EVALUATED.get(name, "a tensor descriptor")
-            raise NotAnalyzed(f"the kernel has {what}{op.line}, which is not evaluated")
+            feature = _NOT_EVALUATED.get(name, "a tensor descriptor")
+            raise NotAnalyzed(f"the kernel has {feature}{op.line}, which is not evaluated")
         if name in ("tt.reduce", "tt.scan"):
             shape, _, encoding, _ = op.types[0]
-            if layouts.reduces_across_warps(encoding, shape, _number("axis", op), *self.grid[1:]):
+            if layouts.reduces_across_warps(encoding, shape, _attribute("axis", op), *self.grid[1:]):
                 self.barriers += 1
-            self.spread |= loads
+            self.crossing |= loads
             bodies = [_REDUCTIONS.get(inner.name) for region in op.regions for inner in region if "." in inner.name]
             if first.data is not None and len(values) == 1 and bodies[0] is not None and len(bodies) == 2:
-                return Value(bodies[0](first.data, 1 + _number("axis", op)))
+                return Value(bodies[0](first.data, 1 + _attribute("axis", op)))
         elif name == "scf.yield":
             self.yielded = values
         elif name in _BARRIERS:
@@ -379,13 +381,13 @@ class _Evaluation:
         elif name == "tt.get_num_programs":
             return Value(torch.tensor([self.grid.sizes["xyz".index(op.text.split()[0])]]))
         elif name == "tt.make_range":
-            return Value(torch.arange(_number("start", op), _number("end", op))[None])
+            return Value(torch.arange(_attribute("start", op), _attribute("end", op))[None])
         elif name in ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas", "ttg.async_copy_global_to_local"):
             return self.access(op, values)
-        elif name.partition(".")[2] in _PASSED_ON:
+        elif name.partition(".")[2] in _UNCHANGED:
             if name == "ttg.convert_layout" and len(op.types) == 2:
                 before, after = op.types
-                self.spread |= loads
+                self.crossing |= loads
                 if layouts.crosses_warps(before.encoding, after.encoding, before.shape, *self.grid[1:]):
                     self.barriers += 1
             return self.reshaped(op, first)
@@ -393,17 +395,17 @@ class _Evaluation:
             return first  # a copy that hides a value from the compiler
         elif name == "tt.addptr" and first.data is not None and second.data is not None:
             offset = second.data * op.types[0].itemsize
-            return Value(first.data + offset, first.argument, _either(first, second))
+            return Value(first.data + offset, first.argument, _merge_overflow(first, second))
         elif name == "arith.select":
             (condition, _, _, _), yes, no = values
             if condition is not None and yes.data is not None and no.data is not None:
-                return Value(torch.where(condition != 0, yes.data, no.data), yes.argument, _either(yes, no))
+                return Value(torch.where(condition != 0, yes.data, no.data), yes.argument, _merge_overflow(yes, no))
         elif name.startswith("arith.") and len(values) == 2 and first.data is not None and second.data is not None:
-            return self.integer(op, first.data, second.data, _either(first, second))
+            return self.integer(op, first.data, second.data, _merge_overflow(first, second))
         return Value()
 
-    def integer(self, op: Op, a: Tensor, b: Tensor, wrong: Tensor | None) -> Value:
-        """The result of arithmetic on integers, with the places where one of 32 bits overflows."""
+    def integer(self, op: Op, a: Tensor, b: Tensor, overflowed: Tensor | None) -> Value:
+        """Compute integer arithmetic, and the mask of elements whose 32-bit result overflows."""
         compares = op.name == "arith.cmpi"
         match = re.match(r"\s*[su]?([a-z]{2}),", op.text) if compares else re.match(r"arith\.(\w+?)[su]?i$", op.name)
         if match is None or match[1] not in _BINARY:
@@ -412,16 +414,16 @@ class _Evaluation:
         if op.types and op.types[-1].bits == 32 and not compares:
             outside = (result >= 1 << 31) | (result < -(1 << 31))
             if outside.any():
-                wrong = outside if wrong is None else outside | wrong
-        return Value(result, "", wrong)
+                overflowed = outside if overflowed is None else outside | overflowed
+        return Value(result, "", overflowed)
 
     def reshaped(self, op: Op, value: Value) -> Value:
-        """A value in the shape of the operation's result."""
+        """Reshape a value to the operation's result."""
         shape = op.types[-1].shape if op.types else ()
 
         def shaped(data: Tensor) -> Tensor:
             if op.name == "tt.expand_dims":
-                return data.unsqueeze(1 + _number("axis", op))
+                return data.unsqueeze(1 + _attribute("axis", op))
             if op.name == "tt.trans":
                 order = re.search(r"array<i32: ([\d, ]+)>", op.text)
                 return data.permute(0, *(1 + int(n) for n in (order[1] if order else "1, 0").split(",")))
@@ -431,11 +433,11 @@ class _Evaluation:
                 return data.expand(-1, *shape)
             return data.reshape(-1, *shape) if op.name in ("tt.reshape", "tt.unsplat") else data
 
-        data, wrong = (part if part is None else shaped(part) for part in (value.data, value.wrong))
-        return Value(data, value.argument, wrong)
+        data, overflowed = (part if part is None else shaped(part) for part in (value.data, value.overflowed))
+        return Value(data, value.argument, overflowed)
 
     def access(self, op: Op, values: list[Value]) -> Value:
-        """Note an access; returns its result, a load."""
+        """Record an access; return its result, which for a load has the load's name."""
         kind = "store" if op.name == "tt.store" else "atomic" if "atomic" in op.name else "load"
         (shape, itemsize, encoding, _), pointer = op.types[0], values[0]
         self.budget.spend(accessed=len(self.programs) * math.prod(shape) * max(1, itemsize // 4))
@@ -443,7 +445,7 @@ class _Evaluation:
         mask_at = 1 if op.name == "tt.load" else 2
         mask = values[mask_at].data if len(values) > mask_at else unknown
 
-        def whole(data: Tensor) -> Tensor:
+        def expanded(data: Tensor) -> Tensor:
             return data.expand(-1, *shape).reshape(len(data), -1).expand(len(self.programs), -1)
 
         result = frozenset(op.results if kind == "load" else ())
@@ -452,15 +454,15 @@ class _Evaluation:
                 kind,
                 self.order,
                 pointer.argument,
-                whole(unknown if pointer.data is None else pointer.data),
-                whole(unknown if mask is None else mask) != 0,
+                expanded(unknown if pointer.data is None else pointer.data),
+                expanded(unknown if mask is None else mask) != 0,
                 mask is not None,
                 itemsize,
                 shape,
                 encoding,
                 f"{op.name} {(*op.results, *op.operands)[0]}{op.line}",
                 values[1].loads if kind == "store" else result,
-                None if pointer.wrong is None else whole(pointer.wrong),
+                None if pointer.overflowed is None else expanded(pointer.overflowed),
                 self.programs,
                 self.barriers,
             )
@@ -469,38 +471,38 @@ class _Evaluation:
 
     def loop(self, op: Op) -> None:
         (counter, first), *carried = re.findall(r"(%[\w$.]+) = (%[\w$.#-]+)", op.text)
-        turns = range(*(self.uniform(name, op) for name in (first, *op.operands[2:4])))
+        iterations = range(*(self.uniform(name, op) for name in (first, *op.operands[2:4])))
         names = [name for name, _ in carried]
         self.values |= {name: self.values.get(start, Value()) for name, start in carried}
-        most = self.most_turns or len(turns)
-        few = len(turns) > 2 * most
+        most = self.max_iterations or len(iterations)
+        few = len(iterations) > 2 * most
         before: list[Value] = []
-        for i in [*range(most), *range(len(turns) - most, len(turns))] if few else range(len(turns)):
-            if few and i == len(turns) - most:  # as if the turns between had run
+        for i in [*range(most), *range(len(iterations) - most, len(iterations))] if few else range(len(iterations)):
+            if few and i == len(iterations) - most:  # add the effect of the skipped iterations
                 carries = zip(names, op.regions[0][-1].operands, strict=False)
                 inside = {counter, *names}
-                if not all(self.values[n].data is None or _steps(op.regions[0], inside, n, y) for n, y in carries):
+                if not all(self.values[n].data is None or _adds_fixed(op.regions[0], inside, n, y) for n, y in carries):
                     break
                 for name, start in zip(names, before, strict=True):
                     value = self.values[name]
                     if value.data is not None and start.data is not None:
-                        between = (value.data - start.data) * (len(turns) - 2 * most)
+                        between = (value.data - start.data) * (len(iterations) - 2 * most)
                         self.values[name] = value._replace(data=value.data + between)
             before = [self.values[name] for name in names]
-            self.values[counter] = Value(torch.tensor([turns[i]]))
+            self.values[counter] = Value(torch.tensor([iterations[i]]))
             self.block(op.regions[0])
             self.values |= zip(names, self.yielded, strict=False)
         self.values |= {result: self.values[name] for result, name in zip(op.results, names, strict=False)}
 
     def branch(self, op: Op) -> None:
-        taken = 0 if self.uniform(op.operands[0], op) else 1
-        if taken < len(op.regions):
-            self.block(op.regions[taken])
+        index = 0 if self.uniform(op.operands[0], op) else 1
+        if index < len(op.regions):
+            self.block(op.regions[index])
             self.values |= zip(op.results, self.yielded, strict=False)
 
 
-def _steps(body: list[Op], inside: Collection[str], name: str, yielded: str) -> bool:
-    """Tell whether each turn of a loop adds the same number to what it carries; inside: what differs between turns."""
+def _adds_fixed(body: list[Op], inside: Collection[str], name: str, yielded: str) -> bool:
+    """Return True if every iteration adds the same number to a carried value; ``inside``: names that iterations set."""
     producers = {result: op for op in body for result in op.results}
 
     def is_fixed(name: str) -> bool:
@@ -513,14 +515,14 @@ def _steps(body: list[Op], inside: Collection[str], name: str, yielded: str) -> 
     return sum(map(is_fixed, op.operands)) == 1
 
 
-def _either(a: Value, b: Value) -> Tensor | None:
-    """The places where either value is wrong."""
-    if a.wrong is None or b.wrong is None:
-        return a.wrong if b.wrong is None else b.wrong
-    return a.wrong | b.wrong
+def _merge_overflow(a: Value, b: Value) -> Tensor | None:
+    """Return the mask of elements at which either value has overflowed."""
+    if a.overflowed is None or b.overflowed is None:
+        return a.overflowed if b.overflowed is None else b.overflowed
+    return a.overflowed | b.overflowed
 
 
-def _number(name: str, op: Op) -> int:
-    """An attribute of an operation."""
+def _attribute(name: str, op: Op) -> int:
+    """Read an integer attribute of an operation; 0 if it is missing."""
     match = re.search(rf"{name} = (\d+)", op.text)
     return int(match[1]) if match else 0
