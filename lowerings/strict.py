@@ -1,8 +1,9 @@
-"""Judgments on a whole model: that nothing in it is fused, or that a pattern of the policy fits none of its sites.
+"""Judge a whole model: nothing in it is fused, or a pattern of the policy matches none of its sites.
 
-Errors under ``strict``, else warnings, one for each model. A graph alone does not tell: a model whose graph breaks is
-captured in pieces, and that of its attention has linear layers and no site. So the graphs that one call of a compiled
-function is captured in are judged together: at once where it is captured whole, else when its first call ends.
+Such a model is an error under ``strict``, otherwise one warning. A single graph cannot tell: a model with graph breaks
+is captured in pieces, and the piece with its attention has linear layers and no site. So all graphs that one call of a
+compiled function captures are judged together: at once if the function is captured whole, otherwise when its first call
+ends.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch_fused_ops.graphs import fusion_events
 from torch_fused_ops.graphs.capture import title_of
 from torch_fused_ops.graphs.gemm_registry import name_of
 from torch_fused_ops.graphs.listing import grouped, unread_lines
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
@@ -32,26 +34,26 @@ log = logging.getLogger("torch_fused_ops")
 def check(
     graph: Graph, sites: Sequence[Site], policy: FusionPolicy, modules: Collection[str] = (), *, explicit: bool = True
 ) -> None:
-    """Note what was found in a graph, and judge the model if it is the last.
+    """Record the sites of a graph, and judge the model if this is its last graph.
 
     Args:
-        graph: as the pre-grad pass left it; of a higher-order operator's body, too, which comes before what calls it.
-        sites: of this graph.
-        policy: what they were found by.
+        graph: the graph after the pre-grad pass. The body of a higher-order operator comes before its caller.
+        sites: the sites of this graph.
+        policy: the policy of the pre-grad pass.
         modules: the paths of the modules that the graph was captured in, before it was edited.
-        explicit: whether this compilation was asked to fuse, as by ``backend="fused"``, and not the process.
+        explicit: True if this compilation requests fusion, as ``backend="fused"`` does; False if the process does.
 
     Raises:
-        UnfusedError: under ``strict``, the graphs have two linear layers or more, no site, and no operator of ours.
-            (One linear layer alone, a head behind something else, is not a missed MLP.) Or they have sites, and
-            a pattern of the policy fits none.
+        UnfusedError: under ``strict``, the graphs have two or more linear layers or opaque calls, no site, and no
+            operator of ours. (A single linear layer, such as a head, is not a missed MLP.) Or they have sites, and
+            a pattern of the policy matches none.
     """
     call = compat.compiled_call()
-    if call is None:  # torch.export's graphs, which are whole; or graphs that are compiled without a device
+    if call is None:  # a graph of torch.export, which is whole, or of a compilation without a device
         whole = _Model(policy, explicit, None, graph)
         whole.add(graph, sites, modules)
         return whole.judge() if policy.strict else None
-    model = next((one for one in call.at_its_end if isinstance(one, _Model)), None)
+    model = next((callback for callback in call.at_its_end if isinstance(callback, _Model)), None)
     if model is None:
         call.at_its_end.append(model := _Model(policy, explicit, call.function, graph))
     model.add(graph, sites, modules)
@@ -59,7 +61,7 @@ def check(
     model.graphs += ended is not None
     model.is_new |= _is_first(call.code, policy)
     if ended is not None and call.is_whole and not ended.graph_break:
-        model.is_new = False  # judged here, and not once more when the call ends
+        model.is_new = False  # judged now, so not at the end of the call
         if policy.strict or model.function not in _judged():
             model.judge()
 
@@ -71,7 +73,7 @@ def _judged() -> weakref.WeakSet[Any]:
 
 
 def _is_first(code: CodeType | None, policy: FusionPolicy) -> bool:
-    """Note that code is compiled for a policy; True if it was not since the last reset."""
+    """Record that code is compiled for a policy; return True if it was not since the last reset."""
     if code is None or fusion_events.is_unobserved():
         return True
     policies: set[FusionPolicy] = code_context.get_context(code).setdefault("torch_fused_ops", set())
@@ -81,10 +83,10 @@ def _is_first(code: CodeType | None, policy: FusionPolicy) -> bool:
 
 
 class _Model:
-    """The graphs of one call of a compiled function; called when it ends.
+    """The graphs that one call of a compiled function captures. Torch calls the object when that call ends.
 
-    Later calls of the same function compile parts of it anew, and so does another function that shares code with one:
-    what is found in those parts says nothing of the others.
+    A later call of the function recompiles some of its parts, and a function that shares code with it compiles only
+    other parts. The sites in such parts say nothing about the remaining model.
     """
 
     def __init__(self, policy: FusionPolicy, explicit: bool, function: Any, graph: Graph) -> None:
@@ -123,47 +125,37 @@ class _Model:
             self.judge()
 
     def judge(self) -> None:
-        """Raise, or warn, if there is anything to say."""
-        if not self.policy.strict and fusion_events.is_unobserved():
+        """Raise or warn if nothing is fused, or if a pattern matches no site."""
+        strict, nothing = self.policy.strict, ""
+        if not strict and fusion_events.is_unobserved():
             return
         missed = [site for site in self.sites if site.is_missed]
         fused = self.has_ours or any(site.op is not None for site in self.sites)
-        if not self.has_sites and self.linears > 1:
-            self._say_that_nothing_is_there()
-        elif missed and not fused and self.warns_of_nothing and not self.policy.strict:
-            log.warning(
-                "nothing was fused in %s: %d MLP site%s, the first %s: %s. torch_fused_ops.explain(model, *args) lists "
-                "all",
-                *(self.title, len(missed), "s" * (len(missed) != 1), missed[0].source, missed[0].reason),
-            )
+        opaque = sum(site.kind is Kind.OPAQUE for site in self.unread)  # each may be a GEMM
+        if not self.has_sites and self.linears + opaque > 1:
+            between = f"{self.linears} linear layers" + (f" and {opaque} opaque calls" if opaque else "")
+            where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site does not reach between them"
+            place = f"between {between}, in {where}. torch_fused_ops.explain(model, *args) lists all"
+            if strict:
+                unread = "\n".join(("", *unread_lines(grouped(self.unread))))
+                raise UnfusedError(f"strict=True and no MLP was found {place}{unread}")
+            nothing = f"0 MLP sites; no MLP was found {place}"
+        elif missed and not fused and not strict:
+            first = f"{missed[0].source}: {missed[0].reason}"
+            sites = f"{len(missed)} MLP site{'s' * (len(missed) != 1)}, the first {first}"
+            nothing = f"{sites}. torch_fused_ops.explain(model, *args) lists all"
+        if nothing and self.warns_of_nothing:
+            log.warning("nothing was fused in %s: %s", self.title, nothing)
         if self.sites and any(self.policy.patterns.values()):
-            self._compare_patterns()
-
-    def _say_that_nothing_is_there(self) -> None:
-        where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site does not reach between them"
-        nothing = f"no MLP was found between {self.linears} linear layers, in {where}"
-        if self.policy.strict:
-            lines = "".join(f"\n{line}" for line in unread_lines(grouped(self.unread)))
-            raise UnfusedError(
-                f"strict=True and {nothing}. torch_fused_ops.explain(model, *args) lists graph breaks, too{lines}"
-            )
-        if self.warns_of_nothing:
-            log.warning(
-                "nothing was fused in %s: 0 MLP sites; %s. torch_fused_ops.explain(model, *args) lists all that lies "
-                "between them",
-                *(self.title, nothing),
-            )
-
-    def _compare_patterns(self) -> None:
-        notes = unmatched(self.policy, self.sites, self.modules, self.all_modules)
-        if notes and self.policy.strict:
-            raise UnfusedError(f"strict=True and in {self.title} {'; '.join(notes)}")
-        for note in notes:
-            log.warning("in %s a pattern of the policy has no effect: %s", self.title, note)
+            notes = unmatched(self.policy, self.sites, self.modules, self.all_modules)
+            if notes and strict:
+                raise UnfusedError(f"strict=True and in {self.title} {'; '.join(notes)}")
+            for note in notes:
+                log.warning("in %s a pattern of the policy has no effect: %s", self.title, note)
 
 
 def _linears(graph: Graph) -> int:
-    """The products with weights, but convolutions, in a graph."""
+    """The number of GEMMs with weights in a graph, except convolutions."""
     from torch_fused_ops.lowerings.recognize.graph import CONVOLUTIONS, GraphAnalysis
 
     analysis = GraphAnalysis(graph, {})
@@ -174,4 +166,4 @@ def _has_ours(graph: Graph) -> bool:
     """True if a graph, or one that it calls, has an activation's operator already, as in a model of FusedMLPs."""
     root = graph.owning_module
     graphs = [graph, *(m.graph for m in root.modules() if isinstance(m, GraphModule))] if root else [graph]
-    return any(name_of(node.target) in CALLS for one in graphs for node in one.nodes if node.op == "call_function")
+    return any(name_of(node.target) in CALLS for each in graphs for node in each.nodes if node.op == "call_function")

@@ -5,7 +5,7 @@ vocabulary, ``subgraph`` finds the calls that make an activation and checks that
 and ``prove`` say which activation it is (``autograd_functions`` reads custom functions for them), and ``rewrite.py``
 edits the graph. ``gemms`` does the same for the linear layers around, ``dropout`` for the dropouts behind them,
 ``tiles`` for an MLP as a whole, and ``per_row_scale`` moves a factor of the rows through a GEMM. ``report`` and
-``unknown_calls`` describe the result for people.
+``unread`` describe the result for people.
 
 A proof covers more than the formula. *Derivatives*: at a kink torch's functions differ (at 0, relu's is 0, maximum's
 1/2), so each kink carries its derivative where a gradient is needed. *Rounding*: a sum that cancels more than it leaves
@@ -34,11 +34,12 @@ from torch_fused_ops.settings.tiles import asked
 from . import dropout, gemms, per_row_scale, tiles
 from .canonical import Canonical
 from .graph import GraphAnalysis, shown, tensor
-from .report import Candidate, called_site, dropout_site, modules_of, site_of, unread
+from .report import Candidate, called_site, dropout_site, modules_of, site_of
 from .rewrite import Edit, Snapshot, fuse, replace
 from .subgraph import Subgraph, examine, find, results
 from .tiles import Tiling
-from .values import check_rounding, producers, value_of
+from .unread import unread
+from .values import check_rounding, value_of
 
 __all__ = ["rewrite", "unread"]
 
@@ -140,7 +141,6 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
             if not any(map(analysis.weight_gemm, users)):
                 text = f"{NOT_AN_MLP}read by a GEMM of two computed tensors, as in attention"
                 raise Rejection(Kind.COMPUTED_PRODUCT, text)
-            _check_known(analysis, users)
             if (pattern := policy.excluding(modules_of(node, users[0]))) is not None:
                 raise Rejection(*excluded(pattern))
             subgraph = examine(analysis, node)
@@ -148,7 +148,6 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
                 by_output[subgraph.output].factors += subgraph.factors
                 continue
             candidate.activation = subgraph.match.activation
-            _check_known(analysis, list(producers(analysis, subgraph.inputs)))
             _check_freezing(subgraph)
             check_rounding(subgraph.output)
             candidate.subgraph = by_output[subgraph.output] = subgraph
@@ -179,14 +178,6 @@ def _choose(
             candidate.tiling = None if count is None else tiles.tiling(analysis, subgraph, count, in_tiles)
         except Rejection as rejection:
             candidate.tiling = rejection.reason
-
-
-def _check_known(analysis: GraphAnalysis, nodes: list[Node]) -> None:
-    """At least one function on a side of an activation must be known to be a GEMM."""
-    if nodes and all(analysis.calls[node].unknown for node in nodes):
-        name = shown(nodes[0])
-        text = f"it is not known whether {name}, a custom autograd.Function, is a GEMM"
-        raise Rejection(Kind.UNKNOWN_PRODUCT, text)
 
 
 def _check_freezing(subgraph: Subgraph) -> None:

@@ -126,8 +126,7 @@ def _addends(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node] | None:
         return None
     if set(call.kwargs) - {"alpha"} or not all(isinstance(a, Node) for a in call.args):
         return None
-    a, b = call.args
-    return (a, b) if a is not b else None  # type: ignore[return-value]
+    return call.args  # type: ignore[return-value]
 
 
 def _take_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:

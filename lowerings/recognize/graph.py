@@ -150,7 +150,6 @@ class Call:
         inplace: it writes its first argument.
         gemm: the positions of a GEMM's data arguments; None for other calls.
         known: it is a GEMM of ``gemm_registry``: then it writes nothing.
-        unknown: it is a custom function that reads a matrix of weights, and is not registered as a GEMM.
     """
 
     def __init__(self, node: Node) -> None:
@@ -170,10 +169,9 @@ class Call:
             self.gemm = (0,) if _is_pointwise(self.args) else None
         elif not self.name and _is_other_gemm(node.target):
             self.gemm = (0, 1)
-        self.unknown = False
         self.known = not self.name and gemm_registry.is_known(compat.traced_function(node.target) or node.target)
         if self.known:
-            self.gemm = _tensor_positions(node)
+            self.gemm = tensor_positions(node)
 
     def _take_inplace(self, node: Node) -> None:
         signature = None if isinstance(node.target, (str, torch._ops.OpOverload)) else _signature(node.target)
@@ -195,7 +193,8 @@ class Call:
         return not (arguments["p"] == 0 or arguments["training"] is False)
 
 
-def _tensor_positions(node: Node) -> tuple[int, ...]:
+def tensor_positions(node: Node) -> tuple[int, ...]:
+    """The positions of a call's tensor arguments."""
     return tuple(i for i, a in enumerate(node.args) if isinstance(a, Node) and tensor(a) is not None)
 
 
@@ -482,28 +481,15 @@ class GraphAnalysis:
                 self.writes[self.storage(written)].append(node)
 
     def _read_custom(self, node: Node, call: Call) -> None:
-        """Find out if a custom autograd.Function is a GEMM, by its name, or by its forward's result.
-
-        A function that reads a matrix of weights and shows no GEMM may be one, unless it only spreads them: to add the
-        biases of experts to their rows, say.
-        """
+        """Find out if a custom autograd.Function is a GEMM, by its name, or by its forward's result."""
         body = body_of(node.args[0]) if node.target is _CUSTOM and isinstance(node.args[0], Node) else None
-        operands = tuple(i for i in _tensor_positions(node) if node.target is not _CUSTOM or i > 1)
         if body is not None:
             traces = "\n".join(n.meta.get("stack_trace") or "" for n in body.graph.nodes)
             frames = re.findall(r'File "([^"]+)", line (\d+)', traces)
             call.known = gemm_registry.function_at((file, int(line)) for file, line in frames)
         multiplies = body is not None and _analysis_of(body, self._bodies).multiplies()
-        read = [a for i, a in enumerate(node.args) if i in operands and isinstance(a, Node)]
-        origins = ((a, tensor(self.origin(a))) for a in read)
-        weights = [a for a, value in origins if isinstance(value, torch.nn.Parameter) and value.ndim == 2]
-        if weights and body is not None and not multiplies:
-            inputs = body.graph.find_nodes(op="placeholder")
-            placeholders = dict(zip(reversed(node.args), reversed(inputs), strict=False))
-            weights = [a for a in weights if not _analysis_of(body, self._bodies).spreads(placeholders[a])]
-        call.unknown = bool(weights) and not (call.known or multiplies)
-        if call.known or multiplies or call.unknown:
-            call.gemm = operands
+        if call.known or multiplies:
+            call.gemm = tuple(i for i in tensor_positions(node) if node.target is not _CUSTOM or i > 1)
 
     def multiplies(self) -> bool:
         """True where the graph's first result is a GEMM's, but for biases, casts and views."""
@@ -511,17 +497,6 @@ class GraphAnalysis:
         while isinstance(results, (tuple, list)) and results:
             results = results[0]
         return isinstance(results, Node) and self.state[results] == AFFINE
-
-    def spreads(self, start: Node) -> bool:
-        """True where a node's value is only moved, gathered, and used by pointwise functions: no sum, and no GEMM."""
-        spread = {start}
-        for node, call in self.calls.items():
-            if spread.isdisjoint(node.all_input_nodes) or node.op == "output":
-                continue
-            if not (self.passes(node) or call.name in RULES):
-                return False
-            spread.add(node)
-        return True
 
     def writes_inputs(self) -> bool:
         """True where the graph may write one of its inputs."""

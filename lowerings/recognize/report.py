@@ -1,4 +1,4 @@
-"""Sites for people: the place in the user's code, the proof or the reason, and activations that are not sites at all.
+"""Sites for people: the place in the user's code, and the proof or the reason.
 
 Nothing here decides what is fused.
 """
@@ -8,27 +8,26 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from functools import cache
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from torch_fused_ops import policy
 from torch_fused_ops.graphs import capture
 from torch_fused_ops.graphs.modules import module_stack
-from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason
+from torch_fused_ops.graphs.reasons import Reason
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import enclosing_modules
 
-from . import dropout, unknown_calls
+from . import dropout
 from .canonical import Canonical
 from .gemms import Called, Linears
-from .graph import CONVOLUTIONS, FREE, NONLINEAR, GraphAnalysis, join, reached, shown
+from .graph import NONLINEAR, GraphAnalysis, shown
 from .per_row_scale import RowScale
-from .rewrite import Snapshot, operator_of
-from .subgraph import Subgraph, find, readers, results
+from .rewrite import operator_of
+from .subgraph import Subgraph, readers, results
 from .symbolic import RULES
 from .tiles import Tiling
 
@@ -65,7 +64,7 @@ class Candidate:
 def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate) -> Site:
     """The report of a candidate."""
     subgraph, rejection, node = candidate.subgraph, candidate.rejection, candidate.node
-    calls = subgraph.calls if subgraph else _calls(analysis, node)
+    calls = subgraph.calls if subgraph else calls_of(analysis, node)
     users = results(analysis, subgraph) if subgraph else list(readers(analysis, node))
     names = [
         "autograd.Function" if analysis.custom(call) else shown(call)
@@ -84,9 +83,9 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
         proof += f", as {outside}{match.activation}({inside}x)"
     others = [user for user in users if analysis.calls[user].gemm is None]
     if others:
-        proof += f"; also read by {_names(others)}"
+        proof += f"; also read by {names_of(others)}"
     if subgraph.factors:
-        proof += f"; {_names(subgraph.factors)} by another tensor stays behind it"
+        proof += f"; {names_of(subgraph.factors)} by another tensor stays behind it"
     if candidate.row_scale:
         proof += f"; {candidate.row_scale}"
     if isinstance(candidate.tiling, Tiling):
@@ -117,86 +116,7 @@ def dropout_site(analysis: GraphAnalysis, site: dropout.Dropout) -> Site:
     return Site(dropout.OPERATOR, DROPOUT, reason=proof, **fields)
 
 
-def unread(graph: Graph) -> tuple[Site, ...]:
-    """Activations that are not sites, since no GEMM reads them or they read no GEMM's result; each with its reason.
-
-    An activation before a norm is one, behind a convolution, or at either end of a graph. The bodies of higher-order
-    operators are searched together with the graph, so that a site cut by the boundary of one is listed. Calls between
-    GEMMs that cannot be traced are listed too. Nothing is changed.
-    """
-    joined, copied = join(graph)
-    canonical = Canonical(joined)
-    analysis, sites = GraphAnalysis(joined, canonical.calls), []
-
-    def report(node: Node, users: list[Node], reason: Reason) -> None:
-        sites.append(site_of(analysis, canonical, Candidate(node, users or [node], rejection=reason)))
-
-    for node, call in analysis.calls.items():
-        if analysis.passes(node) or not (node.users and _is_activation(analysis, canonical, node)):
-            continue
-        users = list(readers(analysis, node))
-        if not users:  # its pieces have taken its place
-            continue
-        gemms = [user for user in users if analysis.calls[user].gemm is not None]
-        inside = any(analysis.state[user] == NONLINEAR for user in users)
-        if analysis.state[node] == NONLINEAR and not gemms and not inside:
-            text = f"{NOT_AN_MLP}no GEMM reads it, but {_names(users)}"
-            report(node, gemms, Reason(Kind.NO_GEMM_READS, text))
-        elif analysis.state[node] == FREE and call.name in RULES:
-            sources = [analysis.origin(a) for a in node.all_input_nodes]
-            if not gemms and not (_has_convolution(analysis, users) and _has_convolution(analysis, sources)):
-                continue
-            text = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
-            report(node, gemms, Reason(Kind.NO_GEMM_BEFORE, text))
-    outputs = cache(_outputs)
-    for node, gemms in find(analysis):
-        original = copied[canonical.originals.get(node, node)][0]
-        around = [copied[canonical.originals.get(part, part)][1] for part in _parts(analysis, node, gemms)]
-        cut = [
-            operator for inside_of in around for operator in inside_of if not all(operator in other for other in around)
-        ]
-        if cut and original not in outputs(original.graph) and any(map(analysis.weight_gemm, gemms)):
-            text = f"the boundary of {_names(cut)} lies between it and a GEMM"
-            report(node, gemms, Reason(Kind.BOUNDARY, text))
-    for node, reason in unknown_calls.find(analysis):
-        report(node, [], reason)
-    return tuple(sites)
-
-
-def _outputs(graph: Graph) -> list[Node]:
-    """The output nodes of a graph's own sites, as the user's own calls."""
-    before = Snapshot(graph)
-    try:
-        canonical = Canonical(graph)
-        return [canonical.originals.get(node, node) for node, _ in find(GraphAnalysis(graph, canonical.calls))]
-    finally:
-        before.restore()
-
-
-def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:
-    """The nodes from the GEMMs that a site's inputs come from to the GEMMs that read it, these included."""
-
-    def sources(node: Node) -> list[Node]:
-        if analysis.calls[node].gemm is not None:
-            return []
-        return [source for source in analysis.sources(node) if analysis.state[source] != FREE]
-
-    return [*gemms, *islice(reached([output], sources), 64)]
-
-
-def _is_activation(analysis: GraphAnalysis, canonical: Canonical, node: Node) -> bool:
-    """True where torch has the function, or one under it, as an activation, unlike x² in a norm."""
-    return any(
-        hasattr(torch.nn.functional, analysis.calls[call].name) or call in canonical.originals or analysis.custom(call)
-        for call in _calls(analysis, node)
-    )
-
-
-def _has_convolution(analysis: GraphAnalysis, nodes: list[Node]) -> bool:
-    return any(analysis.calls[node].name in CONVOLUTIONS for node in nodes if node in analysis.calls)
-
-
-def _names(nodes: list[Node]) -> str:
+def names_of(nodes: list[Node]) -> str:
     return ", ".join(dict.fromkeys(map(shown, nodes))) or "nothing"
 
 
@@ -214,7 +134,7 @@ def _rejected(reason: Reason) -> dict[str, Any]:
     return {"reason": str(reason), "kind": reason.kind, "excluded_by": reason.excluded_by}
 
 
-def _calls(analysis: GraphAnalysis, output: Node) -> list[Node]:
+def calls_of(analysis: GraphAnalysis, output: Node) -> list[Node]:
     """The pointwise calls from GEMMs to a rejected site's output node, which `examine` would have walked."""
     calls, pending = {output}, [output]
     while pending and len(calls) < 32:

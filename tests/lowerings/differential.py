@@ -39,9 +39,9 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
 
     Args:
         fn: the function.
-        way: "eager" runs Dynamo's graph as it is, "aot_eager" through AOTAutograd, "inductor" compiles it; a memory
-            level runs it after all of Inductor's passes, without code.
-        sites: gets what was found in Dynamo's graphs and their subgraphs; nothing with "inductor" and memory levels.
+        way: "eager" runs Dynamo's graph as it is, "aot_eager" through AOTAutograd; a memory level runs it
+            after all of Inductor's passes, without code.
+        sites: gets what was found in Dynamo's graphs and their subgraphs; nothing with memory levels.
     """
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -61,8 +61,6 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
     if way in LEVELS:
         policy = None if sites is None else FusionPolicy(memory=way, dropout=False)
         return functools.partial(interpreted(policy, exact=True), fn)
-    if way == "inductor":
-        return torch.compile(fn, backend=way if sites is None else "fused", dynamic=False)
     return torch.compile(fn, backend=backend, dynamic=False)
 
 

@@ -66,8 +66,3 @@ Gated = autograd_function(
         grad * x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
     ),
 )
-# x · wᵀ, spelled without a product.
-Spread = autograd_function(
-    lambda x, w: ((x.unsqueeze(-2) * w).sum(-1), x, w),
-    lambda grad, x, w: ((grad.unsqueeze(-1) * w).sum(-2), (grad.unsqueeze(-1) * x.unsqueeze(-2)).sum(0)),
-)

@@ -12,6 +12,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
+from functions import first, within
 from harness import captured
 from test_operators import check, cpp, leaf
 from torch import Tensor
@@ -126,9 +127,9 @@ def test_the_front_draws_in_the_graph() -> None:
     x, r = torch.ones(64, 64), torch.zeros(64, 64)
     compiled = torch.compile(lambda x: functional.bias_dropout_add(x, None, r, 0.5), fullgraph=True)
     torch.manual_seed(3)
-    first, second = compiled(x), compiled(x)
+    once, twice = compiled(x), compiled(x)
     torch.manual_seed(3)
-    assert torch.equal(compiled(x), first) and not torch.equal(first, second)
+    assert torch.equal(compiled(x), once) and not torch.equal(once, twice)
 
 
 # ---- pick-up: what is found ------------------------------------------------------------------------------------------
@@ -169,6 +170,15 @@ FOUND: dict[str, tuple[Callable[..., Tensor], list[tuple[bool, bool]]]] = {
     "module": (lambda s, x: x + s.drop(s.c(x)), [(False, True)]),
     "bias": (lambda s, x: x + F.dropout(s.c(x) + s.vector, 0.3), [(True, True)]),
     "bias in front": (lambda s, x: F.dropout(s.vector + F.linear(x, s.c.weight), 0.3), [(True, False)]),
+    "bias in place": (lambda s, x: F.dropout(F.linear(x, s.c.weight).add_(s.vector), 0.3), [(False, False)]),
+    "bias in another mode": (
+        lambda s, x: F.dropout(within(torch.no_grad, torch.add, s.c(x), s.vector), 0.3) + x.sin(),
+        [(False, True)],
+    ),
+    "bias, written between": (
+        lambda s, x: (lambda h: F.dropout(first(h + s.vector, h.mul_(2)), 0.3) + h)(s.c(x)),
+        [(False, True)],
+    ),
     "alone": (lambda s, x: F.dropout(s.c(x), 0.3).sin(), [(False, False)]),
     "in place": (lambda s, x: x + F.dropout(s.c(x), 0.3, True, True), [(False, True)]),
     "p 1": (lambda s, x: x + F.dropout(s.c(x), 1.0), [(False, True)]),
@@ -249,6 +259,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "in place, read afterwards": (
         lambda s, x: (h := s.c(x)) is not None and F.dropout(h, 0.5, True, True) + h,
         "works in place, and add reads the tensor afterwards", {},
+    ),
+    "eager's rounding": (
+        lambda s, x: F.dropout(s.c(x).bfloat16()), "emulate_precision_casts", {"emulate_precision_casts": True},
     ),
     "another order": (lambda s, x: F.dropout(s.c(x).t()), "another memory order than the operator's", {}),
     "under a transform": (

@@ -129,18 +129,21 @@ def test_a_registered_operator_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("function", (Hidden, Closed), ids=("Hidden", "Closed"))
-def test_what_is_not_registered_is_named(function: Any) -> None:
+def test_a_function_that_is_not_registered_is_opaque(function: Any) -> None:
+    """An MLP of such functions is not a site, and an error under ``strict``."""
     module, x = gelu(function), data()
-    (site,) = tfo.explain(module, x).sites
-    assert (site.op, site.kind) == (None, Kind.UNKNOWN_PRODUCT)
+    report = tfo.explain(module, x)
     name = "Function" if function is Closed else "self.function"
-    assert site.reason == f"it is not known whether {name}, a custom autograd.Function, is a GEMM"
-    assert "register_gemm" in site.hint and site.is_missed
-    with pytest.raises(Exception, match=rf"not known whether\s+{name}, a\s+custom autograd.Function,\s+is a\s+GEMM"):
+    assert not report.sites
+    assert [(site.kind, site.reason) for site in report.unread] == [
+        (Kind.OPAQUE, f"not an MLP: it is not known whether {name} is a GEMM")
+    ] * 2
+    with pytest.raises(Exception, match="linear layers and 2 opaque calls") as error:
         compiled(module)(x)
+    assert "register_gemm" in str(error.value)
     tfo.register_gemm(function)
-    (site,) = tfo.explain(module, x).sites
-    assert site.op == "fused::bias_act"
+    report = tfo.explain(module, x)
+    assert report.sites[0].op == "fused::bias_act" and not report.unread
 
 
 def test_a_registered_operator_alone() -> None:

@@ -6,7 +6,6 @@ Where a near miss *is* something that an operator expresses exactly, it must be 
 """
 
 import math
-import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +15,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import Recorder, compare, compiled, fits
+from differential import compare, compiled, fits
 from functions import first, within
 from harness import Net
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_fused_ops import FusionPolicy, activations
-from torch_fused_ops.graphs.reasons import Kind
-from torch_fused_ops.lowerings.recognize import rewrite
+from torch_fused_ops import activations
 from torch_fused_ops.operators.reference import CLAMP_KEEPS_BOUNDS
 
 C = math.sqrt(2 / math.pi)
@@ -59,12 +56,6 @@ def new_gelu(half: float = 0.5, root: float = C, cube: float = 0.044715) -> Case
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
-
-
-def spatial(u: Tensor, v: Tensor) -> Tensor:
-    """gMLP's gate: one part times a linear layer over the tokens of the other's norm."""
-    mixes = torch.linspace(-1, 1, 16, dtype=v.dtype).view(4, 4)
-    return u * (F.linear(F.layer_norm(v, (16,)).t(), mixes) + 1).t()
 
 
 def between(write: Callable[[Tensor, Tensor], Any]) -> Case:
@@ -107,88 +98,31 @@ KINK = "but with another gradient exactly at the kink"  # the first row is 0
 FUNCTIONS: dict[str, tuple[Case, str]] = {
     # relu in value, but not in its gradient at 0.
     "(x + |x|)/2": (one(lambda x: (x + x.abs()) / 2), KINK),
-    "x + relu(-x)": (one(lambda x: x + F.relu(-x)), KINK),
-    "maximum": (one(lambda x: torch.maximum(x, torch.zeros_like(x))), KINK),
     "gated by maximum": (two(lambda h, u: torch.maximum(h, torch.zeros_like(h)) * u), KINK),
     # A constant is off.
     "1.7": (one(lambda x: x * torch.sigmoid(1.7 * x)), r"like quick_gelu, but has 1\.7 for 1\.702$"),
     "1.702 off by 2e-6": (one(lambda x: x * torch.sigmoid(1.702 * (1 + 2e-6) * x)), "like quick_gelu, but has"),
-    "1.772, CLIP's neighbor": (one(lambda x: x * torch.sigmoid(1.772 * x)), "like quick_gelu, but has 1.772 for"),
     "-1.702": (one(lambda x: x * torch.sigmoid(-1.702 * x)), NO_ACTIVATION),
     "0.044": (new_gelu(cube=0.044), "like gelu_tanh, but has .* for 0.07135"),
-    "0.44715": (new_gelu(cube=0.44715), NO_ACTIVATION),
-    "sqrt(2)/pi": (new_gelu(root=math.sqrt(2) / math.pi), "like gelu_tanh, but has 0.9003"),
-    "0.7978": (new_gelu(root=0.7978), "like gelu_tanh, but has 1.5956 for 1.595769"),
-    "x**2 in NewGELU": (one(lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**2)))), NO_ACTIVATION),
-    "x**3.01 in NewGELU": (
-        one(lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x.abs() ** 3.01)))),
-        NO_ACTIVATION,
-    ),
-    "0.044715 outside": (one(lambda x: 0.5 * x * (1 + torch.tanh(C * x + 0.044715 * x**3))), "like gelu_tanh, but has"),
-    "minus in NewGELU": (one(lambda x: 0.5 * x * (1 - torch.tanh(C * (x + 0.044715 * x**3)))), NO_ACTIVATION),
-    "minus the cube": (one(lambda x: 0.5 * x * (1 + torch.tanh(C * (x - 0.044715 * x**3)))), NO_ACTIVATION),
-    "no 1 in NewGELU": (one(lambda x: 0.5 * x * torch.tanh(C * (x + 0.044715 * x**3))), NO_ACTIVATION),
     "1.0001 in NewGELU": (one(lambda x: 0.5 * x * (1.0001 + torch.tanh(C * (x + 0.044715 * x**3)))), NO_ACTIVATION),
-    "erf in NewGELU": (one(lambda x: 0.5 * x * (1 + torch.erf(C * (x + 0.044715 * x**3)))), NO_ACTIVATION),
-    "tanh in GELU": (
-        one(lambda x: 0.5 * x * (1 + torch.tanh(x / math.sqrt(2)))),
-        "like quick_gelu, but has 1.414214 for",
-    ),
     "erf(x)": (one(lambda x: 0.5 * x * (1 + torch.erf(x))), r"like gelu, but has 1 for 0\.7071068$"),
-    "erf(x/1.4142)": (one(lambda x: 0.5 * x * (1 + torch.erf(x / 1.4142))), "like gelu, but has 0.7071"),
-    "1 - erf": (one(lambda x: 0.5 * x * (1 - torch.erf(x / math.sqrt(2)))), NO_ACTIVATION),
     "gelu(-x)": (one(lambda x: F.gelu(-x)), NO_ACTIVATION),
     "-gelu(-x)": (one(lambda x: -F.gelu(-x)), NO_ACTIVATION),
-    "gelu of a constant more": (one(lambda x: F.gelu(x + 1e-3)), NO_ACTIVATION),
-    "silu, beta 2": (one(lambda x: x * torch.sigmoid(2 * x)), "like (silu|quick_gelu), but has 2 for|" + NO_ACTIVATION),
-    "silu, beta 1.00001": (one(lambda x: x * torch.sigmoid(1.00001 * x)), "like silu, but has 1.00001 for 1"),
     "silu + 1e-7": (one(lambda x: F.silu(x) + 1e-7), NO_ACTIVATION),
-    "x/(1+exp(-x)+eps)": (one(lambda x: x / (1 + torch.exp(-x) + 1e-6)), NO_ACTIVATION),
-    "x/(1+exp(x))": (one(lambda x: x / (1 + torch.exp(x))), NO_ACTIVATION),
-    "x/(1+exp2(-x))": (one(lambda x: x / (1 + torch.exp2(-x))), NO_ACTIVATION + "|but has"),
-    "2·sigmoid(x) - 1": (one(lambda x: 2 * torch.sigmoid(x) - 1), NO_ACTIVATION + "|like tanh, but has 1 for 2"),
-    "relu(x) - 0.5": (one(lambda x: F.relu(x) - 0.5), NO_ACTIVATION),
-    "relu(x - 1e-3)": (one(lambda x: F.relu(x - 1e-3)), NO_ACTIVATION),
     # Another power, another operand.
     "relu**3": (one(lambda x: F.relu(x) ** 3), r"^relu\(x\)\^3 is not a supported activation"),
-    "relu**2.001": (one(lambda x: F.relu(x) ** 2.001), NO_ACTIVATION),
-    "relu(x)·x²": (one(lambda x: F.relu(x) * x * x), NO_ACTIVATION),
-    "squares of both sides": (one(lambda x: F.relu(x) ** 2 + F.relu(-x) ** 2), NO_ACTIVATION),
-    "x·|x|": (one(lambda x: x * x.abs()), NO_ACTIVATION),
-    "x·tanh(x)": (one(lambda x: x * torch.tanh(x)), NO_ACTIVATION),
     "x²·sigmoid(x)": (one(lambda x: F.silu(x) * x), r"^x\^2·sigmoid\(x\) is not a supported activation"),
-    "silu(silu(x))": (one(lambda x: F.silu(F.silu(x))), NO_ACTIVATION),
-    "gelu(relu(x))": (one(lambda x: F.gelu(F.relu(x))), NO_ACTIVATION),
     "silu + gelu": (one(lambda x: F.silu(x) + F.gelu(x)), NO_ACTIVATION),
-    "a mean of two": (one(lambda x: 0.5 * (F.silu(x) + F.relu(x))), NO_ACTIVATION),
-    "x + silu(x)": (one(lambda x: x + F.silu(x)), NO_ACTIVATION),
     # Other activations.
     "relu6": (one(F.relu6), NO_ACTIVATION),
     "relu6 with a limit beyond all data": (one(lambda x: x.clamp(0, 1e9)), NO_ACTIVATION),
     "leaky_relu, slope 1e-5": (one(lambda x: F.leaky_relu(x, 1e-5)), NO_ACTIVATION),
-    "elu": (one(F.elu), NO_ACTIVATION),
-    "selu": (one(F.selu), NO_ACTIVATION),
-    "celu": (one(lambda x: F.celu(x, 0.5)), NO_ACTIVATION),
-    "hardswish": (one(F.hardswish), NO_ACTIVATION),
-    "hardtanh": (one(F.hardtanh), NO_ACTIVATION),
-    "hardsigmoid": (one(F.hardsigmoid), NO_ACTIVATION),
-    "softplus": (one(F.softplus), NO_ACTIVATION),
     "softplus, beta 100, which is nearly relu": (one(lambda x: F.softplus(x, 100.0)), NO_ACTIVATION),
     "mish": (one(F.mish), NO_ACTIVATION),
-    "softsign": (one(F.softsign), NO_ACTIVATION),
-    "tanhshrink": (one(F.tanhshrink), NO_ACTIVATION),
-    "logsigmoid": (one(F.logsigmoid), NO_ACTIVATION),
     "threshold at 0.1": (one(lambda x: F.threshold(x, 0.1, 0.0)), "cannot be proved|" + NO_ACTIVATION),
-    "threshold to another value": (one(lambda x: F.threshold(x, 0.0, -0.1)), "cannot be proved|" + NO_ACTIVATION),
-    "where, shifted": (one(lambda x: torch.where(x > 0.1, x, 0.0)), "cannot be proved|" + NO_ACTIVATION),
-    "where, other side": (one(lambda x: torch.where(x < 0, x, 0.0)), "cannot be proved|" + NO_ACTIVATION),
-    "where, swapped": (one(lambda x: torch.where(x > 0, 0.0, x)), "cannot be proved|" + NO_ACTIVATION),
-    "where, leaking": (one(lambda x: torch.where(x > 0, x, 0.01 * x)), "cannot be proved|" + NO_ACTIVATION),
     "where on another sign": (two(lambda h, u: torch.where(u > 0, h, 0.0)), "cannot be proved|" + NO_GATE),
-    "x·(x > 0.5)": (one(lambda x: x * (x > 0.5)), "cannot be proved|" + NO_ACTIVATION),
     "masked_fill, shifted": (one(lambda x: x.masked_fill(x < 0.1, 0.0)), "cannot be proved|" + NO_ACTIVATION),
     "sin": (one(lambda x: torch.sin(x) * torch.sigmoid(x)), "sin.x. is not a supported activation"),
-    "snake": (one(lambda x: F.silu(x) + torch.sin(x) ** 2), NO_ACTIVATION),
     "rounded": (one(lambda x: F.relu(torch.round(x * 8) / 8)), "rounding in it"),
     "rounded by a magic number": (
         one(lambda x: F.silu((x + 1.5 * 2**52) - 1.5 * 2**52)),
@@ -198,7 +132,6 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
         one(lambda x: F.silu(x) + 1e6 * (torch.sigmoid(1.0000005 * x) - torch.sigmoid(x))),
         NO_ACTIVATION + "|cannot be proved|large terms cancel",
     ),
-    "x/(1-exp(-x))": (one(lambda x: x / (1 - torch.exp(-x))), NO_ACTIVATION),
     "x/(2+exp(-x))": (one(lambda x: x / (2 + torch.exp(-x))), NO_ACTIVATION),
     "relu**40": (one(lambda x: F.relu(x) ** 40), NO_ACTIVATION),
     "x**x": (one(lambda x: x.abs() ** x), "a power with a variable exponent"),
@@ -213,37 +146,17 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
     "many calls": (one(lambda x: sum(torch.sigmoid(x) for _ in range(70))), "more than 64 pointwise calls"),
     "0 everywhere": (one(lambda x: torch.sigmoid(x) * torch.zeros_like(x)), "not an MLP: it is 0 everywhere"),
     # Gates.
-    "silu(h)·h, both": (two(lambda h, u: F.silu(h) * h + 0 * u), NO_GATE),
-    "gate used twice": (two(lambda h, u: F.silu(h) * torch.sigmoid(h) * u), NO_GATE),
-    "gate times gate": (two(lambda h, u: F.silu(h) * h * u), NO_GATE),
     "sigmoid of the wrong operand": (two(lambda h, u: h * torch.sigmoid(u) * u + h), NO_GATE),
-    "two activations": (two(lambda h, u: F.silu(h) * F.gelu(u)), NO_GATE),
     "the same of both": (two(lambda h, u: torch.tanh(h) * torch.sigmoid(u)), NO_GATE),
-    "activation of the product": (two(lambda h, u: F.silu(h * u)), NO_GATE),
-    "gelu(h) + gelu(u)": (two(lambda h, u: F.gelu(h) + F.gelu(u)), NO_GATE),
-    "beta 2": (two(lambda h, u: h * torch.sigmoid(2 * h) * u), NO_GATE),
-    "1.7 in a GLU": (two(lambda h, u: h * torch.sigmoid(1.7 * h) * u), NO_GATE),
     "up + 1 outside": (two(lambda h, u: F.silu(h) * u + 1), NO_GATE),
-    "2·up + 1": (two(lambda h, u: F.silu(h) * (2 * u + 1)), NO_GATE),
     "up²": (two(lambda h, u: F.silu(h) * u * u), NO_GATE),
-    "|up|": (two(lambda h, u: F.silu(h) * u.abs()), NO_GATE),
-    "over up": (two(lambda h, u: F.silu(h) / u), NO_GATE),
     "only up's sign": (two(lambda h, u: F.silu(h) * torch.sign(u)), "rounding in it"),
     "clamps differ": (two(lambda h, u: F.silu(h.clamp(max=7.0)) * u.clamp(-7.001, 7.001)), NO_GATE),
     "clamp of up lopsided": (two(lambda h, u: F.silu(h.clamp(max=7.0)) * u.clamp(-6.0, 7.0)), NO_GATE),
-    "clamp of up above only": (two(lambda h, u: F.silu(h.clamp(max=7.0)) * u.clamp(max=7.0)), NO_GATE),
     "clamp of the gate on both sides": (two(lambda h, u: F.silu(h.clamp(-7.0, 7.0)) * u.clamp(-7.0, 7.0)), NO_GATE),
-    "clamp of the gate alone": (two(lambda h, u: F.silu(h.clamp(max=7.0)) * u), NO_GATE),
-    "clamp of up alone": (two(lambda h, u: F.silu(h) * u.clamp(-7.0, 7.0)), NO_GATE),
-    "clamp of the result": (two(lambda h, u: swiglu(h, u).clamp(-7.0, 7.0)), NO_GATE),
-    "clamp after the sigmoid": (
-        two(lambda h, u: h.clamp(max=1.0) * torch.sigmoid(1.702 * h) * (u.clamp(-1.0, 1.0) + 1)),
-        NO_GATE,
-    ),
     "clamped to minus": (two(lambda h, u: F.silu(h.clamp(max=-7.0)) * u.clamp(7.0, -7.0)), NO_GATE),
     "offset inside the clamp": (two(lambda h, u: F.silu(h.clamp(max=1.0)) * (u + 1).clamp(-1.0, 1.0)), NO_GATE),
     "three products": (lambda h, u, p, w, m: F.linear(F.silu(h) * u * p[:, :16], w), "3 different tensors take part"),
-    "a third adds": (lambda h, u, p, w, m: F.linear(F.silu(h) * u + p[:, :16], w), "3 different tensors take part"),
 }
 
 # ---- another tensor takes part ---------------------------------------------------------------------------------------
@@ -258,7 +171,6 @@ OTHERS: dict[str, tuple[Case, str]] = {
         lambda h, u, p, w, m: F.linear(torch.where(u[:, :1] > 0, F.silu(h), h), w),
         MASK + "gt",
     ),
-    "where": (lambda h, u, p, w, m: F.linear(torch.where(m > 0, F.silu(h), h), w), MASK + "gt"),
     "a residual inside": (lambda h, u, p, w, m: F.linear(F.gelu(h) + m, w), ANOTHER + "m"),
     "prelu": (lambda h, u, p, w, m: F.linear(F.prelu(h, m[0]), w), ANOTHER + "m"),
     "a limit that is a tensor": (lambda h, u, p, w, m: F.linear(torch.maximum(h, m), w), ANOTHER + "m"),
@@ -275,18 +187,10 @@ OTHERS: dict[str, tuple[Case, str]] = {
         two(lambda h, u: F.layer_norm(F.silu(h), (16,)) * F.tanh(u)),
         "combined with the result of layer_norm",
     ),
-    "a norm by hand": (
-        two(lambda h, u: F.silu(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)) * F.tanh(u)),
-        "combined with the result of silu",
-    ),
     "cumsum in between": (two(lambda h, u: F.silu(h).cumsum(-1) * F.tanh(u)), "combined with the result of cumsum"),
     "custom operator in between": (two(lambda h, u: noise(F.silu(h)) * F.tanh(u)), "combined with the result of noise"),
-    "rolled": (two(lambda h, u: F.silu(h).roll(1, -1) * F.tanh(u)), "combined with the result of roll"),
-    "flipped": (two(lambda h, u: F.silu(h) * F.tanh(u).flip(-1)), "combined with the result of flip"),
-    "sorted": (two(lambda h, u: F.silu(h) * F.tanh(u).sort(-1)[0]), "combined with the result of sort"),
     "noise": (one(lambda x: F.silu(x) * torch.rand_like(x)), "combined with the result of rand_like"),
     "active dropout inside": (one(lambda x: F.dropout(torch.sigmoid(x), 0.5) * x), "an active dropout stands inside"),
-    "active dropout inside a GLU": (two(lambda h, u: F.dropout(F.silu(h), 0.5) * u), "an active dropout stands inside"),
 }
 
 # ---- the activation learns -------------------------------------------------------------------------------------------
@@ -304,11 +208,6 @@ def xielu(s: Any, x: Tensor) -> Tensor:
 
 LEARNED: dict[str, tuple[Case, str]] = {
     "prelu": (one(learned(lambda s, x: F.prelu(x, s.alpha))), "a learnable parameter takes part: alpha"),
-    "nn.PReLU": (one(nn.PReLU(dtype=torch.float64)), "a learnable parameter takes part: weight"),
-    "learned slope": (
-        one(learned(lambda s, x: torch.sigmoid(s.beta * x) * s.beta * x * x)),
-        "a learnable parameter takes part: beta|" + NO_GATE,
-    ),
     "xIELU": (one(learned(xielu)), "a learnable parameter takes part: beta"),
     "learned offset": (one(learned(lambda s, x: F.relu(x) - s.beta)), "a learnable parameter takes part: beta"),
 }
@@ -317,33 +216,18 @@ LEARNED: dict[str, tuple[Case, str]] = {
 
 SHAPES: dict[str, tuple[Case, str]] = {
     "broadcast of up": (two(lambda h, u: F.silu(h) * u[:, :1]), BROADCAST),
-    "broadcast of the gate": (two(lambda h, u: F.silu(h[:1]) * u), BROADCAST),
     "one row of itself": (one(lambda h: F.silu(h) * h[:1]), BROADCAST),
     "a new axis": (two(lambda h, u: F.silu(h) * u[:, None]), BROADCAST),
-    "outer product": (lambda h, u, p, w, m: F.linear(F.silu(h)[:, None] * u[None], w), BROADCAST + "|stands between"),
-    "expanded": (two(lambda h, u: F.silu(h[:, :1]).expand(4, 16) * u), BROADCAST + "|stands between"),
     "transposed inside": (
         lambda h, u, p, w, m: F.linear(torch.sigmoid(h[:, :4]).t() * h[:, :4], w[:, :4]),
         PARTS + "|order|transpos",
     ),
-    "rows exchanged inside": (
-        two(lambda h, u: F.silu(h).view(4, 4, 4).transpose(0, 1).reshape(4, 16) * u),
-        PARTS + "|order|transpos",
-    ),
     "chunk on the first axis": (packed(lambda p: swiglu(*p[:, :16].chunk(2, 0))), NOT_LAST(0, 2)),
-    "hsplit of three axes": (
-        lambda h, u, p, w, m: F.linear(swiglu(*p.view(2, 2, 32)[..., :16].hsplit(2)), w),
-        NOT_LAST(1, 3),
-    ),
     "vsplit": (packed(lambda p: swiglu(*p[:, :16].vsplit(2))), NOT_LAST(0, 2)),
-    "dsplit of four axes": (
-        lambda h, u, p, w, m: F.linear(swiglu(*p.view(2, 1, 2, 32)[..., :16].dsplit(2)), w),
-        NOT_LAST(2, 4),
-    ),
-    "unequal hsplit": (lambda h, u, p, w, m: F.linear(swiglu(*p.hsplit([31])), m.new_ones(8, 31)), BROADCAST),
     "rows as gate and up": (lambda h, u, p, w, m: F.linear(swiglu(h[:2], h[2:]), w), NOT_LAST(0, 2)),
     "F.glu of rows": (packed(lambda p: F.glu(p[:, :16], 0)), NOT_LAST(0, 2)),
     "linear attention": (lambda h, u, p, w, m: F.relu(h) @ torch.softmax(u, -1).t(), TWO_COMPUTED),
+    "a piece of an activation's result": (packed(lambda p: F.gelu(p).chunk(2, -1)[0] * torch.tanh(p[:, :16])), PARTS),
     "reshaped inside": (one(lambda x: torch.sigmoid(x).view(2, 2, 16).view(4, 16) * x), PARTS),
     "unequal split": (lambda h, u, p, w, m: F.linear(swiglu(*p.split([31, 1], -1)), m.new_ones(8, 31)), BROADCAST),
     "integers": (lambda h, u, p, w, m: torch.relu(m.int() @ w.int().t()) @ w.int(), "torch.int32: only real floating"),
@@ -352,7 +236,6 @@ SHAPES: dict[str, tuple[Case, str]] = {
         "torch.complex64: only real floating",
     ),
     "reads its own product": (lambda h, u, p, w, m: (lambda y: y @ y.t())(F.silu(h)), TWO_COMPUTED),
-    "attention's values": (lambda h, u, p, w, m: torch.softmax(h @ u.t(), -1) @ F.silu(u), TWO_COMPUTED),
     "an attention gate": (
         lambda h, u, p, w, m: F.linear(torch.softmax(h @ u.t(), -1) @ u * torch.sigmoid(h), w),
         "not an MLP: combined with the result of matmul",
@@ -363,11 +246,6 @@ SHAPES: dict[str, tuple[Case, str]] = {
 
 CASTS: dict[str, tuple[Case, str]] = {
     "bf16 sigmoid": (one(lambda x: x * torch.sigmoid(x.bfloat16()).to(x.dtype)), "it works in torch.bfloat16 on"),
-    "fp16 in the middle": (
-        one(lambda x: x / 2 * (1 + torch.tanh(x / 2).half().to(x.dtype))),
-        "it works in torch.float16 on",
-    ),
-    "half of the gate": (two(lambda h, u: F.silu(h).bfloat16().to(h.dtype) * u), "it works in torch.bfloat16 on"),
     "half of up": (two(lambda h, u: F.silu(h) * u.half().to(h.dtype)), "it works in torch.float16 on"),
     "type_as the mask": (two(lambda h, u: F.silu(h).type_as(u.bfloat16()).to(h.dtype) * u), "bfloat16"),
     "integers in the middle": (
@@ -378,46 +256,6 @@ CASTS: dict[str, tuple[Case, str]] = {
 
 # ---- something is switched, detached or hooked in between ------------------------------------------------------------
 
-
-def written_behind_the_cut(act: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
-    y = act(p)
-    pieces = y.chunk(2, -1)
-    y.mul_(2)
-    return spatial(*pieces)
-
-
-# What is a piece of the activation's result, and something else beside.
-PIECES: dict[str, tuple[Case, str]] = {
-    "the whole is read, too": (
-        lambda h, u, p, w, m: (lambda y: F.linear(spatial(*y.chunk(2, -1)), w) + y.sum())(F.gelu(p)),
-        "getitem stands between",
-    ),
-    "a piece that is written afterwards": (
-        packed(lambda p: (lambda c: first(spatial(c[0], c[1]), c[0].mul_(2)))(F.gelu(p).chunk(2, -1))),
-        "mul_ also reads the result of gelu inside the activation",
-    ),
-    "the input written in between": (
-        packed(lambda p: spatial(*first(F.gelu(p), p.mul_(2)).chunk(2, -1))),
-        "mul_ writes into its input in place",
-    ),
-    "the result written as a whole": (
-        packed(lambda p: spatial(*F.gelu(p).mul_(2).chunk(2, -1))),
-        "getitem stands between",
-    ),
-    "the whole written behind the cut": (
-        packed(lambda p: within(torch.no_grad, written_behind_the_cut, F.gelu, p)),
-        "getitem stands between",
-    ),
-    "written behind a dropout that is off": (
-        packed(lambda p: within(torch.no_grad, written_behind_the_cut, lambda p: F.dropout(F.gelu(p), 0.5, False), p)),
-        "getitem stands between",
-    ),
-    "behind a dropout": (packed(lambda p: spatial(*F.dropout(F.gelu(p), 0.5).chunk(2, -1))), "getitem stands between"),
-    "of a call in place": (packed(lambda p: spatial(*p.sigmoid_().chunk(2, -1))), "getitem stands between"),
-    "of a product": (packed(lambda p: spatial(*(torch.sigmoid(p) * p).chunk(2, -1))), "getitem stands between"),
-    "of another shape": (packed(lambda p: spatial(*F.gelu(p.view(4, 2, 16)).unbind(1))), "getitem stands between"),
-    "of something unknown": (packed(lambda p: spatial(*F.mish(p).chunk(2, -1))), NO_GATE),
-}
 
 SWITCHED = "autocast or grad mode is switched between its parts"
 NO_DERIVATIVE = "the backward of a custom autograd.Function is not its derivative"
@@ -602,14 +440,9 @@ NO_SITE: dict[str, Case] = {
 
 FUSED: dict[tuple[str, str], dict[str, Case]] = {
     ("glu", "gelu"): {
-        "a part of an activation's result": packed(lambda p: spatial(*F.gelu(p).chunk(2, -1))),
-        "a piece that is written": packed(
-            lambda p: (lambda c: first(c, c[0].mul_(2)) and spatial(c[0], c[1]))(F.gelu(p).chunk(2, -1))
-        ),
         "with an offset of -0.5": two(lambda h, u: F.gelu(h) * (u - 0.5)),
     },
     ("glu", "silu"): {
-        "the other part": packed(lambda p: spatial(*reversed(F.silu(p).split(16, -1)))),
         "the same autocast entered twice": two(
             lambda h, u: (lambda s: within(bf16, torch.mul, s, u))(within(bf16, F.silu, h))
         ),
@@ -633,10 +466,6 @@ FUSED: dict[tuple[str, str], dict[str, Case]] = {
         "a sum as the up": two(lambda h, u: F.silu(h) * (u + h)),
         "an up of its own input": lambda h, u, p, w, m: F.linear(F.silu(h) * (h + w[0]), w),
     },
-    ("glu", "relu"): {
-        "and a dropout that is off": packed(lambda p: spatial(*F.dropout(F.relu(p), 0.5, False).tensor_split(2, dim=1)))
-    },
-    ("glu", "tanh"): {"of its method": packed(lambda p: spatial(*p.tanh().chunk(2, 1)))},
     ("bias_act", "silu"): {
         "grad switched off and on": one(lambda x: x * first(torch.sigmoid(x), within(torch.no_grad, torch.sum, x))),
         "a result that lies transposed": lambda h, u, p, w, m: F.linear(F.silu(h.t()).t(), w),
@@ -679,7 +508,7 @@ FUSED: dict[tuple[str, str], dict[str, Case]] = {
 
 FAMILIES = {
     "function": FUNCTIONS, "operand": OTHERS, "learned": LEARNED, "shape": SHAPES, "cast": CASTS, "region": REGIONS,
-    "piece": PIECES, "write": WRITTEN,
+    "write": WRITTEN,
 }  # fmt: skip
 LEFT_ALONE = {f"{family}: {name}": case for family, cases in FAMILIES.items() for name, case in cases.items()}
 
@@ -687,7 +516,6 @@ LEFT_ALONE = {f"{family}: {name}": case for family, cases in FAMILIES.items() fo
 WITHOUT_GRAD = {
     "write: as out=", "write: as one of several out=", "write: by numpy", "write: by running statistics",
     "write: its result, after the GEMM", "write: the packed tensor", "write: the other half",
-    "piece: a piece that is written afterwards", "a piece that is written", "piece: the input written in between",
 }  # fmt: skip
 
 
@@ -715,25 +543,6 @@ def test_left_alone(name):
     assert site.kind is not None and fits(site.kind, site.reason), site.kind
 
 
-def test_a_piece_that_is_taken_twice_and_written_is_left_alone():
-    """Dynamo takes each piece once; a graph by hand may take it again behind the write."""
-    x, w, d = torch.randn(4, 8), torch.randn(32, 8), torch.randn(8, 16)
-
-    def model(x, w, d):
-        c = F.gelu(F.linear(x, w)).chunk(2, -1)
-        c[0].mul_(2)
-        return F.linear(spatial(c[0], c[1]), d)
-
-    gm = torch.fx.symbolic_trace(model, concrete_args=None)
-    assert len([n for n in gm.graph.nodes if n.target is operator.getitem and n.args[1] == 0]) == 2
-
-    Recorder(gm).run(x, w, d)
-    (site,) = rewrite(gm.graph, FusionPolicy())
-    assert site.op is None and site.kind is Kind.STANDS_BETWEEN
-    gm.recompile()
-    torch.testing.assert_close(gm(x, w, d), model(x, w, d))
-
-
 def test_gathered_experts():
     """Each token's expert, gathered by a router's choice: weights stay weights."""
 
@@ -756,20 +565,13 @@ def test_no_site(name):
 SCALED: dict[str, tuple[Case, str]] = {
     "0.51": (new_gelu(half=0.51), "1.02·gelu_tanh(x)"),
     "no half": (one(lambda x: x * (1 + torch.erf(x / math.sqrt(2)))), "2·gelu(x)"),
-    "silu·(1 + 2e-6)": (one(lambda x: F.silu(x) * (1 + 2e-6)), "1.000002·silu(x)"),
-    "in two places": (one(lambda x: 0.5 * torch.sigmoid(x) * 3), "1.5·sigmoid(x)"),
-    "tanh(1.01x)": (one(lambda x: torch.tanh(1.01 * x)), "tanh(1.01·x)"),
     "LeCun's tanh": (one(lambda x: 1.7159 * torch.tanh(2 / 3 * x)), "1.7159·tanh(0.6666667·x)"),
-    "a soft cap": (one(lambda x: torch.tanh(x / 30) * 30), "30·tanh(0.03333333·x)"),
-    "relu²·0.5": (one(lambda x: 0.5 * F.relu(x) ** 2), "0.5·relu2(x)"),
     "relu of the negative": (one(lambda x: F.relu(-2.0 * x)), "relu(-2·x)"),
-    "GLU": (two(lambda h, u: 1.1 * F.silu(h) * u), "1.1·silu(x)"),
     "minus, in a GLU": (two(lambda h, u: -F.silu(h) * u), "-1·silu(x)"),
     "by keyword": (one(lambda x: F.silu(torch.div(input=x, other=2.0))), "silu(0.5·x)"),
     "Falcon-H1's gate": (two(lambda h, u: u * F.silu(h * 0.7)), "silu(0.7·x)"),
     "the same, by hand": (two(lambda h, u: 0.7 * h * u * torch.sigmoid(0.7 * h)), "silu(0.7·x)"),
     "both": (two(lambda h, u: F.silu(h / 2) * u * 3), "3·silu(0.5·x)"),
-    "packed": (packed(lambda p: swiglu(p[:, :16], p[:, 16:]) * 2), "2·silu(x)"),
     "packed, of the gate": (packed(lambda p: swiglu(p[:, :16] * 0.25, p[:, 16:])), "silu(0.25·x)"),
 }
 
@@ -784,16 +586,12 @@ def test_scales_stand_beside_the_operator(name):
 # A factor that no GEMM has produced stays behind the operator.
 FACTORS: dict[str, tuple[Case, str]] = {
     "mask": (lambda h, u, p, w, m: F.linear(F.gelu(h) * (m > 0), w), "gelu"),
-    "float mask": (lambda h, u, p, w, m: F.linear(F.silu(h) * m, w), "silu"),
     "an input as the up": (lambda h, u, p, w, m: F.linear(m * F.gelu(h), w), "gelu"),
     "an input as the gate": (lambda h, u, p, w, m: F.linear(F.gelu(m) * F.tanh(h), w), "tanh"),
     "a row of scales": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[0], w), "sigmoid"),
-    "a column of scales": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[:, :1], w), "sigmoid"),
     "a column of divisors": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) / (1 + m[:, :1] ** 2), w), "sigmoid"),
     "a scale that is a tensor": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[0, 0], w), "sigmoid"),
     "layer scale": (one(learned(lambda s, x: F.gelu(x) * s.alpha)), "gelu"),
-    "x-transformers' GLU": (packed(learned(lambda s, p: p[:, :16] * F.gelu(p[:, 16:]) * s.alpha)), "gelu"),
-    "a row, then a column": (lambda h, u, p, w, m: F.linear(F.silu(h) * u * m[0] * m[:, :1], w), "silu"),
     "in front of two GEMMs": (lambda h, u, p, w, m: F.linear(F.silu(h) * m[0], w) + F.linear(F.silu(h), w), "silu"),
     "one of two readers": (lambda h, u, p, w, m: (lambda a: F.linear(a * m[0], w) + F.linear(a, w))(F.silu(h)), "silu"),
     "two factors of one": (
@@ -837,21 +635,14 @@ MASKED: dict[str, tuple[Case, str]] = {
     ),
     "masked_fill in place": (lambda h, u, p, w, m: F.linear(F.silu(h.masked_fill_(on_rows(m), 0.0)), w), "bias_act"),
     "where": (lambda h, u, p, w, m: F.linear(F.silu(torch.where(on_rows(m), 0.0, h)), w), "bias_act"),
-    "its method": (lambda h, u, p, w, m: F.linear(F.silu(h.where(on_rows(m), 0.5)), w), "bias_act"),
     "where, of two": (lambda h, u, p, w, m: F.linear(F.silu(torch.where(on_rows(m), h, u)), w), "bias_act"),
     "where, of an input": (lambda h, u, p, w, m: F.linear(F.silu(torch.where(on_rows(m), h, m)), w), "bias_act"),
     "a factor": (lambda h, u, p, w, m: F.linear(F.silu(h * on_rows(m)), w), "bias_act"),
     "a factor in place": (lambda h, u, p, w, m: F.linear(F.silu(h.mul_(on_rows(m).to(h.dtype))), w), "bias_act"),
     "each element": (lambda h, u, p, w, m: F.linear(F.gelu(h.masked_fill(m > 0, 0.0)), w), "bias_act"),
-    "columns": (lambda h, u, p, w, m: F.linear(F.gelu(h.masked_fill(m[0] > 0, 0.0)), w), "bias_act"),
-    "all or nothing": (lambda h, u, p, w, m: F.linear(F.gelu(h.masked_fill(m[0, 0] > 0, 0.0)), w), "bias_act"),
     "packed": (packed(lambda p: swiglu(*p.masked_fill(p.detach()[:, :1] > 0, 0.0).chunk(2, -1))), "bias_glu"),
     "gate alone": (lambda h, u, p, w, m: F.linear(swiglu(h.masked_fill(on_rows(m), 0.0), u), w), "glu"),
     "up alone": (lambda h, u, p, w, m: F.linear(swiglu(h, u.masked_fill(on_rows(m), 0.0)), w), "glu"),
-    "gate and up": (
-        lambda h, u, p, w, m: F.linear(swiglu(h.masked_fill(on_rows(m), 0.0), u.masked_fill(on_rows(m), 0.0)), w),
-        "glu",
-    ),
     "by rows of a GEMM's result": (two(lambda h, u: swiglu(h.masked_fill(u[:, :1] > 0, 0.0), u)), "glu"),
     "by rows of a softmax": (
         lambda h, u, p, w, m: F.linear(F.silu(h * torch.softmax(u, -1)[:, :1].gt(0.05).to(h.dtype)), w),
@@ -887,10 +678,10 @@ def test_what_is_rounded_before_it_is_widened_stays_rounded(name):
     assert site.op and site.activation in ("gelu", "silu")
 
 
-@pytest.mark.parametrize(("what", "name"), [(what, name) for what, cases in FUSED.items() for name in cases])
-def test_fused_as_what_it_is(what, name):
-    (site,) = sites(FUSED[what][name], name)
-    assert (site.op, site.activation) == (f"fused::{what[0]}", what[1])
+@pytest.mark.parametrize(("op", "activation", "name"), [(*what, name) for what in FUSED for name in FUSED[what]])
+def test_fused_as_what_it_is(op, activation, name):
+    (site,) = sites(FUSED[op, activation][name], name)
+    assert (site.op, site.activation) == (f"fused::{op}", activation)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import REASONS, fits, traced
-from functions import Spread, StraightThrough, first, within
+from functions import StraightThrough, first, within
 from harness import GEMMS, MLP, Net, raises, selective
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -325,7 +325,6 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.COMPARISON: mlp(lambda h, u, m: torch.where(h > 0, h, 0.0)),
     Kind.UNPROVABLE: mlp(lambda h, u, m: torch.round(h)),
     Kind.CUSTOM_FUNCTION: mlp(lambda h, u, m: StraightThrough.apply(h)),
-    Kind.UNKNOWN_PRODUCT: site_of(lambda x, w, d: Spread.apply(F.gelu(F.linear(x, w)), d)),
     Kind.ARGUMENT: site_of(lambda x, w, d: F.linear(F.silu(F.linear(x, w)) * 1j, d.cfloat())),
     Kind.TENSOR_BOUND: mlp(lambda h, u, m: torch.clamp(h, max=u)),
     Kind.INNER_READER: site_of(lambda x, w, d: (lambda s, h: (F.linear(s * h, d), s))(*sigmoid_of(F.linear(x, w)))),

@@ -94,10 +94,6 @@ class Kind(Enum):
     )
     UNPROVABLE = Category.FUNCTION
     CUSTOM_FUNCTION = Category.FUNCTION
-    UNKNOWN_PRODUCT = (
-        Category.FUNCTION,
-        "If it multiplies its input by weights, register it: torch_fused_ops.register_gemm(F).",
-    )
     ARGUMENT = Category.FUNCTION
     TENSOR_BOUND = Category.FUNCTION, "Write the clamp's bound as a number."
 

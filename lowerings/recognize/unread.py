@@ -1,0 +1,150 @@
+"""Activations and opaque calls that are not sites, listed for people. Nothing here decides what is fused.
+
+Opaque calls are custom operators, Triton kernels, and functions that Dynamo does not trace (``allow_in_graph``), also
+inside a custom ``torch.autograd.Function``. An opaque call may be a GEMM, or an activation.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import islice
+
+import torch
+from torch.fx import Graph, Node
+
+from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason
+from torch_fused_ops.graphs.sites import Site
+from torch_fused_ops.lowerings import compat
+
+from .canonical import Canonical
+from .graph import FREE, NONLINEAR, Call, GraphAnalysis, body_of, join, reached, shown, tensor, tensor_positions
+from .report import Candidate, calls_of, names_of, site_of
+from .rewrite import Snapshot
+from .subgraph import find, readers
+from .symbolic import RULES
+
+# Namespaces of PyTorch's operators and ours: those without a name in ``graph.py`` are known not to be GEMMs.
+_KNOWN = {
+    *("aten", "prim", "prims", "fused", "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
+    *("inductor", "inductor_prims", "rngprims", "debugprims", "export", "streams", "profiler"),
+}
+
+
+def unread(graph: Graph) -> tuple[Site, ...]:
+    """List a graph's activations and opaque calls that are not sites, each with its reason. The graph is not changed.
+
+    An activation before a norm or behind a convolution is one, and so is an activation at an end of the graph. The
+    bodies of higher-order operators are searched together with the graph, so that a site is listed if the boundary of
+    an operator cuts it. Opaque calls are listed if they lie between GEMMs, or beside an activation.
+    """
+    joined, copied = join(graph)
+    canonical = Canonical(joined)
+    analysis = GraphAnalysis(joined, canonical.calls)
+    opaque = {node: name for node, call in analysis.calls.items() if (name := _opaque_name(node, call))}
+    for node in opaque:
+        analysis.calls[node].gemm = tensor_positions(node)
+    analysis = GraphAnalysis(joined, analysis.calls)  # as if each opaque call was a GEMM
+    sites: dict[Node, tuple[list[Node], Reason]] = {}
+    for node, call in analysis.calls.items():
+        if analysis.passes(node) or not (node.users and _is_activation(analysis, canonical, node)):
+            continue
+        users = list(readers(analysis, node))
+        gemms = [user for user in users if analysis.calls[user].gemm is not None]
+        inside = any(analysis.state[user] == NONLINEAR for user in users)
+        if analysis.state[node] == NONLINEAR and users and not gemms and not inside:
+            text = f"{NOT_AN_MLP}no GEMM reads it, but {names_of(users)}"
+            sites[node] = gemms, Reason(Kind.NO_GEMM_READS, text)
+        elif analysis.state[node] == FREE and call.name in RULES and gemms:
+            sources = names_of([analysis.origin(a) for a in node.all_input_nodes])
+            text = f"{NOT_AN_MLP}it reads {sources}, which no GEMM with weights has produced"
+            sites[node] = gemms, Reason(Kind.NO_GEMM_BEFORE, text)
+    outputs = cache(_outputs)
+    for node, gemms in find(analysis):
+        parts = _parts(analysis, node, gemms)
+        for part in (part for part in opaque if part in parts):
+            text = f"{NOT_AN_MLP}it is not known whether {opaque[part]} is a GEMM"
+            sites[part] = [], Reason(Kind.OPAQUE, text)
+        if not (opaque.keys().isdisjoint(parts) and any(map(analysis.weight_gemm, gemms))):
+            continue
+        original = copied[canonical.originals.get(node, node)][0]
+        around = [copied[canonical.originals.get(part, part)][1] for part in parts]
+        operators = dict.fromkeys(operator for inside_of in around for operator in inside_of)
+        cut = [operator for operator in operators if not all(operator in inside_of for inside_of in around)]
+        if cut and original not in outputs(original.graph):
+            text = f"the boundary of {names_of(cut)} lies between it and a GEMM"
+            sites[node] = gemms, Reason(Kind.BOUNDARY, text)
+    for node, name in opaque.items():
+        if node not in sites and _lies_between(analysis, node):
+            sites[node] = [], Reason(Kind.OPAQUE, f"{NOT_AN_MLP}{name} lies between GEMMs and cannot be analyzed")
+    return tuple(
+        site_of(analysis, canonical, Candidate(node, gemms or [node], rejection=reason))
+        for node, (gemms, reason) in sites.items()
+    )
+
+
+def _outputs(graph: Graph) -> list[Node]:
+    """The output nodes of a graph's own sites, as the user's own calls."""
+    before = Snapshot(graph)
+    try:
+        canonical = Canonical(graph)
+        return [canonical.originals.get(node, node) for node, _ in find(GraphAnalysis(graph, canonical.calls))]
+    finally:
+        before.restore()
+
+
+def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:
+    """The nodes from the GEMMs that a site's inputs come from to the GEMMs that read it, these included."""
+
+    def sources(node: Node) -> list[Node]:
+        if analysis.calls[node].gemm is not None:
+            return []
+        return [source for source in analysis.sources(node) if analysis.state[source] != FREE]
+
+    return [*gemms, *islice(reached([output], sources), 64)]
+
+
+def _is_activation(analysis: GraphAnalysis, canonical: Canonical, node: Node) -> bool:
+    """True if torch has the function, or one under it, as an activation. x² in a norm is not an activation."""
+    return any(
+        hasattr(torch.nn.functional, analysis.calls[call].name) or call in canonical.originals or analysis.custom(call)
+        for call in calls_of(analysis, node)
+    )
+
+
+def _opaque_name(node: Node, call: Call) -> str:
+    """The name of an opaque call; "" for other calls."""
+    target = node.target
+    if node.op != "call_function" or call.name or call.gemm is not None:
+        return ""
+    if isinstance(target, type) and not isinstance(node.meta.get("example_value"), torch.Tensor):
+        return ""  # a constructor's object, such as torchao's configurations, is not a tensor
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+        namespace, _, name = packet._qualified_op_name.partition("::")
+        return "" if namespace in _KNOWN else f"torch.ops.{namespace}.{name}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        body = body_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+        in_function = target is torch.ops.higher_order.autograd_function_apply and body is not None
+        is_opaque = in_function and any(_opaque_name(inner, Call(inner)) for inner in body.graph.nodes)
+        return shown(node) if is_opaque or shown(node).startswith("triton_kernel_wrapper") else ""
+    if compat.traced_function(target) is not None:
+        return shown(node)
+    module = str(getattr(target, "__module__", None) or "")
+    return "" if module.partition(".")[0] in ("", "torch", "builtins", "math", "_operator") else shown(node)
+
+
+def _lies_between(analysis: GraphAnalysis, node: Node) -> bool:
+    """True if a call reads a pointwise function of a GEMM's result, except a sum of two tensors, and a GEMM reads it.
+
+    Such a sum is a residual stream, and its reader is a norm.
+    """
+    users = list(readers(analysis, node))
+    if isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel may write what it reads
+        users += [user for a in node.all_input_nodes for user in a.users if analysis.index[user] > analysis.index[node]]
+    sources = [source for source in map(analysis.origin, node.all_input_nodes) if analysis.state[source] != FREE]
+    return any(map(analysis.weight_gemm, users)) and not all(_is_sum(analysis, source) for source in sources)
+
+
+def _is_sum(analysis: GraphAnalysis, node: Node) -> bool:
+    matrices = [a for a in node.all_input_nodes if (value := tensor(a)) is not None and value.ndim > 1]
+    return analysis.calls[node].name in ("add", "sub") and len(matrices) > 1
