@@ -1,16 +1,15 @@
 """How every benchmark is timed, checked and written.
 
 All variants of a case run in one process. A *round* runs each once, in random order, so that drift affects all alike.
-Reported are each variant's median, quartiles and the 95 % interval of the median (order statistics: no assumption on
-the noise), and the same of the ratio to every other variant within a round.
+Reported are each variant's minimum, median and quartiles, and those of its ratio to every other variant within a round.
 
 On a GPU, events around a run time it. Before the run, a write of four times the L2 cache flushes it, and a pause lets
 the CPU enqueue the run, so that Python's time is not in it. Every variant is first compared with float64.
-``triton.testing.do_bench`` and ``torch.utils.benchmark`` time one function at a time, without untimed preparation: they
-cannot time a backward alone, nor pair two variants within a round.
+``triton.testing.do_bench`` and ``torch.utils.benchmark.Timer`` time one function at a time, without untimed
+preparation: they cannot time a backward alone, nor pair two variants within a round.
 
-A variant whose error loses the device (after an illegal address CUDA refuses everything until the process ends) is
-``lost``: the run ends, and ``--resume`` in another process goes on without the variant.
+After an illegal address CUDA refuses everything until the process ends. The results then name the running case, and
+``--resume`` in another process goes on without it.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -26,7 +25,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +48,6 @@ class Unavailable(Exception):
     """A variant cannot run here; the message says why."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A median, the quartiles around it, and a 95 % interval of the median itself."""
-
-    median: float
-    quartiles: tuple[float, float]
-    interval: tuple[float, float]
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Summary:
-        """Summarize one value or more; the interval of fewer than six is their range."""
-        ordered, n = sorted(values), len(values)
-        low, median, high = statistics.quantiles(ordered * 2 if n == 1 else ordered, n=4, method="inclusive")
-        reach = 0.98 * math.sqrt(n)  # 1.96 standard deviations of a binomial(n, 1/2)
-        first, last = max(0, math.floor(n / 2 - reach) - 1), min(n - 1, math.ceil(n / 2 + reach))
-        return Summary(median, (low, high), (ordered[first], ordered[last]))
-
-
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 
@@ -86,22 +67,14 @@ def machine() -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of one run: on the device, and on the CPU until everything is enqueued."""
-
-    device: float
-    host: float
-
-
-Run = tuple[Callable[[], Any], Callable[[Any], Any]]  # the untimed preparation; the run, of its result
+Run = tuple[Callable[[], Any], Callable[[Any], Any]]  # the untimed preparation; the run, called with its result
 
 
 class Device:
     """The CPU."""
 
     type = "cpu"
-    cache_bytes = 0  # rotating inputs must exceed it; on the CPU one set is used again and again
+    cache_bytes = 0  # rotating inputs must exceed it; the CPU always uses the same set
 
     def __init__(self, where: torch.device | None = None) -> None:
         self.where = where or torch.device("cpu")
@@ -113,16 +86,15 @@ class Device:
     def synchronize(self) -> None:
         """Wait for all enqueued work."""
 
-    def round(self, runs: Sequence[Run]) -> list[Times]:
-        """Time each run once, in this order. With one thread, processor time counts."""
+    def round(self, runs: Sequence[Run]) -> list[float]:
+        """Time each run once, in this order, in milliseconds. With one thread, processor time counts."""
         clock, times = time.process_time if torch.get_num_threads() == 1 else time.perf_counter, []
         for prepare, run in runs:
             state = prepare()
             start = clock()
             result = run(state)
-            milliseconds = 1e3 * (clock() - start)
+            times.append(1e3 * (clock() - start))
             del result  # freed outside the timing
-            times.append(Times(milliseconds, milliseconds))
         return times
 
     def peak_bytes(self, run: Callable[[], object]) -> int | None:
@@ -133,21 +105,12 @@ class Device:
         """Release cached memory."""
         gc.collect()
 
-    def lost(self) -> bool:
-        """Return True if nothing runs on the device in this process any more."""
-        try:
-            self.synchronize()
-        except Exception:
-            return True
-        return False
-
 
 class Cuda(Device):
     """A CUDA GPU. ``api``: ``torch.cuda``, or a substitute in tests."""
 
     type = "cuda"
-    _CYCLES = 2000  # of a pause, a microsecond: clocks are just under 2 GHz, and longer does no harm
-    _LONGEST_PAUSE = 5000.0  # microseconds: a run that takes longer to enqueue keeps the GPU busy meanwhile
+    _PAUSE = 4_000_000  # clock cycles, 2 ms: enough to enqueue an MLP's step
 
     def __init__(self, where: torch.device, api: Any = torch.cuda) -> None:
         super().__init__(where)
@@ -157,7 +120,6 @@ class Cuda(Device):
         self.properties = api.get_device_properties(where)
         self.cache_bytes = 4 * int(getattr(self.properties, "L2_cache_size", 0) or 50 * 2**20)
         self._flush = torch.empty(self.cache_bytes // 4, dtype=torch.int32, device=where)
-        self._host_ms: dict[int, float] = {}  # by a run's id: how long to pause
 
     def about(self) -> dict[str, Any]:
         capability = ".".join(map(str, self.api.get_device_capability(self.where)))
@@ -167,24 +129,20 @@ class Cuda(Device):
     def synchronize(self) -> None:
         self.api.synchronize(self.where)
 
-    def round(self, runs: Sequence[Run]) -> list[Times]:
-        events, hosts = [], []
+    def round(self, runs: Sequence[Run]) -> list[float]:
+        events = []
         for prepare, run in runs:
             state = prepare()
             start, end = (self.api.Event(enable_timing=True) for _ in range(2))
             self._flush.zero_()
-            pause = min(1.2e3 * self._host_ms.get(id(run), 1.0), self._LONGEST_PAUSE)
-            self.api._sleep(int(pause * self._CYCLES))
+            self.api._sleep(self._PAUSE)
             start.record()
-            began = time.perf_counter()
             result = run(state)
-            hosts.append(1e3 * (time.perf_counter() - began))
             end.record()
-            del result, state  # the allocator reuses memory only behind the enqueued work
-            self._host_ms[id(run)] = hosts[-1]
+            del result, state  # the allocator reuses this memory only after the enqueued work
             events.append((start, end))
         self.synchronize()
-        return [Times(start.elapsed_time(end), host) for (start, end), host in zip(events, hosts, strict=True)]
+        return [start.elapsed_time(end) for start, end in events]
 
     def peak_bytes(self, run: Callable[[], object]) -> int | None:
         self.free()
@@ -230,8 +188,10 @@ def ceilings(device: Device, dtypes: Iterable[torch.dtype], small: bool = False)
     for dtype in dtypes:
         a, b = (torch.randn(side, side, device=device.where).to(dtype) for _ in range(2))
         runs[str(dtype).removeprefix("torch.")] = (lambda: None, lambda _, a=a, b=b: a @ b)  # type: ignore[misc]
-    times = [device.round(list(runs.values())) for _ in range(2 if small else 10)][1:]
-    seconds = {name: 1e-3 * statistics.median(t[i].device for t in times) for i, name in enumerate(runs)}
+    rounds = [device.round(list(runs.values())) for _ in range(2 if small else 10)][1:]
+    seconds = {
+        name: 1e-3 * statistics.median(times) for name, times in zip(runs, zip(*rounds, strict=True), strict=True)
+    }
     rates = {name: 2 * side**3 / t for name, t in seconds.items() if name != "copy"}
     return {"copy_bytes_per_s": 2 * size / seconds["copy"], "matmul_flop_per_s": rates}
 
@@ -347,27 +307,17 @@ def sets_of(device: Device, nbytes: float, most: int = 32) -> int:
     return max(1, min(most, math.ceil(device.cache_bytes / max(nbytes, 1)) + (device.cache_bytes > 0)))
 
 
-def measure(case: Case, device: Device, plan: Plan, before: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Compile, check and time a case's variants; returns the case's JSON.
-
-    Args:
-        before: the case's earlier JSON: a variant that lost the device then does not run again.
-    """
+def measure(case: Case, device: Device, plan: Plan) -> dict[str, Any]:
+    """Compile, check and time a case's variants; returns the case's JSON."""
     torch.compiler.reset()
     device.free()
-    earlier = (before or {}).get("ways", {})
-    found = {name: way for name, way in earlier.items() if way["status"] == "lost"}
+    entries: dict[str, dict[str, Any]] = {}
     trials: dict[str, Trial] = {}
     truth = [t.detach() for t in case.truth()]
     eager_error, slowest = 0.0, 0.0
     for name, make in case.ways.items():
-        if name in found:
-            continue
-        if any(w["status"] == "lost" for n, w in found.items() if n not in earlier):
-            found[name] = {"status": "not run", "reason": "the device was lost"}
-            continue
         if plan.left() < slowest + 2 * plan.seconds:
-            found[name] = {"status": "not run", "reason": f"the limit of {plan.limit:.0f} s is near"}
+            entries[name] = {"status": "not run", "reason": f"the limit of {plan.limit:.0f} s is near"}
             continue
         began = time.perf_counter()
         entry: dict[str, Any] = {"status": "measured"}
@@ -392,20 +342,16 @@ def measure(case: Case, device: Device, plan: Plan, before: dict[str, Any] | Non
         except Unavailable as reason:
             entry = {"status": "unavailable", "reason": str(reason)}
         except Exception as error:  # a variant that fails is a result
-            entry = {"status": "lost" if device.lost() else "failed", "reason": _reason(error)}
-            if entry["status"] == "lost":  # nothing can be timed any more
-                found |= {other: {"status": "not run", "reason": "the device was lost"} for other in trials}
-                trials.clear()
-        found[name] = entry
-        if not device.lost():
-            device.free()
+            entry = {"status": "failed", "reason": _reason(error)}
+        entries[name] = entry
+        device.free()
     del truth
-    rounds = _time(case, trials, device, plan, found)
+    rounds = _time(case, trials, device, plan, entries) if trials else 0
     trials.clear()
     torch.compiler.reset()  # compiled code holds tensors
     about: dict[str, Any] = {"name": case.name, "dtype": str(case.dtype).removeprefix("torch."), "facts": case.facts}
     about |= {"work": {"flops": case.flops, "bytes": case.bytes}, "sets": case.sets, "rounds": rounds}
-    return {**about, "ours": list(case.ours), "ways": {name: found[name] for name in case.ways}}
+    return {**about, "ours": list(case.ours), "ways": entries}
 
 
 def _reason(error: BaseException) -> str:
@@ -413,14 +359,12 @@ def _reason(error: BaseException) -> str:
     return f"{type(inner).__name__}: {next(iter(str(inner).strip().splitlines()), '')[:300]}"
 
 
-def _time(case: Case, trials: dict[str, Trial], device: Device, plan: Plan, found: dict[str, dict[str, Any]]) -> int:
+def _time(case: Case, trials: dict[str, Trial], device: Device, plan: Plan, entries: dict[str, dict[str, Any]]) -> int:
     """Fill in the times of the variants that run; returns the number of rounds."""
-    if not trials:
-        return 0
     order, shuffle, turn = list(trials), random.Random(plan.seed), 0
-    times: dict[str, list[Times]] = {name: [] for name in trials}
+    times: dict[str, list[float]] = {name: [] for name in trials}
 
-    def one_round() -> list[Times]:
+    def one_round() -> list[float]:
         nonlocal turn
         runs: list[Run] = []
         for name in order:
@@ -436,18 +380,23 @@ def _time(case: Case, trials: dict[str, Trial], device: Device, plan: Plan, foun
     try:
         while done < plan.rounds and (time.perf_counter() < deadline or done < (2 if plan.quick else 7)):
             shuffle.shuffle(order)
-            for name, t in zip(order, one_round(), strict=True):
-                times[name].append(t)
+            for name, milliseconds in zip(order, one_round(), strict=True):
+                times[name].append(milliseconds / case.calls)
             done += 1
     finally:
         gc.unfreeze()
     for name, each in times.items():
-        found[name]["ms"] = asdict(Summary.of([t.device / case.calls for t in each]))
-        found[name]["host_ms"] = asdict(Summary.of([t.host / case.calls for t in each]))
+        entries[name]["ms"] = summary(each)
         if name in case.ours:
-            ratios = {o: [a.device / b.device for a, b in zip(each, ts, strict=True)] for o, ts in times.items()}
-            found[name]["ratio_to"] = {o: asdict(Summary.of(r)) for o, r in ratios.items() if o != name}
+            ratios = {o: [a / b for a, b in zip(each, ts, strict=True)] for o, ts in times.items() if o != name}
+            entries[name]["ratio_to"] = {other: summary(values) for other, values in ratios.items()}
     return done
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Return the minimum, the median and the quartiles."""
+    low, median, high = statistics.quantiles([*values] * (1 + (len(values) == 1)), n=4, method="inclusive")
+    return {"minimum": min(values), "median": median, "quartiles": (low, high)}
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -495,7 +444,7 @@ def table(case: dict[str, Any]) -> str:
             lines.append(f"  {name:<{wide}}{way['status']}: {way['reason']}")
             continue
         ratio = ways[lead]["ratio_to"].get(name) if lead else None
-        cell = f"{ratio['median']:.3f} ({ratio['interval'][0]:.3f} … {ratio['interval'][1]:.3f})" if ratio else ""
+        cell = "{median:.3f} ({quartiles[0]:.3f} … {quartiles[1]:.3f})".format(**ratio) if ratio else ""
         floor = f"{way['floor_ms']:.4g}" if "floor_ms" in way else ""
         memory = (way.get(key) for key in ("saved_bytes", "peak_bytes"))
         saved, peak = ("-" if nbytes is None else f"{nbytes / 2**20:.4g}" for nbytes in memory)
@@ -521,11 +470,15 @@ def run(
         cases, names: functions that make the cases, and the cases' names.
         device, plan: where and for how long.
         out: the JSON to write; None for no file.
-        before: earlier results of the benchmark, whose complete cases are reused.
+        before: earlier results of the benchmark, whose complete cases are reused. A case in which its process ended
+            does not run again.
         ways: the only variants; by default all that are not ``named_only``.
 
     Returns:
         The results, as written.
+
+    Raises:
+        RuntimeError: a case lost the device.
     """
     about = machine()
     result: dict[str, Any] = {"benchmark": benchmark, "schema": SCHEMA, "machine": about, "device": device.about()}
@@ -533,16 +486,18 @@ def run(
     earlier = {c["name"]: c for c in (before or {}).get("cases", [])}
     if before and (before["device"], before["machine"]["torch"]) != (result["device"], about["torch"]):
         raise UsageError("--resume: the results are of another device or of another torch; give another --out")
+    if before and before["running"]:
+        earlier[before["running"]] = _without_times(before["running"], "lost", "the process ended in this case")
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16, torch.float32]
     result["ceilings"] = ceilings(device, dtypes, small=plan.quick)
     copied, rates = result["ceilings"]["copy_bytes_per_s"], result["ceilings"]["matmul_flop_per_s"]
-    result |= {"quick": plan.quick, "cases": [], "not_run": [], "running": None, "lost": None}
+    result |= {"quick": plan.quick, "cases": [], "not_run": [], "running": None}
     longest = plan.seconds
     for i, (name, make) in enumerate(zip(names, cases, strict=True), 1):
         if name in earlier and all(w["status"] not in ("not run", "failed") for w in earlier[name]["ways"].values()):
             result["cases"].append(earlier[name])
             continue
-        if result["lost"] or plan.left() < longest:
+        if plan.left() < longest:
             result["not_run"].append(name)
             continue
         print(f"\n[{i}/{len(cases)}, {time.perf_counter() - plan.began:.0f} s] {name}", flush=True)
@@ -551,23 +506,20 @@ def run(
         write(out, result)  # an error that ends the process leaves the case's name
         try:
             case = make()
-            wanted = ways or [way for way in case.ways if way not in case.named_only]
-            case = replace(case, ways={way: made for way, made in case.ways.items() if way in wanted})
+            chosen = ways or [way for way in case.ways if way not in case.named_only]
+            case = replace(case, ways={way: compiled for way, compiled in case.ways.items() if way in chosen})
             if not case.ways:
                 continue
-            entry = measure(case, device, plan, earlier.get(name))
+            entry = measure(case, device, plan)
             for way in case.works.keys() & entry["ways"].keys() if entry["dtype"] in rates else ():
                 floor = Rates(rates[entry["dtype"]], copied).seconds(case.works[way])
                 entry["ways"][way]["floor_ms"] = 1e3 * floor
         except Exception as error:  # one case must not take the others along
-            reason = {"status": "lost" if device.lost() else "failed", "reason": _reason(error)}
-            entry = {"name": name, "dtype": "", "facts": {}, "rounds": 0, "ours": [], "ways": {"(all)": reason}}
+            entry = _without_times(name, "failed", _reason(error))
+        device.synchronize()
         case = None  # type: ignore[assignment]  # frees its inputs
         longest = max(longest, time.perf_counter() - began)
         result["cases"].append(entry)
-        was = earlier.get(name, {}).get("ways", {})
-        if any(w["status"] == "lost" and w != was.get(n) for n, w in entry["ways"].items()):
-            result["lost"] = name
         print(table(entry), flush=True)
         write(out, result)
     result |= {"running": None, "seconds": round(time.perf_counter() - plan.began, 1)}
@@ -575,18 +527,23 @@ def run(
     if plan.quick:
         print("\na quick run shows that the benchmark runs; its figures mean nothing")
     if result["not_run"]:
-        why = f"the device was lost in {result['lost']}" if result["lost"] else f"the limit is {plan.limit:.0f} s"
-        print(f"\nnot run, since {why} (--resume measures them): {'; '.join(result['not_run'])}")
+        print(f"\nnot run within {plan.limit:.0f} s (--resume measures them): {'; '.join(result['not_run'])}")
     print(f"{out or 'nothing written'}, {result['seconds']:.0f} s", flush=True)
     return result
+
+
+def _without_times(name: str, status: str, reason: str) -> dict[str, Any]:
+    """Return the JSON of a case that was not timed."""
+    entry = {"status": status, "reason": reason}
+    return {"name": name, "dtype": "", "facts": {}, "rounds": 0, "ours": [], "ways": {"(all)": entry}}
 
 
 def numbers(text: str, count: tuple[int, ...], what: str) -> tuple[int, ...]:
     """Read "8192x4096" as numbers; UsageError if there are not ``count`` of them."""
     try:
-        found = tuple(int(part) for part in text.lower().replace("×", "x").split("x"))
+        sizes = tuple(int(part) for part in text.lower().replace("×", "x").split("x"))
     except ValueError:
-        found = ()
-    if len(found) not in count or min(found) < 1:
+        sizes = ()
+    if len(sizes) not in count or min(sizes) < 1:
         raise UsageError(f"--sizes {text} is not accepted: it must be {what}")
-    return found
+    return sizes

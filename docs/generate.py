@@ -7,11 +7,14 @@ python docs/generate.py --check   # exit status 1 if a page is not what it would
 
 from __future__ import annotations
 
+import csv
 import inspect
+import io
 import itertools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
@@ -221,6 +224,7 @@ BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/resu
 BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/variants.py; change that. -->\n"
 BEGIN_CPU = "<!-- Written by `python docs/generate.py` from benchmarks/results/pointwise_cpu.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
+BEGIN_COVERAGE = "<!-- Written by `python docs/generate.py` from benchmarks/results/coverage.jsonl; change that. -->\n"
 TABLE_OF = "torch_fused_ops/families/float8/recipes.py"
 BEGIN_TABLE = f"<!-- Written by `python docs/generate.py` from {TABLE_OF}; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
@@ -228,6 +232,10 @@ END = "<!-- What follows is written by hand. -->\n"
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(_cell(str(cell)) for cell in cells)} |"
 
 
 def recognition() -> str:
@@ -418,11 +426,34 @@ def benchmarks() -> str:
 
 def fp8() -> str:
     """The page, with our recipes, and torchao's beside them."""
-    from torch_fused_ops.benchmarks.laboratory import fp8_recipes
-
     result = json.loads((RESULTS / "fp8_recipes.json").read_text())
-    page = _between("fp8.md", BEGIN_RECIPES, fp8_recipes.tables(result))
+    page = _between("fp8.md", BEGIN_RECIPES, _kernels_and_bytes(result))
     return _between("fp8.md", BEGIN_TABLE, _recipes(), page)
+
+
+def _kernels_and_bytes(result: dict[str, Any]) -> list[str]:
+    """Every recipe, then experts. The page says why the tables have no times."""
+    columns = ("kernels", "forward, MiB", "backward, MiB", "saved, MiB")
+    lines = [_row("MLP, for an H200", "", *columns), "|---|---|---|---|---|---|"]
+    for case in result["cases"]:
+        for way, figures in case["ways"].items():
+            name = f"{case['mlp']}, {case['hidden']}" if way == "plain" else ""
+            lines.append(_row(name, _policy(way), *_counted(figures)))
+    lines += ["", _row("experts, 8 × 14336", *columns), "|---|---|---|---|---|"]
+    return [*lines, *(_row(_policy(way), *_counted(f)) for way, f in result["experts"]["ways"].items()), ""]
+
+
+def _policy(way: str) -> str:
+    return way if way == "plain" or "torchao" in way else f'`gemm="{way}"`'
+
+
+def _counted(figures: dict[str, Any]) -> list[str]:
+    """The counts of kernels and bytes."""
+    if "unavailable" in figures:
+        return ["unavailable"] * 4
+    sides = [figures[side] for side in ("forward", "backward")]
+    mib = [nbytes / 2**20 for nbytes in (*(side["bytes"] for side in sides), figures["saved_bytes"])]
+    return [" + ".join(str(side["kernels"]) for side in sides), *(f"{each:.0f}" for each in mib)]
 
 
 def _recipes() -> list[str]:
@@ -480,6 +511,82 @@ def largest_batch() -> str:
     """The page, with the largest batch of GPT-2 at each level."""
     case = json.loads((RESULTS / "plans.json").read_text())["GPT-2"]
     return _between("largest-batch.md", BEGIN_PLAN, [*_largest(case["largest"]), ""])
+
+
+# ---- coverage.md -----------------------------------------------------------------------------------------------------
+
+
+def _captured() -> list[dict[str, Any]]:
+    results = [json.loads(line) for line in (RESULTS / "coverage.jsonl").read_text(encoding="utf-8").splitlines()]
+    return sorted(results, key=lambda result: result["architecture"])
+
+
+def coverage() -> str:
+    """The page, with the sites of all architectures."""
+    from torch_fused_ops.benchmarks.laboratory.coverage import MODES, OUTCOMES, outcome, sites_of
+
+    results = _captured()
+    built = [result for result in results if "modes" in result]
+    counts = {mode: Counter(outcome(s) for r in built for s in sites_of(r, mode)) for mode in MODES}
+    total = sum(counts.values(), Counter())
+    outcomes = [set(map(outcome, sites_of(result))) for result in built]
+    share = {
+        name: f"{100 * n['fused'] / (n['fused'] + n['not fused']):.1f} %" for name, n in [*counts.items(), ("", total)]
+    }
+    architectures: dict[str, dict[str, int]] = {}
+    for result in built:
+        for site in sites_of(result):
+            if outcome(site) == "not fused":
+                by_name = architectures.setdefault(site["reason"], {})
+                by_name[result["architecture"]] = by_name.get(result["architecture"], 0) + 1
+    versions = results[0]["versions"]
+    lines = [
+        "| | |",
+        "|---|---|",
+        _row(f"architectures in transformers {versions['transformers']}", len(results)),
+        _row(f"built and run with torch {versions['torch']}, without downloads or more packages", len(built)),
+        _row("with MLP sites", sum(map(bool, outcomes))),
+        _row("with all MLP sites fused", sum(bool(each) and "not fused" not in each for each in outcomes)),
+        _row("MLP sites, in training and evaluation together", total["fused"] + total["not fused"]),
+        _row("fused", f"**{total['fused']}, {share['']}**"),
+        _row("not an MLP, such as a gate on attention's output", total["not an MLP"]),
+        "",
+        _row("mode", *OUTCOMES, "fused, of the MLP sites"),
+        "|---|---|---|---|---|",
+        *(_row(mode, *(counts[mode][o] for o in OUTCOMES), share[mode]) for mode in MODES),
+        "",
+        "## Not fused",
+        "",
+        "[Reasons](recognition.md) explains each.",
+        "",
+        _row("sites", "architectures", "reason"),
+        "|---|---|---|",
+    ]
+    for reason, names in sorted(architectures.items(), key=lambda item: -sum(item[1].values())):
+        lines.append(_row(sum(names.values()), ", ".join(names), reason))
+    return _between("coverage.md", BEGIN_COVERAGE, [*lines, ""])
+
+
+def coverage_rows() -> str:
+    """A row for each architecture: its fused sites and the reasons for the others, or the first error."""
+    from torch_fused_ops.benchmarks.laboratory.coverage import MODES, outcome, sites_of
+
+    rows = [["architecture", *MODES, "fused as, or reason"]]
+    for result in _captured():
+        if "error" in result:
+            rows.append([result["architecture"], "", "", f"not built: {result['error'].split(' | ')[0][:120]}"])
+            continue
+        fused = []
+        for mode in MODES:
+            counts, error = Counter(map(outcome, sites_of(result, mode))), result["modes"][mode].get("error")
+            fused.append(
+                error.split(":")[0] if error else f"{counts['fused']} of {counts['fused'] + counts['not fused']}"
+            )
+        sites = sorted(sites_of(result), key=lambda site: not site["op"])
+        texts = (f"`{s['op'].removeprefix('fused::')}` {s['activation']}" if s["op"] else s["reason"] for s in sites)
+        rows.append([result["architecture"], *fused, "; ".join(dict.fromkeys(texts))])
+    csv.writer(text := io.StringIO(), lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 # ---- command-line.md -------------------------------------------------------------------------------------------------
@@ -550,6 +657,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "memory.md": memory,
     "largest-batch.md": largest_batch,
     "command-line.md": command_line,
+    "coverage.md": coverage,
+    "coverage-architectures.csv": coverage_rows,
     "operators.md": operators,
     "compatibility.md": compatibility,
     "recognition.md": recognition,

@@ -181,7 +181,7 @@ def test_the_readme_and_is_it_for_me_state_results() -> None:
             ratios.setdefault(case["name"].split()[0], []).append(ours / plain)
     steps = [f"{min(found):.2f} to {max(found):.2f}" for found in (ratios["gelu_tanh"], ratios["swiglu"])]
     built = [each for each in coverage.load(coverage.RESULTS) if "modes" in each]
-    outcomes = [coverage.outcome(site) for _, site in coverage._sites(built)]
+    outcomes = [coverage.outcome(site) for result in built for site in coverage.sites_of(result)]
     share = 100 * outcomes.count("fused") / (outcomes.count("fused") + outcomes.count("not fused"))
     for page in (readme, questions):
         assert all(step in page for step in steps), steps

@@ -1,12 +1,12 @@
-"""Which MLP sites of Hugging Face's architectures are fused, as what, and why not: a census of spellings.
+"""Find the MLPs that are fused in each architecture of transformers, and the reasons for the others.
 
-    python benchmarks/laboratory/coverage.py [--only NAME …] [--jobs N] [--out FILE] [--docs]
+    python benchmarks/laboratory/coverage.py [--only NAME …] [--jobs N] [--out FILE]
 
-Every architecture of the installed ``transformers`` is built tiny (two layers, width 64, random weights; nothing is
-downloaded), run, and captured with ``torch_fused_ops.explain`` in training and in evaluation mode. One process for each
-architecture: one that fails, hangs or crashes costs itself only. Results are written as they come, one JSON line each;
-a second run goes on where the first stopped, as long as torch, transformers and our own sources are the same.
-``--docs`` writes ``docs/coverage.md`` and its rows (CSV) from the results.
+The script builds every architecture of the installed ``transformers`` with two layers, width 64 and random weights. It
+downloads nothing. It runs each one, and captures it with ``torch_fused_ops.explain`` in training and in evaluation
+mode. Each architecture has its own process, so that a crash costs one result. Results are written as they come, one
+JSON line each. A second run continues, unless torch, transformers or the recognizer have changed.
+``python docs/generate.py`` then writes ``docs/coverage.md``.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import hashlib
 import inspect
 import itertools
 import json
 import multiprocessing
 import os
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+import signal
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -325,18 +324,19 @@ def versions() -> dict[str, str]:
     }
 
 
-def _one(name: str, classes: tuple[str, str], out: Any) -> None:
+def _one(classes: tuple[str, str], out: Any) -> None:
     import resource
 
     os.setpgid(0, 0)
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 10))  # the first ends it with SIGXCPU
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 10))  # the first limit ends it with SIGXCPU
+    signal.alarm(10 * SECONDS)
     try:
         result = capture(*classes)
     except BaseException as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     out.send(result)
     out.close()
-    os._exit(0)  # no teardown: nothing of it is needed, and some models' hangs
+    os._exit(0)  # no teardown: some models' hangs
 
 
 def _warm_up() -> None:
@@ -353,36 +353,31 @@ def run(names: Iterable[str], out: Path, jobs: int) -> None:
     results = {r["architecture"]: r for r in load(out) if r["versions"] == now}
     _warm_up()
     context = multiprocessing.get_context("fork")  # torch and transformers are imported once
-    running: dict[str, tuple[Any, Any, float]] = {}
+    running: dict[Any, tuple[str, Any]] = {}
     waiting = [n for n in names if n not in results][::-1]
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop()
             receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=_one, args=(name, every[name], send), daemon=True)
+            process = context.Process(target=_one, args=(every[name], send), daemon=True)
             process.start()
             send.close()
-            running[name] = (process, receive, time.monotonic())
-        time.sleep(0.05)
-        for name, (process, receive, since) in list(running.items()):
-            late = time.monotonic() - since > 10 * SECONDS
-            if not (receive.poll() or late or not process.is_alive()):
-                continue
+            running[receive] = (name, process)
+        for receive in wait(list(running)):
+            name, process = running.pop(receive)
             try:
-                result = receive.recv() if receive.poll() else {"error": f"more than {10 * SECONDS} s"}
+                result = receive.recv()
             except EOFError:
-                process.join(5)
+                process.join()
                 result = {"error": f"the process ended with {process.exitcode}"}
-            process.kill()
             process.join()
-            del running[name]
             results[name] = {"architecture": name, "model": every[name][1], "versions": now, **result}
             print(f"{len(waiting)} left; {name}: {result.get('error', 'captured')}", flush=True)
             lines = (json.dumps(r, ensure_ascii=False) + "\n" for r in results.values())
             out.write_text("".join(lines), encoding="utf-8")
 
 
-# What the page needs to know of a site; sites of a mode that agree in it are one record, with their number.
+# A site's fields that the page needs; a mode's sites that agree in them are one record, with their number.
 FIELDS = ("op", "activation", "reason", "kind", "spelling")
 
 
@@ -395,18 +390,6 @@ def counted(sites: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _each(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The sites of a mode, one by one. A dropout, which reports list too, is none."""
-    for site in found.get("sites", ()):
-        if site["activation"] != DROPOUT:
-            yield from itertools.repeat(site, site["count"])
-
-
-def is_mlp(site: dict[str, Any]) -> bool:
-    """Whether a recorded site counts."""
-    return site["kind"] is None or Kind[site["kind"]].is_mlp
-
-
 def load(path: Path) -> list[dict[str, Any]]:
     """The results written so far."""
     if not path.exists():
@@ -414,137 +397,22 @@ def load(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-PAGE = ROOT / "docs" / "coverage.md"
-ROWS = {name: ROOT / "docs" / f"coverage-{name}.csv" for name in ("patterns", "architectures", "not-built")}
 OUTCOMES = ("fused", "not fused", "not an MLP")
 
 
 def outcome(site: dict[str, Any]) -> str:
-    """One of OUTCOMES."""
-    return OUTCOMES[0] if site["op"] else OUTCOMES[1] if is_mlp(site) else OUTCOMES[2]
+    """Return one of OUTCOMES."""
+    if site["op"]:
+        return OUTCOMES[0]
+    return OUTCOMES[1] if site["kind"] is None or Kind[site["kind"]].is_mlp else OUTCOMES[2]
 
 
-def _spelling(site: dict[str, Any]) -> str:
-    """The functions without their order: ``mul, silu``."""
-    return ", ".join(sorted(name.rstrip("_") for name in site["spelling"]))
-
-
-def _sites(results: list[dict[str, Any]], *modes: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for result in results:
-        for mode in modes or MODES:
-            for site in _each(result["modes"].get(mode, {})):
-                yield result["architecture"], site
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    return "\n".join([_row(*header), _row(*("---" for _ in header)), *(_row(*row) for row in rows)])
-
-
-def _by_spelling(results: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
-    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for name, site in _sites(results):
-        found.setdefault(_spelling(site), []).append((name, site))
-    for spelling, sites in sorted(found.items(), key=lambda item: -len(item[1])):
-        counts = Counter(outcome(site) for _, site in sites)
-        became = dict.fromkeys(f"`{s['op'].removeprefix('fused::')}` {s['activation']}" for _, s in sites if s["op"])
-        reasons = dict.fromkeys(s["reason"] for _, s in sites if not s["op"])
-        yield (
-            spelling,
-            len({name for name, _ in sites}),
-            *(counts[o] or "" for o in OUTCOMES),
-            "; ".join([*became, *list(reasons)[:3], *(["…"] if len(reasons) > 3 else [])]),
-        )
-
-
-def _by_architecture(results: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
-    for result in results:
-        cells: list[object] = []
-        for mode in MODES:
-            run = result["modes"].get(mode, {})
-            counts = Counter(map(outcome, _each(run)))
-            mlps = counts[OUTCOMES[0]] + counts[OUTCOMES[1]]
-            cells.append(run["error"].split(":")[0] if "error" in run else f"{counts[OUTCOMES[0]]} of {mlps}")
-        sites = [site for _, site in _sites([result])]
-        became = Counter(f"`{s['op'].removeprefix('fused::')}` {s['activation']}" for s in sites if s["op"])
-        others = dict.fromkeys(s["reason"] for s in sites if not s["op"])
-        yield (result["architecture"], *cells, "; ".join([*became, *others]))
-
-
-def _write_rows(name: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    with ROWS[name].open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([header, *rows])
-
-
-def write_page(results: list[dict[str, Any]]) -> None:
-    """docs/coverage.md and its rows, from the results alone."""
-    built = [r for r in results if "modes" in r]
-    missing = [r for r in results if "modes" not in r]
-    counts = {mode: Counter(outcome(site) for _, site in _sites(built, mode)) for mode in MODES}
-    every = Counter(outcome(site) for _, site in _sites(built))
-    mlps = every["fused"] + every["not fused"]
-    having = [r for r in built if any(True for _ in _sites([r]))]
-    whole = [r for r in having if all(outcome(site) != "not fused" for _, site in _sites([r]))]
-    reasons = Counter(site["reason"] for _, site in _sites(built) if outcome(site) == "not fused")
-    where: dict[str, dict[str, None]] = {}
-    for name, site in _sites(built):
-        where.setdefault(site["reason"], {})[name] = None
-    now = results[0]["versions"]
-    patterns = list(_by_spelling(built))
-    _write_rows("patterns", ("functions", "architectures", *OUTCOMES, "fused as, or reason"), patterns)
-    _write_rows("architectures", ("architecture", *MODES, "fused as, or reason"), _by_architecture(built))
-    failed = ((r["architecture"], r["error"].split(" | ")[0][:120]) for r in missing)
-    _write_rows("not-built", ("architecture", "first error"), failed)
-    modes = [(mode, *(counts[mode][o] for o in OUTCOMES), f"{_share(counts[mode]):.1f} %") for mode in MODES]
-    rejected = ((n, ", ".join(where[reason]), reason) for reason, n in reasons.most_common())
-    PAGE.write_text(
-        f"""# Coverage
-
-<!-- Written by `python benchmarks/laboratory/coverage.py --docs` from benchmarks/results/coverage.jsonl. -->
-
-The census builds every architecture of transformers {now["transformers"]} with two layers, width 64 and random weights.
-It runs each one and captures it in training and in evaluation mode, with torch {now["torch"]}.
-
-| | |
-|---|---|
-| architectures in transformers | {len(results)} |
-| built and run without downloads or more packages | {len(built)} |
-| with MLP sites | {len(having)} |
-| with all MLP sites fused | {len(whole)} |
-| MLP sites, in training and evaluation together | {mlps} |
-| fused | **{every["fused"]}, {_share(every):.1f} %** |
-| not an MLP, such as a gate on attention's output | {every["not an MLP"]} |
-
-{_table(("mode", *OUTCOMES, "fused, of the MLP sites"), modes)}
-
-## Not fused
-
-[Reasons](recognition.md) explains each.
-
-{_table(("sites", "architectures", "reason"), rejected)}
-
-## All rows
-
-| file | a row for |
-|---|---|
-| [coverage-architectures.csv](coverage-architectures.csv) | each architecture: fused of all sites, reasons |
-| [coverage-patterns.csv](coverage-patterns.csv) | each pattern: architectures, sites, what it is fused as, reasons |
-| [coverage-not-built.csv](coverage-not-built.csv) | each architecture that was not built, with its first error |
-
-Architectures that were not built are parts of other models, need packages, weights or inputs that the census lacks, or
-cannot be made small. A site's words are in the [glossary](glossary.md).
-""",
-        encoding="utf-8",
-    )
-
-
-def _share(counts: Counter[str]) -> float:
-    return 100 * counts["fused"] / max(1, counts["fused"] + counts["not fused"])
+def sites_of(result: dict[str, Any], *modes: str) -> Iterator[dict[str, Any]]:
+    """Yield an architecture's sites, by default in both modes, without dropouts, which reports list too."""
+    for mode in modes or MODES:
+        for site in result["modes"].get(mode, {}).get("sites", ()):
+            if site["activation"] != DROPOUT:
+                yield from itertools.repeat(site, site["count"])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -553,15 +421,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures only")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--docs", action="store_true", help=f"then write {PAGE.relative_to(ROOT)} from all results")
     arguments = parser.parse_args(argv)
     every = architectures()
     unknown = set(arguments.only or ()) - set(every)
     if unknown:
         parser.error(f"unknown architectures: {', '.join(sorted(unknown))}")
     run(arguments.only or every, arguments.out, arguments.jobs)
-    if arguments.docs:
-        write_page(sorted(load(arguments.out), key=lambda result: result["architecture"]))
 
 
 if __name__ == "__main__":

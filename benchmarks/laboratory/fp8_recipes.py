@@ -17,7 +17,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,8 @@ from torch_fused_ops.benchmarks import harness, models, variants, ways
 from torch_fused_ops.benchmarks.laboratory import on_paper
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.recipes import MX_BLOCK, RECIPES
+from torch_fused_ops.virtual_gpu import GPU, H200, GeneratedGraph, PaperCompilation, compile_on_paper, roofline
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
-
-if TYPE_CHECKING:
-    from torch_fused_ops.virtual_gpu import GPU, GeneratedGraph, PaperCompilation
 
 TOKENS, WIDTH = 8192, 4096
 # torch's products and ours.
@@ -84,7 +82,7 @@ def bytes_besides_products(graph: GeneratedGraph) -> int:
     """Bytes that everything but matrix products moves."""
     moved = graph.bytes_moved
     for node, _ in products(graph):
-        moved -= on_paper._roofline().nbytes_of_node(node)
+        moved -= roofline.nbytes_of_node(node)
         moved += _bytes_of_wide_scales(node)
     return moved
 
@@ -109,22 +107,15 @@ def flop(graph: GeneratedGraph) -> dict[str, int]:
     """FLOP of the matrix products, by what they multiply."""
     found = {"bf16": 0, "fp8": 0}
     for node, fp8 in products(graph):
-        found["fp8" if fp8 else "bf16"] += int(on_paper._roofline().flops_of_node(node))
+        found["fp8" if fp8 else "bf16"] += int(roofline.flops_of_node(node))
     return found
 
 
-def compiled(mlp: str, way: str, width: int = WIDTH, tokens: int = TOKENS, gpu: GPU | None = None) -> PaperCompilation:
-    """A training step of an MLP, compiled on paper.
-
-    Args:
-        mlp: of ``MLPS``.
-        way: of ``WAYS``.
-        width: of its input and result.
-        tokens: rows of its input.
-        gpu: the target device, by default an H200.
+def compiled(mlp: str, way: str, width: int = WIDTH, tokens: int = TOKENS, gpu: GPU = H200) -> PaperCompilation:
+    """Compile a training step of one of ``MLPS`` in one of ``WAYS``, without a device.
 
     Raises:
-        harness.Unavailable: where torchao cannot be imported.
+        harness.Unavailable: torchao cannot be imported.
     """
     torch._dynamo.reset()
     make, factor = MLPS[mlp]
@@ -136,12 +127,11 @@ def compiled(mlp: str, way: str, width: int = WIDTH, tokens: int = TOKENS, gpu: 
     return _on_paper(module, x, way, gpu)
 
 
-def _on_paper(module: nn.Module, x: Tensor, way: str, gpu: GPU | None = None) -> PaperCompilation:
-    gpu = gpu or on_paper._virtual_gpu().H200
+def _on_paper(module: nn.Module, x: Tensor, way: str, gpu: GPU = H200) -> PaperCompilation:
     if way == "plain":
-        return on_paper._virtual_gpu().compile_on_paper(module, x, gpu=gpu)
+        return compile_on_paper(module, x, gpu=gpu)
     with tfo.enabled(tfo.FusionPolicy(gemm=way, strict=True)):  # type: ignore[arg-type]
-        return on_paper._virtual_gpu().compile_on_paper(module, x, gpu=gpu)
+        return compile_on_paper(module, x, gpu=gpu)
 
 
 def compiled_experts(way: str, rows: int = 2 * TOKENS) -> PaperCompilation:
@@ -155,7 +145,7 @@ def compiled_experts(way: str, rows: int = 2 * TOKENS) -> PaperCompilation:
 
 def figures(paper: PaperCompilation) -> dict[str, Any]:
     """What a step launches, moves and keeps, and the roofline of its time."""
-    rates = on_paper._rates()
+    rates = on_paper.RATES
     found: dict[str, Any] = {"saved_bytes": paper.saved_bytes()}
     total = {"bf16": 0, "fp8": 0}
     for name, graph in paper.graphs.items():
@@ -194,56 +184,20 @@ def default_out() -> Path:
     return harness.results_folder() / "fp8_recipes.json"
 
 
-# ---- the page's tables -----------------------------------------------------------------------------------------------
-
-COLUMNS = ("kernels", "forward, MiB", "backward, MiB", "saved, MiB")
-
-
-def tables(result: dict[str, Any]) -> list[str]:
-    """Return the page's tables in Markdown: every recipe, and experts. The page says why they have no times."""
-    lines = [*_row("MLP, for an H200", "", *COLUMNS), *_row(*["---"] * (2 + len(COLUMNS)))]
-    for case in result["cases"]:
-        for way, f in case["ways"].items():
-            name = f"{case['mlp']}, {case['hidden']}" if way == "plain" else ""
-            lines += _row(name, _named(way), *_counted(f))
-    lines += ["", *_row("experts, 8 × 14336", *COLUMNS), *_row(*["---"] * (1 + len(COLUMNS)))]
-    for name, f in result["experts"]["ways"].items():
-        lines += _row('`gemm="bf16"`' if name == "bf16" else _named(name), *_counted(f))
-    return [*lines, ""]
-
-
-def _row(*cells: Any) -> list[str]:
-    return [f"| {' | '.join(map(str, cells))} |"]
-
-
-def _named(way: str) -> str:
-    return f'`gemm="{way}"`' if way in RECIPES else way
-
-
-def _counted(f: dict[str, Any]) -> list[str]:
-    """The cells of what was counted: all but the time."""
-    if "unavailable" in f:
-        return ["unavailable"] * len(COLUMNS)
-    sides = [f[side] for side in ("forward", "backward")]
-    mib = [each / 2**20 for each in (*(side["bytes"] for side in sides), f["saved_bytes"])]
-    return [" + ".join(str(side["kernels"]) for side in sides), *(f"{each:.0f}" for each in mib)]
-
-
 def main() -> int:
     """Count every case and write the JSON after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=default_out())
-    out, rates = parser.parse_args().out, on_paper._rates()
+    out, rates = parser.parse_args().out, on_paper.RATES
     constants = {"copy_bytes_per_s": rates.nbytes, "bf16_flop_per_s": rates.flop, "fp8_flop_per_s": FLOAT8_FLOP}
     result: dict[str, Any] = {"benchmark": "fp8-recipes", "schema": harness.SCHEMA, "versions": versions()}
-    result |= {"gpu": on_paper._virtual_gpu().H200.name, "constants": constants, "tokens": TOKENS, "cases": []}
+    result |= {"gpu": H200.name, "constants": constants, "tokens": TOKENS, "cases": []}
     for mlp in MLPS:
         result["cases"].append(case(mlp))
         harness.write(out, result)
     ways = {way: figures(compiled_experts(way)) for way in ("plain", "bf16", "fp8-rowwise")}
     result["experts"] = {"sizes": EXPERTS, "rows": 2 * TOKENS, "ways": ways}
     harness.write(out, result)
-    print("\n".join(tables(result)))
     return 0
 
 

@@ -28,7 +28,6 @@ from torch_fused_ops.benchmarks.laboratory import run_script
 ROOT = Path(__file__).resolve().parents[2]  # of a clone, where the tests are
 LIMIT = 540.0  # seconds of a part
 FEWEST = 10.0  # seconds below which a step does not start
-RESTARTS = 20  # of a benchmark whose case ended the process or lost the device
 PARTS = ("correctness", "kernels", "steps")
 
 
@@ -159,36 +158,24 @@ class Part:
         return {"status": status, "output": output.splitlines()[-40:]}
 
     def _bench(self, step: Step, seconds: float) -> dict[str, Any]:
-        """Run a benchmark, and again without the case that ended its process or lost the device."""
+        """Run a benchmark, and resume it without the case in which its process ended."""
         until, out = time.monotonic() + seconds, self.out / f"{self.name}.{step.name}.part.json"
         quick = ["--quick"] if self.quick and "--quick" not in step.arguments else []
-        fatal: list[str] = []
-        result: dict[str, Any] | None = None
-        status, output = "cut", ""
-        for restart in range(RESTARTS):
-            left = until - time.monotonic()
-            if restart and left < FEWEST:
-                break
-            limit = max(1.0, left - min(25.0, 0.2 * left))
-            given = list(step.arguments)
-            if fatal and "--skip" in given:
-                given[given.index("--skip") + 1 : given.index("--skip") + 1] = fatal
-            elif fatal:
-                given += ["--skip", *fatal]
-            options = ["--device", self.device, "--out", str(out), "--limit", f"{limit:.0f}"]
-            status, output = self.process(
-                module("bench", *given, *quick, *options, *(["--resume"] if restart else [])), left
-            )
-            with contextlib.suppress(UsageError):
+        lost: list[str] = []
+        while True:
+            left = max(1.0, until - time.monotonic())
+            options = ["--device", self.device, "--out", str(out), "--limit", f"{left - min(25.0, 0.2 * left):.0f}"]
+            resume = ["--resume"] if lost else []
+            status, output = self.process(module("bench", *step.arguments, *quick, *options, *resume), left)
+            try:
                 result = harness.read(out, step.arguments[0])
-            if result is not None and status == "failed" and (result["lost"] or result["running"]):
-                fatal += [result["running"]] if result["running"] else []
-                continue
-            break
-        out.unlink(missing_ok=True)
-        if result is None:
-            return {"status": status, "reason": (output.strip().splitlines() or ["no output"])[-1]}
-        return {"status": status, "ended_the_process": fatal, "result": result}
+            except UsageError:
+                return {"status": status, "reason": (output.strip().splitlines() or ["no output"])[-1]}
+            if status != "failed" or not result["running"] or until - time.monotonic() < FEWEST:
+                break
+            lost.append(result["running"])
+        out.unlink()
+        return {"status": status, "ended_the_process": lost, "result": result}
 
     def _tests(self, step: Step, seconds: float) -> dict[str, Any]:
         if not (ROOT / "tests").is_dir():

@@ -11,12 +11,11 @@ For each block and phase: kernels, library calls, bytes moved, FLOP, registers, 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,36 +24,14 @@ from torch_fused_ops.benchmarks import harness, models
 from torch_fused_ops.benchmarks.harness import UsageError
 from torch_fused_ops.benchmarks.laboratory import run_script
 from torch_fused_ops.policy import MEMORY, FusionPolicy
-
-if TYPE_CHECKING:
-    from torch_fused_ops.virtual_gpu import GeneratedGraph
-    from torch_fused_ops.virtual_gpu.roofline import Rates
+from torch_fused_ops.virtual_gpu import H200, GeneratedGraph, compile_on_paper, roofline
 
 BF16 = torch.bfloat16
-
-Compile = dict[str, Any]
-
-
-def _virtual_gpu() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        raise UsageError("on_paper needs Triton: pip install triton numpy")
-    from torch_fused_ops import virtual_gpu
-
-    return virtual_gpu
+RATES = roofline.rates_of(H200)
+assert RATES is not None, "an H200's rates are measured"
 
 
-def _roofline() -> Any:
-    _virtual_gpu()
-    from torch_fused_ops.virtual_gpu import roofline
-
-    return roofline
-
-
-def _rates() -> Rates:
-    return _roofline().rates_of(_virtual_gpu().H200)
-
-
-def settings(way: str) -> Compile:
+def settings(way: str) -> dict[str, Any]:
     """Return ``compile_on_paper``'s settings for a variant: plain, budget, ours-LEVEL or ours-LEVEL+attention."""
     from torch_fused_ops.lowerings.passes import compile_options
 
@@ -75,7 +52,7 @@ def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
 
 def graph_cost(graph: GeneratedGraph) -> dict[str, Any]:
     """Return a graph's figures: of its generated kernels, and of the whole graph."""
-    parts = _roofline().kernel_runs(graph)
+    parts = roofline.kernel_runs(graph)
     pointwise = (work for part in parts for work in part.works)
     return {
         "kernels": sum(part.launches for part in parts),
@@ -83,9 +60,9 @@ def graph_cost(graph: GeneratedGraph) -> dict[str, Any]:
         "bytes": graph.bytes_moved,
         "registers": max((part.code.registers for part in parts), default=0),
         "spills": sum(part.code.spills for part in parts),
-        "flops": _roofline().flops(graph),
-        "floor_us": round(1e6 * _rates().seconds(_roofline().works_of(graph)), 2),
-        "pointwise_floor_us": round(1e6 * _rates().seconds(pointwise), 2),
+        "flops": roofline.flops(graph),
+        "floor_us": round(1e6 * RATES.seconds(roofline.works_of(graph)), 2),
+        "pointwise_floor_us": round(1e6 * RATES.seconds(pointwise), 2),
     }
 
 
@@ -165,14 +142,15 @@ BLOCKS: dict[str, Callable[[], Made]] = {
 
 def block_figures(name: str, ways: Sequence[str] = BLOCK_WAYS) -> dict[str, Any]:
     """Return a block's figures for each way. All blocks but the MLPs need transformers."""
-    found = {}
+    by_way = {}
     for way in ways:
         with torch.device("meta"):
             module, inputs = BLOCKS[name]()
-        paper = _virtual_gpu().compile_on_paper(module.to(BF16).train(), *inputs, **settings(way))
+        paper = compile_on_paper(module.to(BF16).train(), *inputs, **settings(way))
         graphs = {phase: graph_cost(getattr(paper, phase)) for phase in ("forward", "backward")}
-        found[way] = {**graphs, "saved_bytes": paper.saved_bytes()}
-    return {"name": name, "ways": found}
+        by_way[way] = {**graphs, "saved_bytes": paper.saved_bytes()}
+        print(f"{name}, {way}: {by_way[way]}", flush=True)
+    return {"name": name, "ways": by_way}
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -191,41 +169,18 @@ def default_out() -> Path:
 
 def main(arguments: Namespace) -> int:
     """Count the blocks, print them, and write the JSON."""
-    gpu, rates = _virtual_gpu().H200, _rates()
     blocks = [b for b in BLOCKS if all(t in b for t in arguments.only)][: 1 if arguments.quick else None]
     if not blocks:
         raise UsageError(f"--only {' '.join(arguments.only)} leaves no block; there are: {'; '.join(BLOCKS)}")
     # A part does not replace the whole.
     out = arguments.out or (None if arguments.quick or arguments.only else default_out())
-    constants = {"copy_bytes_per_s": rates.nbytes, "matmul_flop_per_s": rates.flop}
-    result: dict[str, Any] = {"benchmark": "on-paper", "schema": harness.SCHEMA, "gpu": gpu.name, "arch": gpu.arch}
-    result |= {"versions": versions(), "constants": constants, "blocks": []}
-    print(f"estimated: {gpu.name} ({gpu.arch}), {result['versions']}\n{BLOCK_HEAD}", flush=True)
-    for name in blocks:
-        result["blocks"].append(block_figures(name))
-        print(block_rows(result["blocks"][-1]), flush=True)
+    result: dict[str, Any] = {"benchmark": "on-paper", "schema": harness.SCHEMA, "gpu": H200.name, "arch": H200.arch}
+    result |= {"versions": versions()}
+    result |= {"constants": {"copy_bytes_per_s": RATES.nbytes, "matmul_flop_per_s": RATES.flop}}
+    result |= {"blocks": [block_figures(name) for name in blocks]}
     harness.write(out, result)
     print(f"\n{out or 'nothing written'}")
     return 0
-
-
-BLOCK_HEAD = (
-    f"{'':<36}{'kept MiB':>10}{'moved MiB':>11}{'kernels':>9}{'library':>9}{'TFLOP':>8}{'spills':>8}"
-    f"{'floor ms':>10}{'of it pointwise':>17}"
-)
-
-
-def block_rows(row: dict[str, Any]) -> str:
-    lines = [row["name"]]
-    for way, figures in row["ways"].items():
-        both = [figures["forward"], figures["backward"]]
-        total = {key: sum(side[key] for side in both) for key in both[0]}
-        lines.append(
-            f"  {way:<34}{figures['saved_bytes'] / 2**20:>10.1f}{total['bytes'] / 2**20:>11.1f}{total['kernels']:>9}"
-            f"{total['library_calls']:>9}{total['flops'] / 1e12:>8.2f}{total['spills']:>8}"
-            f"{total['floor_us'] / 1e3:>10.3f}{total['pointwise_floor_us'] / 1e3:>17.3f}"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

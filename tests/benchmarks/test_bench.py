@@ -33,11 +33,11 @@ def check(result: dict[str, Any], benchmark: str) -> None:
             if way["status"] == "unavailable":
                 continue
             low, high = way["ms"]["quartiles"]
-            assert 0 < low <= way["ms"]["median"] <= high and way["host_ms"]["median"] > 0
+            assert 0 < way["ms"]["minimum"] <= low <= way["ms"]["median"] <= high
             if name not in ("copy", "gemms"):
                 assert way["error"] <= 0.2
             if name in case["ours"]:
-                assert all(r["interval"][0] <= r["median"] <= r["interval"][1] for r in way["ratio_to"].values())
+                assert all(r["minimum"] <= r["median"] for r in way["ratio_to"].values())
 
 
 @pytest.mark.covering(every=4)
