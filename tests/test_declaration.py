@@ -133,6 +133,7 @@ print("everything")
 """
 
 
+@pytest.mark.slow
 def test_a_declared_operator_gets_everything() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (declared,) = (block for block in blocks if "register_pointwise" in block)

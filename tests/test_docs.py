@@ -91,8 +91,8 @@ BEFORE = {
     "largest-batch.md": {1: "exec('with torch.device(\"meta\"): make_model()')"},
 }
 TORCH = {"verify.md": "2.13"}  # the page's figures are of this version
-# The first, and the quickest; the other pages' blocks run under -m slow.
-DEFAULT = {"README.md": (), "memory.md": ()}
+# The other pages' blocks run under -m slow.
+DEFAULT = {"README.md": ()}
 MARK = "---- the block ends ----"
 
 

@@ -251,6 +251,7 @@ def test_the_choice_is_within_2_percent_of_the_best_of_all(seed: int, equal: boo
         assert limit == low or (steps is not None and steps.curve.seconds <= 1.02 * fastest), limit
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("units", [7, 40])
 def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
@@ -491,6 +492,7 @@ def test_a_piece_for_each_layer_and_one_compilation_for_equal_ones(monkeypatch: 
     assert parts.trained == {name for name, _ in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_makes_no_copy_of_the_logits() -> None:
     model, x = Classifier().bfloat16(), torch.randn(256, 32, dtype=torch.bfloat16)
     eager, compiled = (divided_timeline(model, x, "layers", loss=loss) for loss in ("eager", "compiled"))
@@ -561,6 +563,7 @@ def test_settings_that_contradict_each_other() -> None:
     raises(ValueError, "master_weights is not accepted with mixed_precision", Setup, **both)
 
 
+@pytest.mark.slow
 def test_plan_of_a_model_that_returns_logits() -> None:
     model, x = Classifier().bfloat16().to("meta"), torch.empty(256, 32, dtype=torch.bfloat16, device="meta")
     settings: dict[str, Any] = {"memory": "1GiB", "gpu": "H100", "levels": ["free"], "compiled": "layers"}
@@ -787,6 +790,7 @@ def test_the_largest_batch_of_a_model(inductor: Any) -> None:
     assert found.within("1GiB").largest is None
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_that_a_model_runs_with(tmp_path: Path, inductor: Any) -> None:
     model, x = positions(), torch.empty(1, 512, 256, device="meta", dtype=torch.bfloat16)
     found = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none", maximum="tokens")

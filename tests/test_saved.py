@@ -125,6 +125,7 @@ def test_a_llama_block() -> None:
     assert row_of(saved, "(inputs)").advice == "needed for: weight gradient"
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_that_is_named_removes_the_tensors(setting: str) -> None:
     before, after = llama_saved(), explained(llama(), FusionPolicy(**SETTINGS[setting])).saved
@@ -134,6 +135,7 @@ def test_a_setting_that_is_named_removes_the_tensors(setting: str) -> None:
     assert before.totals[setting] == after.nbytes < before.nbytes
 
 
+@pytest.mark.slow
 def test_at_off_it_lists_what_free_removes() -> None:
     saved = explained(llama(), FusionPolicy(memory="off")).saved
     row = row_of(saved, "layers.0,1.mlp")
@@ -158,6 +160,7 @@ def test_a_refused_level_has_its_reason() -> None:
     assert "the policy does not apply" in row_of(requested, "layers.0.gate").advice
 
 
+@pytest.mark.slow
 def test_an_mlp_that_is_not_fused_says_why() -> None:
     saved = explained(llama(), FusionPolicy(exclude=["layers.1.mlp"])).saved
     assert "the policy excludes 'layers.1.mlp'" in row_of(saved, "layers.1.mlp.up").advice

@@ -251,6 +251,7 @@ def test_experts_are_what_was_counted(way: str) -> None:
     assert fp8_recipes.figures(fp8_recipes.compiled_experts(way)) == recipes()["experts"]["ways"][way]
 
 
+@pytest.mark.slow
 def test_gfx942_after_an_h200() -> None:
     """Layers of one size share a trace, and GPUs do not: gfx942's float8 is float8_e4m3fnuz."""
     for device, dtype in ((gpu.H200, "fp8e4nv"), (gpu.MI300X, "fp8e4b8"), (gpu.H200, "fp8e4nv")):

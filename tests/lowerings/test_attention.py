@@ -183,7 +183,7 @@ def inputs() -> Tensor:
 
 # Each kind saves the block's input and attention's result. Latent also saves its latent tensor, Cross the other
 # sequence, and WrittenOut the softmax.
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:4], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[4:])])
 def test_gradients_are_exact_and_only_inputs_are_saved(kind: type[Attention]) -> None:
     model, x = model_of(kind), inputs()
     got, _, kept = step(model, compiled(model, BOTH), x)
@@ -202,6 +202,7 @@ def test_repeated_keys_are_saved_once_at_free() -> None:
     assert sizes.count(x.numel()) == 2, "queries and the result"
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("memory", ["off", "fp8", "tiled:2"])
 def test_every_memory_level_combines_with_it(memory: str) -> None:
     model, x = model_of(Attention).float(), inputs().detach().float().requires_grad_()
@@ -216,6 +217,7 @@ def test_every_memory_level_combines_with_it(memory: str) -> None:
 # ---- patterns ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_patterns_select_modules() -> None:
     model, x = model_of(Attention, 2), inputs()
     sizes = []
@@ -359,6 +361,7 @@ def test_random_numbers_are_not_drawn_again() -> None:
     assert less < without
 
 
+@pytest.mark.slow
 def test_under_autocast() -> None:
     model, x = model_of(Attention).float(), inputs().detach().float().requires_grad_()
 
@@ -381,6 +384,7 @@ def test_inside_a_checkpoint_nothing_is_left_to_save() -> None:
     assert max(distances(got, expected)) < 1e-13
 
 
+@pytest.mark.slow
 def test_two_micro_batches_and_a_retained_graph() -> None:
     model, x = model_of(GroupedQuery), inputs()
     call = compiled(model, BOTH)
@@ -395,6 +399,7 @@ def test_two_micro_batches_and_a_retained_graph() -> None:
     assert max(distances(gradients(call), gradients(model))) < 1e-13
 
 
+@pytest.mark.slow
 def test_two_policies_do_not_share_a_cache() -> None:
     model, x = model_of(Attention), inputs()
     sizes = [step(model, compiled(model, policy), x)[1] for policy in (MLP_ONLY, BOTH, MLP_ONLY)]

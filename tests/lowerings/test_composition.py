@@ -324,6 +324,7 @@ def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: boo
 # ---- DDP -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("megabytes, parts", [(4.3, 3), (1000, 2)])  # the first bucket has 1 MiB in any case
 def test_mlps_that_ddp_cuts_are_sites_that_are_not_fused(megabytes: float, parts: int) -> None:
     """DDPOptimizer cuts a graph wherever a bucket is full: an MLP that it cuts in two is no MLP to any backend."""

@@ -89,6 +89,7 @@ class DroppedNorm(DroppedResult):
         return F.layer_norm(super().forward(x), (64,))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("model", "summed"), [(DroppedResult, True), (DroppedNorm, False)])
 def test_a_dropout_of_the_result_sums_its_bias(model: type[nn.Module], summed: bool) -> None:
     """Not where a norm makes its gradient, in whose kernel the dropout's backward is."""
@@ -211,6 +212,7 @@ def test_loops_over_blocks_compute_the_same(vectors: int | None) -> None:
     torch.testing.assert_close(found, step(*args), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.usefixtures("blocks_of_8")
 @pytest.mark.parametrize(("columns", "count"), [(24, 3), (22, 0)])
 def test_dropouts_in_blocks_drop_the_same(columns: int, count: int) -> None:

@@ -245,6 +245,7 @@ def strictly_and_reset(model: nn.Module) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("before", [plain, with_another_policy, explained, verified, strictly_and_reset])
 def test_the_same_code_in_other_compilations_hides_nothing(before: Callable[[nn.Module], None]) -> None:
     """Code of a class, compiled before for another policy, by another backend or a tool, or forgotten since."""
@@ -261,6 +262,7 @@ def test_after_a_reset_a_compiled_model_is_judged_again() -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("before", [plain, with_another_policy, strictly_and_reset])
 def test_nor_hides_it_a_warning(before: Callable[[nn.Module], None], warnings: Callable[[], list[str]]) -> None:
     before(Body(CUT))

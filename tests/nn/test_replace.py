@@ -143,6 +143,7 @@ ACTS = (F.gelu, F.relu, F.silu, torch.sigmoid, torch.tanh, lambda x: F.gelu(x, a
 ACTS += (*(lambda x, f=f: 2 * f(x) for f in ACTS),)
 
 
+@pytest.mark.slow
 def test_more_activations_than_dynamo_compiles_of_one_code() -> None:
     """Dynamo compiles code eight times, and runs it eagerly from then on."""
     model, x = Model(*(Block(Mlp(act)) for act in ACTS)), rows()

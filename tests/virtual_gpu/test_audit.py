@@ -202,6 +202,7 @@ PROGRAMS: dict[str, tuple[Callable[[], tuple[Any, Tensor]], dict[str, Any] | Non
 }
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_have_no_finding(name: str) -> None:
     make, policy = PROGRAMS[name]
