@@ -362,7 +362,7 @@ def _budget() -> list[str]:
     blocks = {block["name"]: block["ways"] for block in json.loads((RESULTS / "on_paper.json").read_text())["blocks"]}
     saved = [f"{_saved(blocks['GELU MLP 8192 4096→16384'][way])} MiB" for way in ways]
     text = (DOCS / "memory.md").read_text(encoding="utf-8").partition('## `"tiled"`')[2]
-    peaks = [int(n) for n in re.findall(r"^\| .*? \| \d+ \| (\d+) \| \d+ \|$", text, re.M)[:4]]
+    peaks = [int(n) for n in re.findall(r"^\| [^|]+ \| \d+ \| (\d+) \| \d+ \|", text, re.M)[:4]]
     t5 = blocks["T5 v1.1 XL block 16×512"]
     times = [f", {_change(_seconds(t5[way]) / _seconds(t5['plain']))}" if way != "plain" else "" for way in ways]
     t5_cells = [f"{int(_saved(t5[way])):,} MiB{time}" for way, time in zip(ways, times, strict=True)]

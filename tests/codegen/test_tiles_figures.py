@@ -124,4 +124,5 @@ def test_other_peaks_of_the_page(row: str) -> None:
     models = ((PackedMLP, 2 * 14336), (GELUMLP, 16384))
     packed, gelu = (peak(compiled(WAYS[row], model, 65536, 4096, hidden)[1]) // MIB for model, hidden in models)
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
-    assert f"| {row} | {packed} | {gelu} |" in page
+    rows = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
+    assert any(line.endswith(f"| {packed} | {gelu} |") for line in rows), rows
