@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Container
@@ -221,6 +222,7 @@ BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
 BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
+BEGIN_STEPS = "<!-- Written by `python docs/generate.py` from benchmarks/results/training_steps.json and .csv. -->\n"
 BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/variants.py; change that. -->\n"
 BEGIN_CPU = "<!-- Written by `python docs/generate.py` from benchmarks/results/pointwise_cpu.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
@@ -504,6 +506,35 @@ def memory() -> str:
     return _between("memory.md", BEGIN_ON_PAPER, [*lines, ""])
 
 
+# ---- paper-and-devices.md --------------------------------------------------------------------------------------------
+
+
+def paper_and_devices() -> str:
+    """The page, with published peaks of training steps beside planned ones."""
+    with open(RESULTS / "training_steps.csv", encoding="utf-8") as file:
+        published = {row["id"]: row for row in csv.DictReader(file)}
+    groups: dict[tuple[str, str], dict[str, list[str]]] = {}
+    ratios: dict[str, list[float]] = {}
+    for row in json.loads((RESULTS / "training_steps.json").read_text()):
+        setup, expandable = published[row["id"]], row["expandable_segments"] == "yes"
+        figure = "reserved" if row["what"] == "max reserved" else "allocated"
+        segments = ", expandable segments" if expandable else ", without expandable segments"
+        summarized = f"max {figure}{segments}" if figure == "reserved" else "max allocated or active"
+        ratios.setdefault(summarized, []).append(row["predicted"] / row["measured"])
+        key = setup["source"], f"{setup['gpus']} × {setup['device']}, {setup['model']}"
+        pairs = groups.setdefault(key, {"reserved": [], "allocated": []})[figure]
+        pairs.append(f"{row['predicted']:.2f}/{row['measured']:.2f}")
+    lines = ["| published figure | rows | within 5 % | median ratio | range |", "|---|---|---|---|---|"]
+    for name, values in sorted(ratios.items()):
+        near, median = sum(abs(ratio - 1) <= 0.05 for ratio in values), statistics.median(values)
+        lines.append(f"| {name} | {len(values)} | {near} | {median:.3f} | {min(values):.2f} to {max(values):.2f} |")
+    lines += ["", "Planned/published GiB of each row:", ""]
+    lines += ["| source | GPUs, model | max reserved | max allocated or active |", "|---|---|---|---|"]
+    for key, figures in groups.items():
+        lines.append(f"| {' | '.join([*key, *map(', '.join, figures.values())])} |")
+    return _between("paper-and-devices.md", BEGIN_STEPS, [*lines, ""])
+
+
 # ---- largest-batch.md ------------------------------------------------------------------------------------------------
 
 
@@ -655,6 +686,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "benchmarks.md": benchmarks,
     "fp8.md": fp8,
     "memory.md": memory,
+    "paper-and-devices.md": paper_and_devices,
     "largest-batch.md": largest_batch,
     "command-line.md": command_line,
     "coverage.md": coverage,
