@@ -270,33 +270,33 @@ def _between(page: str, mark: str, lines: list[str], text: str | None = None) ->
 
 
 def plan() -> str:
-    """The page, with what each model comes to at each level, and what is chosen for each limit."""
+    """The page, with each model's peak and time at each level, and the levels chosen for each limit."""
     from torch_fused_ops.planner.report import duration
     from torch_fused_ops.reports.text import size
 
-    lines = []
-    for name, case in json.loads((RESULTS / "plans.json").read_text()).items():
-        first = case["plans"][0]
-        batch, length = case["tokens"]
-        fixed = f"parameters {size(first['parameters'])}, optimizer state {size(first['optimizer_state'])}"
-        lines += [f"**{name}**, {batch} × {length} tokens, {first['gpu']}: {fixed}", ""]
-        lines += ["| every MLP at | peak of forward and backward | least time | |", "|---|---|---|---|"]
-        for row in first["levels"]:
-            time = f"{duration(row['seconds'])} | {100 * (row['seconds'] / first['off_seconds'] - 1):+.1f} %"
-            lines.append(f"| {row['level']} | {size(row['peak'])} | {time} |".replace("-", "−"))
-        lines += [
-            "",
-            "| limit | | peak, the optimizer's step included | least time | levels chosen |",
-            "|---|---|---|---|---|",
-        ]
+    cases = json.loads((RESULTS / "plans.json").read_text())
+    plans = [case["plans"][0] for case in cases.values()]
+    columns = [
+        [f"{case['tokens'][0]} × {case['tokens'][1]}", first["gpu"].removeprefix("NVIDIA ")]
+        + [size(first["parameters"]), size(first["optimizer_state"])]
+        + [_peak_and_time(row, first["off_seconds"], duration, size) for row in first["levels"]]
+        for case, first in zip(cases.values(), plans, strict=True)
+    ]
+    names = ["tokens", "GPU", "parameters", "optimizer state", *(row["level"] for row in plans[0]["levels"])]
+    lines = [f"| | {' | '.join(cases)} |", f"|---|{'---|' * len(cases)}"]
+    lines += [f"| {' | '.join(cells)} |" for cells in zip(names, *columns, strict=True)]
+    lines += ["", "| | limit | | peak with the optimizer's step | time | levels chosen |", "|---|---|---|---|---|---|"]
+    for name, case in cases.items():
         for limit, each in zip(case["limits"], case["plans"], strict=True):
             verdict = "fits" if each["fits"] else f"{size(each['missing'])} missing"
-            cost = f"{100 * (each['seconds'] / each['off_seconds'] - 1):+.1f} %".replace("-", "−")
-            lines.append(f"| {limit} | {verdict} | {size(each['peak_bytes'])} | {cost} | {_runs(each['choices'])} |")
-        lines.append("")
-        if case.get("largest"):
-            lines += [*_largest(case["largest"]), ""]
-    return _between("plan.md", BEGIN_PLAN, lines)
+            cells = [name, limit, verdict, size(each["peak_bytes"]), _change(each["seconds"] / each["off_seconds"])]
+            lines.append(f"| {' | '.join([*cells, _runs(each['choices'])])} |")
+    return _between("plan.md", BEGIN_PLAN, [*lines, ""])
+
+
+def _peak_and_time(row: dict[str, Any], off: float, duration: Callable[[float], str], size: Callable[[int], str]) -> str:
+    time = duration(row["seconds"]) if row["level"] == "off" else _change(row["seconds"] / off)
+    return f"{size(row['peak'])}; {time}"
 
 
 def _largest(found: dict[str, Any]) -> list[str]:
