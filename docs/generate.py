@@ -271,7 +271,6 @@ def _between(page: str, mark: str, lines: list[str], text: str | None = None) ->
 
 def plan() -> str:
     """The page, with each model's peak and time at each level, and the levels chosen for each limit."""
-    from torch_fused_ops.planner.report import duration
     from torch_fused_ops.reports.text import size
 
     cases = json.loads((RESULTS / "plans.json").read_text())
@@ -279,7 +278,7 @@ def plan() -> str:
     columns = [
         [f"{case['tokens'][0]} × {case['tokens'][1]}", first["gpu"].removeprefix("NVIDIA ")]
         + [size(first["parameters"]), size(first["optimizer_state"])]
-        + [_peak_and_time(row, first["off_seconds"], duration, size) for row in first["levels"]]
+        + [_peak_and_time(row, first["off_seconds"]) for row in first["levels"]]
         for case, first in zip(cases.values(), plans, strict=True)
     ]
     names = ["tokens", "GPU", "parameters", "optimizer state", *(row["level"] for row in plans[0]["levels"])]
@@ -294,7 +293,10 @@ def plan() -> str:
     return _between("plan.md", BEGIN_PLAN, [*lines, ""])
 
 
-def _peak_and_time(row: dict[str, Any], off: float, duration: Callable[[float], str], size: Callable[[int], str]) -> str:
+def _peak_and_time(row: dict[str, Any], off: float) -> str:
+    from torch_fused_ops.planner.report import duration
+    from torch_fused_ops.reports.text import size
+
     time = duration(row["seconds"]) if row["level"] == "off" else _change(row["seconds"] / off)
     return f"{size(row['peak'])}; {time}"
 
