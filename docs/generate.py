@@ -35,7 +35,7 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
      "ops/test_softmax.py", "ops/test_fp8.py", "ops/test_viewless.py")),
     ("Autocast", "the dtypes and values of PyTorch's own functions: eager, compiled, fused; CPU and CUDA",
      ("anywhere/test_autocast.py",)),
-    ("Export", "`torch.export`, decompositions, AOTInductor in Python and C++, `torch.jit.trace`, ONNX",
+    ("Export", "`torch.export`, decompositions, AOTInductor, `torch.jit.trace`, ONNX",
      ("anywhere/test_export.py",)),
     ("Checkpointing", "`torch.utils.checkpoint`, selective policies, saved-tensor hooks, offloading",
      ("anywhere/test_checkpointing.py", "lowerings/test_composition.py", "nn/test_outer_hooks.py")),

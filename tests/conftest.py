@@ -63,25 +63,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if whole and config.pluginmanager.hasplugin("xdist") and config.getoption("numprocesses") is None:
         processors = os.cpu_count() or 1
         config.option.numprocesses = workers = min(processors, 4)
-        config.option.dist = "loadfile"
+        config.option.dist = "worksteal" if torch.cuda.is_available() else "loadfile"
         settings = {"OMP_NUM_THREADS": f"{processors // workers}"}  # for the workers: threads spin
         if torch.cuda.is_available():
             settings["TORCHINDUCTOR_COMPILE_THREADS"] = f"{processors // workers}"
             settings["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{0.9 / workers:.3f}"
         for name, text in settings.items():
             os.environ.setdefault(name, text)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As ``loadfile``, but each case of a GPU goes to whichever process is free: they share little, and are many."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return nodeid if "cuda" in nodeid.partition("[")[2] else super()._split_scope(nodeid)
-
-    return Scheduling(config, log) if torch.cuda.is_available() and config.option.dist == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

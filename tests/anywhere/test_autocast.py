@@ -397,38 +397,6 @@ def test_casts_of_weights_are_cached_as_without_us() -> None:
     assert counts[1] == [1, 1, 0] and counts[0][:2] == [1, 1]
 
 
-@pytest.mark.parametrize("cast", [None, BF16, FP32])
-def test_in_a_function_of_the_user_s_own(cast: torch.dtype | None) -> None:
-    """custom_fwd(cast_inputs=…) switches autocast off and casts; without it the region's state is there, both ways."""
-
-    def function(fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-        class Own(torch.autograd.Function):
-            @staticmethod
-            @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast)
-            def forward(ctx: Any, x: Tensor, b: Tensor) -> Tensor:
-                ctx.save_for_backward(x, b)
-                return fn(x, b)
-
-            @staticmethod
-            @torch.amp.custom_bwd(device_type="cpu")
-            def backward(ctx: Any, g: Tensor) -> Any:
-                with torch.enable_grad():
-                    leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-                    return torch.autograd.grad(fn(*leaves), leaves, g)
-
-        return Own.apply
-
-    found = []
-    for fn in (FF.bias_gelu, lambda x, b: F.gelu(x + b)):
-        x, b = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-        with torch.no_grad():
-            x.copy_(torch.linspace(-2, 2, 24).view(3, 8)), b.fill_(0.25)
-        with torch.autocast("cpu", BF16):
-            out = function(fn)(x, b)
-        found.append([out, *torch.autograd.grad(out.float().sum(), (x, b))])
-    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
-
-
 def test_backward_inside_a_region() -> None:
     """Backward is the same, whether the region is still open or not."""
     for formula in FORMULAS.values():

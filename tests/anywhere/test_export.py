@@ -2,9 +2,6 @@
 
 import io
 import itertools
-import os
-import shutil
-import subprocess
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -234,49 +231,6 @@ def test_what_runs_where_we_never_were(how: str, tmp_path: Path) -> None:
         ]
     torch.save(runs, tmp_path / "runs.pt")
     python("-c", WITHOUT_US, tmp_path / "runs.pt")
-
-
-MAIN = """
-#include <ATen/ATen.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <fstream>
-int main(int argc, char** argv) {
-  torch::inductor::AOTIModelPackageLoader loader(argv[1]);
-  std::vector<float> data(13 * 8);
-  std::ifstream(argv[2], std::ios::binary).read(reinterpret_cast<char*>(data.data()), data.size() * 4);
-  std::vector<at::Tensor> outputs = loader.run({at::from_blob(data.data(), {13, 8}).clone()});
-  at::Tensor out = outputs[0].contiguous();
-  std::ofstream(argv[3], std::ios::binary).write(static_cast<const char*>(out.data_ptr()), out.numel() * 4);
-}
-"""
-
-
-@pytest.mark.slow
-def test_packages_run_in_cpp(tmp_path: Path) -> None:
-    """No Python at all: ``AOTIModelPackageLoader`` in a program linked with libtorch."""
-    import numpy
-
-    lib, headers = Path(torch.__file__).parent / "lib", Path(torch.__file__).parent / "include"
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or not (headers / "torch/csrc/inductor/aoti_package/model_package_loader.h").exists():
-        pytest.skip("needs a C++ compiler and torch's headers")
-    model = spelled()
-    program = torch.export.export(model, inputs(6)[:1], dynamic_shapes=SIZES[:1])
-    package = packaged(program, tmp_path / "mlp.pt2", "options")
-    (tmp_path / "main.cpp").write_text(MAIN)
-    libraries = ["torch", "torch_cpu", "c10"] + ["torch_cuda", "c10_cuda"] * (lib / "libtorch_cuda.so").exists()
-    includes = [f"-I{headers}", f"-I{headers / 'torch/csrc/api/include'}"]
-    links = [f"-L{lib}", f"-Wl,-rpath,{lib}", "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
-    macros = [] if not (headers / "cuda_runtime.h").exists() else ["-DUSE_CUDA"]
-    build = [compiler, "-std=c++20", "-O0", *macros, *includes, "main.cpp", "-o", "main", *links]
-    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    x = torch.randn(13, 8)
-    (tmp_path / "in").write_bytes(x.numpy().tobytes())
-    done = subprocess.run([tmp_path / "main", package, "in", "out"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.from_numpy(numpy.fromfile(tmp_path / "out", dtype="float32")).view(13, 8)
-    torch.testing.assert_close(found, model(x).detach())
 
 
 @pytest.mark.filterwarnings("ignore")  # deprecated since torch 2.9, and still there in 2.15

@@ -422,22 +422,6 @@ def test_a_relu_stops_gradients_that_are_no_numbers(activation: str, op: str, dt
     torch.testing.assert_close(got, wanted, equal_nan=True)
 
 
-@pytest.mark.parametrize("activation", RELUS)
-def test_so_it_does_by_triton(activation: str) -> None:
-    pytest.importorskip("triton")
-    x = torch.tensor([-1.0, 0.0, -0.0, 1.0, math.nan, -math.inf]).requires_grad_()
-    grad = torch.tensor([math.inf, math.nan, -math.inf, math.inf, 1.0, math.nan])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _, found = by_triton(Sample("bias_act", "", (x, None, None, activation)), grad, [True, False, False])
-        up = torch.full_like(x, 2.0)
-        _, of_glu = by_triton(Sample("glu", "", (x, up, None, activation, 0.0, None)), grad, [True, True, False])
-    (wanted,) = torch.autograd.grad(RELUS[activation](x), x, grad)
-    (wanted_of_glu,) = torch.autograd.grad(RELUS[activation](x) * up, x, grad)
-    torch.testing.assert_close(found[0], wanted, equal_nan=True)
-    torch.testing.assert_close(of_glu[0], wanted_of_glu, equal_nan=True)
-
-
 # ---- memory that is written meanwhile --------------------------------------------------------------------------------
 
 X, N8, ROWS = (3, 8), (8,), (3,)
@@ -488,19 +472,3 @@ def test_a_seed_that_is_written_before_backward_raises() -> None:
     out = fused.dropout_add(x, None, None, seed, 0.5)
     seed.add_(1)
     raises(RuntimeError, "modified by an inplace operation", out.sum().backward)
-
-
-@quietly(60, derandomize=True)
-@given(st.data())
-def test_any_viewless_tensor_is_the_same_memory(data: Any) -> None:
-    shape = tuple(data.draw(st.lists(sizes, max_size=4)))
-    x = data.draw(tensors(shape, data.draw(st.sampled_from(DTYPES)), "any"))
-    before = raw(x.detach())
-    out = fused.make_viewless(x)
-    same = (out.shape, out.stride(), out.storage_offset(), out.dtype, out.is_neg(), out.requires_grad)
-    assert same == (x.shape, x.stride(), x.storage_offset(), x.dtype, x.is_neg(), x.requires_grad)
-    assert out._base is None and out.untyped_storage()._cdata == x.untyped_storage()._cdata
-    if x.requires_grad:
-        grad = torch.randn(shape, dtype=torch.float64).to(x.dtype)
-        assert torch.equal(*torch.autograd.grad(out, x, grad), grad)
-    assert raw(x.detach()) == before

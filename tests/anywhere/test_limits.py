@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import interpreting, kernel_of, meta, without_code
+from harness import interpreting, kernel_of, meta
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -238,69 +238,6 @@ def test_expressions_that_double_are_refused(name: str, gated: bool) -> None:
             _, found = work(lambda: sites(graph), 3_000_000)  # noqa: B023
             assert len(found) == 1 and found[0].op is None and 0 < len(found[0].reason) < 400
     assert found
-
-
-def repeated(n: int, step: Callable[[Tensor], Tensor], begin: Any = lambda h: h) -> Callable[..., Tensor]:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        h = begin(x @ w)
-        for _ in range(n):
-            h = step(h)
-        return h @ w
-
-    return fn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fn", "wanted"),
-    [
-        (repeated(30, lambda h: h.view(8, 8).view_as(h.view(8, 8)), F.gelu), FUSED),  # 2**30 ways down
-        # A text of 2**32 names.
-        (repeated(32, lambda h: h * h.sin()), "a formula of more than 128 functions and variables is not a supported"),
-        (repeated(100, torch.sin), CALLS),
-    ],
-    ids=["joining", "growing", "long"],
-)
-def test_so_it_is_from_the_user_s_side(fn: Callable[..., Tensor], wanted: str) -> None:
-    """explain(), and torch.compile."""
-    x, w = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(2))
-    _, report = work(lambda: tfo.explain(fn, x, w), most=1_000_000)
-    assert ends_in(report.sites, wanted), report.sites
-    with tfo.enabled(), tfo.record() as recorded:
-        out = torch.compile(fn, backend=without_code)(x, w)
-    assert ends_in(recorded.sites, wanted), recorded.sites
-    torch.testing.assert_close(out, fn(x, w))
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, fn(x, w))))
-
-
-def test_upstream_s_table_of_operators_is_not_made_for_each_node() -> None:
-    """It takes 0.4 ms: as many tables are made for a deep model as for a shallow one."""
-    from torch._functorch.partitioners import get_default_op_list
-
-    def tables(layers: int) -> int:
-        def mlps(x: Tensor, w: Tensor) -> Tensor:
-            for _ in range(layers):
-                x = F.gelu(x @ w) @ w
-            return x
-
-        made = 0
-
-        def count(frame: Any, event: str, arg: Any) -> None:
-            nonlocal made
-            made += event == "call" and frame.f_code is get_default_op_list.__code__
-
-        torch._dynamo.reset()
-        x = torch.randn(8, 8, requires_grad=True)
-        sys.setprofile(count)
-        try:
-            with tfo.enabled():
-                torch.compile(mlps, backend=without_code)(x, x)
-        finally:
-            sys.setprofile(None)
-        return made
-
-    tables(1)  # what is worked out once a process
-    assert 0 < tables(1) == tables(3)
 
 
 def test_a_long_custom_function_is_refused() -> None:
