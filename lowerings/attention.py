@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.lowerings.partition import base, is_gemm, is_linear, op_types
+from torch_fused_ops.lowerings.saved_tensors import readers
 
 aten, fused = torch.ops.aten, torch.ops.fused
 
@@ -81,7 +82,7 @@ def _sources(core: Node) -> tuple[list[Node], list[Node]]:
     pending = list(core.all_input_nodes)
     while pending and len(between) < _MAX_VALUES:
         node = pending.pop()
-        if node.op != "call_function" or node in between or any(map(is_linear, _readers(node))):
+        if node.op != "call_function" or node in between or any(map(is_linear, readers(node))):
             continue
         if is_linear(node):
             linears[node] = None
@@ -99,14 +100,6 @@ def _computed_from(linears: Iterable[Node], between: Iterable[Node]) -> set[Node
         values.add(node)
         pending += [u for u in node.users if (u in others or op_types().is_view(u)) and u not in values]
     return values
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    for user in node.users:
-        if op_types().is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _projections(core: Node) -> Iterator[Node]:

@@ -11,8 +11,8 @@ from torch_fused_ops import lowerings
 from torch_fused_ops.policy import FIELDS, FusionPolicy, not_known, policy_given
 
 # torch.compile looks a backend up when it is called. It calls it when it compiles: not where it is served saved code.
-if hasattr(lowerings.pick_up(), "check_keys"):  # pick-up may be off
-    lowerings.pick_up().check_keys()
+if hasattr(lowerings.pick_up(), "reject_caching_precompile"):  # pick-up may be off
+    lowerings.pick_up().reject_caching_precompile()
 
 
 def fused(

@@ -60,27 +60,27 @@ class _Kernel(NamedTuple):
 
 class _View(NamedTuple):
     result: Buffer
-    place: Buffer
+    source: Buffer
     written: list[Buffer]  # the loops' results that are the result, or its parts
 
 
-def allow(nodes: Sequence[Any]) -> None:
+def allow_reuse(nodes: Sequence[Any]) -> None:
     """Let results reuse the buffers of inputs, in a schedule's kernels that have a loop of one of our operators."""
-    ours = [node for node in nodes if _is_ours(node)]
+    fused_nodes = [node for node in nodes if _is_ours(node)]
     pinned: frozenset[str] = frozenset()  # what must not be reused: mutated, aliased or unaligned buffers
-    if ours:  # (Triton would spread an unaligned input over threads in another way than its aligned result.)
-        aliased = (alias for buffer in ours[0].scheduler.name_to_buf.values() for alias in buffer.get_aliases())
+    if fused_nodes:  # (Triton would spread an unaligned input over threads in another way than its aligned result.)
+        aliased = (alias for buffer in fused_nodes[0].scheduler.name_to_buf.values() for alias in buffer.get_aliases())
         # Inductor calls every input of a CPU's graph unaligned: it checks the alignment of GPUs' inputs only.
-        unaligned = V.graph.unaligned_buffers if ours[0].is_gpu() else ()
-        pinned = _mutated_buffers(ours[0].scheduler).union(unaligned, aliased)
-    kernels = [_kernel(node, pinned) for node in ours]
-    plans = [(kernel, owners, _views(kernel, owners)) for kernel in kernels for owners in [_owners(kernel)]]
+        unaligned = V.graph.unaligned_buffers if fused_nodes[0].is_gpu() else ()
+        pinned = _mutated_buffers(fused_nodes[0].scheduler).union(unaligned, aliased)
+    kernels = [_kernel(node, pinned) for node in fused_nodes]
+    plans = [(kernel, owners, _views(kernel, owners)) for kernel in kernels for owners in [_assign_buffers(kernel)]]
     for kernel, owners, _ in plans:
-        taking = list(owners.values())
+        owning_loops = list(owners.values())
         for name in kernel.read:
             owner, readers = owners.get(name), kernel.readers(name)
             for user in readers if len(readers) > 1 else ():
-                if owner is not None or user.node in taking:
+                if owner is not None or user.node in owning_loops:
                     user.can_inplace = user.node is owner
         for name, loop in owners.items():
             loop.ancestors = loop.ancestors | {
@@ -91,9 +91,9 @@ def allow(nodes: Sequence[Any]) -> None:
             loop.codegen = functools.partial(_generate_behind_a_barrier, loop.codegen, bool(views))
     for view in (view for _, _, views in plans for view in views):
         # The memory is the input's, and in use as long as one of the two is.
-        as_view = ir.ReinterpretView(data=ir.StorageBox(view.place.node), layout=view.result.node.get_output_spec())
+        as_view = ir.ReinterpretView(data=ir.StorageBox(view.source.node), layout=view.result.node.get_output_spec())
         view.result.node.layout = ir.NonOwningLayout(as_view)
-        for user in (*view.result.users, *view.place.users):
+        for user in (*view.result.users, *view.source.users):
             user.can_inplace = False  # a user that took the memory alone would not be checked against the other's
         for buffer in view.written:
             # The tuner must not write over the inputs of the next configuration.
@@ -147,9 +147,9 @@ def _kernel(node: Any, pinned: Collection[str]) -> _Kernel:
     )
 
 
-def _owners(kernel: _Kernel) -> dict[str, Loop]:
+def _assign_buffers(kernel: _Kernel) -> dict[str, Loop]:
     """Assign each loop at most one buffer, loops that fit the fewest buffers first."""
-    fitting = {loop: [name for name in kernel.read if _fits(kernel, name, loop)] for loop in kernel.loops}
+    fitting = {loop: [name for name in kernel.read if _can_reuse(kernel, name, loop)] for loop in kernel.loops}
     owners: dict[str, Loop] = {}
     for loop, names in sorted(fitting.items(), key=lambda item: len(item[1])):
         name = next((name for name in names if name not in owners), None)
@@ -158,7 +158,7 @@ def _owners(kernel: _Kernel) -> dict[str, Loop]:
     return owners
 
 
-def _fits(kernel: _Kernel, name: str, loop: Loop) -> bool:
+def _can_reuse(kernel: _Kernel, name: str, loop: Loop) -> bool:
     """Tell whether a loop may reuse a buffer, and needs memory at all.
 
     Nothing reads the buffer later. All its readers here read at the index at which they write, none reduces it, and
@@ -181,8 +181,8 @@ def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
     views: list[_View] = []
     if not may_be_views():
         return views
-    alone = (loop for loop in kernel.loops if len(loop.get_outputs()) == 1 and not loop.is_reduction())
-    written = {loop: loop.get_outputs()[0] for loop in alone}
+    single_output_loops = (loop for loop in kernel.loops if len(loop.get_outputs()) == 1 and not loop.is_reduction())
+    written = {loop: loop.get_outputs()[0] for loop in single_output_loops}
     writers: dict[str, list[Loop]] = {}
     for loop, output in written.items():
         whole = _concatenation(output.node)
@@ -194,11 +194,11 @@ def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
         buffer = kernel.loops[0].scheduler.name_to_buf[result]
         if not _is_for_others(kernel, buffer, [written[loop] for loop in loops]):
             continue
-        places = {at for loop in loops if (at := _written_at(loop, buffer.node)) is not None}
-        taken = {*owners, *(view.place.get_name() for view in views)}
-        for name, place in kernel.read.items():
-            if name not in taken and _can_be_view(kernel, name, buffer, places):
-                views.append(_View(buffer, place, [written[loop] for loop in loops]))
+        write_indices = {at for loop in loops if (at := _written_at(loop, buffer.node)) is not None}
+        taken = {*owners, *(view.source.get_name() for view in views)}
+        for name, source in kernel.read.items():
+            if name not in taken and _can_be_view(kernel, name, buffer, write_indices):
+                views.append(_View(buffer, source, [written[loop] for loop in loops]))
                 break
     return views
 
@@ -226,7 +226,7 @@ def _is_for_others(kernel: _Kernel, buffer: Buffer, written: Sequence[Buffer]) -
     )
 
 
-def _can_be_view(kernel: _Kernel, name: str, result: Buffer, places: Collection[Any]) -> bool:
+def _can_be_view(kernel: _Kernel, name: str, result: Buffer, write_indices: Collection[Any]) -> bool:
     """Tell whether a result can be a view of an input: as large, last read here, and only where it is written."""
     buffer, readers = kernel.read[name], kernel.readers(name)
     reads = [dep for user in readers for dep in user.node.read_writes.reads if dep.name == name]
@@ -234,7 +234,7 @@ def _can_be_view(kernel: _Kernel, name: str, result: Buffer, places: Collection[
         _fills_same_memory(buffer.node, result.node)
         and _itemsize(name) <= kernel.narrowest
         and all(user.get_name() in kernel.names | kernel.before for user in buffer.users)
-        and all(isinstance(dep, MemoryDep) and (dep.index, dep.size) in places for dep in reads)
+        and all(isinstance(dep, MemoryDep) and (dep.index, dep.size) in write_indices for dep in reads)
         and not any(compat.on_other_streams(loop, name) for loop in kernel.loops)
     )
 

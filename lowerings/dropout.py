@@ -70,7 +70,7 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
 
 
 def _dropout_add(input: Box, bias: Box | None, residual: Box | None, seed: Box, p: float) -> Box:
-    loads = (input, operators._here), (bias, operators._column), (residual, operators._here)
+    loads = (input, operators._element_index), (bias, operators._column), (residual, operators._element_index)
     e = operators._Elementwise(input.get_size(), *loads, masks=[_mask(input, seed, p)])
     return e.node(formulas.dropout_add_element, p, dtype=(input if residual is None else residual).get_dtype())
 
@@ -95,7 +95,7 @@ def _dropout_add_backward(
     )  # a gradient is 0 in dtype only if it is 0
     if torch.float64 in (dtype, bias_dtype):
         grad = to_dtype(grad, torch.float64)
-    e = operators._Elementwise(grad.get_size(), (grad, operators._here), masks=[_mask(grad, seed, p)])
+    e = operators._Elementwise(grad.get_size(), (grad, operators._element_index), masks=[_mask(grad, seed, p)])
     if output_mask[0]:
         d_input = e.node(formulas.dropped, p, dtype=dtype)
         operators._before_sums(output_mask[1:], d_input)
@@ -103,9 +103,9 @@ def _dropout_add_backward(
         if d_input is not None and shows_zeros and operators.is_on_gpu(grad):
             # Where a thread adds columns the compiler shares few calls of the generator: 48 instructions an element on
             # sm_90, for bfloat16. Reading one more tensor takes 9, and as long as 14.
-            terms = operators._Elementwise(grad.get_size(), (grad, operators._here), (d_input, operators._here)).node(
-                _unrounded_grad, p
-            )
+            terms = operators._Elementwise(
+                grad.get_size(), (grad, operators._element_index), (d_input, operators._element_index)
+            ).node(_unrounded_grad, p)
         else:
             terms = e.node(formulas.dropped, p)
         d_bias = operators._sum_rows(terms, bias_dtype)
@@ -135,4 +135,4 @@ def _seeds_as_views(graph: Graph, backward: Collection[Node], results: Collectio
     return []
 
 
-partition.MARKS.append(_seeds_as_views)
+partition.SAVE_HOOKS.append(_seeds_as_views)

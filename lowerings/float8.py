@@ -47,7 +47,7 @@ def _mark(graph: Graph, backward: Collection[Node], results: Collection[Node]) -
         weight anyway, in a pass over the weight; saving a scale takes 4 bytes.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
-        dependents = partition.reached([node])
+        dependents = partition.with_dependents([node])
         if dependents.isdisjoint(results):
             for dependent in dependents.difference(backward):
                 dependent.meta["partitioner_tag"] = "must_be_in_backward"
@@ -61,9 +61,9 @@ def _mark(graph: Graph, backward: Collection[Node], results: Collection[Node]) -
     return [] if partition.budgeted(graph) else list(scales)
 
 
-partition.RECOMPUTED += ["quantize", "dequantize", "requantize"]
+partition.RECOMPUTABLE += ["quantize", "dequantize", "requantize"]
 partition.LINEAR |= {fused.scaled_mm, fused.scaled_grouped_mm}
-partition.MARKS.append(_mark)
+partition.SAVE_HOOKS.append(_mark)
 
 
 class _Lowered(Interpreter):

@@ -1,16 +1,17 @@
 """Memory levels in the partitioner: edits of a forward and a backward graph that save less for backward.
 
-``rebuild`` applies to every level but "off". ``keep_less`` applies what the policy requests below "free":
+``recompute_linear_inputs`` applies to every level except "off". ``apply_levels`` applies the levels below "free":
 
 ``memory="fp8"``       An MLP's saved activation inputs become float8_e4m3fn with a scale per row. Forward computes both
-                       in the activation's kernel. A tensor stays as it is if backward reads it in anything but
-                       activations, which would see the rounding.
+                       in the activation's kernel. A tensor is not changed if backward also reads it outside of
+                       activations, because these readers would see the rounding.
 ``memory="input"``     These tensors are not saved. Backward repeats the GEMM that produced them, with the bias, adapter
                        and casts behind it, from inputs that are saved for the weights' gradients anyway. MLPs that the
                        pre-grad pass could not tile (``"tiled"``, ``recognize/tiles.py``) are treated the same way.
-``attention="input"``  Likewise for queries, keys, values and the projected result of attention (``attention.py``).
+``attention="input"``  Backward recomputes queries, keys, values and the projected result of attention in the same way
+                       (``attention.py`` finds them).
 
-All of them use one recomputation (``_recomputation``), and one pair of graphs (``saved_tensors.SavedTensors``).
+All levels plan recomputations with ``_recomputation`` and edit one ``saved_tensors.SavedTensors``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.lowerings import attention, compat
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
-from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors
+from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors, readers, views_and_readers
 from torch_fused_ops.operators import reference
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules
 from torch_fused_ops.settings import tiles
@@ -47,16 +48,14 @@ aten, fused = torch.ops.aten, torch.ops.fused
 
 OPERATOR: dict[Any, PointwiseOperator] = {op.forward.overload: op for op in elementwise()}
 _T = TypeVar("_T")
+_LEVEL = "torch_fused_ops_memory"  # key of meta["custom"], which tracing copies: the level that an operator requests
 
 
-_LEVEL = "torch_fused_ops_memory"  # a level that an operator asks for itself, in what tracing hands on of its node
+def move_fp8_marks_to_meta(graph: Graph) -> None:
+    """Replace calls of ``fused::keep_fp8`` in a pre-grad graph by a mark in the metadata of the operators that read it.
 
-
-def unmark(graph: Graph) -> None:
-    """Take the marks of ``memory="fp8"`` (``fused::keep_fp8``) out of a pre-grad graph, and note them on the operators.
-
-    As it is, a marked operator hands float8 to backward, and the next GEMM's weight gradient the result beside it.
-    Noted, it is treated as an MLP under the policy's ``memory="fp8"`` is: the result is rebuilt, too.
+    The call itself saves the operator's input in float8, but the next GEMM still saves the operator's result. The mark
+    requests ``memory="fp8"`` for the operator, at which backward also recomputes the result.
     """
     for node in list(graph.nodes):
         if node.target in (fused.keep_fp8, fused.keep_fp8.default):
@@ -66,8 +65,8 @@ def unmark(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def asked(node: Node) -> str | None:
-    """The memory level that an operator asks for itself."""
+def requested_level(node: Node) -> str | None:
+    """Return the memory level that an operator requests for itself; None if the policy decides."""
     level: str | None = node.meta.get("custom", {}).get(_LEVEL)
     return level
 
@@ -75,7 +74,7 @@ def asked(node: Node) -> str | None:
 # ---- "free" --------------------------------------------------------------------------------------
 
 
-def rebuild(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Graphs:
+def recompute_linear_inputs(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Graphs:
     """Return copies of both graphs in which backward recomputes more saved tensors, without a GEMM.
 
     * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, except across a
@@ -91,11 +90,11 @@ def rebuild(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Gr
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
     """
     original = SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static_inputs)
-    if not any(_without_gemm(original, node) for node in original.kept()):
+    if not any(_without_gemm(original, node) for node in original.saved()):
         return graphs
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
-    for node in pair.kept():
+    for node in pair.saved():
         recomputation = _without_gemm(pair, node)
         if recomputation is not None:
             less = pair.cost([node]) - pair.cost(recomputation.to_save)
@@ -112,7 +111,7 @@ def _without_gemm(pair: SavedTensors, node: Node) -> Recomputation | None:
         recomputation = _recomputation(pair, node, gemms=False)
     except Rejection:
         return None
-    if all(map(is_linear, _readers(pair.same[node]))):
+    if all(map(is_linear, readers(pair.in_backward[node]))):
         return None if pair.cost(recomputation.to_save) else recomputation
     read = {source for call in recomputation.calls for source in call.all_input_nodes}.difference(recomputation.calls)
     return recomputation if len(read) == 1 and pair.cost(read) < pair.cost([node]) else None
@@ -125,22 +124,8 @@ def _may_be_replaced(pair: SavedTensors, node: Node) -> bool:
         and isinstance(node.meta.get("val"), torch.Tensor)
         and node not in pair.returned()[: pair.outputs]
         and not isinstance(base(node).meta.get("recompute"), CheckpointPolicy)
-        and bool(pair.same[node].users)
+        and bool(pair.in_backward[node].users)
     )
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """The readers of a tensor in backward, through views."""
-    return (reader for _, reader in _read_by(node))
-
-
-def _read_by(node: Node) -> Iterator[tuple[Node, Node]]:
-    """The readers of a tensor in backward, through views; each with the view that it reads."""
-    for user in node.users:
-        if user.target in SAME_ELEMENTS:
-            yield from _read_by(user)
-        else:
-            yield node, user
 
 
 # ---- recomputation -------------------------------------------------------------------------------
@@ -149,7 +134,7 @@ MAX_CALLS = 32  # enough for a norm and a rotary embedding, too few for a model'
 
 
 class Recomputation(NamedTuple):
-    """The calls with which backward computes a saved tensor again.
+    """The calls with which backward recomputes a saved tensor.
 
     Attributes:
         calls: forward's calls to repeat, in order; the last one computes the tensor.
@@ -163,30 +148,30 @@ class Recomputation(NamedTuple):
 def _recomputation(pair: SavedTensors, node: Node, *, gemms: bool) -> Recomputation:
     """Return the cheapest recomputation of a saved tensor from values that backward has, or that can be saved for it.
 
-    Views, pointwise calls and gathers are repeated. With ``gemms`` so is one layer of GEMMs, and everything between it
-    and ``node``. Random numbers and sums are never repeated.
+    Views, pointwise calls and gathers are repeated. With ``gemms``, one layer of GEMMs is repeated as well, and all
+    calls between these GEMMs and ``node``. Random numbers and sums are never repeated.
 
     Raises:
-        Rejection: a value that it needs cannot be saved, or may have changed before backward reads it.
+        Rejection: a required value cannot be saved, or may have changed before backward reads it.
     """
-    exposed = pair.callers.difference(map(base, pair.kept()))
+    exposed = pair.caller_owned.difference(map(base, pair.saved()))
     depth = 0
 
     @functools.cache
     def obtain(source: Node, role: str) -> Recomputation:
-        """The cheaper of two ways to have ``source`` in backward: repeat its call, or save it.
+        """Choose the cheaper way to provide ``source`` in backward: repeat its call, or save it.
 
-        ``role``: of ``source`` in the repeated GEMM that depends on it, "data" or "weight"; "" if there is none.
+        ``role`` is "data" or "weight" if a repeated GEMM depends on ``source`` as such an operand, otherwise "".
         """
-        if source is not node and source in pair.same:
+        if source is not node and source in pair.in_backward:
             return Recomputation((), ())
-        if base(source) in pair.stale:
+        if base(source) in pair.overwritten:
             raise Rejection(Kind.MADE_OF_WRITTEN, f"cannot recompute: forward writes {base(source)}")
         repeated = None
-        if (_is_rebuilt(source) or (gemms and not role and is_gemm(source))) and depth < MAX_CALLS:
+        if (_is_recomputable(source) or (gemms and not role and is_gemm(source))) and depth < MAX_CALLS:
             try:
                 repeated = repeat(source, role)
-            except Rejection:  # save it instead, except where a GEMM was to be repeated
+            except Rejection:  # save it instead, unless it is ``node`` or a GEMM
                 if source is node or (gemms and not role):
                     raise
         if repeated and (source is node or (gemms and not role) or _is_cheaper(pair, repeated, source)):
@@ -221,21 +206,21 @@ def _is_cheaper(pair: SavedTensors, repeated: Recomputation, source: Node) -> bo
 
 
 def operand_role(call: Node, source: Node) -> str:
-    """The role of an operand in a GEMM: "data" or "weight" (a bias, too); "" in other calls."""
+    """Return the role of an operand in a GEMM: "data", or "weight" (also for a bias). Return "" for other calls."""
     if not is_gemm(call):
         return ""
     has_bias = getattr(call.target, "overloadpacket", None) in (aten.addmm, aten.baddbmm)
     return "data" if source is call.args[1 if has_bias else 0] else "weight"
 
 
-def _is_rebuilt(node: Node) -> bool:
+def _is_recomputable(node: Node) -> bool:
     """True if a call is a view, is pointwise, picks rows, joins tensors, or quantizes a weight."""
     tags = getattr(node.target, "tags", ())
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
         return False
     pointwise = torch.Tag.pointwise in tags or node.target in OPERATOR
     moves = node.target in _MOVES
-    if node.target is operator.getitem:  # a part of what is split, as "tiled" splits tokens
+    if node.target is operator.getitem:  # a part of a split tensor: "tiled" splits tokens
         moves = node.all_input_nodes[0].target in SAME_ELEMENTS
     return pointwise or moves or node.target in SAME_ELEMENTS or _is_quantized(node)
 
@@ -250,35 +235,35 @@ _MOVES = {
 
 
 def _is_quantized(node: Node) -> bool:
-    """True for a weight in float8, or a part of it: that is a pass over the weight."""
-    made = node.args[0] if node.target is operator.getitem else node
-    return isinstance(made, Node) and made.target is fused.quantize.default
+    """True for a weight in float8 or its scales. Recomputing them takes one pass over the weight."""
+    call = node.args[0] if node.target is operator.getitem else node
+    return isinstance(call, Node) and call.target is fused.quantize.default
 
 
 def _replace(pair: SavedTensors, node: Node, recomputation: Recomputation) -> None:
-    """Recompute a saved tensor in backward, and save what that needs."""
-    pair.keep_instead(node, [n for n in recomputation.to_save if n not in pair.same])
+    """Recompute a saved tensor in backward, and save the tensors that the recomputation needs."""
+    pair.save_instead(node, [n for n in recomputation.to_save if n not in pair.in_backward])
     first = pair.first_reader(node)
     copies: dict[Node, Node] = {}
     with pair.backward.inserting_before(first):
         for call in recomputation.calls:
-            copies[call] = pair.backward.node_copy(call, lambda n: copies.get(n) or pair.same[n])
+            copies[call] = pair.backward.node_copy(call, lambda n: copies.get(n) or pair.in_backward[n])
             copies[call].meta["autograd_backward"] = True
-    pair.make_again(node, copies.pop(node))
-    pair.same.update(copies)
+    pair.replace_in_backward(node, copies.pop(node))
+    pair.in_backward.update(copies)
 
 
 # ---- below "free" --------------------------------------------------------------------------------
 
 
-def keep_less(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inputs: Sequence[int]) -> Graphs:
-    """Copies of a forward and a backward graph in which the one hands less to the other, as the policy says.
+def apply_levels(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inputs: Sequence[int]) -> Graphs:
+    """Return copies of both graphs that save less for backward, at the policy's memory levels below "free".
 
     Args:
-        graphs: what ``partition`` made; not touched.
-        policy: its memory levels.
-        outputs: how many of forward's results are the user's, before what is kept for backward.
-        static_inputs: which of forward's inputs live on in any case: parameters and buffers.
+        graphs: the partitioned graphs. Not modified.
+        policy: the fusion policy with the memory levels.
+        outputs: number of forward's results that belong to the user. The tensors saved for backward follow them.
+        static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
     """
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
@@ -299,28 +284,28 @@ def keep_less(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inpu
 def _save_copies_of_biases(pair: SavedTensors) -> None:
     """Save a copy of each bias that backward reads only in recomputed GEMMs.
 
-    Without a level, backward does not read it, so the caller may modify it in place between forward and backward.
-    Autograd would then raise an error that names no tensor.
+    Without a level, backward does not read the bias, so the caller may modify it in place between forward and backward.
+    With a level, autograd would then raise an error that names no tensor.
     """
-    for bias in pair.kept():
+    for bias in pair.saved():
         if bias not in pair.static or bias.meta["val"].dim() != 1:
             continue
-        readers = list(_read_by(pair.same[bias]))
-        if readers and all(operand_role(reader, view) == "weight" for view, reader in readers):
+        reads = list(views_and_readers(pair.in_backward[bias]))
+        if reads and all(operand_role(reader, view) == "weight" for view, reader in reads):
             with pair.forward.inserting_after(bias):
                 copied = pair.forward.call_function(aten.clone.default, (bias,))
             copied.meta["val"] = bias.meta["val"].clone()
-            pair.make_again(bias, *pair.keep_instead(bias, [copied]))
+            pair.replace_in_backward(bias, *pair.save_instead(bias, [copied]))
 
 
 class _Edit(NamedTuple):
-    """An edit that the policy asks for.
+    """An edit that the policy requests.
 
     Attributes:
         setting: the policy's field and value, for the log.
         place: the tensors or the module, for the log.
         apply: edits the graphs, or raises a Rejection.
-        is_site: ``strict`` counts a rejection.
+        is_site: True if a rejection is an error under ``strict``.
     """
 
     setting: str
@@ -329,29 +314,29 @@ class _Edit(NamedTuple):
     is_site: bool = False
 
 
-def _finished(graphs: Graphs, both: SavedTensors) -> Graphs:
-    """The edited graphs, in order and checked, as modules like those they were copied from."""
+def _finished(graphs: Graphs, pair: SavedTensors) -> Graphs:
+    """Sort and check the edited graphs. Return them as modules with the attributes of the original ones."""
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
 
-    for graph in (both.forward, both.backward):
+    for graph in (pair.forward, pair.backward):
         stable_topological_sort(graph)
         graph.lint()
-    both.put_unchecked_last()
-    both.check()
-    return _make_graph_module(graphs[0], both.forward), _make_graph_module(graphs[1], both.backward)
+    pair.put_unchecked_last()
+    pair.check()
+    return _make_graph_module(graphs[0], pair.forward), _make_graph_module(graphs[1], pair.backward)
 
 
 def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit]:
-    """The policy's memory levels for the saved tensors that MLPs' activations read."""
+    """Yield the edits at the policy's memory levels, for the saved tensors that activations of MLPs read."""
     seen = set[Node]()
     for node in pair.forward.nodes:
         if node.target not in OPERATOR:
             continue
-        level = asked(node) or policy.memory_of(enclosing_modules(module_stack(node)))
-        level = "input" if tiles.asked(level) is not None else level  # an MLP that the pre-grad pass could not tile
+        level = requested_level(node) or policy.memory_of(enclosing_modules(module_stack(node)))
+        level = "input" if tiles.asked(level) is not None else level  # the pre-grad pass could not tile this MLP
         if level not in _EDITS:
             continue
-        sources = dict.fromkeys(pair.kept_source(node.args[i]) for i in DATA[node.target])
+        sources = dict.fromkeys(pair.saved_source(node.args[i]) for i in DATA[node.target])
         nodes = [source for source in sources if source is not None and source not in seen]
         seen.update(nodes)
         if nodes:
@@ -360,7 +345,7 @@ def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit]:
 
 
 def _attention_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit]:
-    """The policy's ``attention="input"``, for each attention of the graph."""
+    """Yield the edits for the policy's ``attention="input"``, one for each attention of the graph."""
     if policy.attention == "off":
         return
     for site in attention.find(pair.forward):
@@ -375,49 +360,49 @@ def _attention_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit
 # ---- "fp8" ---------------------------------------------------------------------------------------
 
 
-_unrounded: ContextVar[bool] = ContextVar("torch_fused_ops_unrounded", default=False)
+_without_fp8_rounding: ContextVar[bool] = ContextVar("torch_fused_ops_unrounded", default=False)
 
 
 @contextmanager
-def unrounded(on: bool = True) -> Iterator[None]:
-    """Compilations inside keep for ``"fp8"`` what they would keep, but as it is: all else can be compared exactly."""
-    token = _unrounded.set(on)
+def without_fp8_rounding(on: bool = True) -> Iterator[None]:
+    """Inside this block ``memory="fp8"`` edits the graphs but saves exact values, so that results compare exactly."""
+    token = _without_fp8_rounding.set(on)
     try:
         yield
     finally:
-        _unrounded.reset(token)
+        _without_fp8_rounding.reset(token)
 
 
-def _save_fp8(both: SavedTensors, nodes: Sequence[Node]) -> None:
-    """Save tensors as float8, except those that cannot be.
+def _save_fp8(pair: SavedTensors, nodes: Sequence[Node]) -> None:
+    """Save tensors as float8. Tensors that must stay exact are not changed.
 
     Raises:
-        Rejection: none of them can be.
+        Rejection: no tensor can be saved as float8. It has the first tensor's reason.
     """
-    _each(functools.partial(_save_one_fp8, both), nodes)
+    _each(functools.partial(_save_one_fp8, pair), nodes)
 
 
-def _save_one_fp8(both: SavedTensors, node: Node) -> None:
+def _save_one_fp8(pair: SavedTensors, node: Node) -> None:
     _check_not_checkpointed(node)
-    value, exact = node.meta["val"], _unrounded.get()
+    value, exact = node.meta["val"], _without_fp8_rounding.get()
     if value.dtype not in (torch.bfloat16, torch.float16, torch.float32) and not exact:
         raise Rejection(Kind.FP8_DTYPE, f"it is {value.dtype}")
     if not compat.converts_to_fp8(value.device) and not exact:
         raise Rejection(Kind.FP8_DEVICE, "this GPU cannot convert to float8_e4m3fn")
-    other = both.reader_of_rounding(both.same[node])
+    other = pair.reader_of_rounding(pair.in_backward[node])
     if other is not None:
         raise Rejection(Kind.ALSO_READ, f"backward also reads it in {other.target}")
-    stored, scale = _stored(both.forward, node, exact)
-    first = both.first_reader(node)
-    low = both.keep_instead(node, [stored, scale])
+    stored, scale = _stored(pair.forward, node, exact)
+    first = pair.first_reader(node)
+    low = pair.save_instead(node, [stored, scale])
     load = (lambda x, scale: x * scale) if exact else functools.partial(reference.load_fp8, dtype=value.dtype)
-    with both.backward.inserting_before(first):
-        loaded = _inline(both.backward, load, *low)
-    both.make_again(node, loaded, rounded=True)
+    with pair.backward.inserting_before(first):
+        loaded = _inline(pair.backward, load, *low)
+    pair.replace_in_backward(node, loaded, rounded=True)
 
 
 def _stored(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
-    """The nodes of ``reference.store_fp8`` of ``node``, in forward, which Inductor fuses with the activation."""
+    """Add ``reference.store_fp8(node)`` to forward, where Inductor fuses it with the activation. Return its results."""
     readers = [user for user in node.users if user.target in OPERATOR and user.args[0] is node]
     halves = any(OPERATOR[reader.target].reads_halves(reader.args) for reader in readers)
 
@@ -429,14 +414,13 @@ def _stored(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
 
 
 def _inline(graph: Graph, fn: Callable[..., Any], *nodes: Node) -> Any:
-    """Write ``fn(*nodes)`` into ``graph`` at its insertion point, as aten's calls with their fake values."""
+    """Insert aten's calls for ``fn(*nodes)``, with fake values, at the graph's insertion point. Return the results."""
     with torch.no_grad():
         traced = make_fx(fn, decomposition_table=select_decomp_table())(*(node.meta["val"] for node in nodes))
     environment = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
-    made = len(environment)
     result = graph.graph_copy(traced.graph, environment)
     origin = {key: nodes[0].meta[key] for key in _ORIGIN if key in nodes[0].meta}
-    for node in list(environment.values())[made:]:
+    for node in list(environment.values())[len(nodes) :]:
         node.meta.update(origin)
     return result
 
@@ -447,33 +431,38 @@ _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "autograd_ba
 # ---- "input" -------------------------------------------------------------------------------------
 
 
-def _save_inputs(pair: SavedTensors, nodes: Sequence[Node]) -> None:
+def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[Node] | None = None) -> None:
     """Recompute saved tensors in backward by GEMMs, from inputs that are saved for the weights' gradients anyway.
 
+    Args:
+        pair: the graphs.
+        nodes: the saved tensors.
+        linears: the only linear layers to repeat, for tensors that no other linear layer computes; None for all.
+
     Raises:
-        Rejection: none of them can be recomputed, or the inputs take as many bytes.
+        Rejection: no tensor can be recomputed, or the inputs take as many bytes.
     """
-    planned = dict(_each(functools.partial(_with_gemms, pair), nodes))
-    if not any(is_gemm(call) for each in planned.values() for call in each.calls):
-        raise _noted(Rejection(Kind.NO_GEMM, "it is not the result of a GEMM"), planned)
-    more = pair.cost({source for each in planned.values() for source in each.to_save})
-    if more >= pair.cost(planned):
-        text = f"cannot recompute: its inputs take {more} bytes and are not saved otherwise"
-        raise _noted(Rejection(Kind.COSTS_MORE, text), planned)
-    for node in planned:
-        _replace(pair, node, _with_gemms(pair, node))
+
+    def repeats_only_linears(plan: Recomputation) -> bool:
+        return linears is None or all(call in linears for call in plan.calls if is_gemm(call))
+
+    plans = dict(_each(functools.partial(_with_gemms, pair), nodes, repeats_only_linears))
+    if not plans:
+        return
+    if not any(is_gemm(call) for plan in plans.values() for call in plan.calls):
+        raise _record_rejection(Rejection(Kind.NO_GEMM, "it is not the result of a GEMM"), plans)
+    added = pair.cost({source for plan in plans.values() for source in plan.to_save})
+    if added >= pair.cost(plans):
+        text = f"cannot recompute: its inputs take {added} bytes and are not saved otherwise"
+        raise _record_rejection(Rejection(Kind.COSTS_MORE, text), plans)
+    for node in plans:
+        _replace(pair, node, _with_gemms(pair, node))  # planned again: each replacement changes what backward has
 
 
 def _save_attention_inputs(pair: SavedTensors, values: Collection[Node], linears: Collection[Node]) -> None:
-    """``_save_inputs`` for the ``values`` of one attention that these linear layers alone compute."""
-
-    def computed_by_others(node: Node) -> bool:
-        return any(is_gemm(call) and call not in linears for call in _with_gemms(pair, node).calls)
-
-    nodes = [node for node in pair.kept() if node in values and _may_be_replaced(pair, node)]
-    others = dict.fromkeys(node for node, answer in _each(computed_by_others, nodes) if answer)
-    if len(others) < len(nodes):
-        _save_inputs(pair, [node for node in nodes if node not in others])
+    """Recompute the saved ``values`` of one attention that only these linear layers compute."""
+    nodes = [node for node in pair.saved() if node in values and _may_be_replaced(pair, node)]
+    _save_inputs(pair, nodes, linears)
 
 
 def _with_gemms(pair: SavedTensors, node: Node) -> Recomputation:
@@ -489,32 +478,35 @@ def _check_not_checkpointed(node: Node) -> None:
         raise Rejection(Kind.CHECKPOINTED, "selective checkpointing saves it")
 
 
-def _each(fn: Callable[[Node], _T], nodes: Sequence[Node]) -> list[tuple[Node, _T]]:
-    """Return the results of ``fn`` for the nodes that it does not reject. If it rejects all, raise the first reason."""
+def _each(
+    fn: Callable[[Node], _T], nodes: Sequence[Node], accepts: Callable[[_T], bool] = lambda _: True
+) -> list[tuple[Node, _T]]:
+    """Return the accepted results of ``fn``. If there are none and ``fn`` rejected a node, raise the first reason."""
     results: list[tuple[Node, _T]] = []
     rejections: list[Rejection] = []
     for node in nodes:
         try:
-            results.append((node, fn(node)))
+            if accepts(result := fn(node)):
+                results.append((node, result))
         except Rejection as rejection:
             log.info("%s: %s", node.name, rejection)
-            rejections.append(_noted(rejection, [node]))
+            rejections.append(_record_rejection(rejection, [node]))
     if rejections and not results:
         raise rejections[0]
     return results
 
 
-_REFUSED = "torch_fused_ops_refused"
+_REJECTED = "torch_fused_ops_rejected"
 
 
-def _noted(rejection: Rejection, nodes: Iterable[Node]) -> Rejection:
+def _record_rejection(rejection: Rejection, nodes: Iterable[Node]) -> Rejection:
     """Record on saved tensors why a level does not apply to them."""
     for node in nodes:
-        node.meta[_REFUSED] = rejection.reason
+        node.meta[_REJECTED] = rejection.reason
     return rejection
 
 
-def refused(node: Node) -> Reason | None:
-    """The reason why a tensor that forward saves stays saved at a level of the policy; None if no level applies."""
-    reason: Reason | None = node.meta.get(_REFUSED)
+def rejection_reason(node: Node) -> Reason | None:
+    """Return why a tensor stays saved although the policy has a level for it; None if the policy has no such level."""
+    reason: Reason | None = node.meta.get(_REJECTED)
     return reason

@@ -1,10 +1,9 @@
 """Fused operators → Inductor IR: the formulas' element functions, traced once, replayed inside ``Pointwise`` nodes.
 
-An operator never reaches generated code as a call. Its arithmetic is the text of ``formulas.py``: the element
-function is traced to aten on scalars, each aten node goes through Inductor's own lowering, and the ``ops`` calls that
-come out are kept as a flat :class:`Program`. A lowering is then a loader for each argument around that program, so it
-fuses with its neighbors as any pointwise node does, and the formula costs each of its steps once however often a
-value is used.
+Generated code never calls a fused operator. Its arithmetic comes from ``formulas.py``: the element function is traced
+to aten on scalars, each aten node goes through Inductor's own lowering, and the resulting ``ops`` calls form a flat
+:class:`Program`. A lowering combines this program with a loader for each argument. It therefore fuses with its
+neighbors like any pointwise node, and computes each step of the formula once, even if a value is used several times.
 """
 
 from __future__ import annotations
@@ -40,58 +39,58 @@ Load = Callable[[Index], Value]
 
 aten = torch.ops.aten
 
-ROWS = "fused_rows_of_a_block"  # in a node's meta: the rows of the blocks that its loops go over (split_reductions.py)
-# On a CPU, where a bias's gradient is wanted. SiLU, relu2 and SwiGLU, 1024², take 0.6 to 1.0 of plain's time, with 2
-# rows 0.85 to 1.3, with 8 0.9 to 1.4.
-_FEW_ROWS = 4
+ROWS_PER_BLOCK_KEY = "fused_rows_of_a_block"  # key of a node's meta: rows per block of its loops (split_reductions.py)
+# For calls on a CPU with a bias gradient. SiLU, relu2 and SwiGLU, 1024², take 0.6 to 1.0 times as long as without
+# fusion; with 2 rows 0.85 to 1.3, with 8 rows 0.9 to 1.4.
+_CPU_ROWS_PER_BLOCK = 4
 
 # ---- programs: element functions as Inductor ops -------------------------------------------------------------------
 
 
-class _Slot(int):
-    """The number of a value of an element function: of an argument, or of a step's result."""
+class _ValueId(int):
+    """The number of a value in an element function: an argument or a step's result."""
 
 
 class _Step(NamedTuple):
-    slot: _Slot
+    value_id: _ValueId
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def read(self) -> list[_Slot]:
-        return [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, _Slot)]
+    def read(self) -> list[_ValueId]:
+        return [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, _ValueId)]
 
 
 class Program(NamedTuple):
     """One result of a traced element function: ``program(loads, index)``, one ``ops`` call for each step.
 
-    It has the arguments and the steps that its result is made of, and no others: a loop that is said to read what its
-    code does not need keeps Inductor from writing another result over that (of SwiGLU's two gradients one takes the
-    place of ``up``, which the other does not read).
+    It contains only the arguments and steps that its result depends on. If a loop lists an input it does not read,
+    Inductor cannot reuse that input's buffer. (One of SwiGLU's two gradients reuses the buffer of ``up``, which the
+    other one does not read.)
     """
 
     arguments: tuple[int, ...]
     steps: tuple[_Step, ...]
-    result: _Slot
+    result: _ValueId
 
     @classmethod
-    def of(cls, result: _Slot, steps: Sequence[_Step]) -> Program:
+    def of(cls, result: _ValueId, steps: Sequence[_Step]) -> Program:
         needed, kept = {result}, []
         for step in reversed(steps):
-            if step.slot in needed:
+            if step.value_id in needed:
                 needed.update(step.read())
                 kept.append(step)
-        return cls(tuple(sorted(needed - {step.slot for step in kept})), tuple(reversed(kept)), result)
+        return cls(tuple(sorted(needed - {step.value_id for step in kept})), tuple(reversed(kept)), result)
 
     def __call__(self, loads: Sequence[Load], index: Index) -> Value:
-        env = {slot: loads[slot](index) for slot in self.arguments}
+        env = {value_id: loads[value_id](index) for value_id in self.arguments}
 
         def read(a: Any) -> Any:
-            return env[a] if isinstance(a, _Slot) else a
+            return env[a] if isinstance(a, _ValueId) else a
 
         for step in self.steps:
             function = getattr(ops, step.name)
-            env[step.slot] = function(*map(read, step.args), **{k: read(v) for k, v in step.kwargs.items()})
+            env[step.value_id] = function(*map(read, step.args), **{k: read(v) for k, v in step.kwargs.items()})
         return env[self.result]
 
 
@@ -100,20 +99,20 @@ class _Recorder(DefaultHandler):
         self.arguments = arguments
         self.steps: list[_Step] = []
 
-    def _default(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Slot:
-        slot = _Slot(self.arguments + len(self.steps))
-        self.steps.append(_Step(slot, name, args, kwargs))
-        return slot
+    def _default(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _ValueId:
+        value_id = _ValueId(self.arguments + len(self.steps))
+        self.steps.append(_Step(value_id, name, args, kwargs))
+        return value_id
 
 
 class _Lower(torch.fx.Interpreter):
-    """Runs a traced element function through Inductor's lowerings, every value a scalar evaluated at once."""
+    """Run a traced element function through Inductor's lowerings. Every value is a scalar, evaluated immediately."""
 
     def __init__(self, gm: torch.fx.GraphModule, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.device, self.dtype = device, dtype
 
-    def scalar(self, value: _Slot, dtype: torch.dtype) -> Box:
+    def scalar(self, value: _ValueId, dtype: torch.dtype) -> Box:
         return ir.TensorBox.create(
             ir.Pointwise(device=self.device, dtype=dtype, inner_fn=lambda _: OpsValue(value), ranges=[])
         )
@@ -134,31 +133,36 @@ def _data(box: Box) -> Any:
     return data
 
 
-def _evaluate(box: Box) -> _Slot:
-    slot: _Slot = box.make_loader()([]).value
-    return slot
+def _evaluate(box: Box) -> _ValueId:
+    value_id: _ValueId = box.make_loader()([]).value
+    return value_id
 
 
 @functools.lru_cache(maxsize=1024)  # bounded, as users' scalars are among the keys
 def _programs(
     element: Callable[..., Any],
-    given: tuple[bool | torch.dtype, ...],
+    present: tuple[bool | torch.dtype, ...],
     scalars: tuple[Any, ...],
     dtype: torch.dtype,
     device_type: str,
 ) -> tuple[Program, ...]:
-    """Its results, for ``element`` called with a scalar where ``given`` says so, None elsewhere, and then ``scalars``.
+    """Return a program for each result of ``element``.
 
-    The scalars are of ``dtype`` but where ``given`` names another.
+    Args:
+        element: an element function. It is called with a scalar or None for each tensor, and then with ``scalars``.
+        present: for each tensor, its dtype, or True for ``dtype``, or False for None.
+        scalars: the other arguments.
+        dtype: the dtype to compute in.
+        device_type: "cpu", "cuda", …
     """
-    device, dtypes = torch.device(device_type), [dtype if g is True else g for g in given if g]
+    device, dtypes = torch.device(device_type), [dtype if g is True else g for g in present if g]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         rest = iter(tensors)
-        result = element(*(next(rest) if g else None for g in given), *scalars)
+        result = element(*(next(rest) if g else None for g in present), *scalars)
         return result if isinstance(result, tuple) else (result,)
 
-    # Nothing of the compilation around us may see or shape this trace: not its modes, not its autocast.
+    # This trace must be independent of the surrounding compilation: of its modes and its autocast.
     with _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad(), FakeTensorMode():
         examples = [torch.empty((), dtype=d, device=device) for d in dtypes]
         gm = make_fx(call, decomposition_table=select_decomp_table())(*examples)
@@ -166,7 +170,7 @@ def _programs(
     recorder = _Recorder(len(dtypes))
     with V.set_ops_handler(recorder):
         lower = _Lower(gm, device, dtype)
-        boxes = lower.run(*(lower.scalar(_Slot(i), d) for i, d in enumerate(dtypes)))
+        boxes = lower.run(*(lower.scalar(_ValueId(i), d) for i, d in enumerate(dtypes)))
         results = [_evaluate(b) for b in boxes]
     floating = all(d.is_floating_point for d in dtypes) and not any(s.name == "to_dtype" for s in recorder.steps)
     steps = recorder.steps
@@ -175,30 +179,30 @@ def _programs(
     return tuple(Program.of(result, steps) for result in results)
 
 
-def _fused_multiply_adds(steps: Sequence[_Step], results: Sequence[_Slot]) -> list[_Step]:
-    """a·b + c in one instruction, of floats: Inductor forbids the C++ compiler to see that by itself."""
-    uses = Counter([*results, *(slot for step in steps for slot in step.read())])
-    products = {step.slot: step.args for step in steps if step.name == "mul" and uses[step.slot] == 1}
+def _fused_multiply_adds(steps: Sequence[_Step], results: Sequence[_ValueId]) -> list[_Step]:
+    """Compute a·b + c of floats in one instruction. Inductor's flags forbid the C++ compiler to combine them."""
+    uses = Counter([*results, *(value_id for step in steps for value_id in step.read())])
+    products = {step.value_id: step.args for step in steps if step.name == "mul" and uses[step.value_id] == 1}
 
     def fused(step: _Step) -> _Step:
         for a, c in (step.args, step.args[::-1]) if step.name == "add" else ():
-            if isinstance(a, _Slot) and a in products:
-                return _Step(step.slot, "fma", (*products[a], c), {})
+            if isinstance(a, _ValueId) and a in products:
+                return _Step(step.value_id, "fma", (*products[a], c), {})
         return step
 
     return list(map(fused, steps))
 
 
-activations._on_change.append(_programs.cache_clear)  # a name among the scalars may stand for another function
+activations._on_change.append(_programs.cache_clear)  # a name among the scalars may now be another function
 
 
 # ---- boxes -----------------------------------------------------------------------------------------------------------
 
 
 class _Elementwise:
-    """One element function over given arguments, ready to become nodes: the loaders, the ranges and the program.
+    """The loaders and ranges for element functions of the same arguments, from which ``node`` makes pointwise nodes.
 
-    ``masks``: of booleans or bytes, which come after the other arguments and stay as they are.
+    ``masks`` hold booleans or bytes. They come after the other arguments and are not converted.
     """
 
     def __init__(
@@ -222,7 +226,7 @@ class _Elementwise:
     def node(
         self, element: Callable[..., Any], *scalars: Any, dtype: torch.dtype | None = None, result: int = 0
     ) -> Box:
-        """A Pointwise of result number ``result``, rounded to ``dtype`` (by default left in the computing dtype)."""
+        """Return a Pointwise for result number ``result``, rounded to ``dtype``; by default in the computing dtype."""
         program = _programs(element, self.given, scalars, self.dtype, self.device.type)[result]
         target = dtype or self.dtype
 
@@ -245,7 +249,7 @@ def is_on_gpu(box: Box) -> bool:
     return bool(box.get_device().type != "cpu")
 
 
-def _here(index: Index) -> Index:
+def _element_index(index: Index) -> Index:
     return index
 
 
@@ -265,7 +269,7 @@ def _packed(layout: str, n: Any, up: int) -> Callable[[Index], Index]:
 
 
 def pack(gate: Box, up: Box, layout: str) -> Box:
-    """(…, n) twice → (…, 2n). Concatenated storage, not a masked pointwise: that would compute each half twice."""
+    """Concatenate two (…, n) boxes to (…, 2n), in memory: a masked pointwise node would compute each half twice."""
     size = list(gate.get_size())
     with compat.concat_node():
         if layout != "interleaved":
@@ -276,45 +280,48 @@ def pack(gate: Box, up: Box, layout: str) -> Box:
     return lowerings[aten.view.default](both, [*size[:-1], 2 * size[-1]])
 
 
-def _before_sums(wanted: Sequence[bool], *boxes: Box | None) -> None:
-    """Have results computed before the sums.
+def _before_sums(requested: Sequence[bool], *boxes: Box | None) -> None:
+    """Realize results before the sums over them, if any sum is requested.
 
-    A sum's cast to its dtype closes the loop over what is summed; results that come after it would read everything once
-    more, in a loop of their own (SiLU with a bias gradient: 748 instructions in the kernel's text, 462 in one loop).
+    A sum's cast to its dtype ends the loop over the summed values. Later results would read everything again in their
+    own loop (SiLU with a bias gradient: 748 instructions in the kernel's text, 462 in one loop).
     """
     for box in boxes:
-        if any(wanted) and box is not None:
+        if any(requested) and box is not None:
             box.realize()
 
 
 def _rows_of_a_block() -> int | None:
-    """The rows of a block of the node that is being lowered; None where its loops do not go over blocks."""
-    rows: int | None = V.graph.current_node.meta.get(ROWS)
+    """Return the rows per block of the current node; None if its loops do not go over blocks."""
+    rows: int | None = V.graph.current_node.meta.get(ROWS_PER_BLOCK_KEY)
     return rows
 
 
 def _leaves_blocks(node: torch.fx.Node) -> bool:
-    """Tell whether a result of a node in blocks is read by one that is not."""
+    """Return True if a node without blocks reads a result of this node, which has blocks."""
     through = (*VIEWS, operator.getitem)
-    return any(_leaves_blocks(user) if user.target in through else ROWS not in user.meta for user in node.users)
+    return any(
+        _leaves_blocks(user) if user.target in through else ROWS_PER_BLOCK_KEY not in user.meta for user in node.users
+    )
 
 
 def _sum_rows(box: Box, dtype: torch.dtype) -> Box:
     if _rows_of_a_block() is not None:
         box = lowerings[aten.sum.dim_IntList](box, [1])
-        box.realize()  # a few rows are added without a loop, which the next sum would take in
+        box.realize()  # otherwise the next sum would inline this sum of a few rows, which has no loop
     axes = list(range(len(box.get_size()) - 1))
     return to_dtype(lowerings[aten.sum.dim_IntList](box, axes) if axes else box, dtype)
 
 
 def _is_row_by_row(box: Box, layout: str | None) -> bool:
-    return _rows_of_a_block() is not None and not is_on_gpu(box) and layout != "interleaved"  # there it is no one piece
+    # In the interleaved layout, gate and up of a row are not contiguous.
+    return _rows_of_a_block() is not None and not is_on_gpu(box) and layout != "interleaved"
 
 
 def _row_by_row(*boxes: Box, sums: bool = False) -> Box:
-    """Boxes of (blocks, rows, n) side by side, or the sums of their rows, by loops over (blocks, n).
+    """Concatenate boxes of (blocks, rows, n) along n, or sum along n, with a loop over (blocks, n) for each row.
 
-    The sum of a block's few rows is additions with such loops, too: Inductor fuses all, and computes every value once.
+    The sum of a block's few rows has the same loops, so Inductor fuses all of them and computes each value once.
     """
     blocks, count, n = boxes[0].get_size()
     rows = [lowerings[aten.select.int](box, 1, row) for row in range(count) for box in boxes]
@@ -341,20 +348,20 @@ def _elements(op: PointwiseOperator) -> _Elements:
     biases = 0 if op.bias is None else data if op.is_packed else 1
     count = data + biases
 
-    def biased(given: Sequence[Any]) -> list[Any]:
-        x = list(given[:data])
-        for i, bias in enumerate(given[data:count]):
+    def biased(present: Sequence[Any]) -> list[Any]:
+        x = list(present[:data])
+        for i, bias in enumerate(present[data:count]):
             x[i] = x[i] if bias is None else x[i] + bias
         return x
 
-    def value(*given: Any) -> Tensor:
-        return op.value(*biased(given), *given[count:])
+    def value(*present: Any) -> Tensor:
+        return op.value(*biased(present), *present[count:])
 
-    def grads(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        return op.grads(grad, *biased(given), *given[count:])
+    def grads(grad: Tensor, *present: Any) -> tuple[Tensor, ...]:
+        return op.grads(grad, *biased(present), *present[count:])
 
-    def scale_grad(grad: Tensor, *given: Any) -> Tensor:
-        return grad * op.value(*biased(given), None, *given[count + 1 :])
+    def scale_grad(grad: Tensor, *present: Any) -> Tensor:
+        return grad * op.value(*biased(present), None, *present[count + 1 :])
 
     return _Elements(value, grads, scale_grad)
 
@@ -362,10 +369,10 @@ def _elements(op: PointwiseOperator) -> _Elements:
 def _loads(
     op: PointwiseOperator, tensors: Sequence[Any], layout: str | None
 ) -> tuple[list[Any], list[tuple[Any, Any]]]:
-    """The ranges (…, n), and the loads: the data, packed data in two; the biases, likewise; the scale."""
+    """Return the ranges (…, n) and the loads: data, biases, scale. Packed data and biases have two loads each."""
     *rows, n = tensors[0].get_size()
-    at: list[Callable[[Index], Index]] = [_here]
-    data: list[tuple[Any, Callable[[Index], Index]]] = [(t, _here) for t in tensors[: op.data]]
+    at: list[Callable[[Index], Index]] = [_element_index]
+    data: list[tuple[Any, Callable[[Index], Index]]] = [(t, _element_index) for t in tensors[: op.data]]
     if layout is not None:
         n = V.graph.sizevars.simplify(FloorDiv(n, 2))
         at = [_packed(layout, n, up) for up in (0, 1)]
@@ -376,42 +383,47 @@ def _loads(
 
 
 def over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
-    """A lowering on its arguments with their rows in blocks, where its node asks for them; the kinds of both."""
+    """Wrap a lowering. If its node has ``ROWS_PER_BLOCK_KEY``, the rows of arguments and results are split in blocks.
+
+    ``arguments`` and ``results`` are the kinds of the tensors.
+    """
 
     def viewed(box: Any, kind: str, rows: Sequence[Any]) -> Any:
         if not isinstance(box, ir.TensorBox) or kind not in (*DATA, "per_row"):
             return box
         return lowerings[aten.view.default](box, [*rows, *([] if kind == "per_row" else box.get_size()[-1:])])
 
-    def lower(*args: Any, **keywords: Any) -> Any:
+    def in_blocks(*args: Any, **keywords: Any) -> Any:
         block = _rows_of_a_block()
         if block is None:
             return lowering(*args, **keywords)
         rows, kinds = args[0].get_size()[:-1], [*arguments, *("" for _ in args)]
         blocks = [FloorDiv(sympy_product(rows), block), block]
-        found = lowering(*(viewed(a, kind, blocks) for a, kind in zip(args, kinds, strict=False)), **keywords)
-        one = not isinstance(found, tuple)
-        for box in ([found] if one else filter(None, found)) if _leaves_blocks(V.graph.current_node) else ():
-            box.realize()  # the view of a view of what is no buffer would be copied for a GEMM
-        given = [viewed(box, kind, rows) for box, kind in zip([found] if one else found, results, strict=True)]
-        return given[0] if one else tuple(given)
+        lowered = lowering(*(viewed(a, kind, blocks) for a, kind in zip(args, kinds, strict=False)), **keywords)
+        boxes = lowered if isinstance(lowered, tuple) else (lowered,)
+        for box in filter(None, boxes) if _leaves_blocks(V.graph.current_node) else ():
+            box.realize()  # a GEMM would copy a view of a view of an unrealized box
+        views = tuple(viewed(box, kind, rows) for box, kind in zip(boxes, results, strict=True))
+        return views if isinstance(lowered, tuple) else views[0]
 
-    return lower
+    return in_blocks
 
 
 def _over_few_rows(op: PointwiseOperator, data: int, in_blocks: Callable[..., Any]) -> Callable[..., Any]:
-    """On a CPU, have calls on data of which a bias's gradient is wanted go over blocks of a few rows."""
+    """On a CPU, split the rows in small blocks if a backward call on the same data computes a bias gradient."""
 
-    def lower(first: Box, *args: Any) -> Any:
+    def run(first: Box, *args: Any) -> Any:
         node, bias = cast(Any, (V.graph.current_node, op.bias))
         users = [] if bias is None or is_on_gpu(first) or node.kwargs else node.args[data].users
         calls = [user.args for user in users if user.target is op.signatures[1].overload and not user.kwargs]
-        summed = any(given[1 + bias] is not None and given[-1][bias] for given in calls)
-        if summed and V.graph.sizevars.statically_known_multiple_of(sympy_product(first.get_size()[:-1]), _FEW_ROWS):
-            node.meta[ROWS] = _FEW_ROWS
+        summed = any(present[1 + bias] is not None and present[-1][bias] for present in calls)
+        if summed and V.graph.sizevars.statically_known_multiple_of(
+            sympy_product(first.get_size()[:-1]), _CPU_ROWS_PER_BLOCK
+        ):
+            node.meta[ROWS_PER_BLOCK_KEY] = _CPU_ROWS_PER_BLOCK
         return in_blocks(first, *args)
 
-    return lower
+    return run
 
 
 def _forward(op: PointwiseOperator) -> Callable[..., Box]:
@@ -429,49 +441,49 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
         tensors, layout, scalars = op.split(args[:-1])
         mask, elements = args[-1], _elements(op)
         ranges, loads = _loads(op, tensors, layout)
-        e = _Elementwise(ranges, (grad, _here), *loads)
+        e = _Elementwise(ranges, (grad, _element_index), *loads)
 
         bias = tensors[op.bias] if op.bias is not None and mask[op.bias] else None
         sums_on_cpu = bias is not None and not is_on_gpu(grad)
         row_by_row = _is_row_by_row(grad, layout)
-        kept: list[Box] = []
+        realized: list[Box] = []
 
         def unrounded(i: int) -> list[Box]:
             results = [i] if layout is None else [0, 1]
-            return kept or [e.node(elements.grads, *scalars, result=result) for result in results]
+            return realized or [e.node(elements.grads, *scalars, result=result) for result in results]
 
         def joined(boxes: Sequence[Box]) -> Box:
             return boxes[0] if layout is None else pack(boxes[0], boxes[1], layout)
 
         if sums_on_cpu and not row_by_row:
-            kept = unrounded(0)
-            for box in kept:
-                box.realize()  # sums over rows have a loop of their own, which would compute it again
-        found: list[Box | None] = [None] * len(tensors)
+            realized = unrounded(0)
+            for box in realized:
+                box.realize()  # sums over rows have their own loop, which would recompute it
+        d_tensors: list[Box | None] = [None] * len(tensors)
         for i, t in enumerate(tensors[: op.data]):
             if mask[i]:
                 grads = [to_dtype(box, t.get_dtype()) for box in unrounded(i)]
-                found[i] = _row_by_row(*grads[:: -1 if layout == "swapped" else 1]) if row_by_row else joined(grads)
+                d_tensors[i] = _row_by_row(*grads[:: -1 if layout == "swapped" else 1]) if row_by_row else joined(grads)
         if layout is None:
-            _before_sums(mask[op.data :], *found[: op.data])
+            _before_sums(mask[op.data :], *d_tensors[: op.data])
         if op.bias is not None and bias is not None:
-            found[op.bias] = joined([_sum_rows(box, bias.get_dtype()) for box in unrounded(0)])
+            d_tensors[op.bias] = joined([_sum_rows(box, bias.get_dtype()) for box in unrounded(0)])
         if op.scale is not None and mask[op.scale] and (scale := tensors[op.scale]) is not None:
             terms = e.node(elements.scale_grad, *scalars)
             sums = _row_by_row(terms, sums=True) if row_by_row else lowerings[aten.sum.dim_IntList](terms, [-1])
-            found[op.scale] = to_dtype(sums, scale.get_dtype())
-        return tuple(found)
+            d_tensors[op.scale] = to_dtype(sums, scale.get_dtype())
+        return tuple(d_tensors)
 
     return _over_few_rows(op, 1, over_blocks(lowering, ["data", *op.kinds], op.kinds))
 
 
-def lower(op: PointwiseOperator) -> None:
+def register_lowerings(op: PointwiseOperator) -> None:
     """Register the lowerings of a declared operator and of its backward operator."""
     for signature, make in zip(op.signatures, (_forward, _backward), strict=True):
-        # type_promotion_kind=None: the arguments' dtypes differ by design; promotion would widen what is loaded.
+        # type_promotion_kind=None: the arguments' dtypes differ by design, and promotion would load wider values.
         register_lowering(signature.overload, type_promotion_kind=None)(make(op))
 
 
 for _operator in elementwise():
-    lower(_operator)
+    register_lowerings(_operator)
 register_lowering(torch.ops.fused.with_saved.default, type_promotion_kind=None)(lambda result, saved: result)

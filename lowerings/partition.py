@@ -1,25 +1,28 @@
-"""Partitioning, first half: the values of a training step that are saved for backward, and those recomputed there.
+"""The partitioner, first part: divide a joint graph into values saved for backward and values recomputed there.
 
 By default Inductor's partitioner saves both sides of an activation between two GEMMs: its rule is not to recompute a
-value that backward must materialize anyway (the second GEMM's weight gradient reads the activation). Lifting that one
-rule for the inputs of linear layers is enough (``memory="free"``): the kernel that computes the activation's gradient
-recomputes the activation, from the same loads.
+value that backward must materialize anyway (the second GEMM's weight gradient reads the activation). ``memory="free"``
+lifts this one rule, for the inputs of linear layers. The kernel that computes the activation's gradient then recomputes
+the activation from the same loads.
 
-PyTorch's knob for this is ``torch._functorch.config.activation_memory_budget``, just below 1. It saves as little, and
-costs more. It recomputes a softmax that is written out (a T5 block: pointwise work of 3.5 ms by bytes and instructions
-on an H200, where plain and this have 2.4). It also drops the rule against recomputing values used far apart, so chains
-of residual adds are recomputed (four Llama blocks, bf16: backward moves 1453 MiB by default, 1601 with the budget, 1529
-here, and the budget adds kernels). Where no pointwise work is left it recomputes a *GEMM* (four linear layers: 9 GEMMs
-in backward instead of 8). Here only pointwise work is ever recomputed, unless the policy asks for more. A budget that
-the user sets decides.
+PyTorch's setting for this is ``torch._functorch.config.activation_memory_budget``, just below 1. It saves equally few
+bytes but costs more time:
 
-Backward must not recompute from two kinds of value, as they may have changed by then:
+* It recomputes a softmax that is written out (a T5 block on an H200, pointwise work by bytes and instructions: 3.5 ms,
+  2.4 ms by default and with this pass).
+* It drops the rule against recomputing values used far apart, so it recomputes chains of residual adds, with more
+  kernels (four Llama blocks, bf16: backward moves 1453 MiB by default, 1601 with the budget, 1529 with this pass).
+* If no pointwise work is left, it recomputes a *GEMM* (four linear layers: 9 GEMMs in backward instead of 8).
 
-* An input that forward writes. PyTorch's partitioner does not know (docs/upstream.md): backward reads a
-  buffer that forward has updated as if it had not, whatever the budget. Here forward reads a copy of it. The copy is
-  saved where backward needs it, and costs no kernel where backward does not.
-* A result, or an argument. The caller has it and may write it, so the value that PyTorch would save in its place is
-  saved. Of results with views PyTorch's own cut does not save enough (docs/upstream.md).
+This pass only recomputes pointwise work, unless the policy requests more. A budget that the user sets has precedence.
+
+Backward must not recompute from two kinds of value, because they may have changed by then:
+
+* An input that forward writes. PyTorch's partitioner ignores such writes (docs/upstream.md): at every budget, backward
+  reads the updated buffer as if it still held the old value. With this pass, forward reads a copy of the input. The
+  copy is saved if backward needs it, and costs no kernel otherwise.
+* A result or an argument, which the caller has and may write. The value that PyTorch would save instead is saved.
+  PyTorch itself does not save enough if a result has views (docs/upstream.md).
 """
 
 from __future__ import annotations
@@ -44,54 +47,55 @@ Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # forward's, backward's
 
 aten = torch.ops.aten
 
-op_types = functools.cache(get_default_op_list)  # 0.4 ms a call, and passes ask for every node
+op_types = functools.cache(get_default_op_list)  # a call takes 0.4 ms, and passes need the list for every node
 
-# Families extend these three as their lowerings are imported: forward's operators that backward can recompute without a
-# GEMM; GEMMs of linear layers, and of experts; and what marks a joint graph, given its nodes of backward and its
-# results, and returns nodes to save.
-RECOMPUTED = [op.name for op in OPERATORS.values() if op.pointwise]
+# A family extends these three tables when its lowerings are imported.
+# Operators of forward that backward can recompute without a GEMM:
+RECOMPUTABLE = [op.name for op in OPERATORS.values() if op.pointwise]
+# GEMMs of linear layers and of experts:
 LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm}
 LINEAR |= {getattr(aten, name) for name in ("_scaled_mm_v2",) if hasattr(aten, name)}
-MARKS: list[Callable[[Graph, Collection[Node], Collection[Node]], list[Node]]] = []
-_OTHERS = {aten.bmm, aten.baddbmm}
+# Functions of a joint graph, its backward nodes and its results. They may edit the graph, and return nodes to save:
+SAVE_HOOKS: list[Callable[[Graph, Collection[Node], Collection[Node]], list[Node]]] = []
+_BATCHED_GEMMS = {aten.bmm, aten.baddbmm}
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def is_linear(node: Node) -> bool:
-    """Tell whether a call is a GEMM of a linear layer, of PyTorch or registered (``gemm_registry``)."""
+    """Return True for a linear layer's GEMM: PyTorch's own, or a registered one (``gemm_registry``)."""
     return getattr(node.target, "overloadpacket", None) in LINEAR or is_known(node.target)
 
 
 def is_gemm(node: Node) -> bool:
-    """Tell whether a call is a GEMM of a linear layer, or a batch of GEMMs."""
-    return is_linear(node) or getattr(node.target, "overloadpacket", None) in _OTHERS
+    """Return True for a linear layer's GEMM and for a batch of GEMMs."""
+    return is_linear(node) or getattr(node.target, "overloadpacket", None) in _BATCHED_GEMMS
 
 
 def allow_recomputation() -> None:
-    """Tell the partitioner that our forward operators are as cheap to recompute as aten's pointwise ones."""
-    compat.allow_recomputation(getattr(torch.ops.fused, name) for name in RECOMPUTED)
+    """Have the partitioner treat the fused forward operators as pointwise, like aten's: cheap to recompute."""
+    compat.allow_recomputation(getattr(torch.ops.fused, name) for name in RECOMPUTABLE)
 
 
 def budgeted(graph: Graph) -> bool:
-    """Tell whether the user has set a memory budget, process-wide or on nodes of this joint graph: then it decides."""
+    """Return True if the user has set a memory budget, for the process or for nodes of this joint graph."""
     return functorch_config.activation_memory_budget != 1 or any(map(compat.has_memory_budget, graph.nodes))
 
 
 def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) -> Graphs:
-    """Partition a joint graph by PyTorch's min-cut, soundly where forward writes its inputs.
+    """Partition a joint graph with PyTorch's min-cut. Correct gradients also if forward writes its inputs.
 
     Args:
-        gm: the joint graph; it is edited.
-        joint_inputs: as for PyTorch's.
+        gm: the joint graph. It is edited.
+        joint_inputs: passed through to PyTorch's partitioner.
         free: recompute inputs of linear layers in backward.
-        **kwargs: as for PyTorch's.
+        **kwargs: passed through to PyTorch's partitioner.
     """
 
     def divide(to_save: Collection[Node]) -> Graphs:
-        for node in to_save:  # the partitioner reads it as "if it is needed"
+        for node in to_save:  # the partitioner treats MUST_SAVE as "save if backward needs it"
             node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _TO_SAVE: True})
         settings: dict[str, Any] = {"ban_recompute_materialized_backward": False} if free else {}
-        if to_save and functorch_config.activation_memory_budget == 0:  # then the partitioner saves inputs alone
+        if to_save and functorch_config.activation_memory_budget == 0:  # at 0 the partitioner ignores MUST_SAVE
             settings["activation_memory_budget"] = 1e-6
         with functorch_config.patch(settings):
             graphs = upstream(gm, joint_inputs, **kwargs)
@@ -103,22 +107,22 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
 
     outputs = kwargs["num_fwd_outputs"]
     tangents = [node for node in gm.graph.find_nodes(op="placeholder") if "tangents" in node.name]
-    # The nodes that depend on a tangent, and those that are returned as gradients.
-    backward = reached([*tangents, *(node for node in _returned(gm.graph)[outputs:] if isinstance(node, Node))])
+    # Backward's nodes: those that depend on a tangent, and the returned gradients.
+    backward = with_dependents([*tangents, *(node for node in _returned(gm.graph)[outputs:] if isinstance(node, Node))])
     to_save = _copies_of_written(gm.graph, backward)
-    for mark in MARKS:
+    for mark in SAVE_HOOKS:
         to_save += mark(gm.graph, backward, _returned(gm.graph)[:outputs])
     if free:
         to_save += _saved_by_default(gm.graph, backward)
     graphs = divide(to_save)
-    while exposed := _exposed(gm, graphs, joint_inputs, free=free, **kwargs):
-        graphs = divide(exposed)  # the joint graph's nodes have the marks of before
+    while exposed := _unsafe_to_recompute(gm, graphs, joint_inputs, free=free, **kwargs):
+        graphs = divide(exposed)  # nodes of the joint graph keep the marks from earlier rounds
     _drop_copies(graphs[0])
     return graphs
 
 
 def upstream(gm: GraphModule, joint_inputs: Any, *, budget: float | None = None, **kwargs: Any) -> Graphs:
-    """Partition as PyTorch does; ``budget`` replaces the process-wide memory budget."""
+    """Partition as PyTorch does. ``budget``, if not None, replaces the process-wide memory budget."""
     with functorch_config.patch({} if budget is None else {"activation_memory_budget": budget}):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
@@ -127,8 +131,8 @@ _TO_SAVE = "torch_fused_ops_to_save"
 _COPY = "torch_fused_ops_copy"
 
 
-def reached(nodes: Iterable[Node]) -> set[Node]:
-    """These nodes and all that depend on them, without the graph's output."""
+def with_dependents(nodes: Iterable[Node]) -> set[Node]:
+    """Return these nodes and all nodes that depend on them, except the graph's output node."""
     dependents, pending = set[Node](), list(nodes)
     while pending:
         node = pending.pop()
@@ -146,10 +150,10 @@ def _returned(graph: Graph) -> Sequence[Any]:
 
 
 def base(node: Node) -> Node:
-    """The node whose memory a view shares; any other node itself."""
+    """Return the node whose memory a view shares. For any other node, return the node itself."""
     while node.all_input_nodes:
         source = node.all_input_nodes[0]
-        call = source if node.target is operator.getitem else node  # one of a call's results
+        call = source if node.target is operator.getitem else node  # getitem selects one of a call's results
         if not _is_view(call.target):
             break
         node = source
@@ -158,7 +162,7 @@ def base(node: Node) -> Node:
 
 @functools.lru_cache(1024)
 def _is_view(target: Any) -> bool:
-    """Tell from the schema whether a call's results may be views of its first argument. (PyTorch's list lacks some.)"""
+    """Return True if, by its schema, a call may return views of its first argument. (PyTorch's list is incomplete.)"""
     schema = getattr(target, "_schema", None)
     if target is aten._unsafe_view.default:
         return True
@@ -166,7 +170,7 @@ def _is_view(target: Any) -> bool:
 
 
 def _destinations(node: Node) -> list[Node]:
-    """The arguments that a call writes, by its schema."""
+    """Return the arguments that a call writes, by its schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -179,14 +183,14 @@ def _destinations(node: Node) -> list[Node]:
     return destinations
 
 
-def written(graph: Graph, backward: Iterable[Node] = ()) -> dict[Node, list[Node]]:
-    """The inputs that forward overwrites after it has read them, with the readers of the old values.
+def overwritten_inputs(graph: Graph, backward: Iterable[Node] = ()) -> dict[Node, list[Node]]:
+    """Return the inputs that forward overwrites after reading them, with the readers of the old values.
 
-    Forward writes an input in place (``copy_``, at its end), or AOTAutograd does afterwards, from a result.
+    Forward itself writes an input in place (``copy_``, at its end), or AOTAutograd writes it afterwards, from a result.
 
     Args:
-        graph: a joint graph, or a forward one.
-        backward: nodes that are not forward's.
+        graph: a joint graph, or a forward graph.
+        backward: the nodes of backward in a joint graph.
     """
     after, first = set(backward), dict[Node, int]()
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -205,10 +209,10 @@ def written(graph: Graph, backward: Iterable[Node] = ()) -> dict[Node, list[Node
 
 
 def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
-    """Let readers of the inputs that forward writes, and that backward depends on, read copies of them."""
+    """Copy each input that forward writes and backward needs. Its readers read the copy. Return the copies."""
     copies: list[Node] = []
-    for node, readers in written(graph, backward).items():
-        if not isinstance(node.meta.get("val"), torch.Tensor) or reached(readers).isdisjoint(backward):
+    for node, readers in overwritten_inputs(graph, backward).items():
+        if not isinstance(node.meta.get("val"), torch.Tensor) or with_dependents(readers).isdisjoint(backward):
             continue
         with graph.inserting_after(node):
             copied = graph.call_function(aten.clone.default, (node,))
@@ -218,13 +222,13 @@ def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
             reader.replace_input_with(node, copied)
         copies.append(copied)
     last = graph.find_nodes(op="placeholder")[-1]
-    for copied in copies:  # inputs come first
+    for copied in copies:  # behind all inputs
         last.append(copied)
     return copies
 
 
 def _drop_copies(forward: GraphModule) -> None:
-    """Let forward read its inputs themselves where no copy of them is saved."""
+    """Remove copies that are not saved: forward reads the inputs themselves."""
     saved = forward.graph.output_node().all_input_nodes
     for node in [node for node in forward.graph.nodes if node.meta.pop(_COPY, False)]:
         if node not in saved and not any(base(value) is node for value in saved):
@@ -233,14 +237,14 @@ def _drop_copies(forward: GraphModule) -> None:
     forward.recompile()
 
 
-# ---- values saved by default, and at "free" too ---------------------------------------------------------------
+# ---- values that stay saved at "free" --------------------------------------------------------------------------------
 
 
 def _saved_by_default(graph: Graph, backward: set[Node]) -> list[Node]:
-    """Forward's values that backward needs in memory, for readers that are not GEMMs of linear layers.
+    """Return forward's values that backward needs in memory for readers other than GEMMs of linear layers.
 
-    Attention's GEMMs above all: recomputing softmax for the GEMM with the values moves much and saves little (a T5
-    block, 16×512 tokens: 26 kernels instead of 22, and an estimated 1.2 ms on top of 2.4 on an H200).
+    These readers are mainly attention's GEMMs: recomputing softmax for the second GEMM costs traffic and saves little
+    memory (a T5 block, 16×512 tokens: 26 kernels instead of 22, and an estimated 1.2 ms on top of 2.4 on an H200).
     """
     kinds = op_types()
 
@@ -261,23 +265,26 @@ def _can_be_saved(node: Node) -> bool:
 # ---- values that the caller may write --------------------------------------------------------------------------------
 
 
-def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, **kwargs: Any) -> list[Node]:
-    """Values that must be saved, as backward would recompute them from values that the caller may have written.
+def _unsafe_to_recompute(
+    gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, **kwargs: Any
+) -> list[Node]:
+    """Return values to save because backward would recompute them from values that the caller may have written.
 
-    ``h = linear(x); return linear(relu(h)), h.view(-1)``: autograd saves relu's result, and the caller may write ``h``.
-    The caller must not write a tensor that autograd saves, which is one that backward reads. Nor a result or an
-    argument that is saved as it is: torch's version check guards it, but not a view of it
-    (docs/upstream.md). With ``free`` PyTorch itself must save it too, so that no check is ours alone.
+    ``h = linear(x); return linear(relu(h)), h.view(-1)``: autograd saves relu's result, so the caller may write ``h``.
 
-    Parameters and buffers do not count: they must not be written before backward (docs/memory.md).
+    The caller must not write a tensor that autograd saves, that is, one that backward reads. Neither may it write a
+    result or argument that is saved without a copy. Torch's version check protects the tensor itself but not its views
+    (docs/upstream.md). With ``free`` such a tensor counts only if PyTorch would save it too, so that this pass adds no
+    version check. Parameters and buffers do not count: the caller must not write them before backward (docs/memory.md).
     """
     outputs: int = kwargs["num_fwd_outputs"]
     forward = graphs[0].graph
     static = kwargs.get("static_lifetime_input_indices") or ()
     arguments = [n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i not in static]
     results = [n for n in _returned(forward)[:outputs] if isinstance(n, Node)]
-    theirs = {base(n) for n in results}.union(arguments)
-    values = {n: n.meta.get("val") for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in theirs}
+    caller_bases = {base(n) for n in results}.union(arguments)
+    of_caller = [n for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in caller_bases]
+    values = {n: n.meta.get("val") for n in of_caller}
     saved = [n for n, value in values.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
     recomputed = _recomputed_from(saved, graphs)
     if not recomputed:
@@ -292,7 +299,7 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, 
     by_autograd = {node.name for node in read}
     exposed = [n for n in recomputed if not (base(n).name in by_autograd or n in arguments or n in results)]
     must_be_saved = to_save(exposed, False)
-    if free and to_save(recomputed, True):  # seldom: a second cut, of a copy, shows the values that PyTorch saves
+    if free and to_save(recomputed, True):  # rare: partition a copy to see which values PyTorch saves
         plain, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
         by_default = {base(node).name for node in _returned(plain.graph)[outputs:]}
         must_be_saved += to_save([n for n in recomputed if base(n).name not in by_default], True)
@@ -300,7 +307,7 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, 
 
 
 def _recomputed_from(saved: Sequence[Node], graphs: Graphs) -> dict[Node, set[str]]:
-    """The names of the values that backward recomputes from each of these saved ones."""
+    """Return, for each of these saved values, the names of the values that backward recomputes from it."""
     forward, backward = ({node.name: node for node in module.graph.nodes} for module in graphs)
     recomputed: dict[Node, set[str]] = {}
     for source in saved:
@@ -315,9 +322,9 @@ def _recomputed_from(saved: Sequence[Node], graphs: Graphs) -> dict[Node, set[st
 
 
 def _read_by_backward(graph: Graph, outputs: int) -> dict[Node, bool]:
-    """Forward's values that backward reads in a joint graph, and whether they must be in memory then.
+    """Return forward's values that backward reads in a joint graph, and whether backward needs them in memory.
 
-    Autograd's formulas read the tensors that autograd saves. A node that no result depends on is backward's, too.
+    These values are the tensors that autograd saves. Nodes that no forward result depends on also count as backward.
     """
     kinds = op_types()
     forward = {node for node in _returned(graph)[:outputs] if isinstance(node, Node)}

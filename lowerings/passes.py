@@ -1,11 +1,17 @@
-"""The passes in Inductor's slots: their registration, their policies, and their part of cache keys.
+"""The passes in Inductor's slots: registration, policies, and cache keys.
 
-There are four slots: ``pre_grad_custom_pass`` (the pre-grad pass: recognition), ``custom_partitioner_fn`` (the
-partitioner: memory levels, merged float8 calls), ``post_grad_custom_post_pass`` (the post-grad pass: sums over rows)
-and ``_post_fusion_custom_pass`` (the scheduler pass: buffer reuse).
-Two kinds of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put
-it into one compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and
-``enabled`` put it into the process-wide slots; where no policy is in force it does what upstream does.
+====================  ==============================  ========================================
+stage                 slot in Inductor's config       work
+====================  ==============================  ========================================
+pre-grad pass         ``pre_grad_custom_pass``        recognize MLPs
+partitioner           ``custom_partitioner_fn``       apply memory levels, merge float8 calls
+post-grad pass        ``post_grad_custom_post_pass``  split sums over rows
+scheduler pass        ``_post_fusion_custom_pass``    let kernels reuse buffers
+====================  ==============================  ========================================
+
+A pass with a fixed policy is part of one compilation's options (``compile_options``, ``backend="fused"``). A pass
+without one is in the process-wide slots (``enable``, ``enabled``) and follows the policy active in its context. If no
+policy is active, it does what PyTorch does.
 """
 
 from __future__ import annotations
@@ -51,7 +57,7 @@ log = logging.getLogger("torch_fused_ops")
 
 @cache
 def source_hash() -> str:
-    """A hash of every source file of the package, lowerings included: what an upgrade changes."""
+    """Return a hash of all source files of the package and its lowerings, which changes with every upgrade."""
     digest = hashlib.sha256()
     for root in (Path(activations.__file__).parent, Path(__file__).parent):
         for path in sorted(root.rglob("*.py")):
@@ -61,7 +67,7 @@ def source_hash() -> str:
 
 
 def identity() -> str:
-    """Our version, our sources, the activation table, the registered GEMMs and what is off, for every compile key."""
+    """Return the text to add to every compile key: version, sources, registered activations and GEMMs, switches."""
     tables = (activations.table_hash(), gemm_registry.registered_hash())
     parts = ("torch_fused_ops", __version__, source_hash(), *tables, *switches.WITHOUT)
     return "-".join(filter(None, parts))
@@ -71,10 +77,10 @@ _tag = ""
 
 
 def tag_caches() -> None:
-    """Append our identity to ``torch.compiler.config.cache_key_tag``.
+    """Append ``identity()`` to ``torch.compiler.config.cache_key_tag``.
 
-    Inductor's and AOTAutograd's cache keys hold neither lowerings nor autograd formulas of custom operators: without
-    the tag a process started after an upgrade is served the *old* code, forward and backward.
+    Inductor's and AOTAutograd's cache keys contain neither lowerings nor autograd formulas of custom operators. Without
+    the tag, a process that starts after an upgrade would get the *old* code from the cache, forward and backward.
     """
     import torch.compiler.config as compiler_config
 
@@ -94,23 +100,23 @@ def tag_caches() -> None:
 
 
 def _import_recognizer() -> None:
-    """Have ``register_activation`` warn of functions that the recognizer cannot read.
+    """Import the recognizer, so that ``register_activation`` warns about functions that it cannot read.
 
-    The recognizer reads the table at each change from its import on, this change included: its import takes 0.5 s.
+    Once imported, the recognizer reads the activation table after each change. Its import takes 0.5 s.
     """
     import torch_fused_ops.lowerings.recognize  # noqa: F401
 
 
-# ---- whose policy --------------------------------------------------------------------------------
+# ---- active policy -------------------------------------------------------------------------------
 
-_everywhere: FusionPolicy | None = None
-_here: ContextVar[FusionPolicy | None] = ContextVar("torch_fused_ops_policy", default=None)
+_process_policy: FusionPolicy | None = None
+_context_policy: ContextVar[FusionPolicy | None] = ContextVar("torch_fused_ops_policy", default=None)
 _lock = compat.slots_lock()
 
 
 def active_policy() -> FusionPolicy | None:
-    """The policy that plain ``torch.compile`` follows in this context: ``enabled``'s, else ``enable``'s, else None."""
-    return _here.get() or _everywhere
+    """Return the policy for plain ``torch.compile`` in this context: of ``enabled``, else of ``enable``, else None."""
+    return _context_policy.get() or _process_policy
 
 
 # ---- the passes ----------------------------------------------------------------------------------
@@ -120,7 +126,7 @@ class Pass:
     """A pass in one of Inductor's slots. If ``policy`` is None, it follows the policy active in its context."""
 
     name = ""
-    shares = False  # True if the slot can hold several passes. Otherwise a pass that is already there stays
+    allows_several = False  # True if the slot can hold several passes; otherwise an earlier pass stays in it
 
     def __init__(self, policy: FusionPolicy | None = None) -> None:
         self.policy = policy
@@ -143,14 +149,14 @@ class Pass:
         return policy
 
     def uuid(self) -> str | None:
-        return f"{self.name}|{identity()}|{self.policy_now()!r}|{_decided_before()}"
+        return f"{self.name}|{identity()}|{self.policy_now()!r}|{_decision_hash()}"
 
     def join(self, slot: Any) -> Any:
         """Append this pass to the slot's passes. Return the slot unchanged if it cannot take another pass."""
         passes = compat.passes_in(slot)
-        if self in passes or (passes and not self.shares):
+        if self in passes or (passes and not self.allows_several):
             return slot
-        return compat.slot_of((*passes, self)) if self.shares else self
+        return compat.slot_of((*passes, self)) if self.allows_several else self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pass) and type(self) is type(other) and self.policy == other.policy
@@ -159,32 +165,32 @@ class Pass:
         return hash((type(self), self.policy))
 
     def __deepcopy__(self, memo: Any) -> Pass:
-        return self  # config copies must keep the identity
+        return self  # copies of the config must contain this object
 
     def __repr__(self) -> str:
-        return f"<torch_fused_ops: {self.name}, {self.policy or 'the policy in force'}>"
+        return f"<torch_fused_ops: {self.name}, {self.policy or 'the active policy'}>"
 
 
-class BeforeCaches(Pass):
-    """The slot ``pre_grad_pass_timing``: run the pre-grad pass before torch looks into AOTAutograd's cache.
+class PreGradTiming(Pass):
+    """The option ``pre_grad_pass_timing``: run the pre-grad pass before torch reads AOTAutograd's cache.
 
-    The pre-grad pass adds the patterns' decisions to the cache keys (``_note_decisions``), so the keys come after it.
+    The pre-grad pass adds the patterns' decisions to the cache keys (``_record_decisions``), so it must run first.
     """
 
     def join(self, slot: Any) -> Any:
-        """Early, unless somebody has chosen."""
+        """Return "early", unless the user has chosen a value."""
         return "early" if slot == "default" else slot
 
 
 class PreGradPass(Pass, CustomGraphPass):
-    """Recognition: one of the passes in ``pre_grad_custom_pass``."""
+    """Recognize MLPs and replace their activations by fused operators."""
 
-    name, shares = "pre-grad pass", True
+    name, allows_several = "pre-grad pass", True
 
     def uuid(self) -> str | None:
-        """None where a key that is made before this pass has run would lack what patterns decide.
+        """Return None if a cache key computed before this pass runs would miss the patterns' decisions.
 
-        Torch then runs the pass first, or says that it must.
+        Torch then runs the pass first, or raises an error.
         """
         policy = self.policy_now()
         by_patterns = policy is not None and any(policy.patterns.values())
@@ -194,11 +200,11 @@ class PreGradPass(Pass, CustomGraphPass):
         global _graphs
         policy = self.policy_to_run()
         if policy is not None:
-            check_keys()
+            reject_caching_precompile()
             _graphs += 1
             _guarded(self, policy, functools.partial(self.run, graph, policy))
-            if any(policy.patterns.values()) or any(map(memory_levels.asked, graph.nodes)):
-                _note_decisions(graph, policy)
+            if any(policy.patterns.values()) or any(map(memory_levels.requested_level, graph.nodes)):
+                _record_decisions(graph, policy)
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
         from torch_fused_ops.lowerings import strict  # not earlier: it imports the operators
@@ -209,7 +215,7 @@ class PreGradPass(Pass, CustomGraphPass):
         modules = {path for node in graph.nodes for path in module_stack(node)} if has_patterns else ()
         handed_over = isinstance(inductor_config.custom_partitioner_fn, Partitioner) and policy.memory != "off"
         if handed_over and not partition.budgeted(graph):
-            memory_levels.unmark(graph)
+            memory_levels.move_fp8_marks_to_meta(graph)
         sites = rewrite(graph, policy)
         fusion_events.tell(graph, sites)
         fusion_events.trace("sites", lambda: {"policy": repr(policy), "sites": [asdict(site) for site in sites]})
@@ -223,30 +229,30 @@ class PreGradPass(Pass, CustomGraphPass):
             environment.remind()
 
 
-_decided: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward
+_decision_hashes: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward
 
 
-def _decided_before() -> str:
+def _decision_hash() -> str:
     context = TracingContext.try_get()
-    return "" if context is None else _decided.get(context, "")
+    return "" if context is None else _decision_hashes.get(context, "")
 
 
-def _note_decisions(graph: torch.fx.Graph, policy: FusionPolicy) -> None:
-    """Put what is decided for each node of a graph into the keys that are made from here on.
+def _record_decisions(graph: torch.fx.Graph, policy: FusionPolicy) -> None:
+    """Add the decisions for each node to every cache key computed after this point.
 
-    That is what the policy's patterns say of its path, and the memory level that it asks for: no key of torch's has
-    paths, or what else is noted on a node.
+    A decision depends on the node's module path, by the policy's patterns, and on the memory level that the node
+    requests. Torch's cache keys contain neither paths nor other metadata of nodes.
     """
     context = TracingContext.try_get()
-    if context is not None:  # a caller of Inductor's own has no cache
+    if context is not None:  # without a context Inductor uses no cache
         decide = functools.cache(lambda *paths: policy.decisions(enclosing_modules(paths)))
-        decisions = [(decide(*module_stack(node)), memory_levels.asked(node)) for node in graph.nodes]
-        noted = repr((_decided_before(), decisions))  # with what bodies of higher-order operators have
-        _decided[context] = hashlib.sha256(noted.encode()).hexdigest()
+        decisions = [(decide(*module_stack(node)), memory_levels.requested_level(node)) for node in graph.nodes]
+        text = repr((_decision_hash(), decisions))  # includes earlier graphs: bodies of higher-order operators
+        _decision_hashes[context] = hashlib.sha256(text.encode()).hexdigest()
 
 
 class Partitioner(Pass, CustomPartitionerFn):
-    """Partitioning, memory levels and merged float8 calls: ``custom_partitioner_fn``."""
+    """Partition the joint graph, apply the policy's memory levels, and merge float8 calls."""
 
     name = "partitioner"
 
@@ -256,8 +262,8 @@ class Partitioner(Pass, CustomPartitionerFn):
             return partition.upstream(gm, joint_inputs, **kwargs)
         decides = not partition.budgeted(gm.graph)  # otherwise the user's budget does
         free = policy.memory != "off" and decides
-        less = free and (policy.memory != "free" or any(map(memory_levels.asked, gm.graph.nodes)))
-        less = less or (decides and policy.attention != "off")
+        applies_levels = free and (policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes)))
+        applies_levels = applies_levels or (decides and policy.attention != "off")
         handed = {
             "outputs": kwargs["num_fwd_outputs"],
             "static_inputs": kwargs.get("static_lifetime_input_indices") or (),
@@ -271,13 +277,17 @@ class Partitioner(Pass, CustomPartitionerFn):
         from torch_fused_ops.lowerings.float8 import merged  # not earlier: it imports the lowerings
 
         graphs = _guarded(self, policy, divide)
-        if graphs is None:  # nothing is rebuilt then that upstream would not rebuild
+        if graphs is None:  # recompute only what PyTorch would
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
         if free:
-            graphs = _guarded(self, policy, functools.partial(memory_levels.rebuild, graphs, **handed)) or graphs
-        if less:
             graphs = (
-                _guarded(self, policy, functools.partial(memory_levels.keep_less, graphs, policy, **handed)) or graphs
+                _guarded(self, policy, functools.partial(memory_levels.recompute_linear_inputs, graphs, **handed))
+                or graphs
+            )
+        if applies_levels:
+            graphs = (
+                _guarded(self, policy, functools.partial(memory_levels.apply_levels, graphs, policy, **handed))
+                or graphs
             )
         graphs = _guarded(self, policy, functools.partial(merged, graphs)) or graphs
         fusion_events.trace("saved", functools.partial(_described, graphs[0].graph, **handed))
@@ -285,7 +295,7 @@ class Partitioner(Pass, CustomPartitionerFn):
 
 
 def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[int]) -> dict[str, Any]:
-    """The tensors that a forward graph saves for backward, besides parameters and buffers, for the structured trace."""
+    """Describe the tensors that a forward graph saves, except parameters and buffers, for the structured trace."""
     inputs = forward.find_nodes(op="placeholder")
     static = {inputs[i] for i in static_inputs}
     results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
@@ -305,9 +315,9 @@ def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[in
 
 
 class PostGradPass(Pass, CustomGraphPass):
-    """Sums over rows: one of the passes in ``post_grad_custom_post_pass``."""
+    """Split sums over rows into sums of blocks."""
 
-    name, shares = "post-grad pass", True
+    name, allows_several = "post-grad pass", True
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         policy = self.policy_to_run()
@@ -316,19 +326,19 @@ class PostGradPass(Pass, CustomGraphPass):
 
 
 class SchedulerPass(Pass, compat.SchedulerPass):
-    """Buffer reuse: ``_post_fusion_custom_pass``."""
+    """Let kernels write results over inputs that nothing reads later."""
 
     name = "scheduler pass"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         policy = self.policy_to_run()
         if policy is not None and inductor_config.inplace_buffers and not switches.is_without("buffer_reuse"):
-            _guarded(self, policy, functools.partial(buffer_reuse.allow, nodes))
+            _guarded(self, policy, functools.partial(buffer_reuse.allow_reuse, nodes))
         return nodes
 
 
 SLOTS: dict[str, type[Pass]] = {
-    **({compat.TIMING: BeforeCaches} if hasattr(inductor_config, compat.TIMING) else {}),
+    **({compat.TIMING: PreGradTiming} if hasattr(inductor_config, compat.TIMING) else {}),
     "pre_grad_custom_pass": PreGradPass,
     "custom_partitioner_fn": Partitioner,
     "post_grad_custom_post_pass": PostGradPass,
@@ -337,7 +347,7 @@ SLOTS: dict[str, type[Pass]] = {
 
 
 def _missing(policy: FusionPolicy) -> Iterator[str]:
-    """Describe the parts of this policy that other settings of the current compilation turn off."""
+    """Yield a message for each part of this policy that other settings of the compilation disable."""
     if not compat.runs_pre_grad_passes():
         yield (
             "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
@@ -348,17 +358,17 @@ def _missing(policy: FusionPolicy) -> Iterator[str]:
         SchedulerPass: "no kernel reuses a buffer",
     }
     for name, kind in SLOTS.items():
-        there = getattr(inductor_config, name)
-        if kind in effects and there is not None and not isinstance(there, Pass) and policy.memory != "off":
-            yield f"{effects[kind]}: {name} is {there!r}, and that slot of Inductor's holds one"
+        current = getattr(inductor_config, name)
+        if kind in effects and current is not None and not isinstance(current, Pass) and policy.memory != "off":
+            yield f"{effects[kind]}: {name} is {current!r}, and this slot holds only one pass"
 
 
-_graphs = 0  # number of graphs that the pre-grad pass ran on
+_graphs = 0  # number of graphs that the pre-grad pass has processed
 _logged: set[str] = set()
 
 
 def _guarded(graph_pass: Pass, policy: FusionPolicy, run: Callable[[], Any]) -> Any:
-    """The result of ``run``; None if it fails, which is logged once."""
+    """Return the result of ``run``. If it fails, raise under ``strict``, otherwise log it once and return None."""
     try:
         return run()
     except Exception as error:
@@ -372,25 +382,29 @@ def _guarded(graph_pass: Pass, policy: FusionPolicy, run: Callable[[], Any]) -> 
         return None
 
 
-# ---- into and out of the slots -------------------------------------------------------------------
+# ---- slots ---------------------------------------------------------------------------------------
 
-_users = 0  # enable() and open enabled() blocks
-_joined: list[tuple[Any, Any]] = []  # (what stood in a slot, what we put there): leaving restores the very object
+_users = 0  # number of open enabled() blocks, plus one after enable()
+_joined: list[tuple[Any, Any]] = []  # (previous value, our value) per slot, so that leaving restores the same object
 
 
-def _hold(delta: int) -> None:
-    """Count who needs the ambient passes, and put them where they are needed: with each newcomer, since others may
-    have set a slot meanwhile. A slot's override in this context needs them only while a policy is in force here.
+def _update_slots(delta: int) -> None:
+    """Change the number of users by ``delta``, and put the passes into the slots or take them out.
+
+    Every new user updates the slots, because other code may have set one of them. An override of a slot in this context
+    gets a pass only while a policy is active in this context.
     """
     global _users
     with _lock:
         _users += delta
-        here = active_policy() is not None
+        is_active = active_policy() is not None
         for name, kind in SLOTS.items():
-            everywhere, own = (functools.partial(_update, kind(), needed) for needed in (_users > 0, here))
-            compat.update_everywhere(inductor_config, name, everywhere, own)
+            update_process, update_context = (
+                functools.partial(_update, kind(), needed) for needed in (_users > 0, is_active)
+            )
+            compat.update_everywhere(inductor_config, name, update_process, update_context)
         if _users == 0:
-            _joined.clear()  # what others have replaced since is nobody's to restore
+            _joined.clear()  # do not restore slots that other code has set since
 
 
 def _update(graph_pass: Pass, join: bool, slot: Any) -> Any:
@@ -407,7 +421,7 @@ def _update(graph_pass: Pass, join: bool, slot: Any) -> Any:
 
 
 def _without(slot: Any, left_out: Callable[[Any], bool]) -> Any:
-    """The slot's value without some of its passes."""
+    """Return the slot's value without the passes for which ``left_out`` is true."""
     passes = compat.passes_in(slot)
     others = [graph_pass for graph_pass in passes if not left_out(graph_pass)]
     return slot if len(others) == len(passes) else compat.slot_of(others)
@@ -416,11 +430,11 @@ def _without(slot: Any, left_out: Callable[[Any], bool]) -> Any:
 # ---- public --------------------------------------------------------------------------------------
 
 
-def check_keys() -> None:
-    """Refuse what would serve code that was compiled under another policy.
+def reject_caching_precompile() -> None:
+    """Reject ``caching_precompile``: its cache ignores the policy.
 
     Raises:
-        RuntimeError: Dynamo saves what it compiles by the function's source alone.
+        RuntimeError: Dynamo saves compiled code by the function's source only.
     """
     if compat.saves_by_source():
         raise RuntimeError(
@@ -433,20 +447,20 @@ def check_keys() -> None:
 def enable(policy: FusionPolicy | None = None) -> None:
     """Let plain ``torch.compile(model)`` fuse MLPs, in every thread of this process. Idempotent.
 
-    Passes that others put into Inductor's slots stay there and run first. Calling it again changes the policy.
+    Other passes in Inductor's slots stay there and run first. A second call changes the policy.
     """
-    global _everywhere
+    global _process_policy
     policy = policy_or_default(policy)
-    check_keys()
-    if _everywhere is None:
-        _say_what_came_before()
+    reject_caching_precompile()
+    if _process_policy is None:
+        _warn_already_compiled()
     with _lock:
-        newcomer, _everywhere = _everywhere is None, policy
-        _hold(int(newcomer))
+        is_new, _process_policy = _process_policy is None, policy
+        _update_slots(int(is_new))
 
 
-def _say_what_came_before() -> None:
-    """Once: that what is compiled already stays as it is. (A graph that is being compiled now is counted already.)"""
+def _warn_already_compiled() -> None:
+    """Warn once that graphs compiled before ``enable()`` do not change, unless a graph is being compiled now."""
     graphs = captured_graphs() - _graphs if compat.has_compiled() else 0
     if graphs > 0 and torch._guards.CompileContext.try_get() is None and "before" not in _logged:
         _logged.add("before")
@@ -459,18 +473,18 @@ def _say_what_came_before() -> None:
 
 
 def disable() -> None:
-    """Undo ``enable``: take our passes, and only ours, out of Inductor's slots. Idempotent."""
-    global _everywhere
+    """Undo ``enable``: remove its passes from Inductor's slots. Other passes stay. Idempotent."""
+    global _process_policy
     with _lock:
-        if _everywhere is not None:
-            _everywhere = None
-            _hold(-1)
+        if _process_policy is not None:
+            _process_policy = None
+            _update_slots(-1)
 
 
 class enabled(ContextDecorator):
-    """The same for the compilations that happen inside the block, in this thread (or async context) only.
+    """Let plain ``torch.compile(model)`` fuse MLPs inside this block, in this thread (or async context) only.
 
-    A block may be entered again once it is left. Blocks may be nested, each with an ``enabled()`` of its own.
+    After a block ends, its ``enabled()`` object may be used again. Nested blocks need an ``enabled()`` each.
     """
 
     def __init__(self, policy: FusionPolicy | None = None) -> None:
@@ -482,29 +496,29 @@ class enabled(ContextDecorator):
 
     def __enter__(self) -> None:
         if self._token is not None:
-            raise RuntimeError("this enabled() block is open already: nested, and in each thread, call enabled() anew")
-        check_keys()
-        self._token = _here.set(self.policy)
-        _hold(+1)
+            raise RuntimeError("this enabled() block is open already: nested blocks and threads need an enabled() each")
+        reject_caching_precompile()
+        self._token = _context_policy.set(self.policy)
+        _update_slots(+1)
 
     def __exit__(self, *_: object) -> None:
         token, self._token = self._token, None
         assert token is not None
-        _here.reset(token)
-        _hold(-1)
+        _context_policy.reset(token)
+        _update_slots(-1)
 
 
 def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Options for ``torch.compile(model, options=…)`` (or AOTInductor's ``inductor_configs``) that add our passes.
+    """Return options for ``torch.compile(model, options=…)`` (or AOTInductor's ``inductor_configs``) with fusion.
 
     Args:
-        policy: by default ``FusionPolicy()``.
-        options: your own Inductor options, kept; passes in them, or else those in Inductor's config now, run before
-            ours.
+        policy: the fusion policy, by default ``FusionPolicy()``.
+        options: your own Inductor options, which stay. Passes in them run before the fusion passes. If a slot is not
+            among them, the passes in Inductor's config run before.
     """
     if not isinstance(options, (dict, type(None))):
         raise TypeError(f"options={options!r} is not accepted: it must be a dict of Inductor options, or None")
-    check_keys()
+    reject_caching_precompile()
     policy, result = policy_or_default(policy), {**options_without_us(), **(options or {})}
     for name, kind in SLOTS.items():
         result[name] = kind(policy).join(_without(result[name], _is_ours))
@@ -512,7 +526,7 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
 
 
 def options_without_us() -> dict[str, Any]:
-    """Options that compile without the fusion passes, whatever the policy; other passes in the slots stay."""
+    """Return options that compile without the fusion passes at any policy. Other passes in the slots stay."""
     return {name: _without(getattr(inductor_config, name), _is_ours) for name in SLOTS}
 
 

@@ -1,8 +1,8 @@
-"""The two graphs of a training step and the tensors saved between them: edited as one, checked after every edit.
+"""A training step's forward and backward graph and the tensors saved between them, edited and checked together.
 
-A value of forward and the node that holds it in backward are paired once, when the graphs are split: saved values by
-position, as the runtime passes them; recomputed values by proof, call by call. From then on identity decides. Names do
-not, as an edit can introduce a name that the other graph has for another value.
+Each value of forward is paired once with the node that has this value in backward. Saved values are paired by position,
+as the runtime passes them. Recomputed values are paired if backward's call is the same function of paired values. Later
+edits rely on these pairs, not on names, because an edit can add a name that the other graph uses for another value.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.fx.node import map_arg
 
 from torch_fused_ops.declaration import elementwise
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.partition import Graphs, base, op_types, reached, written
+from torch_fused_ops.lowerings.partition import Graphs, base, op_types, overwritten_inputs, with_dependents
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Positions of the arguments through which each operator reads its formula's data.
+# For each operator, the positions of its data arguments.
 DATA: dict[Any, tuple[int, ...]] = {
     signature.overload: tuple(range(first, first + op.data))
     for op in elementwise()
     for first, signature in enumerate((op.forward, op.backward))
 }
 
-# The same elements in another shape or dtype.
+# Calls that change only the shape or dtype of a tensor.
 SAME_ELEMENTS = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -47,80 +47,88 @@ SAME_ELEMENTS = {
 }
 
 
-_UNCHECKED = (
-    "saved_tensor_with_no_vc_check"  # torch's mark for tensors that an autograd.Function puts on its ctx itself
-)
+# PyTorch's mark for a tensor that an autograd.Function stores as an attribute of its ctx.
+_UNCHECKED = "saved_tensor_with_no_vc_check"
 
 
 class UnsoundGraphs(RuntimeError):
-    """A pair of graphs in which backward would not compute the gradient of forward's results."""
+    """Backward would not compute the gradient of forward's results."""
 
 
 class SavedTensors:
     """A forward and a backward graph, edited in place.
 
     Args:
-        forward: its results are ``outputs`` values for the user, then the values saved for backward.
-        backward: saved values come first among its inputs, in the same order kind by kind (sizes, tensors, others).
-        outputs: the number of forward's results that are the user's.
-        static_inputs: the positions of forward's inputs that live on in any case: parameters and buffers.
+        forward: returns ``outputs`` results for the user, then the values saved for backward.
+        backward: its first inputs are the saved values. Sizes, tensors and other values each keep their order.
+        outputs: number of forward's results that the user gets.
+        static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
+
+    Attributes:
+        overwritten: forward's inputs that have changed by the time backward runs.
+        caller_owned: values that the caller has and may write before backward runs.
+        in_backward: maps a value of forward to the node that has the same value in backward.
+        substitutes: backward's nodes that edits have put in place of saved values.
+        rounded: the substitutes that hold a rounded value.
+        incoming: backward's inputs that are not saved: mainly gradients.
+        gradients: the nodes that depend on ``incoming``. All others are values of forward, recomputed.
     """
 
     def __init__(self, forward: Graph, backward: Graph, outputs: int, static_inputs: Sequence[int] = ()) -> None:
         self.forward, self.backward, self.outputs = forward, backward, outputs
         self.output = forward.output_node()
         inputs = forward.find_nodes(op="placeholder")
-        self.static = {inputs[i] for i in static_inputs}  # saving these costs nothing
-        self.stale = written(forward)  # inputs that have changed by the time that backward runs
+        self.static = {inputs[i] for i in static_inputs}
+        self.overwritten = overwritten_inputs(forward)
         user = {base(node) for node in self.returned()[:outputs] if isinstance(node, Node)}
-        self.callers = (
-            user.union(inputs) - self.static
-        )  # values that the caller has, and may write before backward runs
-        self.same: dict[Node, Node] = dict(self._saved_pairs())  # a value of forward to the same value in backward
-        self.made: set[Node] = set()  # backward's nodes that an edit has put in a saved value's place
+        self.caller_owned = user.union(inputs) - self.static
+        self.in_backward: dict[Node, Node] = dict(
+            self._saved_pairs()
+        )  # a value of forward to the same value in backward
+        self.substitutes: set[Node] = set()  # backward's nodes that an edit has put in a saved value's place
         self.rounded: set[Node] = set()  # those of them that hold it rounded
         self._pair_recomputed()
         # Gradients, above all; nodes that do not depend on them are forward's values, recomputed.
-        self.incoming = set(backward.find_nodes(op="placeholder")).difference(self.same.values())
-        self.gradients = reached(self.incoming)
+        self.incoming = set(backward.find_nodes(op="placeholder")).difference(self.in_backward.values())
+        self.gradients = with_dependents(self.incoming)
 
     # ---- reading ----
 
     def returned(self) -> list[Any]:
-        """Forward's results: ``outputs`` values for the user, then the values saved for backward."""
+        """Return forward's results: ``outputs`` values for the user, then the values saved for backward."""
         return list(self.output.args[0])  # type: ignore[arg-type]
 
-    def kept(self) -> list[Node]:
-        """The values saved for backward."""
+    def saved(self) -> list[Node]:
+        """Return the values saved for backward."""
         return [node for node in self.returned()[self.outputs :] if isinstance(node, Node)]
 
-    def kept_source(self, node: Any) -> Node | None:
-        """The saved tensor that has ``node``'s elements; None where it is an input or a result, alive in any case."""
-        user, saved = self.returned()[: self.outputs], self.kept()
+    def saved_source(self, node: Any) -> Node | None:
+        """Return the saved tensor with ``node``'s elements. None for an input or a result, which needs no memory."""
+        user, saved = self.returned()[: self.outputs], self.saved()
         while isinstance(node, Node) and node not in saved:
             node = node.args[0] if node.target in SAME_ELEMENTS else None
         return node if isinstance(node, Node) and node.op != "placeholder" and node not in user else None
 
     def first_reader(self, node: Node) -> Node:
-        """The first node in backward that reads ``node``, a saved tensor."""
-        users = self.same[node].users
+        """Return the first node in backward that reads ``node``, a saved tensor."""
+        users = self.in_backward[node].users
         first: Node = next(reader for reader in self.backward.nodes if reader in users)
         return first
 
     def nbytes(self) -> int:
-        """Bytes saved for backward, without parameters and buffers."""
-        return self.cost(self.kept())
+        """Return the bytes saved for backward, without parameters and buffers."""
+        return self.cost(self.saved())
 
     def cost(self, nodes: Iterable[Node]) -> int:
-        """The bytes that saving these values takes."""
+        """Return the bytes that saving these values takes; 0 for parameters and buffers."""
         values = [node.meta.get("val") for node in nodes if node not in self.static]
         return sum(compat.nbytes(v) for v in values if isinstance(v, torch.Tensor))
 
     def reader_of_rounding(self, node: Node) -> Node | None:
-        """A reader in backward that must not read ``node`` rounded, if there is one.
+        """Return a node in backward that would see the rounding if ``node`` were rounded; None if there is none.
 
-        Activations and their derivatives may. So may pointwise work on an activation's result, which is that of the
-        rounded input. A recomputed GEMM of forward may not, nor a recomputation that ``memory="input"`` has put there.
+        Activations, their derivatives and pointwise work on an activation's result may read the rounded value. A
+        recomputed GEMM of forward and a recomputation added by ``memory="input"`` must not.
         """
         gradients, kinds = self.gradients, op_types()
 
@@ -132,7 +140,7 @@ class SavedTensors:
                 if (user, activated) in seen or (activated and (user in gradients or user.op == "output")):
                     continue
                 seen.add((user, activated))
-                if user in self.made:
+                if user in self.substitutes:
                     yield user
                 elif user.target in SAME_ELEMENTS or (activated and is_pointwise(user)):
                     yield from walk(user, activated)
@@ -146,34 +154,35 @@ class SavedTensors:
 
     # ---- editing ----
 
-    def keep_instead(self, old: Node, new: Sequence[Node]) -> list[Node]:
-        """Save ``new``, tensors, in ``old``'s place; return backward's placeholders for them."""
-        returned, placeholder = self.returned(), self.same[old]
+    def save_instead(self, old: Node, new: Sequence[Node]) -> list[Node]:
+        """Save the tensors ``new`` instead of ``old``. Return backward's placeholders for them."""
+        returned, placeholder = self.returned(), self.in_backward[old]
         at = returned.index(old, self.outputs)
         self.output.args = (tuple([*returned[:at], *new, *returned[at + 1 :]]),)
         with self.backward.inserting_before(placeholder):
             for node in new:
-                self.same[node] = self.backward.placeholder(node.name)
-                self.same[node].target = self.same[node].name  # the generated function's parameter: unique, too
-                self.same[node].meta.update(node.meta)
-        return [self.same[node] for node in new]
+                self.in_backward[node] = self.backward.placeholder(node.name)
+                # The generated function's parameter is named by the target, which must be unique as well.
+                self.in_backward[node].target = self.in_backward[node].name
+                self.in_backward[node].meta.update(node.meta)
+        return [self.in_backward[node] for node in new]
 
-    def make_again(self, old: Node, result: Node, *, rounded: bool = False) -> None:
-        """Let backward read ``result`` where it read ``old``, which is no longer saved."""
-        placeholder = self.same.pop(old)
+    def replace_in_backward(self, old: Node, result: Node, *, rounded: bool = False) -> None:
+        """Have backward read ``result`` instead of ``old``, which is no longer saved."""
+        placeholder = self.in_backward.pop(old)
         placeholder.replace_all_uses_with(result)
         self.backward.erase_node(placeholder)
-        self.made.add(result)
+        self.substitutes.add(result)
         if rounded:
             self.rounded.add(result)
-            changed = reached([result])  # and values recomputed from it are no longer the same
-            self.same = {ours: theirs for ours, theirs in self.same.items() if theirs not in changed}
+            changed = with_dependents([result])  # values recomputed from a rounded one differ from forward's
+            self.in_backward = {value: copied for value, copied in self.in_backward.items() if copied not in changed}
         else:
-            self.same[old] = result
+            self.in_backward[old] = result
 
     def put_unchecked_last(self) -> None:
-        """Save tensors without a version check behind the others: AOTAutograd counts them from the end."""
-        tensors = [node for node in self.kept() if _kind(node) is torch.Tensor]
+        """Save tensors without a version check after all others: AOTAutograd counts them from the end."""
+        tensors = [node for node in self.saved() if _kind(node) is torch.Tensor]
         ordered = sorted(tensors, key=lambda node: bool(node.meta.get(_UNCHECKED)))
         if ordered == tensors:
             return
@@ -181,15 +190,15 @@ class SavedTensors:
         saved = [replacement.get(node, node) for node in returned[self.outputs :]]
         self.output.args = ((*returned[: self.outputs], *saved),)
         for before, node in itertools.pairwise(ordered):
-            if node.meta.get(_UNCHECKED) and self.same[before].next is not self.same[node]:
-                self.same[before].append(self.same[node])
+            if node.meta.get(_UNCHECKED) and self.in_backward[before].next is not self.in_backward[node]:
+                self.in_backward[before].append(self.in_backward[node])
 
     # ---- pairing ----
 
     def _saved_pairs(self) -> Iterator[tuple[Node, Node]]:
-        """The saved values with backward's inputs for them: by position among sizes, tensors and other values."""
+        """Yield each saved value with backward's input for it, by position among sizes, tensors and other values."""
         saved: dict[type, list[Node]] = {}
-        for node in self.kept():
+        for node in self.saved():
             saved.setdefault(_kind(node), []).append(node)
         inputs: dict[type, list[Node]] = {}
         for node in self.backward.find_nodes(op="placeholder"):
@@ -202,51 +211,53 @@ class SavedTensors:
             yield from zip(nodes, inputs[kind], strict=False)
 
     def _pair_recomputed(self) -> None:
-        """Pair the values that backward recomputes: the partitioner has copied those nodes, names included."""
+        """Pair the values that backward recomputes. The partitioner has copied these nodes with their names."""
         named = {node.name: node for node in self.forward.nodes}
-        paired = {theirs: ours for ours, theirs in self.same.items()}
+        paired = {placeholder: value for value, placeholder in self.in_backward.items()}
         for node in self.backward.find_nodes(op="placeholder"):
-            ours = paired.get(node)
-            if named.get(node.name, ours) is not ours:
-                raise UnsoundGraphs(f"forward saves {ours} as backward's {node}, which is another value")
+            value = paired.get(node)
+            if named.get(node.name, value) is not value:
+                raise UnsoundGraphs(f"forward saves {value} as backward's {node}, which is another value")
         for node in self.backward.nodes:
             source = named.get(node.name)
             if source is not None and node.op in ("call_function", "get_attr") and self._is_same_call(source, node):
-                self.same.setdefault(source, node)
+                self.in_backward.setdefault(source, node)
 
-    def _is_same_call(self, ours: Node, theirs: Node) -> bool:
-        """Tell whether two calls are the same function of the same values."""
-        if (ours.op, ours.target) != (theirs.op, theirs.target):
+    def _is_same_call(self, node: Node, copied: Node) -> bool:
+        """Return True if backward's call is the same function of the same values as forward's."""
+        if (node.op, node.target) != (copied.op, copied.target):
             return False
-        mapped = map_arg((ours.args, ours.kwargs), lambda node: self.same.get(node, node))
-        return bool(mapped == (theirs.args, theirs.kwargs))
+        mapped = map_arg((node.args, node.kwargs), lambda value: self.in_backward.get(value, value))
+        return bool(mapped == (copied.args, copied.kwargs))
 
     # ---- the invariant ----
 
     def check(self) -> None:
-        """Assert that backward computes with forward's values.
+        """Assert that backward computes with forward's values, in time linear in the graphs.
 
-        Forward saves each of backward's inputs that is not a gradient, once, and it is the same value. Recomputed
-        values are the same function of the same values. No input is saved that changes before backward reads it.
-        Rounded values are read only where they may be. Linear in the graphs.
+        * Forward saves each of backward's inputs exactly once, except gradients, and as the same value.
+        * Recomputed values are the same function of the same values as in forward.
+        * No saved input changes before backward reads it.
+        * Rounded values have no reader that would see the rounding.
 
         Raises:
-            UnsoundGraphs: it does not, and where.
+            UnsoundGraphs: names the node for which one of these is false.
         """
         pairs = dict(self._saved_pairs())
         unknown = set(self.backward.find_nodes(op="placeholder")) - self.incoming - set(pairs.values())
         if unknown:
             raise UnsoundGraphs(f"backward reads {', '.join(map(str, unknown))}, which forward does not save")
-        for ours, theirs in pairs.items():
-            if self.same.get(ours) is not theirs:
-                raise UnsoundGraphs(f"forward saves {ours} as backward's {theirs}, which is another value")
-            if _described(ours) != _described(theirs):
-                raise UnsoundGraphs(f"forward's {ours} is {_described(ours)}, backward's {theirs} {_described(theirs)}")
-        for ours, theirs in self.same.items():
-            if theirs.op != "placeholder" and not self._is_same_call(ours, theirs):
-                raise UnsoundGraphs(f"backward's {theirs.format_node()} is not forward's {ours.format_node()}")
-        for node in self.kept():
-            if base(node) in self.stale and self.same[node].users:
+        for node, placeholder in pairs.items():
+            if self.in_backward.get(node) is not placeholder:
+                raise UnsoundGraphs(f"forward saves {node} as backward's {placeholder}, which is another value")
+            kinds = _described(node), _described(placeholder)
+            if kinds[0] != kinds[1]:
+                raise UnsoundGraphs(f"forward's {node} is {kinds[0]}, backward's {placeholder} {kinds[1]}")
+        for node, copied in self.in_backward.items():
+            if copied.op != "placeholder" and not self._is_same_call(node, copied):
+                raise UnsoundGraphs(f"backward's {copied.format_node()} is not forward's {node.format_node()}")
+        for node in self.saved():
+            if base(node) in self.overwritten and self.in_backward[node].users:
                 raise UnsoundGraphs(f"backward reads {node}, but forward writes {base(node)} after it has read it")
         for node in self.rounded:
             reader = self.reader_of_rounding(node)
@@ -255,7 +266,7 @@ class SavedTensors:
 
 
 def check(graphs: Graphs, outputs: int, static_inputs: Sequence[int] = ()) -> None:
-    """``SavedTensors.check`` of a forward and a backward graph."""
+    """Check a forward and a backward graph with ``SavedTensors.check``."""
     forward, backward = graphs
     SavedTensors(forward.graph, backward.graph, outputs, static_inputs).check()
 
@@ -272,8 +283,22 @@ def _described(node: Node) -> str:
     return f"{value.dtype} {[str(n) for n in value.shape]}" if isinstance(value, torch.Tensor) else ""
 
 
+def views_and_readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield the readers of a tensor, through views and casts, each with the view that it reads."""
+    for user in node.users:
+        if user.target in SAME_ELEMENTS:
+            yield from views_and_readers(user)
+        else:
+            yield node, user
+
+
+def readers(node: Node) -> Iterator[Node]:
+    """Yield the readers of a tensor, through views and casts."""
+    return (reader for _, reader in views_and_readers(node))
+
+
 def _other_arguments(node: Node) -> list[Node]:
-    """The nodes that a call reads, without the data of one of our operators."""
+    """Return the nodes that a call reads, except the data arguments of a fused operator."""
     data = DATA.get(node.target, ())
     others: list[Node] = []
     map_arg((tuple(a for i, a in enumerate(node.args) if i not in data), node.kwargs), others.append)

@@ -57,11 +57,11 @@ class Variants(Partitioner):
         pair = SavedTensors(graphs[""][0].graph, graphs[""][1].graph, outputs, static)
         nodes = {s: {n.name: n for n in _saved(forward.graph, outputs, static)} for s, (forward, _) in graphs.items()}
         self.totals = {name: sum(map(_nbytes, saved.values())) for name, saved in nodes.items()}
-        requested = {name: memory_levels.refused(n) for name, n in nodes[""].items()}
+        requested = {name: memory_levels.rejection_reason(n) for name, n in nodes[""].items()}
         for name, node in nodes[""].items():
             value, source = node.meta["val"], partition.base(node)
             removed = tuple(s for s in nodes if name not in nodes[s])
-            refused = {s: memory_levels.refused(nodes[s][name]) for s in nodes if s not in (*removed, _BOTH)}
+            refused = {s: memory_levels.rejection_reason(nodes[s][name]) for s in nodes if s not in (*removed, _BOTH)}
             self.rows.append(
                 SavedRow(
                     "(inputs)" if source.op == "placeholder" else _module(source),
@@ -120,7 +120,7 @@ def _module(node: Node) -> str:
 
 def _readers(pair: SavedTensors, node: Node) -> Iterator[Node]:
     """The calls in backward that need a saved tensor: gradients and GEMMs, through views and recomputed calls."""
-    pending, seen = [pair.same[node]], set[Node]()
+    pending, seen = [pair.in_backward[node]], set[Node]()
     while pending:
         for user in pending.pop().users:
             if user in seen or user.op == "output":

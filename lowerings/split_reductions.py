@@ -68,7 +68,7 @@ class _Edit(NamedTuple):
 
 def rewrite(graph: Graph) -> int:
     """Sum over blocks where activations' gradients are summed over their rows; count these activations."""
-    from torch_fused_ops.lowerings.operators import ROWS  # not earlier: it imports Inductor's lowerings
+    from torch_fused_ops.lowerings.operators import ROWS_PER_BLOCK_KEY  # not earlier: it imports Inductor's lowerings
 
     operators = {op.signatures[1].overload: op for op in OPERATORS.values() if op.pointwise}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
@@ -78,7 +78,7 @@ def rewrite(graph: Graph) -> int:
     edits = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators))]
     for marked, sums, rows in edits:
         for node in marked:
-            node.meta[ROWS] = rows
+            node.meta[ROWS_PER_BLOCK_KEY] = rows
         for total in sums:
             _sum_blocks(graph, total, rows)
     return len(edits)

@@ -422,7 +422,7 @@ def test_a_failure_leaves_the_schedule_as_it_was(monkeypatch: pytest.MonkeyPatch
     def fails(kernel: Any) -> Any:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr(buffer_reuse, "_owners", fails)
+    monkeypatch.setattr(buffer_reuse, "_assign_buffers", fails)
     monkeypatch.setattr(passes, "_logged", set())
     fn, args = WHAT["both inputs"][0], [square(), square()]
     with tfo.enabled(tfo.FusionPolicy()):

@@ -98,7 +98,7 @@ def test_what_masked_rows_held_counts_nowhere(level: str, mask: str) -> None:
         x[:, 3], x[:, 7] = torch.nan, torch.inf
     inputs = [x, w, b, v, normal(32, dtype=torch.float64), pad]
     expected, _ = step_of(padded, inputs)
-    with memory_levels.unrounded():
+    with memory_levels.without_fp8_rounding():
         got, kept = step_of(compiled(padded, level, strict=level != "tiled:2"), inputs)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
     assert got[0].isfinite().all() and got[3].isfinite().all() and got[5].isfinite().all()
@@ -299,8 +299,8 @@ def test_what_a_product_reads_is_rebuilt_behind_another(
 ) -> None:
     inputs = behind_a_product(tokens, frozen)
     steps = []
-    for rebuild in (memory_levels.rebuild, lambda graphs, **_: graphs):
-        monkeypatch.setattr(memory_levels, "rebuild", rebuild)
+    for edit in (memory_levels.recompute_linear_inputs, lambda graphs, **_: graphs):
+        monkeypatch.setattr(memory_levels, "recompute_linear_inputs", edit)
         torch.manual_seed(0)
         steps.append(step_of(compiled(fn, "free", strict=False), inputs))
     (ours, kept), (theirs, more) = steps

@@ -518,7 +518,7 @@ def test_graphs_are_found_unsound() -> None:
     both_of(model).check()
 
     both = both_of(model)  # two of what is kept change places
-    second, *others = both.kept()
+    second, *others = both.saved()
     first = next(n for n in others if n.meta["val"].shape != second.meta["val"].shape)
     swapped = [{first: second, second: first}.get(n, n) for n in both.returned()]
     both.output.args = (tuple(swapped),)
@@ -537,12 +537,12 @@ def test_graphs_are_found_unsound() -> None:
         raises(UnsoundGraphs, "values are saved", SavedTensors, both.forward, both.backward, 1)
 
     both = both_of(model)  # an input of backward is of another dtype
-    placeholder = both.same[both.kept()[0]]
+    placeholder = both.in_backward[both.saved()[0]]
     placeholder.meta["val"] = placeholder.meta["val"].double()
     raises(UnsoundGraphs, "is torch.float32 .*, backward's .* torch.float64", both.check)
 
     def rebuilt(both: SavedTensors) -> torch.fx.Node:
-        return next(n for n in both.same.values() if n.target is torch.ops.fused.bias_act.default)
+        return next(n for n in both.in_backward.values() if n.target is torch.ops.fused.bias_act.default)
 
     both = both_of(model)  # backward rebuilds another function
     rebuilt(both).update_arg(3, "relu")
@@ -585,11 +585,11 @@ def test_a_view_of_an_input_that_is_written_is_found_out(reads: bool) -> None:
 
 def test_a_reader_of_rounding_is_found_out() -> None:
     both = pair(lambda x: ((h := x * 2).sin(), h), lambda h, grad: grad * h.cos(), [(3,)], [(3,), (3,)])
-    (h,) = both.kept()
-    (low,) = both.keep_instead(h, [both.forward.find_nodes(op="placeholder")[0]])
+    (h,) = both.saved()
+    (low,) = both.save_instead(h, [both.forward.find_nodes(op="placeholder")[0]])
     with both.backward.inserting_after(low):
         loaded = both.backward.call_function(torch.ops.aten.mul.Tensor, (low, 2.0))
-    both.make_again(h, loaded, rounded=True)
+    both.replace_in_backward(h, loaded, rounded=True)
     raises(UnsoundGraphs, "cos reads mul_tensor, which is rounded", both.check)
 
 
@@ -598,7 +598,7 @@ def test_an_input_that_is_written_is_found_out() -> None:
     copied = forward.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
     for node in copied:  # what upstream would keep
         node.replace_all_uses_with(node.args[0])
-    written = partition.written(forward.graph)
+    written = partition.overwritten_inputs(forward.graph)
     assert len(written) == 1
     (source,) = written
     kept = forward.graph.output_node().args[0]
@@ -618,9 +618,9 @@ def test_unsound_edits_are_failures_of_the_pass(
     """Graphs as they were, one line, an exception under strict."""
 
     def wrong(both: SavedTensors, node: torch.fx.Node, recomputation: Any) -> None:
-        placeholder = both.same[node]
+        placeholder = both.in_backward[node]
         other = next(n for n in both.backward.find_nodes(op="placeholder") if n is not placeholder)
-        both.same[node] = other
+        both.in_backward[node] = other
 
     monkeypatch.setattr(memory_levels, "_replace", wrong)
     passes._logged.clear()

@@ -3,7 +3,7 @@
 The mark is an operator, ``fused::keep_fp8``, and so part of a graph's text, which compilers' caches have as key. To
 autograd and tracers it is ``view_as``, whose result the next operator finds marked. That operator then saves its data
 by ``formulas.store_fp8``, and its backward operator reads ``load_fp8`` of that. With our partitioner,
-the pre-grad pass takes the mark for a memory level of that one operator (``memory_levels.unmark``).
+the pre-grad pass takes the mark for a memory level of that one operator (``memory_levels.move_fp8_marks_to_meta``).
 
 In eager mode storing and loading are passes of their own, on GPUs one each, by the kernels of linear layers in float8
 (``KERNELS``), whose scales are powers of two: what is loaded is exact in the data's dtype. In bfloat16 GELU then moves

@@ -453,7 +453,7 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
         options = passes.compile_options(policy) if policy else passes.options_without_us()
         settings = {**options, "fallback_random": True, "force_disable_caches": True}
         more: dict[str, Any] = {} if compiled else {"inner_compile": _call_by_call}
-        with memory_levels.unrounded(exact):
+        with memory_levels.without_fp8_rounding(exact):
             fn: Any = compile_fx(gm, example_inputs, config_patches=settings, **more)
         return fn  # type: ignore[no-any-return]
 
