@@ -1,7 +1,7 @@
 """The Inductor plug-in: fusion passes, memory policy and lowerings of the fused operators.
 
-The package lies at the top of the repository. It is installed and imported as ``torch_fused_ops.lowerings`` and under
-no other name: a second copy would register every lowering and pass twice.
+The package's folder is at the top of the repository. It is installed and imported as ``torch_fused_ops.lowerings``. A
+second copy under another name would register every lowering and pass twice.
 """
 
 if __name__ != "torch_fused_ops.lowerings":
@@ -20,20 +20,20 @@ from torch_fused_ops.lowerings import internals
 from torch_fused_ops.settings import environment
 
 _registered = _checked = False
-_registering: set[int] = set()  # threads that are at it
+_registering: set[int] = set()  # identifiers of threads inside register()
 _off = ""
 
 
 def register() -> None:
-    """Put our operators into Inductor's and the partitioner's tables, and our identity into cache keys. Idempotent.
+    """Register the fused operators with Inductor and its partitioner, and tag cache keys. Idempotent.
 
-    Runs by itself when ``torch._inductor.lowering`` is first imported (see ``torch_fused_ops/__init__.py``). Where this
-    torch lacks a name of ``internals``, the fusion passes are off, and Inductor calls our operators as any others.
+    The first import of ``torch._inductor.lowering`` calls this (see ``torch_fused_ops/__init__.py``). If this torch
+    lacks a name of ``internals``, the fusion passes are off, and Inductor calls the operators like all other ones.
     """
     global _registered
     me = get_ident()
-    # The module operators registers as it is imported. If it is the first to import Inductor, it is half way through
-    # here. Another thread waits for the imports; a lock of ours could wait for them in the other order.
+    # Importing the module ``operators`` registers lowerings. If it is the first to import Inductor, this function runs
+    # while ``operators`` is partly imported. Other threads wait for the import locks, so a lock here could deadlock.
     if _registered or me in _registering:
         return
     _registering.add(me)
@@ -67,13 +67,13 @@ def _turn_off(why: str) -> None:
 
 
 def off() -> str:
-    """The reason why the fusion passes are off on this torch, for messages; "" where they are on."""
+    """Return why the fusion passes are off on this torch, for messages; "" if they are on."""
     version = f"{torch.__version__} ({_off}); {internals.tested()}"
     return _off and f"torch_fused_ops: the fusion passes are off on torch {version}."
 
 
 def pick_up() -> Any:
-    """The module ``passes``; where the fusion passes are off, ``disabled``, whose functions do nothing."""
+    """Return the module ``passes``; if the fusion passes are off, ``disabled``, whose functions do nothing."""
     global _checked
     register()
     if not _checked:
@@ -88,7 +88,7 @@ def pick_up() -> Any:
 
 
 def require() -> None:
-    """Raise RuntimeError where the fusion passes are off."""
+    """Raise RuntimeError if the fusion passes are off."""
     pick_up()
     if _off:
         raise RuntimeError(off())

@@ -32,7 +32,7 @@ class Attention:
     """The linear layers of one attention, and the values that they produce.
 
     Attributes:
-        linears: the calls that produce queries, keys and values, and those that read the result.
+        linears: the calls that produce queries, keys and values, and the calls that read attention's result.
         values: all values from the linear layers to the core, and the projected result with its residual sum.
     """
 
@@ -48,7 +48,7 @@ class Attention:
 
 
 def find(graph: Graph) -> Iterator[Attention]:
-    """Yield every attention of a forward graph that has a linear layer, in graph order."""
+    """Yield every attention with a linear layer, in the order of the forward graph."""
     for node in graph.nodes:
         if not (is_fused(node) or (is_gemm(node) and not is_linear(node))):
             continue
@@ -68,15 +68,17 @@ def is_fused(node: Node) -> bool:
 
 
 def _has_scores(between: Iterable[Node]) -> bool:
-    """True if a softmax of another product of two computed tensors is among these values."""
+    """True if these values contain a softmax and another GEMM of two computed tensors."""
     nodes = set(between)
-    products = (n for n in nodes if is_gemm(n) and all(base(s).op == "call_function" for s in n.all_input_nodes))
-    return any(n.target in _SOFTMAX for n in nodes) and next(products, None) is not None
+    gemms = (n for n in nodes if is_gemm(n) and all(base(s).op == "call_function" for s in n.all_input_nodes))
+    return any(n.target in _SOFTMAX for n in nodes) and next(gemms, None) is not None
 
 
 def _sources(core: Node) -> tuple[list[Node], list[Node]]:
-    """Return the linear layers that a core's operands come from, and the values between. A linear layer's input ends
-    the search, so that it never follows the residual stream of a query that is not projected."""
+    """Return the linear layers that produce a core's operands, and the values between.
+
+    The search ends at the input of a linear layer, so it never follows the residual stream of an unprojected query.
+    """
     linears: dict[Node, None] = {}
     between: dict[Node, None] = {}
     pending = list(core.all_input_nodes)

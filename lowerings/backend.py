@@ -10,8 +10,8 @@ import torch
 from torch_fused_ops import lowerings
 from torch_fused_ops.policy import FIELDS, FusionPolicy, not_known, policy_given
 
-# torch.compile looks a backend up when it is called. It calls it when it compiles: not where it is served saved code.
-if hasattr(lowerings.pick_up(), "reject_caching_precompile"):  # pick-up may be off
+# torch.compile imports the backend when it is called, but calls it only to compile, not for code from a cache.
+if hasattr(lowerings.pick_up(), "reject_caching_precompile"):  # ``disabled`` does not have it
     lowerings.pick_up().reject_caching_precompile()
 
 
@@ -27,16 +27,16 @@ def fused(
     Args:
         gm: the graph that Dynamo captured.
         example_inputs: its inputs, fake or real.
-        mode: as for ``torch.compile``: "default", "reduce-overhead", "max-autotune", …
-        options: Inductor options, as for ``torch.compile``, and ``"policy"``: a FusionPolicy; or its fields,
-            ``{"memory": "fp8"}`` for ``{"policy": FusionPolicy(memory="fp8")}``. Without, the policy of ``enabled`` or
-            ``enable`` holds where one is in force, else ``FusionPolicy()``.
+        mode: the mode of ``torch.compile``: "default", "reduce-overhead", "max-autotune", …
+        options: Inductor options, and ``"policy"``: a FusionPolicy. Its fields are options as well: ``{"memory":
+            "fp8"}`` means ``{"policy": FusionPolicy(memory="fp8")}``. The default is the policy of ``enabled`` or
+            ``enable`` if it is active, otherwise ``FusionPolicy()``.
     """
     passes = lowerings.pick_up()
     settings = dict(options or {})
     policy = _policy_of(settings) or passes.active_policy() or FusionPolicy()
     settings = passes.compile_options(policy, settings)
-    # What ``torch.compile(mode=mode, options=options)`` compiles with: options checked, mode applied.
+    # torch.compile's own wrapper checks the options and applies the mode.
     compiler = getattr(torch, "_TorchCompileInductorWrapper", None)
     if compiler is not None:
         return compiler(mode, settings, None)(gm, example_inputs)  # type: ignore[no-any-return]
@@ -45,10 +45,10 @@ def fused(
 
 
 def _policy_of(settings: dict[str, Any]) -> FusionPolicy | None:
-    """The policy in these options, taken out of them; None where there is none."""
+    """Remove the policy from these options and return it; None if they have no policy."""
     policy, fields = settings.pop("policy", None), {name: settings.pop(name) for name in FIELDS if name in settings}
     known = torch._inductor.config.get_config_copy() if settings else {}
     for name in settings:
         if name.replace("-", "_") not in known:
-            raise TypeError(f"options: {not_known(name, ('policy', *FIELDS), known)}, or an option of Inductor's")
+            raise TypeError(f"options: {not_known(name, ('policy', *FIELDS), known)}, or an Inductor option")
     return policy_given("options", policy, fields)

@@ -1,31 +1,31 @@
-"""Buffer reuse, in the scheduler pass: results of a kernel that are written over the kernel's inputs.
+"""Buffer reuse, in the scheduler pass: kernels write results over their own inputs.
 
-Inductor writes a loop's result over an input that nothing reads any more. It counts the other loops of the same
-kernel as such readers (``SchedulerNode.decide_inplace_update``). A kernel that recomputes an activation beside its
-gradients, from the same inputs, then allocates a buffer for each: three tensors of a GLU's hidden layer at a step's
-peak. But where no loop waits for a reduction of the same kernel, the kernel has one body for all its loops: it loads
-every input and then stores. A loop that reads an input at the index at which it writes can take its buffer.
+Inductor writes a loop's result over an input that has no later reader. It counts other loops of the same kernel as
+later readers (``SchedulerNode.decide_inplace_update``). A kernel that recomputes an activation and also computes its
+gradients, from the same inputs, therefore allocates a buffer for each result: three tensors of a GLU's hidden layer at
+a step's peak. But if no loop needs a reduction of the same kernel, the kernel has one body, which loads every input
+before it stores. A loop that writes at the index at which it reads an input can then reuse the input's buffer.
 
-This pass names one loop for each such input, and orders the input's other readers before that loop. Inductor checks
-everything else itself, as for any kernel: later readers, inputs of the graph (backward may reuse donated ones only),
-sizes, layouts, streams.
+This pass assigns each such input to one loop, and orders the input's other readers before this loop. Inductor checks
+everything else, as for any kernel: later readers, inputs of the graph (backward may reuse donated ones only), sizes,
+layouts, streams.
 
-Inductor never considers two kinds of results. The pass makes them views of the input, as the parts of a concatenation
-are views of it, so that Inductor itself tracks how long the memory is in use:
+Inductor never considers two kinds of results. The pass makes them views of the input, just as the parts of a
+concatenation are views of the whole, so that Inductor tracks how long the memory is in use:
 
-* the gradient of packed gate and up: a concatenation whose parts two loops write, in place of the packed tensor;
-* a loop's result in place of an input that only other loops of the kernel read.
+* the gradient of packed gate and up: a concatenation of two loops' results. It becomes a view of the packed tensor.
+* a loop's result, if only other loops of the kernel read the input. It becomes a view of this input.
 
-Here a kernel may read an element of the input, for a sum, too, only in the turn in which one of its loops writes that
-very element of the result, so no other turn can find it changed. Nor may another thread: a store does not wait for
-loads from its place, so loads and stores must be spread over threads alike. In a kernel of one axis Triton spreads
-tensors of one dtype alike, unless something narrower in the kernel asks for more elements at once. With two axes, one
-of them a sum's, a tile can be spread in several ways, and Triton loads a tile of fewer elements than threads several
-times: another warp may have stored by then. A tuner may choose such a tile long after this pass, so the code of these
-kernels has a barrier between loads and stores.
+Such a kernel, even with a sum, may read an input element only in the iteration that writes the same element of the
+result. No other iteration then sees it overwritten. Other threads must not see it either. A store does not wait for
+loads of the same address, so loads and stores must use the same thread layout. In a kernel with one axis, Triton uses
+one layout for all tensors of a dtype, unless a narrower tensor in the kernel needs more elements per thread. With two
+axes, one of which is summed, a tile has several layouts, and Triton loads a tile with fewer elements than threads more
+than once: another warp may already have stored. A tuner may choose such a tile long after this pass, so the code of
+these kernels has a barrier between loads and stores.
 
-A C++ kernel is simpler: one thread computes a turn, and a body has all loads before all stores. Loops over the same
-sizes have one body. A sum's loop has other sizes, so the pass leaves kernels with a sum alone.
+C++ kernels are simpler: one thread computes an iteration, and a body has all loads before all stores. Loops over the
+same sizes share a body. A sum's loop has other sizes, so the pass does not change kernels with a sum.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from torch_fused_ops.lowerings import compat
 
 Loop = Any  # torch._inductor.scheduler.SchedulerNode
 Buffer = Any  # SchedulerBuffer
-User = Any  # NodeUser: a loop that reads a buffer, and whether it does at the index at which it writes
+User = Any  # NodeUser: a loop that reads a buffer; ``can_inplace`` if it reads at the index at which it writes
 
 
 class _Kernel(NamedTuple):
     loops: Sequence[Loop]
-    names: set[str]  # of its loops
-    before: set[str]  # of what runs before it
-    read: dict[str, Any]  # the buffers that it reads, by name, except those that must not be reused
-    narrowest: int  # bytes of an element of what it reads or writes
+    names: set[str]  # names of its loops
+    before: set[str]  # names of the loops that must run first
+    read: dict[str, Any]  # the buffers that it reads, by name, except pinned ones
+    narrowest: int  # bytes of the smallest element that it reads or writes
 
     def readers(self, name: str) -> list[User]:
         """Its loops among the users of a buffer."""
@@ -61,14 +61,14 @@ class _Kernel(NamedTuple):
 class _View(NamedTuple):
     result: Buffer
     source: Buffer
-    written: list[Buffer]  # the loops' results that are the result, or its parts
+    written: list[Buffer]  # the loops' results: the result itself, or the parts of a concatenation
 
 
 def allow_reuse(nodes: Sequence[Any]) -> None:
-    """Let results reuse the buffers of inputs, in a schedule's kernels that have a loop of one of our operators."""
+    """Let results reuse input buffers, in the scheduled kernels that contain a fused operator."""
     fused_nodes = [node for node in nodes if _is_ours(node)]
-    pinned: frozenset[str] = frozenset()  # what must not be reused: mutated, aliased or unaligned buffers
-    if fused_nodes:  # (Triton would spread an unaligned input over threads in another way than its aligned result.)
+    pinned: frozenset[str] = frozenset()  # mutated, aliased and unaligned buffers, which must not be reused
+    if fused_nodes:  # (Triton uses different thread layouts for an unaligned input and its aligned result.)
         aliased = (alias for buffer in fused_nodes[0].scheduler.name_to_buf.values() for alias in buffer.get_aliases())
         # Inductor calls every input of a CPU's graph unaligned: it checks the alignment of GPUs' inputs only.
         unaligned = V.graph.unaligned_buffers if fused_nodes[0].is_gpu() else ()
@@ -90,21 +90,21 @@ def allow_reuse(nodes: Sequence[Any]) -> None:
         for loop in kernel.loops if kernel.loops[0].is_gpu() else ():
             loop.codegen = functools.partial(_generate_behind_a_barrier, loop.codegen, bool(views))
     for view in (view for _, _, views in plans for view in views):
-        # The memory is the input's, and in use as long as one of the two is.
+        # The result uses the input's memory, which is in use as long as the input or the result is.
         as_view = ir.ReinterpretView(data=ir.StorageBox(view.source.node), layout=view.result.node.get_output_spec())
         view.result.node.layout = ir.NonOwningLayout(as_view)
         for user in (*view.result.users, *view.source.users):
-            user.can_inplace = False  # a user that took the memory alone would not be checked against the other's
+            user.can_inplace = False  # Inductor would not check a reuse of this memory against the other buffer's users
         for buffer in view.written:
-            # The tuner must not write over the inputs of the next configuration.
+            # The tuner must not overwrite the inputs of the next configuration.
             buffer.get_mutations = functools.partial(tuple, [buffer.get_name()])
 
 
 def _is_ours(node: Any) -> bool:
-    """Recognize a kernel that is one body of several loops, one of them of our operators."""
+    """Return True for a kernel whose loops share one body and include a fused operator."""
     from torch._inductor.scheduler import FusedSchedulerNode
 
-    # Neither a template nor kernels side by side.
+    # Exclude templates and horizontally fused (foreach) kernels.
     if type(node) is not FusedSchedulerNode or node.is_template():
         return False
     loops: Sequence[Loop] = node.get_nodes()
@@ -120,7 +120,7 @@ def _is_one_triton_body(node: Any, loops: Sequence[Loop]) -> bool:
     reductions = {loop.get_name() for loop in loops if loop.is_reduction()}
     if any(reductions & loop.ancestors for loop in loops):
         return False
-    # Each loop has a turn for each element: a loop over rows alone would end the body before it.
+    # Every loop must visit every element. A loop over rows only would split the kernel body.
     numel, sums = cast(Any, node.group[1])
     return all(loop.group[1] in {(numel, sums), (numel * sums, 1)} for loop in loops)
 
@@ -129,7 +129,7 @@ def _is_one_cpp_body(node: Any, loops: Sequence[Loop]) -> bool:
     return all(loop.group[1] == node.group[1] for loop in loops)
 
 
-# By a device and its code generator.
+# Predicates by device and code generator.
 _HAS_ONE_BODY = {("cuda", "triton"): _is_one_triton_body, ("cpu", "cpp"): _is_one_cpp_body}
 
 
@@ -148,7 +148,7 @@ def _kernel(node: Any, pinned: Collection[str]) -> _Kernel:
 
 
 def _assign_buffers(kernel: _Kernel) -> dict[str, Loop]:
-    """Assign each loop at most one buffer, loops that fit the fewest buffers first."""
+    """Assign at most one buffer to each loop, first to loops that can reuse the fewest buffers."""
     fitting = {loop: [name for name in kernel.read if _can_reuse(kernel, name, loop)] for loop in kernel.loops}
     owners: dict[str, Loop] = {}
     for loop, names in sorted(fitting.items(), key=lambda item: len(item[1])):
@@ -159,10 +159,11 @@ def _assign_buffers(kernel: _Kernel) -> dict[str, Loop]:
 
 
 def _can_reuse(kernel: _Kernel, name: str, loop: Loop) -> bool:
-    """Tell whether a loop may reuse a buffer, and needs memory at all.
+    """Return True if a loop may reuse a buffer, and needs memory.
 
-    Nothing reads the buffer later. All its readers here read at the index at which they write, none reduces it, and
-    the loop is one of them. The loop's result has the same dtype and is read elsewhere: else it needs no memory.
+    The buffer has no later reader. In this kernel, all its readers read at the index at which they write, no reader
+    reduces it, and the loop is a reader. The loop's result has the same dtype. Another kernel reads the result:
+    otherwise it needs no memory.
     """
     buffer, readers, outputs = kernel.read[name], kernel.readers(name), loop.get_outputs()
     return (
@@ -177,7 +178,7 @@ def _can_reuse(kernel: _Kernel, name: str, loop: Loop) -> bool:
 
 
 def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
-    """Results to make views of inputs, which Inductor never considers: at most one for each input."""
+    """Return the results to make views of inputs, at most one for each input."""
     views: list[_View] = []
     if not may_be_views():
         return views
@@ -204,7 +205,7 @@ def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
 
 
 def may_be_views() -> bool:
-    """Tell whether results may become views of inputs: not where CUDA graphs, C++ or a plan own the memory."""
+    """Return True if results may become views of inputs: CUDA graphs, C++ wrappers or a plan do not own the memory."""
     triton = inductor_config.triton
     return not (
         triton.cudagraphs or inductor_config.cpp_wrapper or inductor_config.memory_planning or triton.multi_kernel
@@ -212,7 +213,7 @@ def may_be_views() -> bool:
 
 
 def _is_for_others(kernel: _Kernel, buffer: Buffer, written: Sequence[Buffer]) -> bool:
-    """Tell whether a result is read after the kernel, not returned by the graph, and written here as a whole, once."""
+    """Return True if a later kernel reads a result, the graph does not return it, and this kernel writes it once."""
     from torch._inductor.scheduler import OutputNode
 
     users = [user for part in (buffer, *written) for user in part.users]
@@ -227,7 +228,7 @@ def _is_for_others(kernel: _Kernel, buffer: Buffer, written: Sequence[Buffer]) -
 
 
 def _can_be_view(kernel: _Kernel, name: str, result: Buffer, write_indices: Collection[Any]) -> bool:
-    """Tell whether a result can be a view of an input: as large, last read here, and only where it is written."""
+    """Return True if a result can be a view of an input: same size, last read here, only at written indices."""
     buffer, readers = kernel.read[name], kernel.readers(name)
     reads = [dep for user in readers for dep in user.node.read_writes.reads if dep.name == name]
     return (
@@ -243,23 +244,23 @@ def _can_be_view(kernel: _Kernel, name: str, result: Buffer, write_indices: Coll
 
 
 def _mutated_buffers(scheduler: Any) -> frozenset[str]:
-    """The names of buffers that something other than their maker writes, and of those that must keep their memory.
+    """Return the names of buffers that a later node mutates, or whose memory must not be reused.
 
-    Later readers know a mutated buffer by another name (``Scheduler.mutation_renames``).
+    Later readers use the mutated buffer's new name (``Scheduler.mutation_renames``).
     """
     mutated = scheduler.mutation_renames.keys() | scheduler.mutation_real_name.keys() | V.graph.never_reuse_buffers
     return frozenset(mutated.union(scheduler.mutation_real_name.values()))
 
 
 def _itemsize(name: str) -> int:
-    """Bytes of an element of a kernel's input or output; 0 for a value that is not a tensor."""
+    """Return the element size in bytes of a kernel's input or output; 0 if it is not a tensor."""
     buffer = V.graph.try_get_buffer(name)
     dtype = None if buffer is None else cast(Any, buffer).maybe_get_dtype()
     return dtype.itemsize if dtype is not None else 0
 
 
 def _concatenation(node: Any) -> Any:
-    """The concatenation that a loop's result is a part of; None where it is not a part of one."""
+    """Return the concatenation that a loop's result is a part of; None if there is none."""
     layout = node.get_output_spec()
     if not isinstance(layout, ir.NonOwningLayout) or not isinstance(layout.view, ir.ReinterpretView):
         return None
@@ -268,18 +269,18 @@ def _concatenation(node: Any) -> Any:
 
 
 def _written_at(loop: Any, result: Any) -> tuple[Any, Any] | None:
-    """The index at which a loop writes a result in a turn, and the turns' sizes; None where it cannot be told."""
+    """Return the index at which a loop writes a result, and the loop's sizes; None if the index is not known."""
     (output,) = loop.get_outputs()
     start = 0 if output.node is result else output.node.get_output_spec().view.get_layout().offset
     writes = [dep for dep in loop.read_writes.writes if dep.name == output.get_name()]
     if len(writes) != 1 or not isinstance(writes[0], MemoryDep) or writes[0].mode is not None:
         return None
-    # Triton could spread loads and stores of a tensor that does not begin at a vector in two ways.
+    # If a tensor does not begin at a vector, Triton may use different thread layouts for its loads and stores.
     return (writes[0].index + start, writes[0].size) if start % 16 == 0 else None
 
 
 def _fills_same_memory(node: Any, result: Any) -> bool:
-    """Tell whether a result fills the memory of a buffer that has its own, which the graph may overwrite."""
+    """Return True if a result exactly fills the memory of a buffer that owns it and may be overwritten."""
     layout, other = node.get_output_spec(), result.get_output_spec()
     return (
         isinstance(node, (ir.DonatedBuffer, ir.ComputedBuffer, ir.ExternKernelOut))
@@ -295,14 +296,14 @@ def _fills_same_memory(node: Any, result: Any) -> bool:
 
 
 def _generate_behind_a_barrier(generate: Callable[..., None], has_views: bool, *args: Any) -> None:
-    """Generate a loop's code, its stores behind a barrier where the kernel overwrites its inputs.
+    """Generate a loop's code. If the kernel overwrites its inputs, put a barrier before the stores.
 
-    Inductor writes the same barrier itself, in front of a value that is stored once for many loads (triton#1615).
+    Inductor adds the same barrier before a value that is stored once for many loads (triton#1615).
 
     Args:
         generate: ``SchedulerNode.codegen`` of the loop.
-        has_views: whether some of the kernel's results are views of its inputs.
-        args: ``generate``'s.
+        has_views: True if a result of the kernel is a view of an input.
+        args: passed to ``generate``.
     """
     barrier, kernel = "tl.debug_barrier()", cast(Any, V.kernel)
     writes_over_inputs = has_views or kernel.args.inplace_buffers

@@ -5,16 +5,16 @@ feature                       where
 ============================  =========================================================================================
 lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
 inference-aware passes        torch ≥ 2.13 tells a pass whether the graph is one of inference
-passes over a schedule        a slot whose name is not public (2.11 to 2.15); torch ≥ 2.13 has a class for such passes
-passes after the cache        torch ≥ 2.13 asks AOTAutograd's cache before it runs pre-grad passes; before, afterwards
+scheduler passes              the slot's name is private (2.11 to 2.15); torch ≥ 2.13 has a class for such passes
+passes after the cache        torch ≥ 2.13 reads AOTAutograd's cache before it runs pre-grad passes, older ones after
 eager's rounding              torch ≥ 2.15 has numerics="strict", which implies the older emulate_precision_casts
-context-variable config       torch ≥ 2.13: only its own context sees an override; before, the whole process does
-partitioner's pointwise list  closed to operators outside aten (2.11 to 2.15): the function that makes it is wrapped
-budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget beside the older mark on nodes
-the end of a compiled call    has no hook (2.11 to 2.15): read off the stack
-loops that were tried         torch ≥ 2.13's scheduler restores loops that it reordered to see whether two nodes fuse
+context-variable config       torch ≥ 2.13: an override is visible only in its own context; before, in the process
+partitioner's pointwise list  contains only aten operators (2.11 to 2.15): the function that returns it is wrapped
+budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget and the older mark on nodes
+the end of a compiled call    has no hook (2.11 to 2.15): read from the Python stack
+loops after a fusion attempt  torch ≥ 2.13's scheduler restores loops that it reordered to see whether two nodes fuse
 recompiles by call            torch ≥ 2.13 can count them for each call of torch.compile; before, for each code object
-ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as aten.cat's is
+ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as for aten.cat
 ============================  =========================================================================================
 """
 
@@ -39,12 +39,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 
 class Fault(NamedTuple):
-    """A fault of another package that produces wrong numbers. ``report`` is a section of docs/upstream.md."""
+    """A fault of another package that produces wrong numbers."""
 
     package: str
-    first: tuple[int, int]  # version
-    last: tuple[int, int]  # the last version tested, still with the fault
-    report: str
+    first: tuple[int, int]  # first version with the fault
+    last: tuple[int, int]  # last tested version, which still has the fault
+    report: str  # section of docs/upstream.md
     effect: str
 
 
@@ -59,7 +59,7 @@ FAULTS = (
 
 
 def faults(versions: dict[str, str]) -> list[Fault]:
-    """The faults of the installed versions, by package; "" for a package that is not installed."""
+    """Return the faults of the installed versions. ``versions`` maps packages to versions, or "" if not installed."""
     numbers = {package: tuple(int(n) for n in re.findall(r"\d+", text)[:2]) for package, text in versions.items()}
     return [fault for fault in FAULTS if fault.first <= numbers[fault.package] <= fault.last]
 
@@ -73,7 +73,7 @@ else:
 
 
 def features() -> dict[str, bool]:
-    """Results of probes on this torch, for reports."""
+    """Return the results of probes on this torch, for reports."""
     import torch._inductor.config as config
 
     return {
@@ -88,14 +88,14 @@ def features() -> dict[str, bool]:
 
 
 def after_fusion() -> str | None:
-    """The name of the slot for passes over the schedule once loops are fused to kernels; None where it is missing."""
+    """Return the name of the slot for scheduler passes that run after loops are fused to kernels; None if missing."""
     import torch._inductor.config as config
 
     return "_post_fusion_custom_pass" if hasattr(config, "_post_fusion_custom_pass") else None
 
 
 def on_other_streams(loop: Any, name: str) -> bool:
-    """Tell whether a buffer and a loop are on different streams, where torch knows several."""
+    """Return True if a buffer and a loop are on different streams. Older versions of torch use a single stream."""
     hazard = getattr(loop.scheduler, "has_cross_stream_hazard", None)
     return bool(hazard is not None and hazard(name, loop))
 
@@ -112,15 +112,15 @@ class PassChain(CustomGraphPass):
 
     def uuid(self) -> Any:
         ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
-        # A pass without an identity turns the cache off, as it does alone.
+        # A pass without an identity disables the cache.
         return None if any(i is None for i in ids) else hashlib.sha256(repr(ids).encode()).hexdigest()
 
     def __deepcopy__(self, memo: Any) -> PassChain:
-        return self  # config copies must keep the passes' identity
+        return self  # copies of the config must contain this object
 
 
 class PassTuple(tuple[Any, ...]):
-    """Several passes in a slot that holds several; callable, for a pass that calls the slot's former value."""
+    """Several passes in a slot that holds several. Callable, for passes that call the slot's previous value."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ class PassTuple(tuple[Any, ...]):
 
 
 def passes_in(slot: Any) -> tuple[Any, ...]:
-    """The passes that a slot's value holds."""
+    """Return the passes that a slot's value holds."""
     if slot is None:
         return ()
     if isinstance(slot, PassChain):
@@ -139,7 +139,7 @@ def passes_in(slot: Any) -> tuple[Any, ...]:
 
 
 def slot_of(passes: Sequence[Any]) -> Any:
-    """A slot's value that holds ``passes``. A tuple: the config module deep-copies lists and single objects."""
+    """Return a slot's value for ``passes``: a tuple, because the config module deep-copies lists and single objects."""
     if not passes:
         return None
     if LISTS_OF_PASSES:
@@ -148,31 +148,31 @@ def slot_of(passes: Sequence[Any]) -> Any:
 
 
 TIMING = "pre_grad_pass_timing"
-"""Inductor's option for when pre-grad passes run. Without it they always run before AOTAutograd's cache is read."""
+"""Inductor's option for the time of pre-grad passes. Without it they always run before AOTAutograd's cache is read."""
 
 
 def runs_pre_grad_passes() -> bool:
-    """Tell whether Inductor runs pre-grad passes at all, which ``mode="lite"`` (torch ≥ 2.10) turns off."""
+    """Return True if Inductor runs pre-grad passes. ``mode="lite"`` (torch ≥ 2.10) disables them."""
     import torch._inductor.config as config
 
     return bool(getattr(config, "use_pre_grad_passes", True))
 
 
 def saves_by_source() -> bool:
-    """Tell whether Dynamo saves compiled code by a function's source alone, whatever backend compiled it."""
+    """Return True if Dynamo saves compiled code by the function's source only, regardless of the backend."""
     import torch._dynamo.config as config
 
     return bool(getattr(config, "caching_precompile", False))
 
 
 def has_compiled() -> bool:
-    """Tell whether Dynamo has compiled anything since it was reset. (Its counters go on counting.)"""
+    """Return True if Dynamo has compiled anything since its last reset. (Its counters are not reset.)"""
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     return bool(getattr(convert_frame, "FRAME_COUNTER", 1 if convert_frame else 0))
 
 
 def eager_rounding(dtype: torch.dtype | None) -> str:
-    """Inductor's setting that asks for eager's own rounding in a dtype, as the user writes it; "" where none does."""
+    """Return the Inductor setting, as text, that requests eager's rounding in a dtype; "" if there is none."""
     import torch._inductor.config as config
 
     numerics = getattr(config, "numerics", "")  # torch ≥ 2.15
@@ -186,10 +186,10 @@ def eager_rounding(dtype: torch.dtype | None) -> str:
 
 
 def slots_lock() -> AbstractContextManager[Any]:
-    """A re-entrant lock for changes of slots.
+    """Return a re-entrant lock for changes of slots.
 
-    Where config belongs to the whole process, a compilation with ``options=`` changes it and restores it afterwards,
-    which undoes what another thread has set meanwhile. There this is the lock that torch compiles under.
+    If the config is process-wide, a compilation with ``options=`` changes it and restores it afterwards, which would
+    undo changes by other threads. The lock is then the one that torch holds while it compiles.
     """
     if features()["context-variable config"]:
         return threading.RLock()
@@ -199,27 +199,28 @@ def slots_lock() -> AbstractContextManager[Any]:
 
 
 def update_everywhere(
-    module: Any, name: str, update: Callable[[Any], Any], here: Callable[[Any], Any] | None = None
+    module: Any, name: str, update: Callable[[Any], Any], update_context: Callable[[Any], Any] | None = None
 ) -> None:
     """Replace a config value by ``update(value)``, for compilations in every thread.
 
-    Where overrides are context variables, other threads do not see an override of this thread: they see the entry's
-    default. So both are updated, the override by ``here`` where it is passed. An override in *another* context stays:
-    it is that thread's own.
+    If overrides are context variables, other threads see the entry's default instead of this thread's override. This
+    function therefore updates both, the override with ``update_context`` if it is not None. Overrides in *other*
+    contexts do not change.
     """
     entry = module._config[name]
     override = entry.user_override
     if isinstance(override, ContextVar):
         _update_default(entry, update)
         if not _is_unset(override.get()):
-            override.set((here or update)(override.get()))
+            override.set((update_context or update)(override.get()))
     elif _is_unset(override):
         _update_default(entry, update)
     else:
         entry.user_override = update(override)
-    if hasattr(module, "_mark_get_dict_dirty"):  # the module caches its values for cache keys,
+    # The module caches its values for cache keys, and a hash of the values.
+    if hasattr(module, "_mark_get_dict_dirty"):
         module._mark_get_dict_dirty(name)
-    for flag in ("_hash_dirty_var", "_is_dirty"):  # and a hash of them
+    for flag in ("_hash_dirty_var", "_is_dirty"):
         if isinstance(dirty := vars(module).get(flag), ContextVar):
             dirty.set(True)
         elif isinstance(dirty, bool):
@@ -241,7 +242,7 @@ def _is_unset(value: Any) -> bool:
 
 
 def traced_function(target: Any) -> type[torch.autograd.Function] | None:
-    """The ``torch.autograd.Function`` behind a call that Dynamo does not trace (``allow_in_graph``)."""
+    """Return the ``torch.autograd.Function`` of a call that Dynamo does not trace (``allow_in_graph``), or None."""
     if getattr(target, "__name__", "") != "trampoline_autograd_apply":
         return None
     function = inspect.getclosurevars(target).nonlocals.get("fn_cls")
@@ -249,14 +250,14 @@ def traced_function(target: Any) -> type[torch.autograd.Function] | None:
 
 
 def why_it_ended(graph: torch.fx.Graph) -> Any:
-    """Dynamo's ``GraphCompileReason`` for ending a graph; None for a body's graph, or one that is not Dynamo's."""
+    """Return Dynamo's ``GraphCompileReason`` for the end of a graph; None for bodies and graphs of other origin."""
     return getattr(graph.owning_module, "compile_subgraph_reason", None)
 
 
 def split_from(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
-    """The graph that DDPOptimizer has split into this one and others; None if this one is whole, or a body's graph.
+    """Return the graph from which DDPOptimizer has split this graph; None for other graphs.
 
-    Read off the stack, as DDPOptimizer passes each part to the backend on its own.
+    DDPOptimizer passes each part separately to the backend, so the whole graph is read from the Python stack.
     """
     frame: FrameType | None = sys._getframe() if why_it_ended(graph) is not None else None
     while frame is not None:
@@ -268,13 +269,13 @@ def split_from(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
 
 
 class CompiledCall(NamedTuple):
-    """The call of a compiled function that is in progress while something is compiled.
+    """A call of a compiled function, during which torch compiles a graph.
 
     Attributes:
-        function: identifies what ``torch.compile`` returned.
-        at_its_end: callbacks for the end of the call, to be appended to; never called where torch has no such list.
-        is_whole: the function itself is being compiled, not a function that it calls, nor the code after a break.
-        code: of the frame that is being compiled.
+        function: identifies the function that ``torch.compile`` returned.
+        at_its_end: list of callbacks for the end of the call. Never called on torch versions without such a list.
+        is_whole: True if torch compiles the function itself; False for a function it calls and for code after a break.
+        code: the code of the frame that is being compiled.
     """
 
     function: Any
@@ -284,14 +285,14 @@ class CompiledCall(NamedTuple):
 
 
 def compiled_call() -> CompiledCall | None:
-    """The innermost compiled call, or None: read off the stack, as torch has no hook for it (2.11 to 2.15)."""
+    """Return the innermost compiled call, or None. Torch has no hook (2.11 to 2.15), so this reads the Python stack."""
     frame: FrameType | None = sys._getframe()
     is_whole, code = False, None
     while frame is not None:
         module = frame.f_globals.get("__name__")
         if module == "torch._dynamo.eval_frame" and frame.f_code.co_name == "compile_wrapper":
-            here = frame.f_locals
-            return CompiledCall(here.get("self"), here.get("cleanups", []), is_whole, code)
+            variables = frame.f_locals
+            return CompiledCall(variables.get("self"), variables.get("cleanups", []), is_whole, code)
         if module == "torch._dynamo.convert_frame":
             is_whole = True
             if frame.f_code.co_name == "_compile":
@@ -303,19 +304,19 @@ def compiled_call() -> CompiledCall | None:
 
 
 def compile_in_place(module: torch.nn.Module, **options: Any) -> None:
-    """Call ``module.compile(**options)`` so that Dynamo's limit of eight compilations counts for this module alone.
+    """Call ``module.compile(**options)`` with a separate limit of eight compilations for this module.
 
-    Modules of one class share the code of ``forward``: the ninth that differs from the others would stay eager. Older
-    versions of torch count by code object. There each module gets its own, into which Dynamo inlines ``forward`` and
-    the hooks. Versions before 2.15 compile ``forward`` of torch's own classes, such as ``nn.Sequential``, only if the
-    call is wrapped.
+    Modules of one class share the code of ``forward``, so the ninth variant would stay eager. Older versions of torch
+    count compilations per code object. For them, each module gets its own code object, into which Dynamo inlines
+    ``forward`` and the hooks. Versions before 2.15 compile ``forward`` of torch's own classes, such as
+    ``nn.Sequential``, only if the call is wrapped.
     """
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
-        own = FunctionType(_call_impl.__code__.replace(), globals())
-        module._compiled_call_impl = torch.compile(MethodType(own, module), **options)
+        call = FunctionType(_call_impl.__code__.replace(), globals())
+        module._compiled_call_impl = torch.compile(MethodType(call, module), **options)
         return
-    is_torchs = type(module).forward.__module__.startswith("torch.nn.")
-    with torch._dynamo.config.patch(wrap_top_frame=is_torchs):
+    is_in_torch = type(module).forward.__module__.startswith("torch.nn.")
+    with torch._dynamo.config.patch(wrap_top_frame=is_in_torch):
         module.compile(**options, isolate_recompiles=True)
 
 
@@ -330,11 +331,11 @@ _recomputable: set[torch._ops.OpOverloadPacket] = set()
 
 
 def allow_recomputation(operators: Iterable[torch._ops.OpOverloadPacket]) -> None:
-    """Put operators on the partitioner's list of pointwise ones, which it may recompute in backward. Idempotent.
+    """Add operators to the partitioner's list of pointwise operators, which backward may recompute. Idempotent.
 
-    The list has every aten operator with the pointwise tag and is closed to other namespaces. An operator that is not
-    on it is saved wherever backward reads it (a Llama-7B block, bf16, 4×2048 tokens: 901 MiB with ours off the list,
-    729 with them on it). So the one function that makes the list is wrapped; its answer for aten stays.
+    The list has every aten operator with the pointwise tag, and no operator of other namespaces. The partitioner saves
+    the result of an operator that is not on the list if backward reads it (a Llama-7B block, bf16, 4×2048 tokens: 901
+    MiB without the fused operators on the list, 729 with them). This wraps the function that returns the list.
     """
     from torch._functorch import partitioners
 
@@ -351,7 +352,7 @@ def allow_recomputation(operators: Iterable[torch._ops.OpOverloadPacket]) -> Non
 
 
 def has_memory_budget(node: torch.fx.Node) -> bool:
-    """Tell whether the user has set an activation memory budget for this node, in either of PyTorch's ways."""
+    """Return True if the user has set an activation memory budget for this node, by either of PyTorch's two APIs."""
     import torch.fx.traceback as traceback
 
     region = getattr(traceback, "_get_memory_budget_annotation", lambda _: None)
@@ -359,7 +360,7 @@ def has_memory_budget(node: torch.fx.Node) -> bool:
 
 
 def written_afterwards(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The inputs that AOTAutograd writes once forward has run, from its results: those that need a gradient."""
+    """Return the inputs that AOTAutograd writes after forward has run, from its results: inputs with a gradient."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     results = graph.output_node().meta.get("desc") or ()
@@ -368,14 +369,14 @@ def written_afterwards(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def nbytes(t: torch.Tensor) -> int:
-    """The bytes of a tensor's elements; symbolic sizes count by their hints."""
+    """Return the bytes of a tensor's elements. Symbolic sizes count by their hints."""
     numel: int | torch.SymInt = t.numel()
     hint = numel.node.hint if isinstance(numel, torch.SymInt) else numel
     return int(hint or 0) * t.element_size()
 
 
 def converts_to_fp8(device: torch.device) -> bool:
-    """Tell whether generated code can convert to float8_e4m3fn: Triton from sm_89 on, and on AMD; C++ always can."""
+    """Return True if generated code can convert to float8_e4m3fn: Triton from sm_89 on and on AMD, C++ always."""
     if device.type != "cuda" or torch.version.hip:
         return True
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -385,13 +386,13 @@ def converts_to_fp8(device: torch.device) -> bool:
 
 
 def keeps_loops_it_tried() -> bool:
-    """Tell whether the scheduler leaves a node's loops reordered after it has tried to fuse the node with another.
+    """Return True if the scheduler leaves a node's loops reordered after an attempt to fuse it with another node.
 
-    The two then score higher than the same node as a GEMM's epilogue, which would have been fused first.
+    This pair then scores higher than the node as a GEMM's epilogue, which would otherwise be fused first.
     """
-    from torch._inductor import scheduler as theirs
+    from torch._inductor import scheduler
 
-    return not hasattr(theirs, "_LoopMutationTracker")
+    return not hasattr(scheduler, "_LoopMutationTracker")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The functions of ``passes`` where the fusion passes are off (``internals``): nothing is fused; ``strict`` raises."""
+"""Replacements for the functions of ``passes`` if the fusion passes are off: they fuse nothing; ``strict`` raises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _unless_strict(policy: FusionPolicy | None) -> None:
 
 
 def active_policy() -> FusionPolicy | None:
-    """Return None: no policy is in force."""
+    """Return None: no policy is active."""
     return None
 
 

@@ -1,10 +1,11 @@
-"""``fused::dropout_add`` → Inductor IR: the generator is part of the graph, so nothing random is saved.
+"""``fused::dropout_add`` → Inductor IR: the generator is part of the graph, so no mask is saved.
 
-An element's index is row-major in its own tensor, whatever the kernel's order is, so eager and compiled masks are the
-same. On a GPU Inductor simplifies it to the kernel's own index, of which a thread has some contiguous ones. LLVM then
-finds that four of them call the generator with the same arguments. A C++ compiler does not, in a vector: on a CPU one
-loop draws, once for four elements, and the mask is a temporary of a byte an element (1024×1024 in float32 with a bias
-and a residual: forward 1.38 → 0.75 ns an element with AVX-512, 9.3 → 3.4 with AVX2).
+The generator's counter is an element's row-major index in its tensor, in every kernel, so eager and compiled masks are
+equal. On a GPU, Inductor simplifies it to the kernel's own index, and a thread has several contiguous indices. LLVM
+then sees that four indices call the generator with the same arguments. C++ compilers do not see this in vectorized
+code. On a CPU a separate loop therefore calls the generator once for four elements, and the mask is a temporary of one
+byte per element (1024×1024 in float32 with a bias and a residual: forward 1.38 → 0.75 ns an element with AVX-512,
+9.3 → 3.4 with AVX2).
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ aten = torch.ops.aten
 
 
 def _mask(like: Box, seed: Box, p: float) -> Box | None:
-    """True, or 1 on CPUs, whose vectors load bytes quicker, for each element that is kept; None: nothing is random."""
+    """Return a mask of the elements that are not dropped, or None if ``p`` is 0 or 1.
+
+    The mask has booleans on GPUs, and bytes on CPUs, whose vector instructions load bytes faster.
+    """
     if not formulas.is_random(p):
         return None
     size, device, load_seed, ndim = list(like.get_size()), like.get_device(), seed.make_loader(), len(seed.get_size())
@@ -52,8 +56,8 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
     def counter(index: Index) -> Value:
         if rows is None:
             return ops.bitwise_right_shift(place(index), ops.constant(2, torch.int64))
-        # One axis of the kernel has the columns of all blocks. LLVM sees that four neighbors there have one quotient by
-        # four, but not of their remainders by the columns.
+        # One axis of the kernel has the columns of all blocks. LLVM sees that four neighbors on it have the same
+        # quotient by four, but not that the quotients of their remainders by the columns are equal.
         block, row, column = index
         wide = functools.partial(ops.constant, dtype=torch.int64)
         four = ops.bitwise_right_shift(ops.index_expr(block * columns + column, torch.int64), wide(2))
@@ -63,9 +67,9 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
     if operators.is_on_gpu(like):
         return draw(formulas.mask_at, torch.bool, size, counter, place)
     fours = [FloorDiv(count + 3, 4)]
-    drawn = draw(formulas.mask_of_four, torch.int32, fours, lambda index: ops.index_expr(index[0], torch.int64))
-    drawn.realize()
-    mask = lowerings[aten.slice.Tensor](lowerings[aten.view.dtype](drawn, torch.uint8), 0, 0, count)
+    packed = draw(formulas.mask_of_four, torch.int32, fours, lambda index: ops.index_expr(index[0], torch.int64))
+    packed.realize()
+    mask = lowerings[aten.slice.Tensor](lowerings[aten.view.dtype](packed, torch.uint8), 0, 0, count)
     return lowerings[aten.view.default](mask, size)
 
 
@@ -76,7 +80,7 @@ def _dropout_add(input: Box, bias: Box | None, residual: Box | None, seed: Box, 
 
 
 def _unrounded_grad(grad: Tensor, d_input: Tensor, p: float) -> Tensor:
-    """The input's gradient before it was rounded to d_input: 0 where that is, which is where it was dropped."""
+    """Return the input's gradient before rounding. It is 0 for dropped elements, which are the zeros of d_input."""
     scaled = torch.where(torch.isnan(d_input), d_input, grad * formulas.keep_scale(p))
     return torch.where(d_input == 0, 0.0, scaled)
 
@@ -101,8 +105,8 @@ def _dropout_add_backward(
         operators._before_sums(output_mask[1:], d_input)
     if output_mask[1] and bias_dtype is not None:
         if d_input is not None and shows_zeros and operators.is_on_gpu(grad):
-            # Where a thread adds columns the compiler shares few calls of the generator: 48 instructions an element on
-            # sm_90, for bfloat16. Reading one more tensor takes 9, and as long as 14.
+            # If a thread adds columns, the compiler shares few calls of the generator: 48 instructions an element on
+            # sm_90, for bfloat16. Reading another tensor takes 9 instructions, and as much time as 14.
             terms = operators._Elementwise(
                 grad.get_size(), (grad, operators._element_index), (d_input, operators._element_index)
             ).node(_unrounded_grad, p)
@@ -125,7 +129,7 @@ _register(dropout_add.gradients, _dropout_add_backward)
 
 
 def _seeds_as_views(graph: Graph, backward: Collection[Node], results: Collection[Node]) -> list[Node]:
-    """Let dropouts read views of the tensor of all seeds: to save a copy of one would take a launch."""
+    """Replace the seeds of dropouts by views of the tensor with all seeds: saving a copy would launch a kernel."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_lookup_seed.default):
         if any(user.target is dropout_add.forward.overload for user in node.users):
             seeds, place = node.args

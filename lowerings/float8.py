@@ -34,17 +34,17 @@ aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 Box = Any  # ir.TensorBox
 
 
-# ---- what backward is handed -----------------------------------------------------------------------------------------
+# ---- values saved for backward ---------------------------------------------------------------------------------------
 
 
 def _mark(graph: Graph, backward: Collection[Node], results: Collection[Node]) -> list[Node]:
-    """Leave to backward the forms of a linear layer's quantized input that backward alone reads: the input is saved.
+    """Move quantizations of a linear layer's input that only backward reads to backward, so that the input is saved.
 
-    A form quantized along the tokens takes as much memory. It takes more where a recomputed GEMM needs both forms.
+    Saving the form quantized along the tokens would take as much memory, or more if a recomputed GEMM needs both forms.
 
     Returns:
-        The scales by which backward quantizes a weight. The partitioner would recompute them, as backward has the
-        weight anyway, in a pass over the weight; saving a scale takes 4 bytes.
+        The scales with which backward quantizes a weight. The partitioner would recompute them in a pass over the
+        weight, because backward has the weight anyway. Saving a scale takes 4 bytes.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
         dependents = partition.with_dependents([node])
@@ -67,7 +67,7 @@ partition.SAVE_HOOKS.append(_mark)
 
 
 class _Lowered(Interpreter):
-    """Interpreter of a graph of aten's calls on Inductor's boxes."""
+    """Run a graph of aten calls on Inductor's boxes."""
 
     def run_node(self, n: Node) -> Any:
         value = n.meta.get("val")
@@ -75,18 +75,18 @@ class _Lowered(Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in VIEWS and len(args[1]) < len(args[0].get_size()) and not operators.is_on_gpu(args[0]):
-            # Keep loops over blocks. Over rows, the index of their scales is a quotient: Inductor's C++ then splits the
-            # loop, which asserts where it has fused loops of another order (try_loop_split).
+            # Keep loops over blocks. In a loop over rows, the index of a block's scale is a quotient. Inductor's C++
+            # then splits the loop, which fails an assertion if it has fused loops of different order (try_loop_split).
             args[0].realize()
         return lowerings.get(target, target)(*args, **kwargs)
 
 
-_traces: dict[tuple[Any, ...], GraphModule] = {}  # by functions and all that a trace depends on, if sizes are known
+_traces: dict[tuple[Any, ...], GraphModule] = {}  # only for static sizes; the key is everything a trace depends on
 _MOST_TRACES = 256
 
 
 def _inlined(function: Callable[..., Any], *args: Any) -> Any:
-    """Lower ``function`` of boxes and other arguments, as aten's calls. Layers of one size share a trace."""
+    """Lower ``function(*args)`` as aten calls; some arguments are boxes. Layers of the same size share a trace."""
     from torch._inductor import config, ir
     from torch._inductor.virtualized import V
 
@@ -100,14 +100,15 @@ def _inlined(function: Callable[..., Any], *args: Any) -> Any:
         tensors = [ir.ir_node_to_tensor(box) for box in boxes]
         sizes = [number for t in tensors for number in (t.ndim, *t.shape, *t.stride())]
         known = all(isinstance(number, int) for number in sizes)
-        others = ("box" if isinstance(a, ir.TensorBox) else a for a in args)
-        types = ((t.dtype, t.device, float8.dtype_of(t.device)) for t in tensors)  # on paper a device is many GPUs
-        key = (function, config.fallback_random, *others, *types, *sizes) if known else ()
+        constants = ("box" if isinstance(a, ir.TensorBox) else a for a in args)
+        # Compiled without a device, "cuda" may be any GPU: its float8 dtype is part of the key.
+        types = ((t.dtype, t.device, float8.dtype_of(t.device)) for t in tensors)
+        key = (function, config.fallback_random, *constants, *types, *sizes) if known else ()
         if (traced := _traces.get(key)) is None:
             traced = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)
     if known and key not in _traces:
         for node in traced.graph.nodes:
-            node.meta.clear()  # it has tensors of the compilation, which keep all of it alive
+            node.meta.clear()  # tensors in the metadata would keep the whole compilation in memory
         if len(_traces) >= _MOST_TRACES:
             _traces.clear()
         _traces[key] = traced
@@ -115,7 +116,7 @@ def _inlined(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _is_transposed() -> bool:
-    """Tell whether the node that is being lowered reads a transposed matrix."""
+    """Return True if the current node reads a transposed matrix."""
     from torch._inductor.virtualized import V
 
     node = V.graph.current_node
@@ -126,14 +127,14 @@ _by_kernel = {
     name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
     for name in ("quantize", "quantize_by", "requantize", "scaled_mm", "scaled_mm_tiled")
 }
-# By compilation and by the FX node of scales. Both GEMMs that read a matrix read its scales.
+# Scales in the tensor cores' layout, by compilation and FX node. Both GEMMs that read a matrix read its scales.
 _tiles: WeakKeyDictionary[Any, dict[Node, Box]] = WeakKeyDictionary()
 
 
 def _halves(box: Box) -> tuple[Box, Box] | None:
-    """The two tensors that lie side by side in a matrix's rows, as packed gradients of gate and up do.
+    """Return the two tensors that a matrix concatenates along its rows, such as packed gradients of gate and up.
 
-    Read as one matrix they would have to be in memory as a whole: a kernel of its own would read them again.
+    Return None for other matrices. To read them as one matrix, another kernel would first have to write it to memory.
     """
     from torch._inductor import ir
 
@@ -177,7 +178,7 @@ def _requantize(values: Box, scales: Box) -> Any:
 
 
 def _tiled(scales: Box, node: Node) -> Box:
-    """Scales in the tensor cores' layout, from the kernel that quantizes: it then writes no float32."""
+    """Return scales in the tensor cores' layout. The kernel that quantizes computes them, and writes no float32."""
     from torch._inductor.virtualized import V
 
     known = _tiles.setdefault(V.graph, {})
@@ -219,14 +220,14 @@ for _op in (
 # ---- backward graphs -------------------------------------------------------------------------------------------------
 
 BACKWARD: dict[Any, PointwiseOperator] = {op.backward.overload: op for op in QUANTIZED}
-TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # of a matrix
+TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # calls on matrices
 
 
 def merged(graphs: Graphs) -> Graphs:
-    """Merge quantizations of one tensor into one pass over it; without float8 return the pair of graphs itself.
+    """Merge quantizations of the same tensor into one pass over it. Return the same graphs if none has float8 GEMMs.
 
-    Backward does not round a tensor twice. On GPUs quantizations along rows and along columns become one call;
-    elsewhere Inductor's code for the single steps does as well.
+    Backward does not round a tensor twice. On GPUs, quantizations along rows and along columns become one call. On
+    CPUs, Inductor's code for the separate calls is as fast.
     """
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
 
@@ -247,10 +248,10 @@ def merged(graphs: Graphs) -> Graphs:
 
 
 def _round_once(graph: Graph) -> None:
-    """Quantize a tensor that a graph has, instead of its quantized copy.
+    """Quantize a tensor that a graph recomputes, instead of its quantized copy.
 
-    A linear layer's input is saved in the form that was multiplied, or recomputed. Where it is recomputed, rounding
-    it in one form of blocks and then in the other is useless: both round to the same numbers, but for the smallest.
+    A linear layer's quantized input is saved, or recomputed from the exact input. If it is recomputed, quantizing the
+    exact input for the other shape of blocks gives the same numbers as quantizing the copy, except the smallest ones.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
         values, scales = _fake_args(node.args)
@@ -263,7 +264,7 @@ def _round_once(graph: Graph) -> None:
 
 
 class _Uses(NamedTuple):
-    """Readers of a matrix: quantizations along its rows, along its columns, sums of its columns, and others."""
+    """Readers of a matrix: quantizations along its rows and along its columns, sums of its columns, and others."""
 
     rows: list[Node]
     columns: list[Node]
@@ -288,17 +289,17 @@ def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
 
 
 def _is_quantize(node: Node, rows: Any, columns: int = BLOCK) -> bool:
-    """Tell whether a node quantizes in blocks of (rows, columns)."""
+    """Return True if a node quantizes in blocks of (rows, columns)."""
     return node.target is fused.quantize.default and (*node.args[1:], BLOCK)[:2] == (rows, columns)
 
 
 def _fake_args(args: Sequence[Any]) -> list[Any]:
-    """A call's arguments, with fake values in place of nodes."""
+    """Return a call's arguments with fake values in place of nodes."""
     return [a.meta["val"] if isinstance(a, Node) else a for a in args]
 
 
 def _call(graph: Graph, target: Any, *args: Any) -> Node:
-    """A call with its fake value."""
+    """Insert a call with its fake value."""
     node = graph.call_function(target, args)
     with torch.no_grad():
         node.meta["val"] = target(*_fake_args(args))
@@ -320,8 +321,8 @@ def _results(graph: Graph, node: Node) -> list[Node]:
 def _merge(graph: Graph, node: Node) -> None:
     """Merge a matrix's two quantizations in one pass.
 
-    In blocks of 32 Inductor's own quantization along rows also writes scales in the GEMMs' layout. It stays, except
-    where the columns are summed as well: Inductor would then quantize in a kernel of its own.
+    For blocks of 32, Inductor's own quantization along rows also writes scales in the GEMMs' layout. It stays, unless
+    the columns are summed as well: Inductor would then quantize in a separate kernel.
     """
     if not isinstance(node.meta["val"], torch.Tensor) or node.meta["val"].ndim != 2:
         return
@@ -330,27 +331,27 @@ def _merge(graph: Graph, node: Node) -> None:
         if not (uses.rows and uses.columns) or (width == MX_BLOCK and not uses.sums):
             continue
         with graph.inserting_after(node):
-            both = _call(graph, fused.quantize_both.default, node, width)
-        with graph.inserting_after(both):
-            parts = _results(graph, both)
+            quantized = _call(graph, fused.quantize_both.default, node, width)
+        with graph.inserting_after(quantized):
+            parts = _results(graph, quantized)
         _replace_pair(graph, uses.rows, *parts[:2])
         _replace_pair(graph, uses.columns, *parts[2:])
 
 
 def _matrices(node: Node) -> tuple[list[Node], bool]:
-    """The graph's views of a tensor as a matrix of its rows, and whether all readers read one of them."""
-    matrices, other = ([node], False) if node.meta["val"].ndim == 2 else ([], False)
+    """Return the views of a tensor as a matrix of its rows, and True if all its readers read these matrices."""
+    matrices, has_other_readers = ([node], False) if node.meta["val"].ndim == 2 else ([], False)
     for user in node.users:
         columns = node.meta["val"].shape[-1]
         if user.target in VIEWS and user.meta["val"].ndim == 2 and user.meta["val"].shape[-1] == columns:
             matrices.append(user)
         elif node.meta["val"].ndim != 2:
-            other = True
-    return matrices, not other
+            has_other_readers = True
+    return matrices, not has_other_readers
 
 
 def _merge_gradients(graph: Graph, node: Node) -> None:
-    """Quantize an activation's gradients and result in one call, where float8 GEMMs alone read them."""
+    """Quantize an activation's gradients and result in one call, if only float8 GEMMs read them."""
     op = BACKWARD.get(node.target)
     if op is None:
         return
@@ -366,13 +367,13 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     width = MX_BLOCK if any(_uses(m, 1, MX_BLOCK).columns for i in items for m in _matrices(items[i])[0]) else BLOCK
     *rows, columns = shape = grad.meta["val"].shape
     in_tiles = all(isinstance(n, int) for n in shape) and math.prod(rows) % BLOCK == 0 and columns % BLOCK == 0
-    if width == MX_BLOCK and not in_tiles:  # its kernel has no others
+    if width == MX_BLOCK and not in_tiles:  # the kernel for MX blocks supports only whole tiles
         return
     of_gradients = []
     for i in range(op.data):
-        matrices, alone = _matrices(items[i]) if i in items else ([], False)
-        rows, columns, sums, others = ([u for m in matrices for u in _uses(m, 1, width)[part]] for part in range(4))
-        if not (alone and rows and columns) or any(u not in matrices for u in others):
+        matrices, is_only_matrix = _matrices(items[i]) if i in items else ([], False)
+        rows, columns, sums, readers = ([u for m in matrices for u in _uses(m, 1, width)[part]] for part in range(4))
+        if not (is_only_matrix and rows and columns) or any(u not in matrices for u in readers):
             return
         of_gradients.append((rows, columns, sums))
     results = [
@@ -393,7 +394,7 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
         _replace_pair(graph, columns, values_t, scales_t)
         for total in sums:
             with graph.inserting_before(total):
-                again = _call(graph, aten.sum.dim_IntList, tiles, *total.args[1:])
-                again = _call(graph, prims.convert_element_type.default, again, total.meta["val"].dtype)
-            total.replace_all_uses_with(again)
+                summed = _call(graph, aten.sum.dim_IntList, tiles, *total.args[1:])
+                summed = _call(graph, prims.convert_element_type.default, summed, total.meta["val"].dtype)
+            total.replace_all_uses_with(summed)
     _replace_pair(graph, of_result, *parts[-2:])

@@ -1,8 +1,8 @@
 """The table of torch's private names that the fusion passes and lowerings use, and warnings where one is missing.
 
-``lowerings`` cannot do without any of them, on all versions; ``compat.py`` probes for differences between versions.
-A torch that lacks one (newer than the tested ones, as a rule) gets eager operators only: the fusion passes turn
-themselves off and say so. ``tests/anywhere/test_versions.py`` compares this table with the source files.
+``lowerings`` needs all of them, on every version; ``compat.py`` probes for differences between versions. If a torch
+(usually a newer one than the tested versions) lacks a name, the fusion passes warn and turn themselves off, and only
+the eager operators remain. ``tests/anywhere/test_versions.py`` compares this table with the source files.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
 
 
 def missing(imported: bool = False) -> list[str]:
-    """The table's names that this torch does not have; with ``imported``, only of modules that are imported already."""
+    """Return the table's names that this torch lacks; with ``imported``, only names of modules already imported."""
     lacking = []
     for module, names in INTERNALS.items():
         if imported and (module not in sys.modules or getattr(sys.modules[module].__spec__, "_initializing", False)):
@@ -96,7 +96,7 @@ def missing(imported: bool = False) -> list[str]:
 
 
 def is_newer(version: str) -> bool:
-    """Tell whether a torch version is newer than the tested ones."""
+    """Return True if a torch version is newer than the tested ones."""
     return tuple(int(n) for n in re.findall(r"\d+", version)[:2]) > TESTED[1]
 
 
@@ -107,7 +107,7 @@ def tested() -> str:
 
 
 def warn(message: str) -> None:
-    """Give each message once, as a UserWarning."""
+    """Issue each message once, as a UserWarning."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=3)

@@ -1,7 +1,7 @@
 """The tensors that a joint graph saves for backward under a policy: their readers, and the settings that remove them.
 
-The partitioner runs once for each setting, on copies of one joint graph. The copies' nodes have the same names, so a
-saved tensor that is missing from another setting's list is one that the setting removes.
+The partitioner runs once for each setting, on copies of one joint graph. The copies' nodes have the same names. A
+setting removes a saved tensor if the tensor is missing from the setting's list.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch_fused_ops.lowerings.passes import Partitioner
 from torch_fused_ops.lowerings.saved_tensors import SAME_ELEMENTS, SavedTensors
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 
-BUDGET = 0.99  # of PyTorch's ``activation_memory_budget``: all pointwise work is recomputed
+BUDGET = 0.99  # value of PyTorch's ``activation_memory_budget`` that recomputes all pointwise work
 _BOTH = 'memory="input", attention="input"'
 UPSTREAM = f"torch._functorch.config.activation_memory_budget={BUDGET}"
 
 
 class Partitioned(BaseException):
-    """Leaves a compilation once its joint graph is partitioned. Not an Exception, so that PyTorch lets it through."""
+    """Ends a compilation after its joint graph is partitioned. PyTorch would catch a subclass of Exception."""
 
 
 class Variants(Partitioner):
@@ -79,7 +79,7 @@ class Variants(Partitioner):
 
 
 def _settings(policy: FusionPolicy) -> Iterator[tuple[str, FusionPolicy]]:
-    """The policy itself as "", and each policy that differs in one field and saves less, by that field."""
+    """Yield the policy itself as "", and policies that save less, named by the fields in which they differ."""
     policy = replace(policy, strict=False)
     yield "", policy
     memory = policy.memory.partition(":")[0] if isinstance(policy.memory, str) else "off"
@@ -99,7 +99,7 @@ def _copy(graph: Graph) -> Graph:
 
 
 def _saved(forward: Graph, outputs: int, static_inputs: Sequence[int]) -> Iterator[Node]:
-    """The tensors that a forward graph saves, besides parameters, buffers and their views."""
+    """Yield the tensors that a forward graph saves, except parameters, buffers and their views."""
     inputs = forward.find_nodes(op="placeholder")
     static = {inputs[i] for i in static_inputs}
     results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
@@ -113,13 +113,13 @@ def _nbytes(node: Node) -> int:
 
 
 def _module(node: Node) -> str:
-    """The path of the innermost module that a node of forward or backward comes from."""
+    """Return the path of the innermost module that a node of forward or backward comes from."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return module_path(list(stack.values())[-1][0]) if stack else ""
 
 
 def _readers(pair: SavedTensors, node: Node) -> Iterator[Node]:
-    """The calls in backward that need a saved tensor: gradients and GEMMs, through views and recomputed calls."""
+    """Yield the calls in backward that need a saved tensor: gradients and GEMMs, through views and recomputed calls."""
     pending, seen = [pair.in_backward[node]], set[Node]()
     while pending:
         for user in pending.pop().users:
@@ -133,7 +133,7 @@ def _readers(pair: SavedTensors, node: Node) -> Iterator[Node]:
 
 
 def _kind(pair: SavedTensors, node: Node, reader: Node) -> str:
-    """The part of backward that a reader of a saved tensor belongs to."""
+    """Return the part of backward that a reader of a saved tensor belongs to."""
     if attention.is_fused(reader):
         return "attention"
     if partition.is_gemm(reader) and reader not in pair.gradients:

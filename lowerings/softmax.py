@@ -1,15 +1,15 @@
 """``fused::scaled_masked_softmax`` → Inductor IR: two reductions over a row, and pointwise nodes around them.
 
-Nothing is a call: scores, masks and weights are loaders that the reductions inline, so operators before (a bias, a
-cast) and behind (a dropout, a cast) run in the same kernel. Causality and the window are index expressions: they read
-no memory, and on a GPU a hidden score is not loaded either.
+The reductions inline the loaders of scores, masks and weights, so operators before (a bias, a cast) and after (a
+dropout, a cast) run in the same kernel. Causality and the window are index expressions: they read no memory, and a GPU
+does not load hidden scores either.
 
-The row's maximum comes first, then the sum. Inductor's reduction for both at once (``prepare_softmax_online``) reads a
-long row once less, from the cache, for twice the instructions (rows of 4096 on sm_90: 61 an element instead of 26), and
-takes scores that are scaled and rounded already.
+The row's maximum is computed first, then the sum. Inductor's reduction for both (``prepare_softmax_online``) reads a
+long row once less, from the cache, for twice the instructions (rows of 4096 on sm_90: 61 an element instead of 26). It
+also needs scores that are already scaled and rounded.
 
-The formulas for a row (its factor, its sink) are those of ``formulas.py``, traced. The formula for an element is one
-line here: on a GPU its exponential has base 2, as the hardware's instruction has.
+The formulas for a row (its factor, its sink) are traced from ``formulas.py``. The formula for an element is one line in
+this file: on a GPU its exponential has base 2, like the hardware's instruction.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _node(like: Box, dtype: torch.dtype, ranges: Sequence[Any], inner: Callable[
 
 
 def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: int, group: int = 1) -> Load | None:
-    """A function that tells from the index whether a query sees a key, or one of its ``group``; None where all do."""
+    """Return a function of the index that is true if a query sees a key of the group; None if it sees all keys."""
     left, right = formulas.window_edges(causal, window_left, window_right)
     if left is None and right is None:
         return None
@@ -65,18 +65,18 @@ def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: i
     return is_open
 
 
-# Loads are masked in groups of this size: masked by single elements they would not be vectorized (bfloat16, causal,
-# backward, rows of 2048 on sm_90: 31.5 instructions an element by single keys, 23.2 by groups).
+# Loads are masked in groups of this size, because loads that are masked for single elements are not vectorized
+# (bfloat16, causal, backward, rows of 2048 on sm_90: 31.5 instructions an element for single keys, 23.2 for groups).
 _GROUP = 8
 
 
 def _unread(load: Load, near: Load | None, otherwise: float) -> Load:
-    """``load`` where a key of the group is visible; elsewhere nothing is read."""
+    """Return a load that reads memory only if a key of the group is visible, and else returns ``otherwise``."""
     return load if near is None else lambda index: ops.masked(near(index), lambda: load(index), otherwise)
 
 
 def _row_node(function: Callable[..., Any], scalars: tuple[Any, ...], *boxes: Box | None) -> Box:
-    """A function of ``formulas.py`` on values of rows."""
+    """Apply a function of ``formulas.py`` to one value per row."""
     present = [b for b in boxes if b is not None]
     first, loads, is_present = present[0], [b.make_loader() for b in present], tuple(b is not None for b in boxes)
     (program,) = operators._programs(function, is_present, scalars, first.get_dtype(), first.get_device().type)
@@ -95,7 +95,7 @@ def _softmax(
     shape = input.get_size()
     if V.graph.sizevars.statically_known_equals(shape[-1], 0):
         return lowerings[aten.clone.default](input)
-    input.mark_reuse(2)  # as for any value that is read twice: an expensive one is computed once
+    input.mark_reuse(2)  # it is read twice: an expensive input should be computed once
     double = torch.float64 in (input.get_dtype(), None if sink is None else sink.get_dtype())
     dtype = torch.float64 if double else torch.float32
     on_gpu = operators.is_on_gpu(input)
@@ -131,7 +131,7 @@ def _softmax(
 
     weights = _node(input, dtype, shape, weight)
     if not on_gpu:
-        weights.realize()  # a row of them, which stays in the cache: an exponential costs a CPU more than that
+        weights.realize()  # a row stays in the cache, which is cheaper on a CPU than computing exponentials twice
     weight_of = weights.make_loader()
     total = lowerings[aten.sum.dim_IntList](weights, [len(shape) - 1], True)
     if sink is not None:
@@ -179,12 +179,12 @@ def _softmax_backward(
     if output_mask[1] and sink_dtype is not None:
         total = lowerings[aten.sum.dim_IntList](_node(output, dtype, shape, y), last, True)
         terms = _row_node(formulas.softmax_sink_grad, (), inner, total)
-        terms.realize()  # one number for each row, where the kernel that adds them would read two
+        terms.realize()  # the kernel that adds the terms then reads one number per row instead of two
         axes = [a for a in range(len(shape)) if a != len(shape) - 3]
         d_sink = to_dtype(lowerings[aten.sum.dim_IntList](terms, axes), sink_dtype)
     return d_input, d_sink
 
 
-# type_promotion_kind=None: promotion would widen what is loaded.
+# type_promotion_kind=None: promotion would load wider values.
 register_lowering(torch.ops.fused.scaled_masked_softmax.default, type_promotion_kind=None)(_softmax)
 register_lowering(torch.ops.fused.scaled_masked_softmax_backward.default, type_promotion_kind=None)(_softmax_backward)

@@ -1,15 +1,16 @@
-"""Split reductions, in the post-grad pass: a bias's gradient without another read of the tensor that it sums.
+"""Split reductions, in the post-grad pass: compute a bias's gradient without reading its summand from memory again.
 
-A linear layer's bias in front of an activation gets Σ d over the rows, d the activation's gradient. Where columns alone
-are too few for a GPU, Inductor sums blocks of rows, and reads d again, which a kernel before has written: 2 more bytes
-an element of 16 bits. Its scheduler would fuse the two if their loops had one form. The sum's are (blocks, columns,
-rows). Loops of d over (blocks, rows, columns) can be put into that order, loops over (rows, columns) cannot.
+The bias of a linear layer before an activation gets the gradient Σ d over the rows, where d is the activation's
+gradient. If the columns alone are too few to occupy a GPU, Inductor sums blocks of rows, and reads d again after
+another kernel has written it: 2 more bytes for each 16-bit element. Inductor's scheduler would fuse the two kernels if
+their loops matched. The sum loops over (blocks, columns, rows). Loops of d over (blocks, rows, columns) can be put into
+that order, but loops over (rows, columns) cannot.
 
-So the sum is written as sums of blocks and a sum of their results, and the activation's nodes are marked with the rows
-of a block: their lowerings loop over blocks (``operators.py``), and sum packed gradients themselves. So are those of a
-dropout behind the activation, and of one whose gradient is summed for the bias of the linear layer in front of it.
-Inductor still chooses the fusions: where d leaves a GEMM's epilogue the sums are two kernels of their own, as they are
-without this pass.
+This pass therefore writes the sum as sums of blocks and a sum of their results, and marks the activation's nodes with
+the number of rows per block. The lowerings of marked nodes loop over blocks (``operators.py``), and sum packed
+gradients themselves. The pass also marks a dropout after the activation, and a dropout whose gradient is summed for the
+bias of the linear layer before it. Inductor still chooses the fusions: if d is computed in a GEMM's epilogue, the sums
+are two separate kernels, the same as without this pass.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from torch_fused_ops.lowerings.partition import VIEWS, is_gemm
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
 
-# With fewer rows in a block, the blocks' sums, written and read in 4 bytes, are a large part of the traffic.
+# With fewer rows per block, the sums of the blocks, written and read as 4 bytes each, are a large part of the traffic.
 _FEWEST_ROWS = 32
 
 
 def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None:
-    """The rows of the blocks in which to sum a matrix's rows; None where Inductor does not split, or not evenly.
+    """Return the rows per block for a sum over a matrix's rows; None if Inductor does not split, or not evenly.
 
-    The divisor of the rows nearest to Inductor's own blocks, which may leave a remainder. Inductor does not split from
-    64 columns a multiprocessor on (``Reduction.num_splits`` in torch/_inductor/ir.py, 2.11 to 2.15): 8448 on an H100 or
-    H200. There a sum's loops are (columns, rows), and d fuses with them unchanged.
+    The result is the divisor of the rows nearest to Inductor's own block size, which may leave a remainder. Inductor
+    does not split if there are at least 64 columns per multiprocessor (``Reduction.num_splits`` in
+    torch/_inductor/ir.py, 2.11 to 2.15): 8448 on an H100 or H200. Such a sum loops over (columns, rows), and d fuses
+    with it unchanged.
     """
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.virtualized import V
@@ -49,8 +51,8 @@ def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None
     if columns >= 64 * DeviceProperties.create(device).multi_processor_count:
         return None
     blocks = V.choices.reduction_split_factor(device, rows, columns, inner_reduction=False)
-    near = rows / max(blocks, 1)
-    divisor = min((n for n in range(1, int(2 * near)) if rows % n == 0), key=lambda n: abs(n - near))
+    preferred = rows / max(blocks, 1)
+    divisor = min((n for n in range(1, int(2 * preferred)) if rows % n == 0), key=lambda n: abs(n - preferred))
     return divisor if blocks > 1 and divisor >= _FEWEST_ROWS else None
 
 
@@ -67,14 +69,14 @@ class _Edit(NamedTuple):
 
 
 def rewrite(graph: Graph) -> int:
-    """Sum over blocks where activations' gradients are summed over their rows; count these activations."""
+    """Split sums over the rows of activations' gradients into sums of blocks. Return the number of activations."""
     from torch_fused_ops.lowerings.operators import ROWS_PER_BLOCK_KEY  # not earlier: it imports Inductor's lowerings
 
     operators = {op.signatures[1].overload: op for op in OPERATORS.values() if op.pointwise}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _gather(graph, node, operators)
     if _has_triton_gemms() and compat.keeps_loops_it_tried():
-        return 0  # d would leave the epilogues of Inductor's own GEMMs
+        return 0  # Inductor would no longer compute d in the epilogue of its own GEMMs
     edits = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators))]
     for marked, sums, rows in edits:
         for node in marked:
@@ -85,11 +87,10 @@ def rewrite(graph: Graph) -> int:
 
 
 def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
-    """Add a bias's gradients of several tiles, or uses, in one sum, over a tensor with a row for each.
+    """Add the gradients of a bias from several tiles or uses in one sum, over a tensor with a row for each.
 
-    Where they are added one after the other, Inductor fuses all additions with the sums and their inputs: it keeps
-    every tile's hidden layer for that kernel (a GELU MLP with biases, 65536×4096→16384 in bf16, in eight tiles: 7000
-    MiB).
+    Inductor would fuse a chain of additions with the sums and their inputs, so that every tile's hidden layer stays in
+    memory for this kernel (a GELU MLP with biases, 65536×4096→16384 in bf16, in eight tiles: 7000 MiB).
     """
     value = total.meta["val"]
     if value.ndim != 1 or value.device.type != "cuda" or any(user.target is aten.add.Tensor for user in total.users):
@@ -111,7 +112,7 @@ def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
 
 
 def _parts(total: Node) -> list[Node]:
-    """The terms of a chain of additions; any other node is a term by itself."""
+    """Return the terms of a chain of additions. For any other node, return the node as the only term."""
     if total.target is not aten.add.Tensor or total.kwargs or not all(isinstance(part, Node) for part in total.args):
         return [total]
     parts = cast(Sequence[Node], total.args)
@@ -119,7 +120,7 @@ def _parts(total: Node) -> list[Node]:
 
 
 def _is_bias_gradient(node: Node, operators: Container[Any]) -> bool:
-    """Tell whether a node is a sum over the rows of an activation's gradient, maybe in another shape."""
+    """Return True for a sum over the rows of an activation's gradient, also if it is reshaped."""
     through, sums = (*VIEWS, aten.sum.dim_IntList, operator.getitem), 0
     while node.target in through:
         sums += node.target is aten.sum.dim_IntList
@@ -128,7 +129,7 @@ def _is_bias_gradient(node: Node, operators: Container[Any]) -> bool:
 
 
 def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call with its fake value, in place of ``like``."""
+    """Insert a call with its fake value and ``like``'s metadata."""
     node = graph.call_function(target, args, kwargs)
     values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
     node.meta = {**like.meta, "val": target(*values, **kwargs)}
@@ -136,15 +137,15 @@ def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> N
 
 
 def _edit(node: Node, operators: Mapping[Any, Operator]) -> _Edit | None:
-    """The edit for a call whose gradients are summed over rows, and not along them; None for any other."""
+    """Return the edit for a call whose gradients are summed over rows but not along rows; None for other calls."""
     kinds, grad = operators[node.target].signatures[1].results, cast(Node, node.args[0])
     value = grad.meta["val"]
     rows, columns = value.numel() // max(value.shape[-1], 1), value.shape[-1]
     gradients = [(kinds[cast(int, user.args[1])], user) for user in node.users if user.users]
-    wanted = {kind for kind, _ in gradients}
+    requested = {kind for kind, _ in gradients}
     sums = [total for kind, d in gradients if kind in DATA for total in _sums(d)]
-    # A sum along the rows is in the loop that computes d.
-    if not (sums or "per_column" in wanted) or "per_row" in wanted or not isinstance(rows * columns, int):
+    # The loop that computes d also computes sums along rows.
+    if not (sums or "per_column" in requested) or "per_row" in requested or not isinstance(rows * columns, int):
         return None
     packed_sums = sums if "packed" in kinds else []
     block = rows_of_a_block(rows, columns, value.device)
@@ -154,32 +155,32 @@ def _edit(node: Node, operators: Mapping[Any, Operator]) -> _Edit | None:
     while grad.target in (*VIEWS, operator.getitem):
         grad = cast(Node, grad.args[0])
     if node.target is dropout and not (is_gemm(grad) or grad.op == "placeholder" or len(grad.users) > 1):
-        return None  # a norm's kernel would write this gradient for the dropout's alone
-    if grad.target is dropout:  # a dropout behind the activation is in the activation's kernel
+        return None  # a norm's kernel would have to write this gradient, which only the dropout's kernel reads
+    if grad.target is dropout:  # the activation's kernel includes a dropout after the activation
         marked += _calls_on_same_data(grad, operators)
     if columns % 4 and dropout in (node.target, grad.target):
-        return None  # each element would draw four random words
+        return None  # every element would generate four random words
     if packed_sums:
         _sum_in_operator(node.graph, node, kinds.index("per_column"), packed_sums)
     return _Edit(marked, [] if packed_sums else sums, block)
 
 
 def _calls_on_same_data(node: Node, operators: Mapping[Any, Operator]) -> list[Node]:
-    """A backward call, and the forward calls on its data, or its seed, that backward recomputes in the same kernel."""
+    """Return a backward call and the forward calls on its data or seed, which backward recomputes in one kernel."""
     grad, data = cast(Sequence[Node], node.args[:2])
-    again = [user for user in data.users if user.target is operators[node.target].forward.overload]
-    return [node, *(user for user in again if user.meta["val"].shape == grad.meta["val"].shape)]
+    recomputed = [user for user in data.users if user.target is operators[node.target].forward.overload]
+    return [node, *(user for user in recomputed if user.meta["val"].shape == grad.meta["val"].shape)]
 
 
 def _sum_in_operator(graph: Graph, node: Node, bias: int, sums: Sequence[Node]) -> None:
-    """Have an operator sum packed gradients, for a bias of zeros: they are two buffers, which no sum reads whole."""
-    grad, *rest, mask = node.args
-    value = cast(Node, rest[0]).meta["val"]
+    """Have an operator sum its packed gradients, as for a bias of zeros. A sum could not read the two buffers as one."""
+    grad, *arguments, mask = node.args
+    value = cast(Node, arguments[0]).meta["val"]
     with graph.inserting_before(node):
         zeros = graph.call_function(aten.full.default, ([value.shape[-1]], 0.0))
     zeros.kwargs, zeros.meta = {"dtype": value.dtype, "device": value.device}, {"val": value.new_zeros(value.shape[-1])}
-    rest[bias] = zeros
-    node.args = (grad, *rest, [wanted or i == bias for i, wanted in enumerate(cast(Sequence[bool], mask))])
+    arguments[bias] = zeros
+    node.args = (grad, *arguments, [is_set or i == bias for i, is_set in enumerate(cast(Sequence[bool], mask))])
     for total in sums:
         with graph.inserting_before(total):
             summed = graph.call_function(operator.getitem, (node, bias))
@@ -190,7 +191,7 @@ def _sum_in_operator(graph: Graph, node: Node, bias: int, sums: Sequence[Node]) 
 
 
 def _sums(d: Node) -> list[Node]:
-    """The sums over all rows of d."""
+    """Return the sums over all rows of d."""
     sums, value = [], d.meta["val"]
     for user in d.users:
         if user.target in VIEWS and user.meta["val"].shape[-1] == value.shape[-1]:
