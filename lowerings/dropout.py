@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def _mask(like: Box, seed: Box, p: float) -> Box | None:
-    """Return a mask of the elements that are not dropped, or None if ``p`` is 0 or 1.
+    """Return a mask of the elements that are not dropped, or None if all or no elements are dropped.
 
     The mask has booleans on GPUs, and bytes on CPUs, whose vector instructions load bytes faster.
     """

@@ -173,7 +173,7 @@ def _calls_on_same_data(node: Node, operators: Mapping[Any, Operator]) -> list[N
 
 
 def _sum_in_operator(graph: Graph, node: Node, bias: int, sums: Sequence[Node]) -> None:
-    """Have an operator sum its packed gradients, as for a bias of zeros. A sum could not read the two buffers as one."""
+    """Have an operator sum its packed gradients, as for a bias of zeros. A sum could not read both buffers as one."""
     grad, *arguments, mask = node.args
     value = cast(Node, arguments[0]).meta["val"]
     with graph.inserting_before(node):
