@@ -96,11 +96,11 @@ def _sources(core: Node) -> tuple[list[Node], list[Node]]:
 
 def _computed_from(linears: Iterable[Node], between: Iterable[Node]) -> set[Node]:
     """Return these linear layers, the values between that depend on them (a mask does not), and all their views."""
-    others, values, pending = set(between), set[Node](), list(linears)
+    remaining, values, pending = set(between), set[Node](), list(linears)
     while pending:
         node = pending.pop()
         values.add(node)
-        pending += [u for u in node.users if (u in others or op_types().is_view(u)) and u not in values]
+        pending += [u for u in node.users if (u in remaining or op_types().is_view(u)) and u not in values]
     return values
 
 

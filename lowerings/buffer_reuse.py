@@ -186,19 +186,19 @@ def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
     written = {loop: loop.get_outputs()[0] for loop in single_output_loops}
     writers: dict[str, list[Loop]] = {}
     for loop, output in written.items():
-        whole = _concatenation(output.node)
-        if whole is not None:
-            writers.setdefault(whole.get_name(), []).append(loop)
+        joined = _concatenation(output.node)
+        if joined is not None:
+            writers.setdefault(joined.get_name(), []).append(loop)
         elif loop not in owners.values() and not output.get_aliases():
             writers[output.get_name()] = [loop]
     for result, loops in writers.items():
         buffer = kernel.loops[0].scheduler.name_to_buf[result]
         if not _is_for_others(kernel, buffer, [written[loop] for loop in loops]):
             continue
-        write_indices = {at for loop in loops if (at := _written_at(loop, buffer.node)) is not None}
-        taken = {*owners, *(view.source.get_name() for view in views)}
+        write_indices = {index for loop in loops if (index := _written_at(loop, buffer.node)) is not None}
+        used_names = {*owners, *(view.source.get_name() for view in views)}
         for name, source in kernel.read.items():
-            if name not in taken and _can_be_view(kernel, name, buffer, write_indices):
+            if name not in used_names and _can_be_view(kernel, name, buffer, write_indices):
                 views.append(_View(buffer, source, [written[loop] for loop in loops]))
                 break
     return views
@@ -260,12 +260,12 @@ def _itemsize(name: str) -> int:
 
 
 def _concatenation(node: Any) -> Any:
-    """Return the concatenation that a loop's result is a part of; None if there is none."""
+    """Return the concatenation that a loop's result is a part of, or None."""
     layout = node.get_output_spec()
     if not isinstance(layout, ir.NonOwningLayout) or not isinstance(layout.view, ir.ReinterpretView):
         return None
-    whole: Any = cast(Any, layout.view).data.data
-    return whole if isinstance(whole, ir.ConcatKernel) and type(whole.get_output_spec()) is ir.FixedLayout else None
+    joined: Any = cast(Any, layout.view).data.data
+    return joined if isinstance(joined, ir.ConcatKernel) and type(joined.get_output_spec()) is ir.FixedLayout else None
 
 
 def _written_at(loop: Any, result: Any) -> tuple[Any, Any] | None:

@@ -172,7 +172,7 @@ def has_compiled() -> bool:
 
 
 def eager_rounding(dtype: torch.dtype | None) -> str:
-    """Return the Inductor setting, as text, that requests eager's rounding in a dtype; "" if there is none."""
+    """Return the Inductor setting, as text, that requests eager's rounding in a dtype; "" without such a setting."""
     import torch._inductor.config as config
 
     numerics = getattr(config, "numerics", "")  # torch ≥ 2.15
@@ -189,7 +189,7 @@ def slots_lock() -> AbstractContextManager[Any]:
     """Return a re-entrant lock for changes of slots.
 
     If the config is process-wide, a compilation with ``options=`` changes it and restores it afterwards, which would
-    undo changes by other threads. The lock is then the one that torch holds while it compiles.
+    undo changes by other threads. The lock is then torch's own lock for compilations.
     """
     if features()["context-variable config"]:
         return threading.RLock()
@@ -262,8 +262,8 @@ def split_from(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
     frame: FrameType | None = sys._getframe() if why_it_ended(graph) is not None else None
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch._dynamo.backends.distributed" and "split_gm" in frame.f_locals:
-            whole: torch.fx.GraphModule | None = frame.f_locals.get("gm")
-            return whole
+            unsplit: torch.fx.GraphModule | None = frame.f_locals.get("gm")
+            return unsplit
         frame = frame.f_back
     return None
 

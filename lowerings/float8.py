@@ -140,12 +140,12 @@ def _halves(box: Box) -> tuple[Box, Box] | None:
 
     rows, columns = box.get_size()
     storage: Any = box.data.unwrap_view() if isinstance(box.data, ir.ReinterpretView) else box.data
-    whole: Any = storage.data if isinstance(storage, ir.StorageBox) else None
-    parts: Sequence[Any] = whole.inputs if isinstance(whole, ir.ConcatKernel) else ()
+    joined: Any = storage.data if isinstance(storage, ir.StorageBox) else None
+    parts: Sequence[Any] = joined.inputs if isinstance(joined, ir.ConcatKernel) else ()
     if len(parts) != 2 or box.get_layout().offset != 0 or list(box.get_stride()) != [columns, 1]:
         return None
     sizes = [part.get_size() for part in parts]
-    if sizes[0] != sizes[1] or list(whole.get_size()) != [*sizes[0][:-1], columns]:
+    if sizes[0] != sizes[1] or list(joined.get_size()) != [*sizes[0][:-1], columns]:
         return None
     view = lowerings[aten.view.default]
     first, second = (view(ir.TensorBox(ir.StorageBox(part)), [rows, sizes[0][-1]]) for part in parts)
@@ -269,7 +269,7 @@ class _Uses(NamedTuple):
     rows: list[Node]
     columns: list[Node]
     sums: list[Node]
-    others: list[Node]
+    other_readers: list[Node]
 
 
 def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
@@ -284,7 +284,7 @@ def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
         elif user.target is aten.sum.dim_IntList and user.args[1] == [0]:
             uses.sums.append(user)
         else:
-            uses.others.append(user)
+            uses.other_readers.append(user)
     return uses
 
 

@@ -1,7 +1,7 @@
 """The table of torch's private names that the fusion passes and lowerings use, and warnings where one is missing.
 
 ``lowerings`` needs all of them, on every version; ``compat.py`` probes for differences between versions. If a torch
-(usually a newer one than the tested versions) lacks a name, the fusion passes warn and turn themselves off, and only
+lacks a name, usually because it is newer than the tested versions, the fusion passes warn and turn themselves off. Only
 the eager operators remain. ``tests/anywhere/test_versions.py`` compares this table with the source files.
 """
 

@@ -74,18 +74,18 @@ def requested_level(node: Node) -> str | None:
 # ---- "free" --------------------------------------------------------------------------------------
 
 
-def recompute_linear_inputs(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Graphs:
+def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequence[int]) -> Graphs:
     """Return copies of both graphs in which backward recomputes more saved tensors, without a GEMM.
 
     * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, except across a
       GEMM: if one of a value's readers comes after a GEMM that also reads the value, it saves that reader ("used far
-      apart"). Examples are a frozen layer's GEMM beside its adapter's dropout, and a router's GEMM beside the tokens
+      apart"). Examples are a frozen layer's GEMM next to its adapter's dropout, and a router's GEMM next to the tokens
       gathered for experts.
-    * Tensors that repeat a smaller one, such as keys and values under grouped-query attention. The smaller tensor is
+    * Tensors that repeat a smaller tensor, such as keys and values under grouped-query attention. The smaller tensor is
       saved instead.
 
     Args:
-        graphs: the result of ``partition``. Not modified, and returned if there is nothing to do.
+        graphs: the result of ``partition``. It is not modified. Without an edit, it is returned.
         outputs: number of forward's results that belong to the user. The tensors saved for backward follow them.
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
     """
@@ -97,8 +97,8 @@ def recompute_linear_inputs(graphs: Graphs, *, outputs: int, static_inputs: Sequ
     for node in pair.saved():
         recomputation = _without_gemm(pair, node)
         if recomputation is not None:
-            less = pair.cost([node]) - pair.cost(recomputation.to_save)
-            log.info("%s: backward recomputes it from saved tensors, %d bytes less", node.name, less)
+            saved_bytes = pair.cost([node]) - pair.cost(recomputation.to_save)
+            log.info("%s: backward recomputes it from saved tensors, %d bytes less", node.name, saved_bytes)
             _replace(pair, node, recomputation)
     return _finished(graphs, pair)
 
@@ -130,7 +130,7 @@ def _may_be_replaced(pair: SavedTensors, node: Node) -> bool:
 
 # ---- recomputation -------------------------------------------------------------------------------
 
-MAX_CALLS = 32  # enough for a norm and a rotary embedding, too few for a model's chain of residual adds
+MAX_CALLS = 32  # enough for a norm and a rotary embedding, but not for a model's chain of residual adds
 
 
 class Recomputation(NamedTuple):
@@ -201,8 +201,8 @@ def _recomputation(pair: SavedTensors, node: Node, *, gemms: bool) -> Recomputat
 
 
 def _is_cheaper(pair: SavedTensors, repeated: Recomputation, source: Node) -> bool:
-    more = pair.cost(repeated.to_save)
-    return not more or not isinstance(source.meta.get("val"), torch.Tensor) or more < pair.cost([source])
+    added_bytes = pair.cost(repeated.to_save)
+    return not added_bytes or not isinstance(source.meta.get("val"), torch.Tensor) or added_bytes < pair.cost([source])
 
 
 def operand_role(call: Node, source: Node) -> str:
@@ -256,7 +256,13 @@ def _replace(pair: SavedTensors, node: Node, recomputation: Recomputation) -> No
 # ---- below "free" --------------------------------------------------------------------------------
 
 
-def apply_levels(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inputs: Sequence[int]) -> Graphs:
+def apply_levels(
+    graphs: Graphs,
+    policy: FusionPolicy,
+    outputs: int,
+    static_inputs: Sequence[int],
+    on_edit: Callable[[Edit, int, str], None] = lambda *_: None,
+) -> Graphs:
     """Return copies of both graphs that save less for backward, at the policy's memory levels below "free".
 
     Args:
@@ -264,6 +270,7 @@ def apply_levels(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_i
         policy: the fusion policy with the memory levels.
         outputs: number of forward's results that belong to the user. The tensors saved for backward follow them.
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
+        on_edit: called for each edit, with the bytes that are no longer saved, and the reason if it has no effect.
     """
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
@@ -272,8 +279,10 @@ def apply_levels(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_i
         try:
             edit.apply()
             log.info("%s: %s, %d bytes less saved", edit.place, edit.setting, before - pair.nbytes())
+            on_edit(edit, before - pair.nbytes(), "")
         except Rejection as rejection:
             log.info("%s: %s has no effect: %s", edit.place, edit.setting, rejection)
+            on_edit(edit, 0, str(rejection))
             if policy.strict and edit.is_site:
                 text = f"strict=True and {edit.setting} has no effect on {edit.place}: {rejection}"
                 raise UnfusedError(text) from rejection
@@ -298,7 +307,7 @@ def _save_copies_of_biases(pair: SavedTensors) -> None:
             pair.replace_in_backward(bias, *pair.save_instead(bias, [copied]))
 
 
-class _Edit(NamedTuple):
+class Edit(NamedTuple):
     """An edit that the policy requests.
 
     Attributes:
@@ -326,7 +335,7 @@ def _finished(graphs: Graphs, pair: SavedTensors) -> Graphs:
     return _make_graph_module(graphs[0], pair.forward), _make_graph_module(graphs[1], pair.backward)
 
 
-def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit]:
+def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[Edit]:
     """Yield the edits at the policy's memory levels, for the saved tensors that activations of MLPs read."""
     seen = set[Node]()
     for node in pair.forward.nodes:
@@ -341,10 +350,10 @@ def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit]:
         seen.update(nodes)
         if nodes:
             place = f"{', '.join(n.name for n in nodes)} in {next(reversed(module_stack(node)), '')}"
-            yield _Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes))
+            yield Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes))
 
 
-def _attention_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit]:
+def _attention_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[Edit]:
     """Yield the edits for the policy's ``attention="input"``, one for each attention of the graph."""
     if policy.attention == "off":
         return
@@ -354,7 +363,7 @@ def _attention_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[_Edit
         linears = {n for n in linears if policy.excluding(stacks[n]) is None}
         if linears:
             edit = functools.partial(_save_attention_inputs, pair, site.values, linears)
-            yield _Edit("attention='input'", site.module or "the model", edit, is_site=True)
+            yield Edit("attention='input'", site.module or "the model", edit, is_site=True)
 
 
 # ---- "fp8" ---------------------------------------------------------------------------------------
@@ -379,7 +388,7 @@ def _save_fp8(pair: SavedTensors, nodes: Sequence[Node]) -> None:
     Raises:
         Rejection: no tensor can be saved as float8. It has the first tensor's reason.
     """
-    _each(functools.partial(_save_one_fp8, pair), nodes)
+    _apply_to_each(functools.partial(_save_one_fp8, pair), nodes)
 
 
 def _save_one_fp8(pair: SavedTensors, node: Node) -> None:
@@ -446,7 +455,7 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
     def repeats_only_linears(plan: Recomputation) -> bool:
         return linears is None or all(call in linears for call in plan.calls if is_gemm(call))
 
-    plans = dict(_each(functools.partial(_with_gemms, pair), nodes, repeats_only_linears))
+    plans = dict(_apply_to_each(functools.partial(_with_gemms, pair), nodes, repeats_only_linears))
     if not plans:
         return
     if not any(is_gemm(call) for plan in plans.values() for call in plan.calls):
@@ -456,7 +465,7 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
         text = f"cannot recompute: its inputs take {added} bytes and are not saved otherwise"
         raise _record_rejection(Rejection(Kind.COSTS_MORE, text), plans)
     for node in plans:
-        _replace(pair, node, _with_gemms(pair, node))  # planned again: each replacement changes what backward has
+        _replace(pair, node, _with_gemms(pair, node))  # planned again: each replacement changes the values in backward
 
 
 def _save_attention_inputs(pair: SavedTensors, values: Collection[Node], linears: Collection[Node]) -> None:
@@ -478,10 +487,10 @@ def _check_not_checkpointed(node: Node) -> None:
         raise Rejection(Kind.CHECKPOINTED, "selective checkpointing saves it")
 
 
-def _each(
+def _apply_to_each(
     fn: Callable[[Node], _T], nodes: Sequence[Node], accepts: Callable[[_T], bool] = lambda _: True
 ) -> list[tuple[Node, _T]]:
-    """Return the accepted results of ``fn``. If there are none and ``fn`` rejected a node, raise the first reason."""
+    """Return the accepted results of ``fn``. Without a result, raise the first reason why ``fn`` rejected a node."""
     results: list[tuple[Node, _T]] = []
     rejections: list[Rejection] = []
     for node in nodes:

@@ -34,7 +34,7 @@ from torch_fused_ops.lowerings.partition import VIEWS
 
 Box = Any  # ir.TensorBox
 Index = Sequence[Any]
-Value = Any  # what V.ops returns
+Value = Any  # a result of V.ops
 Load = Callable[[Index], Value]
 
 aten = torch.ops.aten
@@ -75,12 +75,14 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, result: _ValueId, steps: Sequence[_Step]) -> Program:
-        needed, kept = {result}, []
+        needed, needed_steps = {result}, []
         for step in reversed(steps):
             if step.value_id in needed:
                 needed.update(step.read())
-                kept.append(step)
-        return cls(tuple(sorted(needed - {step.value_id for step in kept})), tuple(reversed(kept)), result)
+                needed_steps.append(step)
+        return cls(
+            tuple(sorted(needed - {step.value_id for step in needed_steps})), tuple(reversed(needed_steps)), result
+        )
 
     def __call__(self, loads: Sequence[Load], index: Index) -> Value:
         env = {value_id: loads[value_id](index) for value_id in self.arguments}
@@ -158,11 +160,11 @@ def _programs(
     device, dtypes = torch.device(device_type), [dtype if g is True else g for g in present if g]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        rest = iter(tensors)
-        result = element(*(next(rest) if g else None for g in present), *scalars)
+        remaining = iter(tensors)
+        result = element(*(next(remaining) if g else None for g in present), *scalars)
         return result if isinstance(result, tuple) else (result,)
 
-    # This trace must be independent of the surrounding compilation: of its modes and its autocast.
+    # The surrounding compilation, with its modes and autocast, must not influence this trace.
     with _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad(), FakeTensorMode():
         examples = [torch.empty((), dtype=d, device=device) for d in dtypes]
         gm = make_fx(call, decomposition_table=select_decomp_table())(*examples)
@@ -193,7 +195,7 @@ def _fused_multiply_adds(steps: Sequence[_Step], results: Sequence[_ValueId]) ->
     return list(map(fused, steps))
 
 
-activations._on_change.append(_programs.cache_clear)  # a name among the scalars may now be another function
+activations._on_change.append(_programs.cache_clear)  # a name among the scalars may have a new function
 
 
 # ---- boxes -----------------------------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class _Elementwise:
             *(b is not None for b in boxes),
             *(False if mask is None else mask.get_dtype() for mask in masks),
         )
-        self.loads: list[Load] = [_widening_load(b, at, self.dtype) for b, at in loads if b is not None]
+        self.loads: list[Load] = [_widening_load(b, to_index, self.dtype) for b, to_index in loads if b is not None]
         self.loads += [mask.make_loader() for mask in masks if mask is not None]
 
     def node(
@@ -237,11 +239,11 @@ class _Elementwise:
         return ir.Pointwise.create(device=self.device, dtype=target, inner_fn=inner, ranges=self.ranges)
 
 
-def _widening_load(box: Box, at: Callable[[Index], Index], dtype: torch.dtype) -> Load:
-    load, own = box.make_loader(), box.get_dtype()
-    if own == dtype:
-        return lambda index: load(at(index))
-    return lambda index: ops.to_dtype(load(at(index)), dtype)
+def _widening_load(box: Box, to_index: Callable[[Index], Index], dtype: torch.dtype) -> Load:
+    load, box_dtype = box.make_loader(), box.get_dtype()
+    if box_dtype == dtype:
+        return lambda index: load(to_index(index))
+    return lambda index: ops.to_dtype(load(to_index(index)), dtype)
 
 
 def is_on_gpu(box: Box) -> bool:
@@ -276,8 +278,8 @@ def pack(gate: Box, up: Box, layout: str) -> Box:
             halves = [up, gate] if layout == "swapped" else [gate, up]
             return ir.TensorBox(ir.ConcatKernel.create(halves, len(size) - 1))
         pair = [lowerings[aten.unsqueeze.default](b, -1) for b in (gate, up)]
-        both = ir.TensorBox(ir.ConcatKernel.create(pair, len(size)))
-    return lowerings[aten.view.default](both, [*size[:-1], 2 * size[-1]])
+        stacked = ir.TensorBox(ir.ConcatKernel.create(pair, len(size)))
+    return lowerings[aten.view.default](stacked, [*size[:-1], 2 * size[-1]])
 
 
 def _before_sums(requested: Sequence[bool], *boxes: Box | None) -> None:
@@ -342,7 +344,7 @@ class _Elements(NamedTuple):
     scale_grad: Callable[..., Tensor]
 
 
-@functools.cache  # the functions are keys of the cache of programs
+@functools.cache  # the programs' cache has these functions as keys
 def _elements(op: PointwiseOperator) -> _Elements:
     data = 2 if op.is_packed else op.data
     biases = 0 if op.bias is None else data if op.is_packed else 1
@@ -371,19 +373,19 @@ def _loads(
 ) -> tuple[list[Any], list[tuple[Any, Any]]]:
     """Return the ranges (…, n) and the loads: data, biases, scale. Packed data and biases have two loads each."""
     *rows, n = tensors[0].get_size()
-    at: list[Callable[[Index], Index]] = [_element_index]
+    to_index: list[Callable[[Index], Index]] = [_element_index]
     data: list[tuple[Any, Callable[[Index], Index]]] = [(t, _element_index) for t in tensors[: op.data]]
     if layout is not None:
         n = V.graph.sizevars.simplify(FloorDiv(n, 2))
-        at = [_packed(layout, n, up) for up in (0, 1)]
-        data = [(tensors[0], a) for a in at]
-    biases = [] if op.bias is None else [(tensors[op.bias], lambda index, a=a: _column(a(index))) for a in at]
+        to_index = [_packed(layout, n, up) for up in (0, 1)]
+        data = [(tensors[0], a) for a in to_index]
+    biases = [] if op.bias is None else [(tensors[op.bias], lambda index, a=a: _column(a(index))) for a in to_index]
     scales = [] if op.scale is None else [(tensors[op.scale], _row)]
     return [*rows, n], [*data, *biases, *scales]
 
 
 def over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
-    """Wrap a lowering. If its node has ``ROWS_PER_BLOCK_KEY``, the rows of arguments and results are split in blocks.
+    """Wrap a lowering to split the rows of arguments and results in blocks if its node has ``ROWS_PER_BLOCK_KEY``.
 
     ``arguments`` and ``results`` are the kinds of the tensors.
     """
@@ -402,7 +404,7 @@ def over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results:
         lowered = lowering(*(viewed(a, kind, blocks) for a, kind in zip(args, kinds, strict=False)), **keywords)
         boxes = lowered if isinstance(lowered, tuple) else (lowered,)
         for box in filter(None, boxes) if _leaves_blocks(V.graph.current_node) else ():
-            box.realize()  # a GEMM would copy a view of a view of an unrealized box
+            box.realize()  # a GEMM would copy nested views of an unrealized box
         views = tuple(viewed(box, kind, rows) for box, kind in zip(boxes, results, strict=True))
         return views if isinstance(lowered, tuple) else views[0]
 

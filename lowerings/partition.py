@@ -2,8 +2,8 @@
 
 By default Inductor's partitioner saves both sides of an activation between two GEMMs: its rule is not to recompute a
 value that backward must materialize anyway (the second GEMM's weight gradient reads the activation). ``memory="free"``
-lifts this one rule, for the inputs of linear layers. The kernel that computes the activation's gradient then recomputes
-the activation from the same loads.
+lifts only this rule, for the inputs of linear layers. The kernel for the activation's gradient then recomputes the
+activation from the same loads.
 
 PyTorch's setting for this is ``torch._functorch.config.activation_memory_budget``, just below 1. It saves equally few
 bytes but costs more time:
@@ -52,7 +52,7 @@ op_types = functools.cache(get_default_op_list)  # a call takes 0.4 ms, and pass
 # A family extends these three tables when its lowerings are imported.
 # Operators of forward that backward can recompute without a GEMM:
 RECOMPUTABLE = [op.name for op in OPERATORS.values() if op.pointwise]
-# GEMMs of linear layers and of experts:
+# GEMMs of linear layers and experts:
 LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm}
 LINEAR |= {getattr(aten, name) for name in ("_scaled_mm_v2",) if hasattr(aten, name)}
 # Functions of a joint graph, its backward nodes and its results. They may edit the graph, and return nodes to save:
@@ -62,7 +62,7 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def is_linear(node: Node) -> bool:
-    """Return True for a linear layer's GEMM: PyTorch's own, or a registered one (``gemm_registry``)."""
+    """Return True for a linear layer's GEMM, by PyTorch or registered (``gemm_registry``)."""
     return getattr(node.target, "overloadpacket", None) in LINEAR or is_known(node.target)
 
 
@@ -72,7 +72,7 @@ def is_gemm(node: Node) -> bool:
 
 
 def allow_recomputation() -> None:
-    """Have the partitioner treat the fused forward operators as pointwise, like aten's: cheap to recompute."""
+    """Have the partitioner treat the fused forward operators as pointwise operators, which are cheap to recompute."""
     compat.allow_recomputation(getattr(torch.ops.fused, name) for name in RECOMPUTABLE)
 
 
@@ -107,7 +107,7 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
 
     outputs = kwargs["num_fwd_outputs"]
     tangents = [node for node in gm.graph.find_nodes(op="placeholder") if "tangents" in node.name]
-    # Backward's nodes: those that depend on a tangent, and the returned gradients.
+    # Backward's nodes are the returned gradients, and all nodes that depend on a tangent.
     backward = with_dependents([*tangents, *(node for node in _returned(gm.graph)[outputs:] if isinstance(node, Node))])
     to_save = _copies_of_written(gm.graph, backward)
     for mark in SAVE_HOOKS:
@@ -116,7 +116,7 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         to_save += _saved_by_default(gm.graph, backward)
     graphs = divide(to_save)
     while exposed := _unsafe_to_recompute(gm, graphs, joint_inputs, free=free, **kwargs):
-        graphs = divide(exposed)  # nodes of the joint graph keep the marks from earlier rounds
+        graphs = divide(exposed)  # nodes of the joint graph still have the marks from earlier rounds
     _drop_copies(graphs[0])
     return graphs
 
@@ -272,8 +272,8 @@ def _unsafe_to_recompute(
 
     ``h = linear(x); return linear(relu(h)), h.view(-1)``: autograd saves relu's result, so the caller may write ``h``.
 
-    The caller must not write a tensor that autograd saves, that is, one that backward reads. Neither may it write a
-    result or argument that is saved without a copy. Torch's version check protects the tensor itself but not its views
+    The caller must not write tensors that autograd saves because backward reads them, and must not write a result or
+    argument that is saved without a copy. Torch's version check protects the tensor itself but not its views
     (docs/upstream.md). With ``free`` such a tensor counts only if PyTorch would save it too, so that this pass adds no
     version check. Parameters and buffers do not count: the caller must not write them before backward (docs/memory.md).
     """

@@ -10,8 +10,8 @@ scheduler pass        ``_post_fusion_custom_pass``    let kernels reuse buffers
 ====================  ==============================  ========================================
 
 A pass with a fixed policy is part of one compilation's options (``compile_options``, ``backend="fused"``). A pass
-without one is in the process-wide slots (``enable``, ``enabled``) and follows the policy active in its context. If no
-policy is active, it does what PyTorch does.
+without one is in the process-wide slots (``enable``, ``enabled``) and follows the policy active in its context. Without
+an active policy, it has no effect.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ContextDecorator
-from contextvars import ContextVar, Token
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -57,7 +57,7 @@ log = logging.getLogger("torch_fused_ops")
 
 @cache
 def source_hash() -> str:
-    """Return a hash of all source files of the package and its lowerings, which changes with every upgrade."""
+    """Return a hash of the package's source files, including lowerings. Every upgrade changes it."""
     digest = hashlib.sha256()
     for root in (Path(activations.__file__).parent, Path(__file__).parent):
         for path in sorted(root.rglob("*.py")):
@@ -79,7 +79,7 @@ _tag = ""
 def tag_caches() -> None:
     """Append ``identity()`` to ``torch.compiler.config.cache_key_tag``.
 
-    Inductor's and AOTAutograd's cache keys contain neither lowerings nor autograd formulas of custom operators. Without
+    Cache keys of Inductor and AOTAutograd contain neither lowerings nor autograd formulas of custom operators. Without
     the tag, a process that starts after an upgrade would get the *old* code from the cache, forward and backward.
     """
     import torch.compiler.config as compiler_config
@@ -115,7 +115,7 @@ _lock = compat.slots_lock()
 
 
 def active_policy() -> FusionPolicy | None:
-    """Return the policy for plain ``torch.compile`` in this context: of ``enabled``, else of ``enable``, else None."""
+    """Return the policy for plain ``torch.compile`` in this context, set by ``enabled`` or else ``enable``, or None."""
     return _context_policy.get() or _process_policy
 
 
@@ -229,7 +229,9 @@ class PreGradPass(Pass, CustomGraphPass):
             environment.remind()
 
 
-_decision_hashes: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward
+_decision_hashes: WeakKeyDictionary[TracingContext, str] = (
+    WeakKeyDictionary()
+)  # a key is a compilation of forward and backward
 
 
 def _decision_hash() -> str:
@@ -256,60 +258,51 @@ class Partitioner(Pass, CustomPartitionerFn):
 
     name = "partitioner"
 
+    def on_edit(self, edit: memory_levels.Edit, nbytes: int, reason: str) -> None:
+        """Called for each edit that a memory level requests (``apply_levels``). Reports override it."""
+
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_to_run()
         if policy is None:
             return partition.upstream(gm, joint_inputs, **kwargs)
-        decides = not partition.budgeted(gm.graph)  # otherwise the user's budget does
-        free = policy.memory != "off" and decides
+        has_precedence = not partition.budgeted(gm.graph)  # otherwise the user's budget has
+        free = policy.memory != "off" and has_precedence
         applies_levels = free and (policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes)))
-        applies_levels = applies_levels or (decides and policy.attention != "off")
-        handed = {
-            "outputs": kwargs["num_fwd_outputs"],
-            "static_inputs": kwargs.get("static_lifetime_input_indices") or (),
-        }
+        applies_levels = applies_levels or (has_precedence and policy.attention != "off")
+        outputs, static = kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices") or ()
 
         def divide() -> partition.Graphs:
             graphs = partition.partition(gm, joint_inputs, free=free, **kwargs)
-            saved_tensors.check(graphs, **handed)
+            saved_tensors.check(graphs, outputs, static)
             return graphs
 
         from torch_fused_ops.lowerings.float8 import merged  # not earlier: it imports the lowerings
 
         graphs = _guarded(self, policy, divide)
-        if graphs is None:  # recompute only what PyTorch would
+        if graphs is None:  # recompute only values that PyTorch would recompute
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
-        if free:
-            graphs = (
-                _guarded(self, policy, functools.partial(memory_levels.recompute_linear_inputs, graphs, **handed))
-                or graphs
-            )
+        edits: list[Callable[[partition.Graphs], partition.Graphs]] = [merged]
         if applies_levels:
-            graphs = (
-                _guarded(self, policy, functools.partial(memory_levels.apply_levels, graphs, policy, **handed))
-                or graphs
-            )
-        graphs = _guarded(self, policy, functools.partial(merged, graphs)) or graphs
-        fusion_events.trace("saved", functools.partial(_described, graphs[0].graph, **handed))
+            edits.insert(0, lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static, self.on_edit))
+        if free:
+            edits.insert(0, lambda graphs: memory_levels.recompute_linear_inputs(graphs, outputs, static))
+        for edit in edits:
+            graphs = _guarded(self, policy, functools.partial(edit, graphs)) or graphs
+        fusion_events.trace("saved", functools.partial(_described, graphs[0].graph, outputs, static))
         return graphs
 
 
 def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[int]) -> dict[str, Any]:
     """Describe the tensors that a forward graph saves, except parameters and buffers, for the structured trace."""
-    inputs = forward.find_nodes(op="placeholder")
-    static = {inputs[i] for i in static_inputs}
-    results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
-    saved: list[dict[str, Any]] = [
+    saved = [
         {
             "node": node.name,
             "module": next(reversed(module_stack(node)), ""),
-            "dtype": str(value.dtype),
-            "shape": list(map(str, value.shape)),
-            "bytes": compat.nbytes(value),
+            "dtype": str(node.meta["val"].dtype),
+            "shape": list(map(str, node.meta["val"].shape)),
+            "bytes": compat.nbytes(node.meta["val"]),
         }
-        for node in results[outputs:]
-        if isinstance(node, torch.fx.Node) and node not in static
-        if isinstance(value := node.meta.get("val"), torch.Tensor)
+        for node in saved_tensors.saved_by(forward, outputs, static_inputs)
     ]
     return {"bytes": sum(tensor["bytes"] for tensor in saved), "tensors": saved}
 
@@ -391,8 +384,8 @@ _joined: list[tuple[Any, Any]] = []  # (previous value, our value) per slot, so 
 def _update_slots(delta: int) -> None:
     """Change the number of users by ``delta``, and put the passes into the slots or take them out.
 
-    Every new user updates the slots, because other code may have set one of them. An override of a slot in this context
-    gets a pass only while a policy is active in this context.
+    Every new user updates the slots, because other code may have set a slot. An override of a slot in this context gets
+    a pass only while a policy is active in this context.
     """
     global _users
     with _lock:
@@ -423,8 +416,8 @@ def _update(graph_pass: Pass, join: bool, slot: Any) -> Any:
 def _without(slot: Any, left_out: Callable[[Any], bool]) -> Any:
     """Return the slot's value without the passes for which ``left_out`` is true."""
     passes = compat.passes_in(slot)
-    others = [graph_pass for graph_pass in passes if not left_out(graph_pass)]
-    return slot if len(others) == len(passes) else compat.slot_of(others)
+    remaining = [graph_pass for graph_pass in passes if not left_out(graph_pass)]
+    return slot if len(remaining) == len(passes) else compat.slot_of(remaining)
 
 
 # ---- public --------------------------------------------------------------------------------------
@@ -481,29 +474,15 @@ def disable() -> None:
             _update_slots(-1)
 
 
-class enabled(ContextDecorator):
-    """Let plain ``torch.compile(model)`` fuse MLPs inside this block, in this thread (or async context) only.
-
-    After a block ends, its ``enabled()`` object may be used again. Nested blocks need an ``enabled()`` each.
-    """
-
-    def __init__(self, policy: FusionPolicy | None = None) -> None:
-        self.policy = policy_or_default(policy)
-        self._token: Token[FusionPolicy | None] | None = None
-
-    def _recreate_cm(self) -> enabled:  # a decorated function may call itself
-        return enabled(self.policy)
-
-    def __enter__(self) -> None:
-        if self._token is not None:
-            raise RuntimeError("this enabled() block is open already: nested blocks and threads need an enabled() each")
-        reject_caching_precompile()
-        self._token = _context_policy.set(self.policy)
-        _update_slots(+1)
-
-    def __exit__(self, *_: object) -> None:
-        token, self._token = self._token, None
-        assert token is not None
+@contextmanager
+def enabled(policy: FusionPolicy | None = None) -> Iterator[None]:
+    """Let plain ``torch.compile(model)`` fuse MLPs inside this block, in this thread (or async context) only."""
+    reject_caching_precompile()
+    token = _context_policy.set(policy_or_default(policy))
+    _update_slots(+1)
+    try:
+        yield
+    finally:
         _context_policy.reset(token)
         _update_slots(-1)
 

@@ -60,7 +60,7 @@ class SavedTensors:
 
     Args:
         forward: returns ``outputs`` results for the user, then the values saved for backward.
-        backward: its first inputs are the saved values. Sizes, tensors and other values each keep their order.
+        backward: its first inputs are the saved values, in forward's order for each kind (sizes, tensors, others).
         outputs: number of forward's results that the user gets.
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
 
@@ -82,13 +82,10 @@ class SavedTensors:
         self.overwritten = overwritten_inputs(forward)
         user = {base(node) for node in self.returned()[:outputs] if isinstance(node, Node)}
         self.caller_owned = user.union(inputs) - self.static
-        self.in_backward: dict[Node, Node] = dict(
-            self._saved_pairs()
-        )  # a value of forward to the same value in backward
-        self.substitutes: set[Node] = set()  # backward's nodes that an edit has put in a saved value's place
-        self.rounded: set[Node] = set()  # those of them that hold it rounded
+        self.in_backward: dict[Node, Node] = dict(self._saved_pairs())
+        self.substitutes: set[Node] = set()
+        self.rounded: set[Node] = set()
         self._pair_recomputed()
-        # Gradients, above all; nodes that do not depend on them are forward's values, recomputed.
         self.incoming = set(backward.find_nodes(op="placeholder")).difference(self.in_backward.values())
         self.gradients = with_dependents(self.incoming)
 
@@ -103,7 +100,7 @@ class SavedTensors:
         return [node for node in self.returned()[self.outputs :] if isinstance(node, Node)]
 
     def saved_source(self, node: Any) -> Node | None:
-        """Return the saved tensor with ``node``'s elements. None for an input or a result, which needs no memory."""
+        """Return the saved tensor with ``node``'s elements. None for inputs and results: they stay in memory anyway."""
         user, saved = self.returned()[: self.outputs], self.saved()
         while isinstance(node, Node) and node not in saved:
             node = node.args[0] if node.target in SAME_ELEMENTS else None
@@ -125,7 +122,7 @@ class SavedTensors:
         return sum(compat.nbytes(v) for v in values if isinstance(v, torch.Tensor))
 
     def reader_of_rounding(self, node: Node) -> Node | None:
-        """Return a node in backward that would see the rounding if ``node`` were rounded; None if there is none.
+        """Return a node in backward that would see the rounding if ``node`` were rounded, or None.
 
         Activations, their derivatives and pointwise work on an activation's result may read the rounded value. A
         recomputed GEMM of forward and a recomputation added by ``memory="input"`` must not.
@@ -157,8 +154,8 @@ class SavedTensors:
     def save_instead(self, old: Node, new: Sequence[Node]) -> list[Node]:
         """Save the tensors ``new`` instead of ``old``. Return backward's placeholders for them."""
         returned, placeholder = self.returned(), self.in_backward[old]
-        at = returned.index(old, self.outputs)
-        self.output.args = (tuple([*returned[:at], *new, *returned[at + 1 :]]),)
+        position = returned.index(old, self.outputs)
+        self.output.args = (tuple([*returned[:position], *new, *returned[position + 1 :]]),)
         with self.backward.inserting_before(placeholder):
             for node in new:
                 self.in_backward[node] = self.backward.placeholder(node.name)
@@ -175,7 +172,7 @@ class SavedTensors:
         self.substitutes.add(result)
         if rounded:
             self.rounded.add(result)
-            changed = with_dependents([result])  # values recomputed from a rounded one differ from forward's
+            changed = with_dependents([result])  # values that backward recomputes from a rounded value
             self.in_backward = {value: copied for value, copied in self.in_backward.items() if copied not in changed}
         else:
             self.in_backward[old] = result
@@ -224,7 +221,7 @@ class SavedTensors:
                 self.in_backward.setdefault(source, node)
 
     def _is_same_call(self, node: Node, copied: Node) -> bool:
-        """Return True if backward's call is the same function of the same values as forward's."""
+        """Return True if ``copied``, a call in backward, is the same function of the same values as ``node``."""
         if (node.op, node.target) != (copied.op, copied.target):
             return False
         mapped = map_arg((node.args, node.kwargs), lambda value: self.in_backward.get(value, value))
@@ -241,7 +238,7 @@ class SavedTensors:
         * Rounded values have no reader that would see the rounding.
 
         Raises:
-            UnsoundGraphs: names the node for which one of these is false.
+            UnsoundGraphs: a condition is false. The message names the node.
         """
         pairs = dict(self._saved_pairs())
         unknown = set(self.backward.find_nodes(op="placeholder")) - self.incoming - set(pairs.values())
@@ -269,6 +266,16 @@ def check(graphs: Graphs, outputs: int, static_inputs: Sequence[int] = ()) -> No
     """Check a forward and a backward graph with ``SavedTensors.check``."""
     forward, backward = graphs
     SavedTensors(forward.graph, backward.graph, outputs, static_inputs).check()
+
+
+def saved_by(forward: Graph, outputs: int, static_inputs: Sequence[int]) -> Iterator[Node]:
+    """Yield the tensors that a forward graph saves, except parameters, buffers and their views."""
+    inputs = forward.find_nodes(op="placeholder")
+    static = {inputs[i] for i in static_inputs}
+    results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
+    for node in (node for node in results[outputs:] if isinstance(node, Node)):
+        if isinstance(node.meta.get("val"), torch.Tensor) and base(node) not in static:
+            yield node
 
 
 def _kind(node: Node) -> type:
@@ -300,6 +307,6 @@ def readers(node: Node) -> Iterator[Node]:
 def _other_arguments(node: Node) -> list[Node]:
     """Return the nodes that a call reads, except the data arguments of a fused operator."""
     data = DATA.get(node.target, ())
-    others: list[Node] = []
-    map_arg((tuple(a for i, a in enumerate(node.args) if i not in data), node.kwargs), others.append)
-    return others
+    nodes: list[Node] = []
+    map_arg((tuple(a for i, a in enumerate(node.args) if i not in data), node.kwargs), nodes.append)
+    return nodes

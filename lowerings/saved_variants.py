@@ -6,18 +6,17 @@ setting removes a saved tensor if the tensor is missing from the setting's list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torch_fused_ops.graphs.listing import SavedRow
+from torch_fused_ops.graphs.listing import AttentionSite, SavedRow
 from torch_fused_ops.graphs.modules import module_path
 from torch_fused_ops.lowerings import attention, compat, memory_levels, partition
 from torch_fused_ops.lowerings.passes import Partitioner
-from torch_fused_ops.lowerings.saved_tensors import SAME_ELEMENTS, SavedTensors
+from torch_fused_ops.lowerings.saved_tensors import SAME_ELEMENTS, SavedTensors, saved_by
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 
 BUDGET = 0.99  # value of PyTorch's ``activation_memory_budget`` that recomputes all pointwise work
@@ -55,7 +54,7 @@ class Variants(Partitioner):
         graphs = {name: divided(Partitioner(policy)) for name, policy in self.settings.items()}
         graphs[UPSTREAM] = divided(budgeted)
         pair = SavedTensors(graphs[""][0].graph, graphs[""][1].graph, outputs, static)
-        nodes = {s: {n.name: n for n in _saved(forward.graph, outputs, static)} for s, (forward, _) in graphs.items()}
+        nodes = {s: {n.name: n for n in saved_by(forward.graph, outputs, static)} for s, (forward, _) in graphs.items()}
         self.totals = {name: sum(map(_nbytes, saved.values())) for name, saved in nodes.items()}
         requested = {name: memory_levels.rejection_reason(n) for name, n in nodes[""].items()}
         for name, node in nodes[""].items():
@@ -78,6 +77,22 @@ class Variants(Partitioner):
         raise Partitioned
 
 
+class AttentionSites(Partitioner):
+    """Partition a joint graph under a policy, list the attention in it, then raise ``Partitioned``."""
+
+    def __init__(self, policy: FusionPolicy) -> None:
+        super().__init__(policy)
+        self.sites: list[AttentionSite] = []
+
+    def on_edit(self, edit: memory_levels.Edit, nbytes: int, reason: str) -> None:
+        if edit.is_site:
+            self.sites.append(AttentionSite(edit.place, nbytes, reason))
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        super().__call__(gm, joint_inputs, **kwargs)
+        raise Partitioned
+
+
 def _settings(policy: FusionPolicy) -> Iterator[tuple[str, FusionPolicy]]:
     """Yield the policy itself as "", and policies that save less, named by the fields in which they differ."""
     policy = replace(policy, strict=False)
@@ -96,16 +111,6 @@ def _copy(graph: Graph) -> Graph:
     values, _ = copied.graph_copy(graph, {}, return_output_node=True)  # type: ignore[misc]
     copied.output(values).meta = dict(graph.output_node().meta)
     return copied
-
-
-def _saved(forward: Graph, outputs: int, static_inputs: Sequence[int]) -> Iterator[Node]:
-    """Yield the tensors that a forward graph saves, except parameters, buffers and their views."""
-    inputs = forward.find_nodes(op="placeholder")
-    static = {inputs[i] for i in static_inputs}
-    results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
-    for node in (node for node in results[outputs:] if isinstance(node, Node)):
-        if isinstance(node.meta.get("val"), torch.Tensor) and partition.base(node) not in static:
-            yield node
 
 
 def _nbytes(node: Node) -> int:

@@ -70,9 +70,13 @@ def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: i
 _GROUP = 8
 
 
-def _unread(load: Load, near: Load | None, otherwise: float) -> Load:
+def _unread(load: Load, group_is_open: Load | None, otherwise: float) -> Load:
     """Return a load that reads memory only if a key of the group is visible, and else returns ``otherwise``."""
-    return load if near is None else lambda index: ops.masked(near(index), lambda: load(index), otherwise)
+    return (
+        load
+        if group_is_open is None
+        else lambda index: ops.masked(group_is_open(index), lambda: load(index), otherwise)
+    )
 
 
 def _row_node(function: Callable[..., Any], scalars: tuple[Any, ...], *boxes: Box | None) -> Box:
@@ -102,7 +106,7 @@ def _softmax(
     sign, size = formulas.split_scale(scale, dtype)
     load = operators._widening_load(input, lambda index: index, dtype)
     is_open = _window(shape, causal, window_left, window_right)
-    near = _window(shape, causal, window_left, window_right, _GROUP) if on_gpu else None
+    group_is_open = _window(shape, causal, window_left, window_right, _GROUP) if on_gpu else None
     hidden = None if mask is None else lowerings[aten.expand.default](mask, shape).make_loader()
 
     def visible(index: Index) -> Value:
@@ -113,7 +117,7 @@ def _softmax(
             x = ops.where(hidden(index), ops.constant(-math.inf, dtype), x)
         return x
 
-    seen = _unread(visible, near, -math.inf)
+    seen = _unread(visible, group_is_open, -math.inf)
 
     def scores(index: Index) -> Value:
         if is_open is None:
@@ -159,8 +163,10 @@ def _softmax_backward(
     dtype = torch.float64 if double else torch.float32
     grad.mark_reuse(2)
     output.mark_reuse(2)
-    near = _window(shape, causal, window_left, window_right, _GROUP) if operators.is_on_gpu(output) else None
-    g, y = (_unread(operators._widening_load(b, lambda index: index, dtype), near, 0.0) for b in (grad, output))
+    group_is_open = _window(shape, causal, window_left, window_right, _GROUP) if operators.is_on_gpu(output) else None
+    g, y = (
+        _unread(operators._widening_load(b, lambda index: index, dtype), group_is_open, 0.0) for b in (grad, output)
+    )
     last = [len(shape) - 1]
     product = _node(output, dtype, shape, lambda index: ops.mul(g(index), y(index)))
     inner = lowerings[aten.sum.dim_IntList](product, last, True)

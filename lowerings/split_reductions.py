@@ -112,7 +112,7 @@ def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
 
 
 def _parts(total: Node) -> list[Node]:
-    """Return the terms of a chain of additions. For any other node, return the node as the only term."""
+    """Return a sum's terms, through nested additions. For any other node, return the node as the only term."""
     if total.target is not aten.add.Tensor or total.kwargs or not all(isinstance(part, Node) for part in total.args):
         return [total]
     parts = cast(Sequence[Node], total.args)

@@ -1,4 +1,4 @@
-"""``explain(…).saved``: every tensor saved for backward, its readers, and the settings that would not save it."""
+"""``explain(…).saved``: every tensor saved for backward, its readers, and the settings that remove it."""
 
 import functools
 import json
@@ -69,8 +69,8 @@ def by_shape(saved: Saved) -> Counter[tuple[object, ...]]:
 
 
 @functools.cache
-def llama_saved() -> Saved:
-    return explained(llama()).saved
+def llama_saved(policy: FusionPolicy | None = None) -> Saved:
+    return explained(llama(), policy).saved
 
 
 CASES = {
@@ -88,8 +88,7 @@ SLOW = {"llama, off", "llama, fp8", "gpt2"}
 @pytest.mark.parametrize(
     ("make", "policy"), [pytest.param(*c, id=n, marks=pytest.mark.slow if n in SLOW else ()) for n, c in CASES.items()]
 )
-def test_the_tensors_are_those_of_a_compilation(make: Callable[[], nn.Module], policy: FusionPolicy) -> None:
-    """The tensors are those that the whole compilation saves."""
+def test_saved_tensors_equal_those_of_a_compilation(make: Callable[[], nn.Module], policy: FusionPolicy) -> None:
     report = explained(make(), policy)
     paper, _ = on_paper(report._captures[0], H200, policy)
     assert report.saved.nbytes == paper.saved_bytes() > 0 and not report.saved.skipped
@@ -106,14 +105,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def test_a_llama_block() -> None:
-    """Each tensor's bytes by hand, its readers, and the field that removes it; layers share a row."""
+    """A row has bytes, readers, and the fields that remove the tensor. Layers share a row."""
     saved = llama_saved()
     for name in ("gate", "up"):
         row = row_of(saved, f"layers.0,1.mlp.{name}")
         assert (row.count, row.nbytes) == (LAYERS, LAYERS * 2 * TOKENS * HIDDEN * HALF)
         assert (row.shape, row.dtype) == ((2, TOKENS, HIDDEN), "bfloat16")
         assert ("glu_backward", "layers.0,1.mlp") in row.read_by
-        assert ("weight gradient", "layers.0,1.mlp.down") in row.read_by, "recomputed from it"
+        assert ("weight gradient", "layers.0,1.mlp.down") in row.read_by, "backward recomputes the activation from it"
         assert {'memory="fp8"', 'memory="input"'} <= set(row.removed_by) and not row.refused
         assert row.advice == 'memory="fp8" stores it in 8 bits; memory="input" recomputes it'
     for name in "qkv":
@@ -127,8 +126,8 @@ def test_a_llama_block() -> None:
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_setting_that_is_named_removes_the_tensors(setting: str) -> None:
-    before, after = llama_saved(), explained(llama(), FusionPolicy(**SETTINGS[setting])).saved
+def test_a_listed_setting_removes_the_tensors(setting: str) -> None:
+    before, after = llama_saved(), llama_saved(FusionPolicy(**SETTINGS[setting]))
     rows = [row for row in before.rows if setting in row.removed_by]
     removed = sum((Counter({(row.shape, row.dtype): row.count}) for row in rows), Counter())
     assert rows and by_shape(before) - by_shape(after) == removed
@@ -136,19 +135,19 @@ def test_a_setting_that_is_named_removes_the_tensors(setting: str) -> None:
 
 
 @pytest.mark.slow
-def test_at_off_it_lists_what_free_removes() -> None:
+def test_off_lists_tensors_that_free_removes() -> None:
     saved = explained(llama(), FusionPolicy(memory="off")).saved
     row = row_of(saved, "layers.0,1.mlp")
     assert row.advice == 'memory="free" recomputes it' and row.nbytes == LAYERS * 2 * TOKENS * HIDDEN * HALF
 
 
 def test_float8_tensors_are_rows() -> None:
-    row = row_of(explained(llama(), FusionPolicy(memory="fp8")).saved, "layers.0,1.mlp.up", dtype="float8_e4m3fn")
+    row = row_of(llama_saved(FusionPolicy(memory="fp8")), "layers.0,1.mlp.up", dtype="float8_e4m3fn")
     assert row.nbytes == LAYERS * 2 * TOKENS * HIDDEN and row.advice == 'memory="input" recomputes it'
 
 
-def test_a_refused_level_has_its_reason() -> None:
-    """A frozen MLP's input is the caller's: it could be modified before backward recomputes from it."""
+def test_a_rejected_level_has_a_reason() -> None:
+    """The caller may modify a frozen MLP's input before backward recomputes from it."""
     model = Stack([SwiGLU(WIDTH, HIDDEN), nn.Linear(WIDTH, WIDTH)]).bfloat16()
     model.layers[0].gate.requires_grad_(False)  # type: ignore[union-attr]
     model.layers[0].up.requires_grad_(False)  # type: ignore[union-attr]
@@ -161,7 +160,7 @@ def test_a_refused_level_has_its_reason() -> None:
 
 
 @pytest.mark.slow
-def test_an_mlp_that_is_not_fused_says_why() -> None:
+def test_an_unfused_mlp_has_a_reason() -> None:
     saved = explained(llama(), FusionPolicy(exclude=["layers.1.mlp"])).saved
     assert "the policy excludes 'layers.1.mlp'" in row_of(saved, "layers.1.mlp.up").advice
     assert row_of(saved, "layers.0.mlp.up").removed_by
@@ -182,7 +181,7 @@ def test_without_gradients_nothing_is_saved() -> None:
     assert (saved.rows, saved.nbytes, saved.totals, saved.skipped) == ((), 0, {}, ())
 
 
-def test_it_is_in_the_text_and_in_json_once_read() -> None:
+def test_the_listing_is_in_text_and_json_after_access() -> None:
     report = explained(without_a_site())
     assert json.loads(report.to_json())["saved"] is None and "saved for backward" not in str(report)
     saved = report.saved

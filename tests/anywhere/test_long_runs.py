@@ -1,4 +1,4 @@
-"""Long runs: nothing grows with the number of compilations, calls or shapes; and training ends where it should."""
+"""Long runs: no cache grows with the number of compilations, calls or shapes, and training reaches the same losses."""
 
 import functools
 import gc
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -34,23 +33,25 @@ SLOTS += ("post_grad_custom_post_pass", "custom_partitioner_fn")
 
 @functools.cache
 def modules() -> tuple[ModuleType, ...]:
-    """Every module of the package that can be imported here."""
-    found = [tfo]
+    """Import every module of the package that can be imported on this machine."""
+    results = [tfo]
     for info in pkgutil.walk_packages(tfo.__path__[:1], "torch_fused_ops.", onerror=lambda name: None):
         if not info.name.endswith("__main__"):
             try:
-                found.append(importlib.import_module(info.name))
-            except ImportError:  # what needs an extra
+                results.append(importlib.import_module(info.name))
+            except ImportError:  # the module needs an extra
                 continue
-    # In a clone these two are not below the package's folder.
+    # A clone has these two packages outside of the package's folder.
     for name in ("lowerings", "lowerings.recognize"):
         module = importlib.import_module(f"torch_fused_ops.{name}")
-        found += [importlib.import_module(f"{module.__name__}.{i.name}") for i in pkgutil.iter_modules(module.__path__)]
-    return tuple(dict.fromkeys(found))
+        results += [
+            importlib.import_module(f"{module.__name__}.{i.name}") for i in pkgutil.iter_modules(module.__path__)
+        ]
+    return tuple(dict.fromkeys(results))
 
 
 def caches() -> dict[str, int]:
-    """The size of every cache, registry and list that a module of the package holds."""
+    """Return the size of every cache, registry and list in the package's modules."""
     sizes = {}
     for module in modules():
         for name, value in vars(module).items():
@@ -64,7 +65,7 @@ def caches() -> dict[str, int]:
 
 
 def state() -> dict[str, Any]:
-    """Everything of ours, and where we hook in, by count."""
+    """Count everything that the package holds or registers with Python and torch."""
     return {
         **caches(),
         **{slot: len(compat.passes_in(getattr(inductor_config, slot))) for slot in SLOTS},
@@ -79,13 +80,13 @@ def state() -> dict[str, Any]:
 
 
 def grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What is larger or another; less is fine: other tests' threads end when they like."""
-    there = {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
-    return {key: (old, new) for key, (old, new) in there.items() if not isinstance(new, int) or new > (old or 0)}
+    """Return the entries that are larger or different. Smaller ones are fine: threads of other tests may end."""
+    changes = {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
+    return {key: (old, new) for key, (old, new) in changes.items() if not isinstance(new, int) or new > (old or 0)}
 
 
 def cycle(i: int, backend: Any) -> None:
-    """One compilation with pick-up switched on in one of the ways, a training step, and everything off again."""
+    """Enable fusion in one of three ways, compile, run a training step, and disable fusion."""
     torch._dynamo.reset()
     model, x = MLP(4, 8), torch.randn(3, 4)
     policy = tfo.FusionPolicy(memory=("free", "fp8", "input", "off")[i % 4])
@@ -111,11 +112,11 @@ def settled() -> None:
 
 
 def objects() -> Counter[str]:
-    """How many objects live whose class is of our package, or one that graphs are made of."""
+    """Count live objects whose classes belong to the package or to FX graphs."""
     graphs = (torch.fx.Node, torch.fx.GraphModule, MLP)
     kinds = map(type, gc.get_objects())
-    ours = [t for t in kinds if issubclass(t, graphs) or str(t.__module__).startswith("torch_fused_ops")]
-    return Counter(t.__qualname__ for t in ours)
+    run_cycles = [t for t in kinds if issubclass(t, graphs) or str(t.__module__).startswith("torch_fused_ops")]
+    return Counter(t.__qualname__ for t in run_cycles)
 
 
 def plain_cycle() -> None:
@@ -124,37 +125,37 @@ def plain_cycle() -> None:
 
 
 def blocks(cycles: Iterable[Callable[[], None]]) -> int:
-    """How many more blocks of memory Python has after these."""
+    """Return the number of memory blocks that Python has allocated during these calls and not freed."""
     settled()
     before = sys.getallocatedblocks()
-    for one in cycles:
-        one()
+    for run in cycles:
+        run()
     settled()
     return sys.getallocatedblocks() - before
 
 
 @pytest.mark.slow
-def test_1000_compilations_leave_nothing_behind() -> None:
-    """Not an object, cache entry, pass or thread; of memory as much as the same without us: Dynamo itself keeps some.
+def test_1000_compilations_do_not_leak() -> None:
+    """No object, cache entry, pass or thread is left. Memory grows as without fusion, because of Dynamo itself.
 
-    In 1,000 and 1,000 compilations that were 465 blocks for each of ours and 461 for each of the others.
+    In 1,000 compilations each, that was 465 blocks per compilation with fusion and 461 without.
     """
     rounds = [range(start, start + 200) for start in range(0, 1000, 200)]
 
-    def ours(numbers: range) -> int:
+    def run_cycles(numbers: range) -> int:
         return blocks(functools.partial(cycle, i, without_code) for i in numbers)
 
-    ours(range(24)), blocks([plain_cycle] * 24)  # what is made once
+    run_cycles(range(24)), blocks([plain_cycle] * 24)  # objects that are created once
     before, alive = state(), objects()
-    found = [(ours(numbers), blocks([plain_cycle] * len(numbers))) for numbers in rounds]
+    results = [(run_cycles(numbers), blocks([plain_cycle] * len(numbers))) for numbers in rounds]
     assert not grown(before, state())
     assert not objects() - alive
-    more = [(with_us - without) / 200 for with_us, without in found]
-    assert max(more) < 16, found  # a graph is hundreds
+    more = [(with_us - without) / 200 for with_us, without in results]
+    assert max(more) < 16, results  # a graph is hundreds
 
 
 @pytest.mark.slow
-def test_compilations_by_inductor_leave_nothing_behind() -> None:
+def test_inductor_compilations_do_not_leak() -> None:
     counts = []
     for _ in range(2):
         for i in range(12):
@@ -167,7 +168,7 @@ def test_compilations_by_inductor_leave_nothing_behind() -> None:
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_a_compiled_model_can_be_freed() -> None:
-    """Caches that are keyed by functions do not keep users' functions, and what hangs on them, alive."""
+    """Caches with functions as keys do not keep users' functions and their models in memory."""
 
     class Custom(torch.autograd.Function):
         @staticmethod
@@ -187,10 +188,10 @@ def test_a_compiled_model_can_be_freed() -> None:
     gone = weakref.ref(model), weakref.ref(model.up.weight)
     del model
     settled()
-    assert [one() for one in gone] == [None, None]
+    assert [run() for run in gone] == [None, None]
 
 
-# Those without a bound of their own, and what bounds them.
+# Caches without a maximal size, and the reason why their size is limited.
 UNBOUNDED = {
     "torch_fused_ops.distributed.sharding.register": "no argument",
     "torch_fused_ops.distributed.sharding.rules": "no argument",
@@ -222,30 +223,8 @@ def test_every_cache_is_bounded_or_known() -> None:
     assert unbounded <= UNBOUNDED.keys(), unbounded - UNBOUNDED.keys()
 
 
-@pytest.mark.codegen_is_slow
-def test_fresh_shapes_do_not_fill_caches() -> None:
-    """Eager calls, each with sizes of its own: the kernels' plans are forgotten in time, and nothing else is kept."""
-    pytest.importorskip("triton")
-    from torch_fused_ops.families.dropout import kernels as dropout
-    from torch_fused_ops.families.softmax import kernels as softmax
-    from torch_fused_ops.kernels import activation, launching
-
-    x = torch.zeros(1 << 16, dtype=torch.bfloat16, device="meta")
-    seed = torch.zeros(1, dtype=torch.int64, device="meta")
-    with mock.patch.object(launching, "launch", lambda *args: None):
-        for n in range(1, 1500):
-            for rows in (n, n + 7):
-                t = x[:1].expand(rows, n)
-                activation.launch_of("bias_act_backward")(t, t, None, None, "silu", (True, False, False))
-                softmax.scaled_masked_softmax(t, None, None, 0.1 * n)
-                dropout.dropout_add(t, None, None, seed, 1 / n)
-    plans = activation._plan, softmax._plan
-    assert all(plan.cache_info().currsize <= plan.cache_info().maxsize <= 1024 for plan in plans)
-    assert plans[0].cache_info().misses > 2048, "what is tested is that entries were dropped"
-
-
 @pytest.mark.parametrize("calls", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_eager_calls_of_fresh_shapes_leave_nothing_behind(calls: int, only_new_garbage: None) -> None:
+def test_eager_calls_with_new_shapes_do_not_leak(calls: int, only_new_garbage: None) -> None:
     def run(numbers: range) -> None:
         for n in numbers:
             x = torch.ones(1 + n % 97, 1 + n // 97, requires_grad=True)
@@ -270,8 +249,8 @@ def test_eager_calls_of_fresh_shapes_leave_nothing_behind(calls: int, only_new_g
         ("rowwise", "fp8.md", 120, 3),
     ],
 )
-def test_losses_after_training(study: str, page: str, steps: int, seeds: int) -> None:
-    """The tables of the pages are what was measured, and the statistic is of the curves."""
+def test_tables_of_losses_match_the_measurements(study: str, page: str, steps: int, seeds: int) -> None:
+    """The tables on the pages match the measured curves and their statistics."""
     kind, docs = training.STUDIES[study], Path(__file__).parents[2] / "docs"
     result = harness.read(harness.results_folder() / f"{kind.out}.json", kind.out)
     assert result["steps"] == steps and result["models"] == {
@@ -288,43 +267,47 @@ def test_losses_after_training(study: str, page: str, steps: int, seeds: int) ->
     rows = training.table(result).splitlines()
     assert len(rows) == len(kind.pairs) * len(kind.models) and all(row in text for row in rows)
     if study == "rowwise":
-        bounds = [row["interval_95"] for found in result["summary"].values() for row in found["differences"].values()]
+        bounds = [
+            row["interval_95"] for results in result["summary"].values() for row in results["differences"].values()
+        ]
         assert all(-0.015 < low < 0 < high < 0.015 for low, high in bounds)
         return
-    if study == "gemm":  # what the page says of them
-        bounds = [row["interval_95"] for found in result["summary"].values() for row in found["differences"].values()]
+    if study == "gemm":  # figures in the page's text
+        bounds = [
+            row["interval_95"] for results in result["summary"].values() for row in results["differences"].values()
+        ]
         assert all(-0.02 < low < 0 < high < 0.02 for low, high in bounds)
         late = {way: [training.final(row, 200) for row in rows] for way, rows in result["curves"]["GELU"].items()}
-        found = training.differences(late, "fp8", "plain")
-        low, high = found["interval_95"]
-        assert f"{found['mean']:+.4f} ({low:+.4f} to {high:+.4f})".replace("-", "−") in text
-        assert round(result["summary"]["GELU"]["between_seeds"] / found["mean"]) == 14
+        results = training.differences(late, "fp8", "plain")
+        low, high = results["interval_95"]
+        assert f"{results['mean']:+.4f} ({low:+.4f} to {high:+.4f})".replace("-", "−") in text
+        assert round(result["summary"]["GELU"]["between_seeds"] / results["mean"]) == 14
 
 
 def to_twelve_digits(value: Any) -> Any:
-    """JSON with its numbers rounded: Python's statistics differ in the last digit from 3.10 to 3.11."""
+    """Round the numbers of JSON data: Python's statistics differ in the last digit between 3.10 and 3.11."""
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.12g}"))
 
 
 @pytest.mark.slow
-def test_training_agrees_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, shorter; and the statistic sees a model whose activation is another function."""
+def test_short_training_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shorter training agrees, and the statistic detects a model with a different activation."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         study = training.STUDIES["rounding"]
         result: dict[str, Any] = {}
         training.measure(study, 120, 3, result, print)
-        found = result["summary"]["GELU"]
-        assert training.agrees(found, "fused") and training.agrees(found, "compile"), training.table(result)
+        results = result["summary"]["GELU"]
+        assert training.agrees(results, "fused") and training.agrees(results, "compile"), training.table(result)
 
-        def wrong(model: torch.nn.Module, policy: Any, autocast: bool) -> Callable[..., Tensor]:
+        def replace_activation(model: torch.nn.Module, policy: Any, autocast: bool) -> Callable[..., Tensor]:
             for mlp in model.modules():
                 if policy is not None and isinstance(mlp, models.GELUMLP):
                     mlp.forward = lambda x, self=mlp: self.down(F.relu(self.up(x)))
             return model
 
-        monkeypatch.setattr(training, "compiled", wrong)
+        monkeypatch.setattr(training, "compiled", replace_activation)
         result = {}
         training.measure(study, 120, 3, result, print)
         assert not training.agrees(result["summary"]["GELU"], "fused"), training.table(result)

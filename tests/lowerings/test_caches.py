@@ -1,4 +1,4 @@
-"""What a cache is asked for is served under no other version and no other policy, and under its own it is."""
+"""Compile caches return code of the same version and the same policy only."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ print(y[0].item(), x.grad[0].item(), "hit" if hits else "miss")
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A copy of the installed package that can be edited."""
+    """Copy the installed package, to edit the copy."""
     import shutil
 
     import torch_fused_ops
@@ -48,14 +48,14 @@ def package(tmp_path: Path) -> Path:
 def run(package: Path, cache: Path) -> tuple[float, float, str]:
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
     caches |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    # -I would drop PYTHONPATH; the copy must come before an editable install's finder, which PYTHONPATH does.
+    # PYTHONPATH puts the copy before an editable install's finder. The option -I would ignore PYTHONPATH.
     printed = python("-c", PROGRAM, cwd=cache.parent, PYTHONPATH=str(package.parent), **caches)
     value, grad, hit = printed.split()[-3:]
     return float(value), float(grad), hit
 
 
 def upgrade(package: Path) -> None:
-    """relu := 2·relu, value and derivative."""
+    """Double relu's value and derivative."""
     path = package / "activations.py"
     text = path.read_text()
     for old, new in (
@@ -68,8 +68,8 @@ def upgrade(package: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_upgrade_is_not_served_the_old_code(package: Path, tmp_path: Path) -> None:
-    """An operator that is called directly: no pass is involved, only the lowering and the derivative."""
+def test_an_upgrade_does_not_get_old_code(package: Path, tmp_path: Path) -> None:
+    """The program calls an operator, so only the lowering and the derivative change, and no pass runs."""
     cache = tmp_path / "cache"
     assert run(package, cache) == (1.0, 1.0, "miss")
     assert run(package, cache) == (1.0, 1.0, "hit")
@@ -82,7 +82,7 @@ def by_weights(s: Any, x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def two_blocks(owns: bool = False) -> nn.Module:
-    """Weights are arguments, or the blocks' own: two blocks' graphs have the same text."""
+    """Return two blocks whose graphs are equal. Weights are arguments or, with ``owns``, parameters of the blocks."""
     enc, dec = (MLP(64, 128) if owns else Net(by_weights) for _ in range(2))
     return Net(by_weights, enc=enc, dec=dec)
 
@@ -127,7 +127,7 @@ class _Stop(BaseException):
 
 @pytest.fixture
 def key_of(monkeypatch: pytest.MonkeyPatch, left_clean: None) -> Callable[..., str]:
-    """AOTAutograd's key of a compilation, which ends there."""
+    """Return a function that computes AOTAutograd's cache key of a compilation, and stops the compilation."""
     keys: list[str] = []
     original = autograd_cache.autograd_cache_key
 
@@ -147,13 +147,13 @@ def key_of(monkeypatch: pytest.MonkeyPatch, left_clean: None) -> Callable[..., s
 
 
 @pytest.mark.parametrize("way", ["fused", "options", "enable"])
-def test_what_a_policy_decides_by_paths_is_in_the_key(key_of: Callable[..., str], way: str) -> None:
-    mixed, everywhere = tfo.FusionPolicy(memory={"enc": "fp8"}), tfo.FusionPolicy()
-    assert key_of(way, run_enc, everywhere) == key_of(way, run_dec, everywhere)
+def test_pattern_decisions_are_in_the_key(key_of: Callable[..., str], way: str) -> None:
+    mixed, without_patterns = tfo.FusionPolicy(memory={"enc": "fp8"}), tfo.FusionPolicy()
+    assert key_of(way, run_enc, without_patterns) == key_of(way, run_dec, without_patterns)
     assert key_of(way, run_enc, mixed) == key_of(way, run_enc, mixed) != key_of(way, run_dec, mixed)
 
 
-def test_an_operator_that_the_model_calls_has_its_module_s_decision_in_the_key(key_of: Callable[..., str]) -> None:
+def test_a_called_operators_decision_is_in_the_key(key_of: Callable[..., str]) -> None:
     def run(which: str) -> Callable[..., Tensor]:
         def call(model: Any, x: Tensor, *_: Tensor) -> Tensor:
             return getattr(model, which)(x)  # type: ignore[no-any-return]
@@ -167,16 +167,16 @@ def test_an_operator_that_the_model_calls_has_its_module_s_decision_in_the_key(k
 
 
 @pytest.mark.parametrize("way", ["fused", "enable"])
-def test_a_level_that_a_call_asks_for_itself_is_in_the_key(key_of: Callable[..., str], way: str) -> None:
+def test_a_level_requested_by_a_call_is_in_the_key(key_of: Callable[..., str], way: str) -> None:
     def call(memory: str) -> Callable[..., Tensor]:
         return lambda model, x, *_: tfo.functional.bias_act(x, activation="gelu", memory=memory)
 
-    free, fp8, again = (key_of(way, call(memory), tfo.FusionPolicy()) for memory in ("free", "fp8", "fp8"))
-    assert free != fp8 == again
+    free, fp8, same = (key_of(way, call(memory), tfo.FusionPolicy()) for memory in ("free", "fp8", "fp8"))
+    assert free != fp8 == same
 
 
-def test_a_late_pass_would_be_left_out_of_the_key() -> None:
-    """Torch then says so: who sets the timing has the last word."""
+def test_late_passes_are_rejected_with_patterns() -> None:
+    """Cache keys would miss a late pass's decisions, so torch raises if the user sets the timing to "late"."""
     from torch_fused_ops.lowerings import compat, passes
 
     by_paths = tfo.FusionPolicy(memory={"enc": "fp8"})
@@ -192,13 +192,13 @@ def test_a_late_pass_would_be_left_out_of_the_key() -> None:
 def gradients(fn: Callable[..., Tensor], owns: bool = False) -> list[Tensor]:
     args = arguments()[: 1 if owns else 3]
     model = two_blocks(owns)
-    wanted = [*args, *model.parameters()]
-    grads = torch.autograd.grad(fn(model, *args).square().sum(), wanted, allow_unused=True)
+    requested = [*args, *model.parameters()]
+    grads = torch.autograd.grad(fn(model, *args).square().sum(), requested, allow_unused=True)
     return [grad for grad in grads if grad is not None]
 
 
 def served(policy: tfo.FusionPolicy, which: str, owns: bool, cached: bool) -> tuple[list[Tensor], int, int]:
-    """A module's gradients, the bytes that it saves for backward, and the hits in AOTAutograd's cache."""
+    """Return a module's gradients, the bytes that it saves for backward, and the hits in AOTAutograd's cache."""
     saved: list[Tensor] = []
     counters.clear()
     with (
@@ -211,10 +211,8 @@ def served(policy: tfo.FusionPolicy, which: str, owns: bool, cached: bool) -> tu
 
 
 @pytest.mark.slow
-def test_random_pairs_of_policies_over_one_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_clean: None
-) -> None:
-    """Each module is served what its own policy decides for it, whatever filled the cache."""
+def test_random_policies_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_clean: None) -> None:
+    """Each module gets code for its own policy, independent of earlier entries in the cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     chance, levels = random.Random(0), ("free", "fp8", "input", "tiled:2")
     alone: dict[Any, tuple[list[Tensor], int]] = {}
@@ -236,7 +234,7 @@ def test_random_pairs_of_policies_over_one_cache(
             torch.testing.assert_close(grads, alone[key][0])
             assert nbytes == alone[key][1], (policy, which)
             hits += hit
-    assert hits >= 4, "at least where a policy's module comes again"
+    assert hits >= 4, "each repeated pair of policy and module is a hit"
 
 
 PATHS = """
@@ -255,7 +253,7 @@ for which in sys.argv[1].split(","):
 
 
 @pytest.mark.slow
-def test_another_process_is_served_its_own_policy_s_code(tmp_path: Path) -> None:
+def test_another_process_gets_code_of_its_policy(tmp_path: Path) -> None:
     def lines(order: str) -> list[str]:
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
         return python("-c", PATHS, order, *Path(__file__).parents[:2], **environment).splitlines()

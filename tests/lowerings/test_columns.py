@@ -1,4 +1,4 @@
-"""An activation with other columns beside it in front of its linear layer: blocks whose attention and MLP share one."""
+"""Activations that are concatenated with other columns before a linear layer, as in blocks with parallel attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ WIDTH, FFN, HEADS, TOKENS = 8, 24, 2, 10
 
 
 class Parallel(nn.Module):
-    """A single-stream block of Flux, in short: attention and an MLP of one input, and one linear layer behind both."""
+    """A short single-stream block of Flux: attention and an MLP read one input, and share the last linear layer."""
 
     def __init__(self, gated: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Parallel(nn.Module):
 
 
 class Cast(Parallel):
-    """In another order, by another name, and with what only moves values between."""
+    """The columns are in reverse order, ``concat`` is used instead of ``cat``, and views and copies follow."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.concat((self.mlp(x), self.attention(x)), -1).reshape(-1, WIDTH + FFN)
@@ -54,7 +54,7 @@ class Cast(Parallel):
 
 
 class TwoActivations(Parallel):
-    """Two sites, of one linear layer."""
+    """Two sites read the result of one linear layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.up(x).split((FFN - WIDTH, WIDTH), -1)
@@ -62,7 +62,7 @@ class TwoActivations(Parallel):
 
 
 class ReadElsewhere(Parallel):
-    """What is joined is the model's result as well."""
+    """The concatenation is also a result of the model."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         h = self.joined(x)
@@ -84,14 +84,14 @@ def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
         (ReadElsewhere, ["bias_act"]),
     ],
 )
-def test_it_is_a_site(make: Callable[[], nn.Module], operators: list[str]) -> None:
+def test_concatenated_activations_are_sites(make: Callable[[], nn.Module], operators: list[str]) -> None:
     sites = compare(make().double(), [tokens()])
     assert [site.op for site in sites] == [f"fused::{name}" for name in operators]
     assert all("linear" in site.users for site in sites)
 
 
 class OtherAxis(Parallel):
-    """More rows, not more columns."""
+    """The concatenation adds rows instead of columns."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.mlp(x)
@@ -99,7 +99,7 @@ class OtherAxis(Parallel):
 
 
 class CutAgain(Parallel):
-    """What the linear layer reads is attention's part alone."""
+    """The linear layer reads only attention's columns."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.joined(x)[..., :WIDTH], self.out.weight[:, :WIDTH])
@@ -112,7 +112,7 @@ class Stacked(Parallel):
 
 
 @pytest.mark.parametrize(("make", "reader"), [(OtherAxis, "cat"), (CutAgain, "getitem"), (Stacked, "stack")])
-def test_what_is_no_site(make: Callable[[], nn.Module], reader: str) -> None:
+def test_other_concatenations_are_not_sites(make: Callable[[], nn.Module], reader: str) -> None:
     module = make().double()
     report = explain(module, tokens())
     assert report.sites == ()
@@ -128,24 +128,24 @@ def compiled(module: nn.Module, memory: str, **settings: Any) -> Any:
 
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_what_each_level_keeps(gated: bool) -> None:
-    """Backward joins the columns again: attention keeps its own, the MLP's are what the level makes of them."""
+def test_bytes_saved_at_each_level(gated: bool) -> None:
+    """Backward repeats the concatenation. Attention's columns are saved, and the level selects the MLP's columns."""
     module, x = Parallel(gated).float(), tokens(torch.float32)
-    wanted, _ = saving_step(module, module, x)
+    expected, _ = saving_step(module, module, x)
     rows, columns = 2 * TOKENS, (1 + gated) * FFN
-    kept = {}
+    saved = {}
     for memory in ("off", "free", "fp8", "input", "tiled:2"):
-        got, kept[memory] = saving_step(compiled(module, memory), module, x)
-        assert max(distances(got, wanted)) <= (0.05 if memory == "fp8" else 1e-5), memory
-    assert kept["off"] - kept["free"] == 4 * rows * (WIDTH + FFN)
-    assert kept["free"] - kept["fp8"] == rows * (3 * columns - 4), "a byte for each of four, and scales"
-    assert kept["free"] - kept["input"] == 4 * rows * columns
-    assert kept["tiled:2"] == kept["input"]
+        got, saved[memory] = saving_step(compiled(module, memory), module, x)
+        assert max(distances(got, expected)) <= (0.05 if memory == "fp8" else 1e-5), memory
+    assert saved["off"] - saved["free"] == 4 * rows * (WIDTH + FFN)
+    assert saved["free"] - saved["fp8"] == rows * (3 * columns - 4), "one byte instead of four, and scales"
+    assert saved["free"] - saved["input"] == 4 * rows * columns
+    assert saved["tiled:2"] == saved["input"]
 
 
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
-def test_the_number_of_tokens_may_be_dynamic() -> None:
+def test_the_number_of_tokens_may_be_symbolic() -> None:
     module = Parallel().double()
     fn = compiled(module, "free", dynamic=True)
     for length in (TOKENS, 7):
@@ -155,7 +155,7 @@ def test_the_number_of_tokens_may_be_dynamic() -> None:
 
 
 class Summed(Parallel):
-    """Attention by hand: nothing keeps its result but what is joined."""
+    """Attention is written out: only the concatenation needs its result."""
 
     def attention(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -163,10 +163,10 @@ class Summed(Parallel):
 
 
 @pytest.mark.codegen_is_slow
-def test_what_cannot_be_made_again_is_kept() -> None:
-    """No product is computed twice for it, and no more is kept than without pick-up."""
+def test_values_that_cannot_be_recomputed_are_saved() -> None:
+    """Backward repeats no GEMM, and fusion saves no more bytes than "off"."""
     module, x = Summed().double(), tokens()
-    wanted, _ = saving_step(module, module, x)
+    expected, _ = saving_step(module, module, x)
     off, free = (saving_step(compiled(module, memory), module, x) for memory in ("off", "free"))
-    assert max(*distances(off[0], wanted), *distances(free[0], wanted)) <= 1e-12
+    assert max(*distances(off[0], expected), *distances(free[0], expected)) <= 1e-12
     assert free[1] <= off[1]

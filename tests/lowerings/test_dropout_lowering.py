@@ -1,4 +1,4 @@
-"""``fused::dropout_add`` compiled, and picked up: what must be found, what must not; training stays training."""
+"""``fused::dropout_add``: its lowering, the dropouts that the fusion pass replaces or rejects, and training."""
 
 import copy
 import re
@@ -82,8 +82,8 @@ def test_dynamic_shapes(name: str) -> None:
 
 
 @pytest.mark.codegen_is_slow
-def test_masks_are_the_same_bit_for_bit() -> None:
-    """Whatever the kernel's order is: the index is the tensor's own."""
+def test_masks_are_bitwise_equal() -> None:
+    """An element's index is row-major in its tensor, in every order of the kernel's loops."""
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         y = fused.dropout_add(x, None, None, SEED, 0.5)
@@ -96,14 +96,14 @@ def test_masks_are_the_same_bit_for_bit() -> None:
 
 
 def test_cpus_draw_once_for_four_elements() -> None:
-    """In words of 64 bits: of int32 there is the result alone, four elements in each."""
+    """The generator computes in 64-bit words. Only its result is int32, for four elements."""
     draw, use = cpp(lambda x: fused.dropout_add(x, None, None, SEED, 0.3), leaf(8, 64, dtype=BF16, grad=False))
     assert "<static_cast<int64_t>(128L)" in draw and draw.count("convert<int32_t") == 1 and "const uint8_t*" in use
 
 
 @pytest.mark.codegen_is_slow
-def test_what_is_zero_or_not_finite_reaches_the_bias() -> None:
-    """The bias's sum takes what was kept from d_input, where a zero of the incoming gradient is one too."""
+def test_zeros_and_nonfinite_values_reach_the_bias() -> None:
+    """The bias's sum skips elements where d_input is zero. Zeros in the incoming gradient do not change the sum."""
     g = torch.ones(64, 12, dtype=BF16)
     for i, special in enumerate((0.0, float("inf"), float("nan"), 1e-7)):  # 1e-7 is 0 in float16
         g[::2, 3 * i : 3 * i + 2] = special
@@ -116,14 +116,14 @@ def test_what_is_zero_or_not_finite_reaches_the_bias() -> None:
 
 
 @pytest.mark.codegen_is_slow
-def test_the_probability_may_differ_from_call_to_call() -> None:
+def test_the_probability_may_change() -> None:
     compiled = torch.compile(lambda x, p: functional.bias_dropout_add(x, None, None, p))
     for p in (0.1, 0.9):
         assert abs(float((compiled(torch.ones(400, 100), p) == 0).float().mean()) - p) < 0.02
 
 
 @pytest.mark.codegen_is_slow
-def test_the_front_draws_in_the_graph() -> None:
+def test_functional_dropout_draws_in_the_graph() -> None:
     x, r = torch.ones(64, 64), torch.zeros(64, 64)
     compiled = torch.compile(lambda x: functional.bias_dropout_add(x, None, r, 0.5), fullgraph=True)
     torch.manual_seed(3)
@@ -132,7 +132,7 @@ def test_the_front_draws_in_the_graph() -> None:
     assert torch.equal(compiled(x), once) and not torch.equal(once, twice)
 
 
-# ---- pick-up: what is found ------------------------------------------------------------------------------------------
+# ---- the fusion pass -------------------------------------------------------------------------------------------------
 
 
 def Net(body: Callable[..., Tensor]) -> nn.Module:
@@ -190,7 +190,7 @@ FOUND: dict[str, tuple[Callable[..., Tensor], list[tuple[bool, bool]]]] = {
     "a read residual": (lambda s, x: (x + F.dropout(s.c(x), 0.3)) * x, [(False, True)]),
     "through a view": (lambda s, x: F.dropout(s.c(x).view(5, 2, 4), 0.3).flatten(1) + x, [(False, False)]),
 }
-# Where the sum stays, and the report's word for it.
+# Dropouts whose sum is not fused, and the reason in the report.
 LEFT: dict[str, tuple[Callable[..., Tensor], str]] = {
     "two readers": (lambda s, x: (d := F.dropout(s.c(x), 0.3)) * (x + d), "mul reads the dropout, too"),
     "twice itself": (lambda s, x: (d := F.dropout(s.c(x), 0.3)) + d, "it is not a plain sum of two tensors"),
@@ -223,7 +223,7 @@ def _autocast_between(s: Any, x: Tensor) -> Tensor:
         return x + d
 
 
-def kept(graph: torch.fx.Graph) -> int:
+def count_dropouts(graph: torch.fx.Graph) -> int:
     return sum(n.target in (F.dropout, torch.dropout, torch.ops.aten.dropout.default) for n in graph.nodes)
 
 
@@ -233,17 +233,17 @@ def test_found(name: str) -> None:
     sites, graph = capture(Net(body), torch.randn(X, requires_grad=True))
     assert [site.op for site in sites] == ["fused::dropout_add"] * len(expected)
     assert [(n.args[1] is not None, n.args[2] is not None) for n in calls(graph)] == expected
-    assert kept(graph) == 0
+    assert count_dropouts(graph) == 0
     assert [n.target for n in graph.nodes].count(inductor_seed) == len(expected)
     assert all("backward recomputes its mask from a seed" in site.reason and not site.is_mlp for site in sites)
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_found_without_the_sum(name: str) -> None:
+def test_the_sum_stays_outside(name: str) -> None:
     body, reason = LEFT[name]
     (site,), graph = capture(Net(body), torch.randn(X, requires_grad=True))
     assert site.op == "fused::dropout_add" and reason in site.reason
-    assert [n.args[2] for n in calls(graph)] == [None] and kept(graph) == 0
+    assert [n.args[2] for n in calls(graph)] == [None] and count_dropouts(graph) == 0
 
 
 def weights(s: Any, x: Tensor) -> Tensor:
@@ -276,11 +276,11 @@ def test_refused(name: str) -> None:
     body, reason, settings = REFUSED[name]
     (site,), graph = capture(Net(body), torch.randn(X, requires_grad=True), **settings)
     assert site.op is None and reason in site.reason and not site.is_mlp
-    assert not calls(graph) and kept(graph) == 1
+    assert not calls(graph) and count_dropouts(graph) == 1
     assert not any(n.target is inductor_seed for n in graph.nodes)
 
 
-def test_refused_where_the_probability_is_no_constant() -> None:
+def test_symbolic_probabilities_are_rejected() -> None:
     model = Net(lambda s, x: F.dropout(s.c(x), x.shape[0] / 10))
     x = torch.randn(X, requires_grad=True)
     torch._dynamo.mark_dynamic(x, 0)
@@ -288,15 +288,15 @@ def test_refused_where_the_probability_is_no_constant() -> None:
     assert site.op is None and site.reason == "its probability is not a constant" and not calls(graph)
 
 
-def test_refused_for_tensor_subclasses() -> None:
+def test_tensor_subclasses_are_rejected() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     x = TwoTensor(torch.randn(X), torch.randn(X)).requires_grad_()  # type: ignore[no-untyped-call]
     (site,), graph = capture(Net(lambda s, x: F.dropout(s.c(x), 0.5)), x)
-    assert site.op is None and "tensor subclasses are not fused" in site.reason and kept(graph) == 1
+    assert site.op is None and "tensor subclasses are not fused" in site.reason and count_dropouts(graph) == 1
 
 
-def test_found_under_autocast_and_with_dynamic_sizes() -> None:
+def test_fused_under_autocast_with_dynamic_sizes() -> None:
     def body(s: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return x + F.dropout(s.c(x), 0.3)  # type: ignore[no-any-return]
@@ -324,7 +324,7 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_dropouts_of_other_results_are_counted_and_left_as_they_are(name: str) -> None:
+def test_dropouts_of_other_results_are_listed_but_not_fused(name: str) -> None:
     body, reason = OTHERS[name]
     (site,), graph = capture(Net(body), torch.randn(X, requires_grad=True), policy=FusionPolicy(strict=True))
     assert site.op is None and reason in site.reason and not site.is_missed and not calls(graph)
@@ -338,13 +338,13 @@ UNLISTED: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", UNLISTED)
-def test_not_listed_and_left_as_it_is(name: str) -> None:
+def test_inactive_dropouts_are_not_listed(name: str) -> None:
     sites, graph = capture(Net(UNLISTED[name]), torch.randn(X, requires_grad=True), policy=FusionPolicy())
     assert not sites and not calls(graph)
 
 
 class Softmax(torch.autograd.Function):
-    """Not pointwise; without gradients Dynamo inlines its forward."""
+    """A function that is not pointwise. Without gradients, Dynamo inlines its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ EITHER_WAY: dict[str, tuple[Callable[..., Any], list[tuple[float, bool]]]] = {
     "a kink": (lambda s, x: s.b(F.dropout(torch.maximum(h := s.a(x), torch.zeros_like(h)), 0.3)), [(0.3, True)]),
     "an input that is returned": (lambda s, x: (h := s.a(x), s.b(F.dropout(F.silu(h), 0.3))), [(0.3, True)]),
     "not an activation": (lambda s, x: s.b(F.dropout(s.a(x).cos(), 0.3)), [(0.3, True)]),
-    # A sum behind the second dropout joins the first only without gradients. Seeds keep the order of the dropouts.
+    # A sum after the second dropout joins the first only without gradients. Seeds have the order of the dropouts.
     "a sum in another mode": (_sum_in_another_mode, [(0.3, True), (0.6, True)]),
     "a sum behind the next": (
         lambda s, x: (lambda d, e: (e, x + d))(F.dropout(s.c(x), 0.3), F.dropout(s.c(x), 0.6)),
@@ -404,7 +404,7 @@ EITHER_WAY: dict[str, tuple[Callable[..., Any], list[tuple[float, bool]]]] = {
 
 
 @pytest.mark.parametrize("name", EITHER_WAY)
-def test_the_same_is_done_without_gradients(name: str) -> None:
+def test_the_same_dropouts_are_fused_without_gradients(name: str) -> None:
     """A reentrant checkpoint runs forward without, and then again with gradients: both must drop the same."""
     body, expected = EITHER_WAY[name]
     model = Net(body)
@@ -414,11 +414,11 @@ def test_the_same_is_done_without_gradients(name: str) -> None:
         seeded = {
             seed: call.args[4] for call in calls(graph) for seed in call.all_input_nodes if seed.target is inductor_seed
         }
-        drawn = [
+        probabilities = [
             (seeded[n], True) if n in seeded else (n.args[1], False)
             for n in graph.nodes if n in seeded or n.target is F.dropout
         ]  # fmt: skip
-        assert drawn == expected, gradients
+        assert probabilities == expected, gradients
 
 
 def test_strict_does_not_count_dropouts() -> None:
@@ -430,7 +430,7 @@ def test_strict_does_not_count_dropouts() -> None:
         model, torch.randn(X, requires_grad=True),
         each=lambda gm: recognize(gm.graph) or gm.graph,  # it raises where it counts a miss
     )  # fmt: skip
-    assert kept(graph) == 2
+    assert count_dropouts(graph) == 2
     report = tfo.explain(model, torch.randn(X))
     assert report.summary == "1 of 1 MLP sites fused, 2 of 2 dropouts (1 graph)"
     assert "fused::dropout_add" in str(report) and "dropout" in report.to_json()
@@ -441,14 +441,14 @@ def test_strict_does_not_count_dropouts() -> None:
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", [*FOUND, "two readers", "in-place sum", "narrow residual", "written between"])
-def test_with_the_operators_own_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.dropout given the operator's masks: value and gradients of the original are the rewritten graph's."""
+def test_rewritten_graphs_are_equivalent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the operator's masks in F.dropout, the original has the same value and gradients as the rewritten graph."""
     body = (FOUND if name in FOUND else LEFT)[name][0]
     model, x = Net(body), torch.randn(X, requires_grad=True)
     parameters = [x, *model.parameters()]
     sites, _ = capture(model, x)
-    drawn = torch.randint(0, 2**63 - 1, (len(sites),))
-    masked, seeds = iter(drawn.split(1)), iter(drawn)
+    probabilities = torch.randint(0, 2**63 - 1, (len(sites),))
+    masked, seeds = iter(probabilities.split(1)), iter(probabilities)
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         result: Tensor = fused.dropout_add(input, None, None, next(masked), p)
@@ -475,8 +475,8 @@ def test_with_the_operators_own_mask(name: str, monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(got, expected)
 
 
-def test_in_place_in_another_mode_the_argument_keeps_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    test_with_the_operators_own_mask("in place in another mode", monkeypatch)
+def test_an_in_place_dropout_under_no_grad_keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    test_rewritten_graphs_are_equivalent("in place in another mode", monkeypatch)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -484,7 +484,7 @@ def test_in_place_in_another_mode_the_argument_keeps_its_gradient(monkeypatch: p
 
 @pytest.mark.codegen_is_slow
 def test_training_honors_manual_seed_and_differs_from_step_to_step() -> None:
-    """With deterministic algorithms asked for, which are no obstacle."""
+    """Training also works with deterministic algorithms."""
 
     def block(s: Any, x: Tensor) -> Tensor:
         return x + F.dropout(s.down(F.dropout(F.gelu(s.up(s.norm(x))), 0.25)), 0.25)
@@ -497,22 +497,22 @@ def test_training_honors_manual_seed_and_differs_from_step_to_step() -> None:
         model.load_state_dict(start)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         torch.manual_seed(seed)
-        found = []
+        losses_of_steps = []
         for _ in range(4):
             loss = compiled(x).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            losses_of_steps.append(loss.item())
+        return losses_of_steps
 
     torch.use_deterministic_algorithms(True)
     try:
-        first, again, other = losses(1), losses(1), losses(2)
+        first, repeated, other = losses(1), losses(1), losses(2)
         sums = {compiled(x).sum().item() for _ in range(6)}
     finally:
         torch.use_deterministic_algorithms(False)
-    assert first == again and first[0] != other[0] and len(sums) == 6
+    assert first == repeated and first[0] != other[0] and len(sums) == 6
 
 
 def dropped_everywhere(s: Any, x: Tensor) -> Tensor:
@@ -526,8 +526,8 @@ def dropped_everywhere(s: Any, x: Tensor) -> Tensor:
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])  # tiles are refused with a dropout inside
-def test_every_memory_level_rebuilds_the_same_masks(memory: str, gated: bool) -> None:
-    """All gradients against differences of forward, which draws the masks that backward must make again."""
+def test_every_memory_level_recomputes_the_same_masks(memory: str, gated: bool) -> None:
+    """Gradients equal finite differences of forward, so backward recomputes the masks that forward draws."""
     members = {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
     model = harness.Net(dropped_everywhere, **members, gate=nn.Linear(8, 16) if gated else None).double()
     for p in model.parameters():

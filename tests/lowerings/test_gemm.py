@@ -1,4 +1,4 @@
-"""FusionPolicy(gemm="fp8"): which linear layers become float8, what the compiled step computes, and what it keeps."""
+"""``FusionPolicy(gemm="fp8")``: the linear layers that multiply in float8, a compiled step's results and its bytes."""
 
 import copy
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class SwiGLU(harness.SwiGLU):
 
 
 class InFloat8(SwiGLU):
-    """The same in eager mode, by hand."""
+    """A SwiGLU MLP that calls the float8 operators itself, for eager mode."""
 
     recipe = "fp8"
 
@@ -45,10 +45,10 @@ def gelu_mlp(hidden: int = HIDDEN, ffn: int = FFN) -> nn.Module:
 
 
 def in_float8(module: nn.Module, recipe: str = "fp8", by: type[nn.Module] | None = None) -> Any:
-    """A copy that multiplies in float8 by itself."""
-    made: Any = copy.deepcopy(module)
-    made.__class__, made.recipe = by or InFloat8, recipe
-    return made
+    """Return a copy of a module that calls the float8 operators itself."""
+    copied: Any = copy.deepcopy(module)
+    copied.__class__, copied.recipe = by or InFloat8, recipe
+    return copied
 
 
 def compiled(module: nn.Module, **policy: Any) -> Any:
@@ -59,33 +59,33 @@ def sites(fn: Callable[..., Any], *args: Any, **policy: Any) -> tuple[Site, ...]
     return tfo.explain(fn, *args, policy=FusionPolicy(**{"gemm": "fp8", **policy})).sites
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     return distances([a], [b])[0]
 
 
-# ---- what it computes ------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(every=16)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
-def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) -> None:
+def test_compiled_steps_equal_eager_float8(recipe: str, memory: str) -> None:
     module, x = SwiGLU(), torch.randn(3, 50, HIDDEN)
     by_hand = in_float8(module, recipe)
-    exact, wanted = step(module, module, x), step(by_hand, by_hand, x)
+    exact, expected = step(module, module, x), step(by_hand, by_hand, x)
     got = step(compiled(module, gemm=recipe, memory=memory, strict=True), module, x)
-    for mine, eager, plain in zip(got, wanted, exact, strict=True):
-        # Numbers that fall the other way when they are rounded, or that were kept in float8: less than rounding itself.
-        assert apart(mine, eager) < (0.08 if memory == "fp8" else 0.02)
-        assert 1e-4 < apart(mine, plain) < 0.12
+    for mine, eager, plain in zip(got, expected, exact, strict=True):
+        # The difference comes from values that round differently, or are saved in float8. It is less than rounding.
+        assert distance(mine, eager) < (0.08 if memory == "fp8" else 0.02)
+        assert 1e-4 < distance(mine, plain) < 0.12
 
 
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", (pytest.param("fp8", marks=pytest.mark.slow), "mxfp8"))
-def test_what_gpus_are_given_in_one_pass_is_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward as it is edited for GPUs, run by the operators' formulas."""
+def test_merged_gpu_passes_are_equivalent(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the backward graph that is edited for GPUs, with the operators' formulas."""
     from torch_fused_ops.lowerings import float8 as lowered
 
     calls: list[str] = []
@@ -93,37 +93,37 @@ def test_what_gpus_are_given_in_one_pass_is_the_same(recipe: str, monkeypatch: p
     monkeypatch.setattr(lowered, "_is_on_gpu", lambda node: isinstance(node.meta.get("val"), (Tensor, tuple, list)))
     monkeypatch.setattr(lowered, "_replace_pair", lambda graph, old, *new: (calls.append(""), merge(graph, old, *new)))
     module, x, plain = gelu_mlp(), torch.randn(128, HIDDEN), SwiGLU()
-    wanted = in_float8(plain, recipe)
-    got, eager = step(compiled(plain, gemm=recipe, strict=True), plain, x), step(wanted, wanted, x)
+    expected = in_float8(plain, recipe)
+    got, eager = step(compiled(plain, gemm=recipe, strict=True), plain, x), step(expected, expected, x)
     assert len(calls) == {"fp8": 7, "mxfp8": 5}[recipe] and max(distances(got, eager)) < 0.02
     got, exact = step(compiled(module, gemm=recipe, strict=True), module, x), step(module, module, x)
     assert max(distances(got, exact)) < 0.12
 
 
 @pytest.mark.codegen_is_slow
-def test_layers_of_one_size_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_the_same_size_share_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_fused_ops.lowerings import float8
 
     traces: dict[tuple[Any, ...], Any] = {}
     monkeypatch.setattr(float8, "_traces", traces)
-    x, one, other = torch.randn(256, HIDDEN), InFloat8(), InFloat8()
-    made = []
+    x, first, second = torch.randn(256, HIDDEN), InFloat8(), InFloat8()
+    runs = []
     with torch.no_grad():
-        for module, tokens in ((one, x), (nn.Sequential(other, one), x), (one, x[:128])):
-            assert apart(compiled(module)(tokens), module(tokens)) < 0.02
-            made.append(list(traces.values()))
-    assert made[0] and made[0] == made[1] and made[1] == made[2][: len(made[1])] and len(made[1]) < len(made[2])
-    kept = [node for traced in traces.values() for node in traced.graph.nodes if node.meta]
-    assert not kept, "what a trace says of its tensors has the whole compilation"
+        for module, tokens in ((first, x), (nn.Sequential(second, first), x), (first, x[:128])):
+            assert distance(compiled(module)(tokens), module(tokens)) < 0.02
+            runs.append(list(traces.values()))
+    assert runs[0] and runs[0] == runs[1] and runs[1] == runs[2][: len(runs[1])] and len(runs[1]) < len(runs[2])
+    nodes_with_metadata = [node for traced in traces.values() for node in traced.graph.nodes if node.meta]
+    assert not nodes_with_metadata, "tensors in the metadata would keep the whole compilation in memory"
 
 
 @pytest.mark.codegen_is_slow
 def test_biases_under_autocast() -> None:
-    """A gradient is quantized along rows and along columns, which Inductor's C++ fuses as loops of two orders."""
+    """Inductor's C++ fuses two loops of different order: they quantize a gradient along rows and along columns."""
     module, x = gelu_mlp(), torch.randn(128, HIDDEN)
     with torch.autocast("cpu", torch.bfloat16):
         got, exact = step(compiled(module, gemm="fp8", strict=True), module, x), step(module, module, x)
-    assert all(apart(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
+    assert all(distance(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
 
 
 @pytest.mark.slow  # symbolic sizes take their time: 10 s of a processor for each of two graphs
@@ -131,27 +131,27 @@ def test_biases_under_autocast() -> None:
     ("recipe", "hidden", "ffn"), (("fp8", HIDDEN, FFN), ("fp8-rowwise", 80, 144), ("mxfp8", 96, 160))
 )
 def test_sizes_that_change(recipe: str, hidden: int, ffn: int) -> None:
-    """Up to 128 tokens is one block, and another graph; 0 and 1 are graphs of their own."""
+    """Up to 128 tokens are one block and need another graph. Zero tokens and one token also need their own graphs."""
     module = SwiGLU(hidden, ffn)
     fn = torch.compile(module, backend="fused", options={"policy": FusionPolicy(gemm=recipe)}, dynamic=True)
     for tokens in (130, 7, 256, 1, 0):
         x = torch.randn(tokens, hidden)
         for mine, plain in zip(step(fn, module, x), step(module, module, x), strict=True):
-            assert torch.equal(mine, plain) if tokens == 0 else apart(mine, plain) < 0.12
+            assert torch.equal(mine, plain) if tokens == 0 else distance(mine, plain) < 0.12
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("tokens", (1, 37))
-def test_rows_of_sizes_that_are_no_blocks(tokens: int) -> None:
+def test_rowwise_accepts_sizes_that_are_not_multiples_of_blocks(tokens: int) -> None:
     module, x = SwiGLU(80, 144).bfloat16(), torch.randn(tokens, 80, dtype=torch.bfloat16)
     (site,) = sites(module, x, gemm="fp8-rowwise")
     assert (site.gemm, site.gemm_reason) == ("fp8-rowwise", "")
     by_hand = in_float8(module, "fp8-rowwise")
-    got, wanted = step(compiled(module, gemm="fp8-rowwise", strict=True), module, x), step(by_hand, by_hand, x)
-    for mine, eager, plain in zip(got, wanted, step(module, module, x), strict=True):
-        assert apart(mine, eager) < 0.02
-        assert 1e-3 < apart(mine, plain) < 0.12
+    got, expected = step(compiled(module, gemm="fp8-rowwise", strict=True), module, x), step(by_hand, by_hand, x)
+    for mine, eager, plain in zip(got, expected, step(module, module, x), strict=True):
+        assert distance(mine, eager) < 0.02
+        assert 1e-3 < distance(mine, plain) < 0.12
 
 
 @pytest.mark.covering(every=2)
@@ -163,11 +163,11 @@ def test_fused_mlp_in_eager_and_compiled(gated: bool) -> None:
     plain.load_state_dict(mlp.state_dict())
     x = torch.randn(40, HIDDEN)
     exact, eager = step(plain, plain, x), step(mlp, mlp, x)
-    assert all(1e-5 < apart(a, b) < 0.12 for a, b in zip(eager[:3], exact[:3], strict=True))
-    assert all(apart(a, b) < 0.02 for a, b in zip(step(compiled(mlp), mlp, x), eager, strict=True))
+    assert all(1e-5 < distance(a, b) < 0.12 for a, b in zip(eager[:3], exact[:3], strict=True))
+    assert all(distance(a, b) < 0.02 for a, b in zip(step(compiled(mlp), mlp, x), eager, strict=True))
     for memory in ("off", "fp8", "input"):
         mlp.memory = memory
-        assert all(apart(a, b) < 0.06 for a, b in zip(step(mlp, mlp, x), eager, strict=True))
+        assert all(distance(a, b) < 0.06 for a, b in zip(step(mlp, mlp, x), eager, strict=True))
     with pytest.raises(ValueError, match="ffn=100 is not accepted with gemm='fp8': it must be a multiple of 128"):
         FusedMLP(HIDDEN, 100, gemm="fp8")
     with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
@@ -175,8 +175,8 @@ def test_fused_mlp_in_eager_and_compiled(gated: bool) -> None:
 
 
 @pytest.mark.codegen_is_slow
-def test_rounding_that_a_model_asks_for_stays() -> None:
-    """Backward quantizes what it has and not what that loads as; but not where the model itself has loaded it."""
+def test_rounding_in_the_model_stays() -> None:
+    """Backward quantizes an exact tensor instead of its quantized copy, unless the model itself rounds the tensor."""
 
     def rounded(x: Tensor) -> Tensor:
         stored = torch.ops.fused.quantize(x.detach() * 1.01, 1)
@@ -188,26 +188,26 @@ def test_rounding_that_a_model_asks_for_stays() -> None:
     assert max(distances(got, step(lambda x: by_hand(rounded(x)), by_hand, x))) < 0.02
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- saved bytes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("memory", ("free", "fp8"))
-def test_no_more_is_kept_than_at_the_same_level_without(memory: str) -> None:
+def test_float8_gemms_save_no_more_bytes(memory: str) -> None:
     module, x = SwiGLU().bfloat16(), torch.randn(512, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    kept = {}
+    saved = {}
     for gemm in ("bf16", "fp8"):
         mlp = compiled(module, gemm=gemm, memory=memory)
-        kept[gemm] = harness.saving(lambda mlp=mlp: mlp(x), module.parameters())[1]
-    # The input in one byte an element instead of two, and a scale for each block of it.
-    assert kept["bf16"] - kept["fp8"] == 512 * HIDDEN - 512 * 4
+        saved[gemm] = harness.saving(lambda mlp=mlp: mlp(x), module.parameters())[1]
+    # The input has one byte per element instead of two, and a scale for each block.
+    assert saved["bf16"] - saved["fp8"] == 512 * HIDDEN - 512 * 4
 
 
-# ---- which linear layers ---------------------------------------------------------------------------------------------
+# ---- sites -----------------------------------------------------------------------------------------------------------
 
 
-def test_sites_say_what_their_linear_layers_multiply_in() -> None:
+def test_sites_list_the_gemm_recipe() -> None:
     x = torch.randn(4, HIDDEN)
     (site,) = sites(SwiGLU(), x)
     assert (site.op, site.gemm, site.gemm_reason) == ("fused::glu", "fp8", "")
@@ -217,20 +217,20 @@ def test_sites_say_what_their_linear_layers_multiply_in() -> None:
     assert "its linear layers are in float8" in " ".join(text.split())
 
 
-def test_a_mapping_chooses_by_module() -> None:
+def test_patterns_select_gemm_recipes() -> None:
     model = nn.Sequential(gelu_mlp(), SwiGLU())
-    found = sites(model, torch.randn(4, HIDDEN), gemm={"1": "fp8-wgrad-bf16"})
-    assert [site.gemm for site in found] == ["", "fp8-wgrad-bf16"]
+    fused_sites = sites(model, torch.randn(4, HIDDEN), gemm={"1": "fp8-wgrad-bf16"})
+    assert [site.gemm for site in fused_sites] == ["", "fp8-wgrad-bf16"]
 
 
 def adapted() -> nn.Module:
-    """LoRA: the adapter's weights are too narrow, the layer's own are not."""
+    """A layer with LoRA: the adapter's weights are too narrow for float8, the layer's own weight is not."""
     base, a, b, out = (nn.Linear(*s) for s in ((HIDDEN, FFN), (HIDDEN, 8), (8, FFN), (FFN, HIDDEN)))
     return harness.Net(lambda s, x: s.out(F.gelu(s.base(x) + 2 * s.b(s.a(x)))), base=base, a=a, b=b, out=out)
 
 
 class Experts(nn.Module):
-    """A mixture's experts, as transformers has them: sorted rows, grouped products."""
+    """A mixture's experts as in transformers: sorted rows, grouped GEMMs."""
 
     def __init__(self, hidden: int = 48, ffn: int = 80) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Experts(nn.Module):
 
 
 class ExpertsInFloat8(Experts):
-    """The same in eager mode, by hand."""
+    """Experts that call the float8 operators themselves, for eager mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         product = torch.ops.fused.grouped_linear_fp8
@@ -255,19 +255,19 @@ class ExpertsInFloat8(Experts):
 @pytest.mark.covering(every=3)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("memory", ("free", "off", "fp8", "input"))
-def test_experts_in_rows(memory: str) -> None:
+def test_experts_with_rowwise_scales(memory: str) -> None:
     module, x = Experts(), torch.randn(21, 48).bfloat16()
     by_hand = in_float8(module, by=ExpertsInFloat8)
     (site,) = sites(module, x, gemm="fp8-rowwise")
     assert (site.op, site.gemm, site.gemm_reason) == ("fused::bias_glu", "fp8-rowwise", "")
     got = step(compiled(module, gemm="fp8-rowwise", memory=memory, strict=True), module, x)
     for mine, eager, plain in zip(got, step(by_hand, by_hand, x), step(module, module, x), strict=True):
-        assert apart(mine, eager) < (0.08 if memory == "fp8" else 0.02)
-        assert 1e-3 < apart(mine, plain) < 0.12
+        assert distance(mine, eager) < (0.08 if memory == "fp8" else 0.02)
+        assert 1e-3 < distance(mine, plain) < 0.12
 
 
 @pytest.mark.slow
-def test_experts_whose_rows_change_and_that_have_none() -> None:
+def test_experts_with_changing_and_zero_rows() -> None:
     module, by_hand = Experts(), ExpertsInFloat8()
     by_hand.load_state_dict(module.state_dict())
     options = {"policy": FusionPolicy(gemm="fp8-rowwise", strict=True)}
@@ -277,10 +277,10 @@ def test_experts_whose_rows_change_and_that_have_none() -> None:
             experts.ends.copy_(torch.tensor(counts).cumsum(0))
         x = torch.randn(sum(counts), 48).bfloat16()
         for mine, eager in zip(step(fn, module, x), step(by_hand, by_hand, x), strict=True):
-            assert apart(mine, eager) < 0.03
+            assert distance(mine, eager) < 0.03
 
 
-def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_experts_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(21, 48).bfloat16()
     (site,) = sites(Experts(), x)
     assert (site.gemm, site.gemm_kind) == ("", Kind.GEMM_EXPERTS)
@@ -293,63 +293,63 @@ def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert "this device (sm_89) does not support grouped float8 GEMMs" in site.gemm_reason
 
 
-# ---- activations that are operators already --------------------------------------------------------------------------
+# ---- models that call fused operators --------------------------------------------------------------------------------
 
 
-def grouped(gemm: str = "bf16", **more: Any) -> fnn.GroupedMLP:
+def grouped(gemm: str = "bf16", **changes: Any) -> fnn.GroupedMLP:
     torch.manual_seed(0)
-    given = {"gated_linear_unit": True, "activation_func": F.silu, "params_dtype": torch.bfloat16} | more
-    return fnn.GroupedMLP(3, fnn.MLPConfig(48, moe_ffn_hidden_size=80, **given), gemm=gemm)
+    flags = {"gated_linear_unit": True, "activation_func": F.silu, "params_dtype": torch.bfloat16} | changes
+    return fnn.GroupedMLP(3, fnn.MLPConfig(48, moe_ffn_hidden_size=80, **flags), gemm=gemm)
 
 
 def calling() -> Any:
-    """A model that calls this library itself: a function, a module with a dropout, one that asks for float8."""
+    """A model that calls this library: a function, a module with a dropout, and a module that requests float8."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         y = s.down(F.dropout(FF.bias_act(s.up(x), None, activation="gelu"), 0.0))
-        return s.own(s.mlp(y))  # type: ignore[no-any-return]
+        return s.float8(s.mlp(y))  # type: ignore[no-any-return]
 
     fused = fnn.FusedMLP(HIDDEN, FFN, gated=True, dropout=0.1), fnn.FusedMLP(HIDDEN, FFN, gemm="fp8-wgrad-bf16")
-    return harness.Net(body, up=nn.Linear(HIDDEN, FFN), down=nn.Linear(FFN, HIDDEN), mlp=fused[0], own=fused[1])
+    return harness.Net(body, up=nn.Linear(HIDDEN, FFN), down=nn.Linear(FFN, HIDDEN), mlp=fused[0], float8=fused[1])
 
 
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("bias", (False, pytest.param(True, marks=pytest.mark.slow)))
-def test_this_library_s_experts_follow_the_policy(bias: bool) -> None:
-    """As they would multiply by themselves; those that ask for it compile to the same without a policy."""
-    module, own = grouped(add_bias_linear=bias), grouped("fp8-rowwise", add_bias_linear=bias)
-    own.load_state_dict(module.state_dict())
+def test_grouped_mlps_follow_the_policy(bias: bool) -> None:
+    """Experts compute the same if the policy requests float8, and if the module requests it."""
+    module, rowwise = grouped(add_bias_linear=bias), grouped("fp8-rowwise", add_bias_linear=bias)
+    rowwise.load_state_dict(module.state_dict())
     args = torch.randn(21, 48).bfloat16(), torch.tensor((5, 0, 16)), torch.rand(21)
-    eager, plain = (step(lambda *a, m=m: m(*a)[0], m, *args) for m in (own, module))
+    eager, plain = (step(lambda *a, m=m: m(*a)[0], m, *args) for m in (rowwise, module))
     by_policy = compiled(module, gemm="fp8-rowwise", strict=True)
     torch._dynamo.reset()
-    by_itself = torch.compile(own, backend="fused", fullgraph=True)
-    for fn, of in ((by_policy, module), (by_itself, own)):
-        got = step(lambda *a, f=fn: f(*a)[0], of, *args)
-        assert max(map(apart, got, eager)) < 0.03
-        differences = sorted(map(apart, got, plain))
-        exact = differences[: int(bias)]  # the gradient of the last bias: nothing is multiplied on its way
+    by_itself = torch.compile(rowwise, backend="fused", fullgraph=True)
+    for fn, reference in ((by_policy, module), (by_itself, rowwise)):
+        got = step(lambda *a, f=fn: f(*a)[0], reference, *args)
+        assert max(map(distance, got, eager)) < 0.03
+        differences = sorted(map(distance, got, plain))
+        exact = differences[: int(bias)]  # no GEMM computes the gradient of the last bias
         assert exact == [0.0] * bias and 1e-3 < differences[bias] <= differences[-1] < 0.12
 
 
-def test_operators_that_a_model_calls_are_sites_where_float8_is_asked_for() -> None:
+def test_called_operators_are_sites_if_float8_is_requested() -> None:
     model, x = calling(), torch.randn(5, HIDDEN)
     assert sites(model, x, gemm="bf16") == ()
-    found = sites(model, x)
-    assert [(site.op, site.activation, site.gemm, site.is_missed) for site in found] == [
+    fused_sites = sites(model, x)
+    assert [(site.op, site.activation, site.gemm, site.is_missed) for site in fused_sites] == [
         ("fused::bias_act", "gelu", "fp8", False),
         ("fused::bias_glu", "gelu_tanh", "fp8", False),
-    ], "the third is in float8 already"
-    assert [site.module for site in found] == ["", "mlp"] and all(
-        "calls the operator itself" in s.reason for s in found
+    ], "the third module already multiplies in float8"
+    assert [site.module for site in fused_sites] == ["", "mlp"] and all(
+        "calls the operator itself" in s.reason for s in fused_sites
     )
     assert [site.module for site in sites(model, x, exclude=("mlp",))] == [""]
     assert [site.module for site in sites(model, x, gemm={"mlp": "fp8"})] == ["mlp"]
 
 
 @pytest.mark.codegen_is_slow
-def test_operators_that_a_model_calls_multiply_in_float8() -> None:
+def test_called_operators_multiply_in_float8() -> None:
     model, x = calling().eval(), torch.randn(5, HIDDEN)
     got = step(compiled(model, gemm={"mlp": "fp8"}, strict=True), model, x)
     model.mlp.gemm = "fp8"
@@ -358,8 +358,8 @@ def test_operators_that_a_model_calls_multiply_in_float8() -> None:
 
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("tokens", ((21,), (3, 7)))
-def test_packed_gradients_in_rows(tokens: tuple[int, ...]) -> None:
-    """Of gate and up in one weight, whose gradient has one scale for both: generated code against eager mode."""
+def test_packed_gradients_are_quantized_in_rows(tokens: tuple[int, ...]) -> None:
+    """Gate and up share a weight, so their packed gradients share a scale. Generated code equals eager mode."""
 
     def fn(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
         args = (None, None, "silu", "halves", 0.0, None, [True, False, False])
@@ -368,28 +368,28 @@ def test_packed_gradients_in_rows(tokens: tuple[int, ...]) -> None:
 
     g, h = torch.randn(*tokens, 80), torch.randn(*tokens, 160) * 4
     h[..., 0, 3], h[..., 1, 90] = float("nan"), float("inf")
-    got, wanted = torch.compile(fn, fullgraph=True)(g, h), fn(g, h)
-    for one, exact in zip(got, wanted, strict=True):
-        assert one.is_contiguous() and one.stride() == exact.stride()
-    torch.testing.assert_close(got[0], wanted[0], equal_nan=True)
-    torch.testing.assert_close(got[2], wanted[2], rtol=0, atol=0, equal_nan=True)
-    finite = wanted[2][0].isfinite()
+    got, expected = torch.compile(fn, fullgraph=True)(g, h), fn(g, h)
+    for actual, exact in zip(got, expected, strict=True):
+        assert actual.is_contiguous() and actual.stride() == exact.stride()
+    torch.testing.assert_close(got[0], expected[0], equal_nan=True)
+    torch.testing.assert_close(got[2], expected[2], rtol=0, atol=0, equal_nan=True)
+    finite = expected[2][0].isfinite()
     assert 0 < int(finite.sum()) < finite.numel()
-    torch.testing.assert_close(got[1][finite].float(), wanted[1][finite].float(), rtol=2**-3, atol=2**-9)
-    assert (got[1][finite].float() == wanted[1][finite].float()).float().mean() > 0.99
+    torch.testing.assert_close(got[1][finite].float(), expected[1][finite].float(), rtol=2**-3, atol=2**-9)
+    assert (got[1][finite].float() == expected[1][finite].float()).float().mean() > 0.99
 
 
 @pytest.mark.slow
 @pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("make", (adapted, lambda: conv1d(HIDDEN, FFN)), ids=("adapted", "conv1d"))
-def test_other_spellings_of_linear_layers(make: Callable[[], nn.Module]) -> None:
+def test_adapters_and_conv1d_multiply_in_float8(make: Callable[[], nn.Module]) -> None:
     module, x = make(), torch.randn(5, 6, HIDDEN)
     (site,) = sites(module, x)
     assert site.gemm == "fp8"
     assert (site.gemm_kind is Kind.GEMM_SIZE) == (make is adapted)
     got, exact = step(compiled(module, gemm="fp8", strict=True), module, x), step(module, module, x)
-    assert all(apart(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
+    assert all(distance(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
 
 
 @pytest.mark.codegen_is_slow
@@ -397,7 +397,7 @@ def test_other_spellings_of_linear_layers(make: Callable[[], nn.Module]) -> None
     "make, dtype, kind",
     [(lambda: gelu_mlp(120, FFN), torch.float32, Kind.GEMM_SIZE), (lambda: gelu_mlp(), torch.float64, Kind.GEMM_DTYPE)],
 )
-def test_what_stays_has_its_reason(make: Callable[[], nn.Module], dtype: torch.dtype, kind: Kind) -> None:
+def test_unsupported_layers_have_a_reason(make: Callable[[], nn.Module], dtype: torch.dtype, kind: Kind) -> None:
     module = make().to(dtype)
     x = torch.randn(4, next(module.parameters()).shape[1], dtype=dtype)
     (site,) = sites(module, x)
@@ -408,7 +408,7 @@ def test_what_stays_has_its_reason(make: Callable[[], nn.Module], dtype: torch.d
     raises(Exception, text + hint, compiled(module, gemm="fp8", strict=True), x)
 
 
-def test_products_of_computed_tensors_are_no_linear_layers() -> None:
+def test_gemms_with_computed_weights_are_not_linear_layers() -> None:
     def fn(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, F.linear(u, w))), v)
 
@@ -418,16 +418,16 @@ def test_products_of_computed_tensors_are_no_linear_layers() -> None:
         assert site.gemm_kind in (None, Kind.GEMM_FORM)
 
 
-def test_a_cpu_is_slow_at_it_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_float8_on_a_cpu_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     gemms._warn_of_cpu.cache_clear()
     for _ in range(2):
         harness.captured(SwiGLU(), torch.randn(4, HIDDEN), each=lambda gm: rewrite(gm.graph, FusionPolicy(gemm="fp8")))
-    said = [r.levelname for r in caplog.records if "float8 GEMMs on a CPU are correct, but slower" in r.message]
-    assert said == ["WARNING"]
+    levels = [r.levelname for r in caplog.records if "float8 GEMMs on a CPU are correct, but slower" in r.message]
+    assert levels == ["WARNING"]
 
 
 DEVICES: tuple[tuple[tuple[int, int] | str, str, str, str, str], ...] = (
-    # capability or architecture, CUDA or HIP; what "fp8", "fp8-rowwise" and "mxfp8" say
+    # capability or architecture, CUDA or HIP version, reasons against "fp8", "fp8-rowwise" and "mxfp8"
     ((9, 0), "12.9", "", "", "sm_90"),
     ((9, 0), "12.8", "CUDA 12.8", "", "sm_90"),
     ((8, 9), "12.9", "sm_89", "", "sm_89"),
@@ -443,7 +443,7 @@ DEVICES: tuple[tuple[tuple[int, int] | str, str, str, str, str], ...] = (
 
 
 @pytest.mark.parametrize(("gpu", "version", "blocks", "rows", "narrow"), DEVICES)
-def test_which_devices_have_such_products(
+def test_devices_that_support_float8_gemms(
     gpu: Any, version: str, blocks: str, rows: str, narrow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     amd = isinstance(gpu, str)
@@ -452,25 +452,17 @@ def test_which_devices_have_such_products(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4) if amd else gpu)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
     for recipe, (scaling, _) in RECIPES.items():
-        wanted = rows if recipe == "fp8-rowwise" else narrow if recipe.startswith("mxfp8") else blocks
-        assert gemms.no_scaled_products(torch.device("cuda"), scaling) == wanted
+        expected = rows if recipe == "fp8-rowwise" else narrow if recipe.startswith("mxfp8") else blocks
+        assert gemms.no_scaled_products(torch.device("cuda"), scaling) == expected
         experts = recipe == "fp8-rowwise" and gpu == (9, 0)
         assert (gemms.no_scaled_products(torch.device("cuda"), scaling, grouped=True) == "") is experts
         assert gemms.no_scaled_products(torch.device("xpu"), scaling) == "xpu"
         assert gemms.no_scaled_products(torch.device("cpu"), scaling) == ""
 
 
-def test_attention_is_left_alone() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        q = F.linear(x, w)
-        return torch.softmax(q @ q.t(), -1) @ q
-
-    assert all(site.gemm == "" for site in sites(fn, torch.randn(128, 128), torch.randn(128, 128)))
-
-
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", ("fp8", pytest.param("fp8-rowwise", marks=pytest.mark.slow)))
-def test_verify_takes_the_rounding_for_rounding(recipe: str) -> None:
+def test_verify_accepts_float8_rounding(recipe: str) -> None:
     result = tfo.verify(SwiGLU(), torch.randn(16, HIDDEN), policy=FusionPolicy(gemm=recipe))
     assert result.ok, str(result)

@@ -1,4 +1,4 @@
-"""Products of other libraries around an activation: custom autograd.Functions, and operators, seen or registered."""
+"""Activations between GEMMs of other libraries: custom autograd.Functions and operators, visible or registered."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ D, H, TOKENS = 16, 64, 32
 
 @torch.library.custom_op("torch_fused_ops_tests::opaque", mutates_args=())
 def opaque(x: Tensor, w: Tensor) -> Tensor:
-    """A product whose name does not say so."""
+    """A GEMM whose name does not show that it is a GEMM."""
     return x @ w.t()
 
 
@@ -34,29 +34,29 @@ def _(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[0])
 
 
-def of_weight(grad: Tensor, x: Tensor) -> Tensor:
+def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def of_products(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return grad @ w, of_weight(grad, x)
+def linear_grads(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return grad @ w, weight_grad(grad, x)
 
 
-def overwriting(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    d_weight = of_weight(grad, x)
+def overwrite_input(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    d_weight = weight_grad(grad, x)
     return x.zero_() + grad @ w, d_weight
 
 
-# Linear layers: forward and backward are torch's products; forward is an operator of its own; Dynamo does not look in.
-Visible = autograd_function(lambda x, w: (x @ w.t(), x, w), of_products)
-Hidden = autograd_function(lambda x, w: (opaque(x, w), x, w), of_products)
-Closed = torch._dynamo.allow_in_graph(autograd_function(lambda x, w: (opaque(x, w), x, w), of_products))
-# Backward uses the memory of its input; it writes what it has made itself.
-WritesWhatItSaved = autograd_function(lambda x, w: (x @ w.t(), x, w), overwriting)
+# Linear layers: with PyTorch's GEMMs, with a custom operator in forward, and opaque to Dynamo.
+Visible = autograd_function(lambda x, w: (x @ w.t(), x, w), linear_grads)
+Hidden = autograd_function(lambda x, w: (opaque(x, w), x, w), linear_grads)
+Closed = torch._dynamo.allow_in_graph(autograd_function(lambda x, w: (opaque(x, w), x, w), linear_grads))
+# In the first, backward overwrites the saved input. In the second, it overwrites a tensor that it has computed.
+WritesWhatItSaved = autograd_function(lambda x, w: (x @ w.t(), x, w), overwrite_input)
 WritesItsOwn = autograd_function(
-    lambda x, w: (x @ w.t(), x, w), lambda grad, x, w: ((grad @ w).mul_(1.0), of_weight(grad, x))
+    lambda x, w: (x @ w.t(), x, w), lambda grad, x, w: ((grad @ w).mul_(1.0), weight_grad(grad, x))
 )
-# No product: its weights are a vector.
+# This function is not a GEMM: its weight is a vector.
 Norm = autograd_function(lambda x, w: (x * w, w), lambda grad, w: (grad * w, grad.sum((0, 1))))
 
 
@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
 
 def swiglu(function: Any) -> nn.Module:
-    """Between linear layers of some Function."""
+    """Return a SwiGLU MLP whose linear layers call a Function."""
     return harness.SwiGLU(D, H, functools.partial(Layer, function))
 
 
@@ -81,7 +81,7 @@ def gelu(function: Any) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    """Takes out what a test registers."""
+    """Remove the GEMMs that a test registers."""
     before = dict(gemm_registry._registered)
     yield
     gemm_registry._registered.clear()
@@ -97,39 +97,39 @@ def data() -> Tensor:
     return torch.randn(2, TOKENS // 2, D)
 
 
-ELEMENTS = 4 * TOKENS  # bytes of a float32 column of all tokens
+COLUMN_BYTES = 4 * TOKENS  # one float32 column of all tokens
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("function", (Visible, Hidden, Closed), ids=("Visible", "Hidden", "Closed"))
-def test_an_activation_between_custom_products_is_fused(function: Any) -> None:
-    """Eager = compiled with all gradients; and of gate, up and the activation is kept what the level says."""
+def test_an_activation_between_custom_gemms_is_fused(function: Any) -> None:
+    """Compiled gradients equal eager ones, and the level decides which of gate, up and the activation are saved."""
     if function is not Visible:
         tfo.register_gemm(function)
     module, x = swiglu(function), data()
     eager, _ = saving_step(module, module, x)
-    # The input is kept for the weights' gradients; and silu(gate), gate, up and the product; gate and up; neither.
+    # The input is saved for the weights' gradients. "free" also saves gate and up.
     for memory, columns in {"free": D + 2 * H, "input": D}.items():
-        got, kept = saving_step(compiled(module, memory), module, x)
+        got, saved = saving_step(compiled(module, memory), module, x)
         torch.testing.assert_close(got, eager)
         recomputable = memory != "input" or function is Visible
-        assert kept == ELEMENTS * (columns if recomputable else D + 2 * H)
+        assert saved == COLUMN_BYTES * (columns if recomputable else D + 2 * H)
 
 
 @pytest.mark.codegen_is_slow
-def test_a_registered_operator_is_computed_again() -> None:
-    """ "input" computes a product again in backward: where it is registered itself, an operator's, too."""
+def test_a_registered_operator_is_recomputed() -> None:
+    """At "input", backward also recomputes GEMMs of registered operators."""
     tfo.register_gemm(Hidden)
     tfo.register_gemm(opaque)
     module, x = swiglu(Hidden), data()
-    (got, kept), (eager, _) = saving_step(compiled(module, "input"), module, x), saving_step(module, module, x)
+    (got, saved), (eager, _) = saving_step(compiled(module, "input"), module, x), saving_step(module, module, x)
     torch.testing.assert_close(got, eager)
-    assert kept == ELEMENTS * D
+    assert saved == COLUMN_BYTES * D
 
 
 @pytest.mark.parametrize("function", (Hidden, Closed), ids=("Hidden", "Closed"))
-def test_a_function_that_is_not_registered_is_opaque(function: Any) -> None:
+def test_unregistered_functions_are_opaque(function: Any) -> None:
     """An MLP of such functions is not a site, and an error under ``strict``."""
     module, x = gelu(function), data()
     report = tfo.explain(module, x)
@@ -147,7 +147,7 @@ def test_a_function_that_is_not_registered_is_opaque(function: Any) -> None:
 
 
 def test_a_registered_operator_alone() -> None:
-    """Without gradients Dynamo shows what a Function calls."""
+    """Without gradients, Dynamo traces the operators that a Function calls."""
 
     def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return opaque(F.gelu(opaque(x, w)), v)
@@ -159,15 +159,15 @@ def test_a_registered_operator_alone() -> None:
     assert site.op == "fused::bias_act"
 
 
-def test_what_a_function_writes() -> None:
-    """What it saved, it read from the activation: that must stay as it was. What it has made itself it may write."""
+def test_functions_may_overwrite_only_their_own_tensors() -> None:
+    """Backward must not overwrite the saved activation. It may overwrite tensors that it has computed."""
     (site,) = tfo.explain(gelu(WritesWhatItSaved), data()).sites
     assert (site.op, site.kind) == (None, Kind.WRITTEN)
     (site,) = tfo.explain(gelu(WritesItsOwn), data()).sites
     assert site.op == "fused::bias_act"
 
 
-def test_functions_that_are_no_products() -> None:
+def test_functions_that_are_not_gemms() -> None:
     def body(s: Any, x: Tensor) -> Tensor:
         return Norm.apply(F.gelu(s.up(x)), s.weight)  # type: ignore[no-any-return]
 
@@ -176,15 +176,15 @@ def test_functions_that_are_no_products() -> None:
     assert not report.sites and {site.kind for site in report.unread} == {Kind.NO_GEMM_READS}
 
 
-def test_what_can_be_registered() -> None:
+def test_register_gemm_checks_its_argument() -> None:
     before = passes.identity()
     with pytest.raises(TypeError, match="fn=<built-in function tanh> is not accepted: it must be a subclass of"):
         tfo.register_gemm(math.tanh)
     tfo.register_gemm(Hidden)
     tfo.register_gemm(Hidden)
-    assert passes.identity() != before, "what is registered changes what is compiled, so it is in every cache's key"
-    for one in (opaque, torch.ops.torch_fused_ops_tests.opaque, torch.ops.torch_fused_ops_tests.opaque.default):
-        tfo.register_gemm(one)
+    assert passes.identity() != before, "registered GEMMs change compiled code, so they are part of cache keys"
+    for gemm in (opaque, torch.ops.torch_fused_ops_tests.opaque, torch.ops.torch_fused_ops_tests.opaque.default):
+        tfo.register_gemm(gemm)
     assert len(gemm_registry._registered) == 2
 
 
@@ -198,11 +198,14 @@ def test_torchao(recipe: str) -> None:
     x = data().bfloat16()
     assert [site.op for site in tfo.explain(module, x).sites] == ["fused::bias_act"]
     for memory in ("free", "input"):
-        (got, kept), (eager, more) = saving_step(compiled(module, memory), module, x), saving_step(module, module, x)
-        # Two numbers of bfloat16 next to each other may be two of float8, and tensorwise has gradients in e5m2: there
-        # plain torch.compile is off eager by up to 0.049, and this by up to 0.052.
+        (got, saved), (eager, eager_saved) = (
+            saving_step(compiled(module, memory), module, x),
+            saving_step(module, module, x),
+        )
+        # Neighboring bfloat16 numbers may round to different float8 numbers, and tensorwise has gradients in e5m2. The
+        # difference to eager is up to 0.049 for plain torch.compile, and up to 0.052 with fusion.
         assert all((a - b).float().norm() < 0.1 * b.float().norm() for a, b in zip(got, eager, strict=True))
-        assert kept < more
+        assert saved < eager_saved
 
 
 @pytest.mark.slow

@@ -30,17 +30,17 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> 
 
 
 def cpp(fn: Callable[..., Any], *args: Tensor) -> list[str]:
-    """The kernels that are generated for a CPU, as text: nothing is compiled."""
-    found: list[str] = []
+    """Return the C++ kernels that Inductor generates, without compiling them."""
+    sources: list[str] = []
 
     def note(self: Any, types: list[str], source: str, **kwargs: Any) -> Callable[..., None]:
-        found.append(source)
+        sources.append(source)
         return lambda *tensors: None
 
     torch._dynamo.reset()
     with mock.patch.object(AsyncCompile, "cpp_pybinding", note), inductor_config.patch(force_disable_caches=True):
         torch.compile(fn, fullgraph=True, dynamic=False)(*args)
-    return found
+    return sources
 
 
 def kernels(code: str) -> int:
@@ -114,7 +114,7 @@ def fp8_swiglu(x: Tensor, bias: Tensor, **options: Any) -> Tensor:
     return FF.bias_swiglu(x * 2, bias, memory="fp8", **options)
 
 
-# What stores float8.
+# Calls that save float8 tensors.
 FP8: dict[str, Make] = {
     "bias_act": lambda: (
         lambda x, b, s: FF.bias_gelu(x * 2, b, token_scale=s, memory="fp8") + 1,
@@ -132,7 +132,7 @@ FP8: dict[str, Make] = {
 }
 
 
-# By default one, and the others under -m slow. Without vector instructions gcc takes a sixth of the time.
+# One variant runs by default, the others under -m slow. Without vector instructions gcc takes a sixth of the time.
 VARIANTS = [(name, vectors) for vectors in (False, True) for name in CASES]
 SMOKE = ("bias_glu, interleaved", False)
 
@@ -194,7 +194,7 @@ def test_fuses_with_neighbors_on_both_sides(name: str) -> None:
     assert [kernels(c) for c in code] == [1, 1]
 
 
-def test_activation_that_cannot_be_inlined_says_so() -> None:
+def test_activations_that_cannot_be_inlined_raise() -> None:
     tfo.register_activation("sorted_for_lowering", lambda x: x.unsqueeze(-1).cumsum(-1).squeeze(-1))
     with pytest.raises(Exception, match="cannot be part of an activation"):
         torch.compile(lambda x: fused.bias_act(x, None, None, "sorted_for_lowering"))(leaf(4, 4))
@@ -225,29 +225,29 @@ def test_programs_evaluate_each_step_once() -> None:
     assert len([step for step in program.steps if step.name != "constant"]) <= 30
 
 
-def test_cpus_multiply_and_add_in_one_instruction() -> None:
-    """Inductor forbids the C++ compiler to see it. Nor is there a mask to make: it is a round trip through memory."""
+def test_cpus_use_fma() -> None:
+    """Inductor's flags forbid the C++ compiler to combine them. Masks would cost a round trip through memory."""
     (code,) = cpp(lambda x: fused.bias_act(x, None, None, "gelu"), leaf(8, 64, grad=False))
     assert code.count("fma") >= 7 and "blendv" not in code and " ? " not in code
 
 
 @pytest.mark.parametrize(("rows", "together"), [(8, 4), (9, 1)])
-def test_cpus_sum_what_was_computed_for_the_input(rows: int, together: int) -> None:
+def test_cpus_sum_gradients_without_recomputation(rows: int, together: int) -> None:
     grad, bias, mask = torch.ones(rows, 64, dtype=BF16), torch.ones(64), [True, True, False]
     step = lambda g, b: (fused.bias_act(g, b, None, "silu"), *fused.bias_act_backward(g, g, b, None, "silu", mask))  # noqa: E731
     (code,) = cpp(step, grad, bias)
     assert 2 * code.count("exp2()") == 2 * together == code.count("at::vec::convert<at::BFloat16,1,float,2>")
 
 
-def test_whole_numbers_are_not_multiplied_and_added_as_floats() -> None:
+def test_integers_do_not_use_fma() -> None:
     """``std::fma`` of them is a float64."""
     tfo.register_activation("stairs", lambda x: x + (x.detach().to(torch.int64) * 3 + 2**60).to(x.dtype))
     (code,) = cpp(lambda x: fused.bias_act(x, None, None, "stairs"), leaf(8, 64, grad=False))
     assert "int64_t" in code and "fma" not in code
 
 
-def test_a_loop_reads_what_its_result_is_made_of() -> None:
-    """The gradient of up is grad · silu(gate). A loop that is said to read up as well keeps others from taking it."""
+def test_a_loop_reads_only_its_results_inputs() -> None:
+    """The gradient of up is grad · silu(gate). If the loop also listed up, Inductor could not reuse up's buffer."""
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
     def of_up(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -265,8 +265,8 @@ NUMBERS, SCALES = ROWS * N, 4 * ROWS  # a float8 tensor of the result's size, an
 @pytest.mark.parametrize(
     ("fn", "widths", "kernels", "forward", "backward"),
     [
-        # Of bf16, 2 bytes a number: forward reads the input and writes result, store and scales; backward reads grad,
-        # store and scales and writes the input's gradient.
+        # bf16 has 2 bytes. Forward reads the input and writes the result, the float8 copy and scales. Backward reads
+        # the gradient, the float8 copy and scales, and writes the input's gradient.
         pytest.param(FF.gelu, [N], (1, 1), 2 + 2 + 1, 2 + 1 + 2, id="bias_act"),
         pytest.param(FF.swiglu, [N, N], (1, 1), 4 + 2 + 2, 2 + 2 + 4, id="glu"),
         pytest.param(FF.bias_swiglu, [2 * N], (1, 1), 4 + 2 + 2, 2 + 2 + 4, id="halves"),

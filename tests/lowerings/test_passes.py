@@ -1,4 +1,4 @@
-"""Policies, options, cache keys and failures of our passes; test_composition.py has threads and others' passes."""
+"""Policies, options, cache keys and failures of passes. test_composition.py tests threads and other passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def clean() -> Iterator[None]:
     tfo.disable()
     for slot in passes.SLOTS:
         left = compat.passes_in(getattr(inductor_config, slot))
-        assert not any(isinstance(one, passes.Pass) for one in left), "one of ours was left behind"
+        assert not any(isinstance(graph_pass, passes.Pass) for graph_pass in left), "a fusion pass is still in a slot"
 
 
 def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -45,16 +45,8 @@ def arguments() -> list[Tensor]:
     return [torch.randn(s, requires_grad=True) for s in ((8, 16), (32, 16), (16, 32))]
 
 
-def test_an_enabled_block_is_entered_again_but_not_twice_at_once() -> None:
+def test_enabled_decorates_recursive_functions() -> None:
     policy = tfo.FusionPolicy(memory="off")
-    block = tfo.enabled(policy)
-    for _ in range(2):
-        with block:
-            assert passes.active_policy() == policy
-            with pytest.raises(RuntimeError, match=r"this enabled\(\) block is open already"), block:
-                pass
-            assert passes.active_policy() == policy
-        assert passes.active_policy() is None
 
     @tfo.enabled(policy)
     def depth(n: int) -> int:
@@ -78,12 +70,12 @@ def test_enabled_inside_enable_and_nested() -> None:
     assert passes.active_policy() is None
 
 
-def test_somebody_elses_partitioner_decides_alone() -> None:
-    theirs = Partitioner()
-    options = tfo.compile_options(options={"custom_partitioner_fn": theirs})
-    assert options["custom_partitioner_fn"] is theirs
+def test_another_partitioner_has_precedence() -> None:
+    partitioner = Partitioner()
+    options = tfo.compile_options(options={"custom_partitioner_fn": partitioner})
+    assert options["custom_partitioner_fn"] is partitioner
     torch.compile(mlp, fullgraph=True, options=options)(*arguments())
-    assert theirs.calls == 1
+    assert partitioner.calls == 1
 
 
 @pytest.mark.parametrize(
@@ -102,7 +94,7 @@ def test_backend_takes_mode_and_options(how: dict[str, Any]) -> None:
     assert [site.op for site in report.sites] == ["fused::bias_act"]
 
 
-def test_backend_rejects_what_inductor_rejects() -> None:
+def test_backend_rejects_unknown_inductor_options() -> None:
     with pytest.raises(Exception, match="no_such_option"):
         torch.compile(mlp, backend="fused", options={"no_such_option": 1})(*arguments())
 
@@ -112,7 +104,7 @@ def near_miss(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return F.linear(h * torch.sigmoid(1.7 * h), v)
 
 
-def test_strict_raises_for_what_is_left_unfused_but_not_for_what_is_excluded() -> None:
+def test_strict_raises_for_unfused_but_not_for_excluded_mlps() -> None:
     strict = tfo.FusionPolicy(strict=True)
     with pytest.raises(Exception, match=r"not fused(.|\n)*1\.7 for 1\.702"):
         torch.compile(near_miss, backend="fused", options={"policy": strict})(*arguments())
@@ -135,7 +127,7 @@ def test_saved_tensor_hooks_of_the_user_see_no_fake_tensors() -> None:
     assert seen
 
 
-def test_a_failing_pass_leaves_the_graph_and_says_so_once(
+def test_a_failing_pass_does_not_change_the_graph_and_logs_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(passes.PreGradPass, "run", mock.Mock(side_effect=RuntimeError("broken on purpose")))
@@ -155,18 +147,18 @@ def test_a_failing_pass_leaves_the_graph_and_says_so_once(
 
 
 def test_uuid_follows_policy_and_table() -> None:
-    one, two = passes.PreGradPass(tfo.FusionPolicy()), passes.PreGradPass(tfo.FusionPolicy(memory="off"))
-    assert one.uuid() != two.uuid() and one.uuid() == passes.PreGradPass(tfo.FusionPolicy()).uuid()
+    first, second = passes.PreGradPass(tfo.FusionPolicy()), passes.PreGradPass(tfo.FusionPolicy(memory="off"))
+    assert first.uuid() != second.uuid() and first.uuid() == passes.PreGradPass(tfo.FusionPolicy()).uuid()
     ambient = passes.PreGradPass()
     outside = ambient.uuid()
     with tfo.enabled():
-        assert ambient.uuid() == one.uuid() != outside
+        assert ambient.uuid() == first.uuid() != outside
 
 
 def test_passes_and_policies_copy_and_pickle() -> None:
-    one = passes.PreGradPass(tfo.FusionPolicy(exclude=("a.*",)))
-    assert copy.deepcopy(one) is one
-    assert pickle.loads(pickle.dumps(one)) == one
+    graph_pass = passes.PreGradPass(tfo.FusionPolicy(exclude=("a.*",)))
+    assert copy.deepcopy(graph_pass) is graph_pass
+    assert pickle.loads(pickle.dumps(graph_pass)) == graph_pass
     assert pickle.loads(pickle.dumps(tfo.FusionPolicy())) == tfo.FusionPolicy()
 
 
@@ -192,7 +184,7 @@ NOT_ACCEPTED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def test_what_no_policy_has() -> None:
+def test_bad_fields_are_rejected() -> None:
     for fields, error, message in NOT_ACCEPTED:
         raises(error, message, tfo.FusionPolicy, **fields)
     patterns = ("layers.[0-3].*", "[]]", "[!]]", "[[]", "a]", "")
@@ -211,7 +203,7 @@ def test_bad_policies_are_named() -> None:
         raises(TypeError, "'memroy' is not known; did you mean 'memory'", fn, memroy="fp8")
 
 
-def test_a_policy_s_fields_do_for_a_policy() -> None:
+def test_fields_are_accepted_instead_of_a_policy() -> None:
     expected = tfo.FusionPolicy(memory="fp8", strict=True)
     try:
         tfo.enable(memory="fp8", strict=True)
@@ -220,8 +212,10 @@ def test_a_policy_s_fields_do_for_a_policy() -> None:
             assert passes.active_policy() == tfo.FusionPolicy(memory="input")
     finally:
         tfo.disable()
-    ours = [each for each in tfo.compile_options(memory="fp8", strict=True).values() if hasattr(each, "policy")]
-    assert ours and all(each.policy == expected for each in ours)
+    fused_passes = [
+        option for option in tfo.compile_options(memory="fp8", strict=True).values() if hasattr(option, "policy")
+    ]
+    assert fused_passes and all(option.policy == expected for option in fused_passes)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +227,7 @@ def test_a_policy_s_fields_do_for_a_policy() -> None:
         ({"max_autotune": False}, tfo.FusionPolicy()),
     ],
 )
-def test_a_policy_s_fields_are_options_of_the_backend(
+def test_fields_are_options_of_the_backend(
     options: dict[str, Any], policy: tfo.FusionPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tfo.FusionPolicy | None] = []
@@ -276,7 +270,7 @@ def test_policies_are_read_from_text() -> None:
     raises(ValueError, re.escape("memory='fp9' for '*' is not accepted"), read, "memory=layers.0=input,*=fp9")
 
 
-def test_enable_says_once_that_what_is_compiled_stays_as_it_is(
+def test_enable_warns_once_about_compiled_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(passes, "_logged", set())
@@ -295,7 +289,7 @@ def test_enable_says_once_that_what_is_compiled_stays_as_it_is(
     assert "compiled 1 graph without it" in record.getMessage()
 
 
-# ---- other people's settings -----------------------------------------------------------------------------------------
+# ---- other settings that disable a pass ------------------------------------------------------------------------------
 
 
 class Partitioner(CustomPartitionerFn):
@@ -325,7 +319,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_setting_that_takes_a_stage_away_is_said_once_and_strict_raises(
+def test_a_setting_that_disables_a_pass_warns_once_and_strict_raises(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     value, text = TAKEN[name]
@@ -344,7 +338,7 @@ def test_a_setting_that_takes_a_stage_away_is_said_once_and_strict_raises(
     assert len(caplog.records) == 1
 
 
-def test_lite_mode_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_lite_mode_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     if "lite" not in torch._inductor.list_mode_options():
         pytest.skip("this torch has no such mode")
     monkeypatch.setattr(passes, "_logged", set())
@@ -354,9 +348,7 @@ def test_lite_mode_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     assert "mode='lite'" in caplog.text
 
 
-def test_enable_right_after_a_reset_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_enable_after_a_reset_does_not_warn(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(passes, "_logged", set())
     monkeypatch.setattr(passes, "_graphs", 0)
     torch.compile(mlp, backend=lambda gm, _: gm.forward)(*arguments())
@@ -369,7 +361,7 @@ def test_enable_right_after_a_reset_says_nothing(
     assert "enable() comes after torch.compile has compiled" in caplog.text
 
 
-def test_code_that_is_saved_by_its_source_alone_is_refused() -> None:
+def test_caching_precompile_is_rejected() -> None:
     refused = r"torch\._dynamo\.config\.caching_precompile=True is not accepted: .* under any policy and backend"
     x, w, v = arguments()
     backend = torch._dynamo.lookup_backend("fused")
@@ -384,8 +376,8 @@ def test_code_that_is_saved_by_its_source_alone_is_refused() -> None:
 
 
 def test_strict_numerics_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.15 has the setting; ``emulate_precision_casts`` rounds half precision alone."""
-    for numerics, emulates, dtype, found in (
+    """torch 2.15 has the setting ``numerics``. ``emulate_precision_casts`` applies only to half precision."""
+    for numerics, emulates, dtype, expected in (
         ("strict", False, torch.float32, "numerics='strict'"),
         ("strict_eager", False, torch.bfloat16, "numerics='strict_eager'"),
         ("default", True, torch.float32, ""),
@@ -394,4 +386,4 @@ def test_strict_numerics_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         config = SimpleNamespace(numerics=numerics, emulate_precision_casts=emulates)
         monkeypatch.setattr(torch._inductor, "config", config)
-        assert compat.eager_rounding(dtype) == found
+        assert compat.eager_rounding(dtype) == expected

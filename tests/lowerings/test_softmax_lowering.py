@@ -72,8 +72,8 @@ def test_dynamic_shapes(name: str) -> None:
 
 
 @pytest.mark.codegen_is_slow
-def test_one_compilation_for_every_length() -> None:
-    """Queries, keys and batch: symbolic all three."""
+def test_all_lengths_share_a_compilation() -> None:
+    """The batch and the numbers of queries and keys are symbolic."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     fn = lambda x, s: softmax(x, None, s, 0.3, True, 6)  # noqa: E731
     compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
@@ -89,7 +89,7 @@ def test_cpus_compute_an_exponential_once() -> None:
 
 
 @pytest.mark.codegen_is_slow
-def test_masked_rows_are_zero_where_their_scores_are_infinite() -> None:
+def test_masked_rows_with_infinite_scores_are_zero() -> None:
     def fn(x: Tensor, m: Tensor, s: Tensor) -> Tensor:
         return softmax(x, m, s, 0.3)
 
@@ -110,7 +110,7 @@ TYPES = {"*fp32": F32, "*bf16": BF16, "*fp64": F64, "*i1": torch.bool, "*fp16": 
 
 
 def interpret(kernel: Any, out: Tensor, *inputs: Tensor) -> Tensor:
-    """A generated kernel on inputs that differ in dtype, by which its arguments are told apart."""
+    """Run a generated kernel on inputs of different dtypes, which identify its arguments."""
     from torch_fused_ops import virtual_gpu
 
     signature = re.search(r"'signature': \{(.*?)\}", kernel.source)
@@ -127,8 +127,8 @@ def interpret(kernel: Any, out: Tensor, *inputs: Tensor) -> Tensor:
     ("dtype", "sk", "scale"),
     [(BF16, 300, 0.3), (F32, 300, -0.3), (BF16, 1500, 0.125), (F32, 1500, 0.3), (torch.float16, 1500, 20.0)],
 )
-def test_gpu_code_keeps_the_precision_contract(dtype: torch.dtype, sk: int, scale: float) -> None:
-    """One kernel for rows that are held (300) and for longer ones (1500), each feature at once."""
+def test_gpu_code_meets_the_precision_contract(dtype: torch.dtype, sk: int, scale: float) -> None:
+    """One kernel has all features, for rows that fit in registers (300) and for longer rows (1500)."""
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     g = torch.Generator().manual_seed(0)
     x = (torch.randn(2, 2, 3, sk, generator=g, dtype=F64) * 4 + 30).to(dtype)
@@ -148,10 +148,10 @@ def test_gpu_code_keeps_the_precision_contract(dtype: torch.dtype, sk: int, scal
 
 
 @pytest.mark.parametrize("sk", [300, 1500])
-def test_gpu_code_of_backward_keeps_the_precision_contract(sk: int) -> None:
+def test_gpu_code_of_backward_meets_the_precision_contract(sk: int) -> None:
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     y = softmax(torch.randn(2, 3, sk), None, None, 1.0, True).bfloat16()
-    g = torch.randn(2, 3, sk)  # of another dtype, to be told apart
+    g = torch.randn(2, 3, sk)  # a different dtype identifies the argument
 
     def fn(g: Tensor, y: Tensor) -> Tensor:
         return torch.ops.fused.scaled_masked_softmax_backward(g, y, 0.3, True, -1, -1, None, [True, False])[0]

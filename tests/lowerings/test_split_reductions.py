@@ -1,4 +1,4 @@
-"""A bias's gradient is summed where what is summed is computed: bytes, kernels, numbers, and what is left alone."""
+"""The kernel that computes a gradient also sums it for a bias: bytes, kernels, numbers, and unsupported sums."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,16 +31,16 @@ def backward(
     memory: str | None = "free",
     **settings: Any,
 ) -> Any:
-    """The backward graph of a step; memory None: upstream's."""
+    """Return a step's backward graph. If ``memory`` is None, compile without fusion."""
     config = {} if memory is None else tfo.compile_options(tfo.FusionPolicy(memory=memory, strict=True))
     x = torch.empty(*rows, 64, dtype=BF16, device="meta", requires_grad=True)
     return virtual_gpu.compile_on_paper(harness.on_meta(model, width), x, config=config, **settings).backward
 
 
 def moved(graph: Any, elements: int) -> list[float]:
-    """Bytes for each hidden element, of the activation's kernel and of what sums its blocks, the last kernel."""
-    (made,) = [k for k in graph.kernels if "backward" in k.name]
-    return [k.bytes_moved / elements for k in (made, graph.kernels[-1])]
+    """Return bytes per hidden element, for the activation's kernel and for the last kernel, which adds the blocks."""
+    (computed,) = [k for k in graph.kernels if "backward" in k.name]
+    return [k.bytes_moved / elements for k in (computed, graph.kernels[-1])]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def moved(graph: Any, elements: int) -> list[float]:
     [
         (GELU, (8, 1024), "free", 8),
         pytest.param(GELU, (TOKENS,), "off", 6, marks=pytest.mark.slow),
-        pytest.param(GELU, (16, 1024), "off", 6, marks=pytest.mark.slow),  # Inductor's blocks: 43, of 382 rows
+        pytest.param(GELU, (16, 1024), "off", 6, marks=pytest.mark.slow),  # Inductor has 43 blocks of 382 rows
         pytest.param(GELU, (3, 1000), "off", 6, marks=pytest.mark.slow),
         pytest.param(GELU, (TOKENS,), "fp8", 7, marks=pytest.mark.slow),
         pytest.param(GELU, (TOKENS,), "input", 8, marks=pytest.mark.slow),
@@ -56,25 +56,25 @@ def moved(graph: Any, elements: int) -> list[float]:
         pytest.param(SwiGLU, (TOKENS,), "free", 12, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_summed_is_not_read_again(
+def test_summands_are_not_read_again(
     model: Callable[[int], nn.Module], rows: tuple[int, ...], memory: str, nbytes: int
 ) -> None:
-    """Bytes for each hidden element: the gradient, the data, its gradients, what the level rebuilds, sums of blocks."""
+    """The bytes per hidden element are the gradient, the data, its gradients, recomputed values and sums of blocks."""
     graph = backward(model, rows=rows, memory=memory)
     kernel, sums = moved(graph, torch.Size(rows).numel() * 3072)
     assert nbytes < kernel < nbytes + 0.07 and sums < 0.07
 
 
 @pytest.mark.parametrize(("memory", "nbytes"), [("free", 8), pytest.param("off", 6, marks=pytest.mark.slow)])
-def test_a_dropout_behind_is_in_the_kernel(memory: str, nbytes: int) -> None:
-    """Its masks, too: a call of the generator draws for four elements."""
+def test_a_dropout_after_the_activation_is_in_the_kernel(memory: str, nbytes: int) -> None:
+    """The kernel also computes the masks, with one call of the generator for four elements."""
     dropped = harness.named("dropped", harness.MLP, 64, activation=lambda h: F.dropout(harness.GELU_TANH(h), 0.1))
     graph = backward(dropped, memory=memory)
     (kernel,) = [k for k in graph.kernels if "dropout" in k.name]
     assert "bias_act_backward" in kernel.name
     assert nbytes < kernel.bytes_moved / (TOKENS * 3072) < nbytes + 0.07
     code = virtual_gpu.assemble(kernel, block={"XBLOCK": 64, "R0_BLOCK": 8}, num_warps=2)  # 8 elements a thread
-    # Triton 3.9 makes one of these of a product of masked 64-bit words.
+    # Triton 3.9 computes a product of masked 64-bit words with one of these instructions.
     most = {"3.6": 88, "3.7": 86}.get(virtual_gpu.machine_code.import_triton().__version__[:3], 40)
     assert 30 <= sum(i.startswith(("IMAD.WIDE.U32", "IMAD.HI.U32")) for i in code.instructions) <= most
 
@@ -92,7 +92,7 @@ class DroppedNorm(DroppedResult):
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("model", "summed"), [(DroppedResult, True), (DroppedNorm, False)])
 def test_a_dropout_of_the_result_sums_its_bias(model: type[nn.Module], summed: bool) -> None:
-    """Not where a norm makes its gradient, in whose kernel the dropout's backward is."""
+    """A norm that computes the dropout's gradient includes the dropout's backward in its kernel, without the sum."""
     graph = backward(harness.named(model.__name__, model, 64, activation=harness.GELU_TANH))
     names = [kernel.name for kernel in graph.kernels if "dropout_add_backward" in kernel.name]
     assert len(names) == 1 and ("_sum_" in names[0]) == summed and ("layer_norm" in names[0]) != summed, names
@@ -100,8 +100,8 @@ def test_a_dropout_of_the_result_sums_its_bias(model: type[nn.Module], summed: b
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "kernels", "nbytes"), [({}, 3, 10.06), (None, 2, 6.06)])
-def test_an_operators_own_bias_is_summed_there_too(config: Any, kernels: int, nbytes: float) -> None:
-    """Without the pass what the formula reads is read for the sum, too."""
+def test_an_operators_own_bias_is_summed_in_its_kernel(config: Any, kernels: int, nbytes: float) -> None:
+    """Without the pass, the sum reads the formula's inputs again."""
     x, bias = (torch.empty(s, dtype=BF16, device="meta", requires_grad=True) for s in ((TOKENS, 3072), (3072,)))
     config = tfo.compile_options(tfo.FusionPolicy(strict=True)) if config is None else config
     act = lambda x, b: fused.bias_act(x, b, None, "gelu")  # noqa: E731
@@ -113,17 +113,17 @@ def test_an_operators_own_bias_is_summed_there_too(config: Any, kernels: int, nb
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["off", "free"])
 @pytest.mark.parametrize("model", [GELU, SwiGLU])
-def test_in_a_gemms_epilogue_it_stays(model: Callable[[int], nn.Module], memory: str) -> None:
-    """With Inductor's templates d leaves the GEMM that makes its gradient, which saves more."""
-    plain, ours = (backward(model, memory=level, gemm="triton") for level in (None, memory))
-    kinds = [sorted(k.name.split("_")[1] for k in graph.kernels) for graph in (plain, ours)]
+def test_gradients_stay_in_gemm_epilogues(model: Callable[[int], nn.Module], memory: str) -> None:
+    """With Inductor's templates, the GEMM before the activation computes d in its epilogue, which saves more bytes."""
+    activation_gradient, fused_graph = (backward(model, memory=level, gemm="triton") for level in (None, memory))
+    kinds = [sorted(k.name.split("_")[1] for k in graph.kernels) for graph in (activation_gradient, fused_graph)]
     assert kinds[0] == kinds[1]
-    assert ours.bytes_moved <= plain.bytes_moved + (2 * TOKENS * 3072 if memory == "free" else 0)
+    assert fused_graph.bytes_moved <= activation_gradient.bytes_moved + (2 * TOKENS * 3072 if memory == "free" else 0)
 
 
 @pytest.mark.parametrize(("columns", "kernels"), [(8440, 3), (8448, 1)])
-def test_the_bound_is_inductors(columns: int, kernels: int) -> None:
-    """A kernel that writes what is summed, and the sum in two; from the bound on one that does both."""
+def test_the_bound_is_the_same_as_in_inductor(columns: int, kernels: int) -> None:
+    """Below the bound, a kernel writes the summand and two kernels sum it. From the bound on, one kernel does both."""
 
     def summed(x: Tensor) -> tuple[Tensor, Tensor]:
         d = x * x.sin()
@@ -132,17 +132,17 @@ def test_the_bound_is_inductors(columns: int, kernels: int) -> None:
     x = torch.empty(TOKENS, columns, dtype=BF16, device="meta")
     assert len(virtual_gpu.compile_on_paper(summed, x, training=False).inference.kernels) == kernels
     with virtual_gpu.described(virtual_gpu.H200):
-        found = split_reductions.rows_of_a_block(TOKENS, columns, torch.device("cuda", 0))
-    assert (found is None) == (kernels == 1)
+        actual = split_reductions.rows_of_a_block(TOKENS, columns, torch.device("cuda", 0))
+    assert (actual is None) == (kernels == 1)
 
 
 @pytest.mark.slow
-def test_wide_steps_are_as_they_were() -> None:
-    plain, ours = (backward(GELU, 8448, memory=memory) for memory in (None, "off"))
-    assert [k.bytes_moved for k in ours.kernels] == [k.bytes_moved for k in plain.kernels]
+def test_wide_steps_do_not_change() -> None:
+    activation_gradient, fused_graph = (backward(GELU, 8448, memory=memory) for memory in (None, "off"))
+    assert [k.bytes_moved for k in fused_graph.kernels] == [k.bytes_moved for k in activation_gradient.kernels]
 
 
-def test_the_rows_of_a_block() -> None:
+def test_rows_per_block() -> None:
     with virtual_gpu.described(virtual_gpu.H200):
         cuda = torch.device("cuda", 0)
         assert split_reductions.rows_of_a_block(TOKENS, 3072, cuda) == 128
@@ -160,16 +160,16 @@ def step(x: Tensor, g: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     d, d_bias, _ = fused.bias_act_backward(g, x, bias, None, "gelu", [True, True, False])
     y = fused.bias_act(x, bias, None, "gelu")
     flat = d.reshape(-1, x.shape[-1])
-    layouts, both = ("halves", "interleaved"), torch.cat((x, g), -1)
-    packed = [fused.bias_glu_backward(g, both, None, None, layout=layout, **SILU)[0] for layout in layouts]
+    layouts, joined = ("halves", "interleaved"), torch.cat((x, g), -1)
+    packed = [fused.bias_glu_backward(g, joined, None, None, layout=layout, **SILU)[0] for layout in layouts]
     sums = [t.flatten(0, -2).sum(0) for t in packed]
     return d, d_bias, y, flat.sum(0), flat.sum([0], keepdim=True), d.sum(-1), *packed, *sums
 
 
 def dropped(x: Tensor, g: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-    """What backward has of an activation and the dropout behind it, and of a dropout of a linear layer's result.
+    """Calls in backward for an activation with a dropout, and for a dropout of a linear layer's result.
 
-    The first has its seed in common with one of another shape.
+    The first dropout shares its seed with a dropout of another shape.
     """
     y = fused.dropout_add(fused.bias_act(x, None, None, "gelu"), None, None, seed, 0.3)
     dropped, _ = fused.dropout_add_backward(g, seed, 0.3, x.dtype, None, [True, False])
@@ -187,15 +187,15 @@ def blocks_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("leading", [(64,), (2, 32)])
 @pytest.mark.usefixtures("blocks_of_8")
-def test_the_graph_computes_the_same(leading: tuple[int, ...]) -> None:
-    from torch_fused_ops.lowerings.operators import ROWS  # not earlier: it imports Inductor's lowerings
+def test_the_rewritten_graph_is_equivalent(leading: tuple[int, ...]) -> None:
+    from torch_fused_ops.lowerings.operators import ROWS_PER_BLOCK_KEY  # not earlier: it imports Inductor's lowerings
 
     args = [torch.randn(s, dtype=torch.float64) for s in ((*leading, 24), (*leading, 24), (24,))]
     gm = make_fx(step, tracing_mode="fake")(*args)
     assert split_reductions.rewrite(gm.graph) == 3
     gm.graph.lint()
     gm.recompile()
-    marked = [n.target for n in gm.graph.nodes if ROWS in n.meta]
+    marked = [n.target for n in gm.graph.nodes if ROWS_PER_BLOCK_KEY in n.meta]
     assert marked == [fused.bias_act_backward.default, fused.bias_act.default] + 2 * [fused.bias_glu_backward.default]
     sums = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
     assert [n.args[1] for n in sums] == [[1], [0], [1], [0], [-1]]
@@ -204,32 +204,32 @@ def test_the_graph_computes_the_same(leading: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("blocks_of_8")
 @pytest.mark.parametrize("vectors", [1, pytest.param(None, marks=pytest.mark.slow)])
-def test_loops_over_blocks_compute_the_same(vectors: int | None) -> None:
+def test_loops_over_blocks_are_equivalent(vectors: int | None) -> None:
     """Without vector instructions gcc takes a sixth of the time."""
     args = [torch.randn(s, dtype=torch.float64) for s in ((2, 32, 24), (2, 32, 24), (24,))]
     options = tfo.compile_options(tfo.FusionPolicy(strict=True), {"cpp.simdlen": vectors})
-    found = torch.compile(step, options=options)(*args)
-    torch.testing.assert_close(found, step(*args), rtol=1e-12, atol=1e-12)
+    actual = torch.compile(step, options=options)(*args)
+    torch.testing.assert_close(actual, step(*args), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.usefixtures("blocks_of_8")
 @pytest.mark.parametrize(("columns", "count"), [(24, 3), (22, 0)])
 def test_dropouts_in_blocks_drop_the_same(columns: int, count: int) -> None:
-    """Four neighbors share a call of the generator; where rows are no multiple of four, nothing is in blocks."""
+    """Four neighbors share a call of the generator. The pass needs a multiple of four columns to make blocks."""
     x, g, seed = torch.randn(64, columns), torch.randn(64, columns), torch.tensor([-3141592653589793238])
     gm = make_fx(dropped, tracing_mode="fake")(x, g, seed)
     assert split_reductions.rewrite(gm.graph) == count
     paper = virtual_gpu.compile_on_paper(
         dropped, x, g, seed, training=False, config=tfo.compile_options(tfo.FusionPolicy())
     )
-    found, _ = virtual_gpu.interpret_step(paper, [x, seed, g])
-    torch.testing.assert_close(found, list(dropped(x, g, seed)), rtol=1e-4, atol=1e-4)
+    actual, _ = virtual_gpu.interpret_step(paper, [x, seed, g])
+    torch.testing.assert_close(actual, list(dropped(x, g, seed)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_the_kernel_keeps_the_precision_contract() -> None:
-    """Interpreted: the sums of 128 rows are within 4 ulp of the sum of absolute values in float32."""
+def test_sums_meet_the_precision_contract() -> None:
+    """Interpreted sums of 128 rows are within 4 float32 ulp of the sum of absolute values."""
     shapes = ((256, 64), (256, 64))
 
     def gradients(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,7 +258,7 @@ ADDED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_whatever_is_added_to_sums_of_tiles_stays(name: str) -> None:
+def test_other_addends_of_sums_of_tiles_stay(name: str) -> None:
     def program(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         mask = [True, False, False]
         sums = (fused.bias_act_backward(t, t, None, None, "gelu", mask)[0].sum(0) for t in (x, y))
@@ -268,33 +268,33 @@ def test_whatever_is_added_to_sums_of_tiles_stays(name: str) -> None:
     paper = virtual_gpu.compile_on_paper(program, *args, training=False, config=tfo.compile_options(tfo.FusionPolicy()))
     gathered = "aten.cat.default" in str(paper.inference.graph.graph)
     assert gathered == (name == "sums alone")
-    (found,), _ = virtual_gpu.interpret_step(paper, args[: len(paper.inference.inputs)])
-    torch.testing.assert_close(found, program(*args), rtol=1e-4, atol=1e-4)
+    (actual,), _ = virtual_gpu.interpret_step(paper, args[: len(paper.inference.inputs)])
+    torch.testing.assert_close(actual, program(*args), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("blocks_of_8")
-def test_what_is_left_alone() -> None:
-    """Where nothing is summed over the rows, where rows are summed too, sizes that are not known."""
+def test_unsupported_sums_do_not_change() -> None:
+    """The pass rejects graphs without sums over rows, with sums along rows, and with symbolic sizes."""
 
     def count(fn: Any, *shapes: tuple[int, ...], mode: str = "fake") -> int:
         gm = make_fx(fn, tracing_mode=mode)(*(torch.randn(s) for s in shapes))
         return split_reductions.rewrite(gm.graph)
 
-    def of(mask: list[bool], scale: bool = False) -> Any:
+    def gradients_with(mask: list[bool], scale: bool = False) -> Any:
         return lambda g, x, b, s: fused.bias_act_backward(g, x, b, s if scale else None, "gelu", mask)
 
-    def plain(g: Tensor, x: Tensor) -> Tensor:
+    def activation_gradient(g: Tensor, x: Tensor) -> Tensor:
         d: Tensor = fused.bias_act_backward(g, x, None, None, "gelu", [True, False, False])[0]
         return d
 
     matrix = (64, 8)
-    assert count(of([True, True, False]), matrix, matrix, (8,), (64,)) == 1
-    assert count(of([True, False, False]), matrix, matrix, (8,), (64,)) == 0
-    assert count(of([True, True, True], True), matrix, matrix, (8,), (64,)) == 0
-    assert count(lambda g, x: plain(g, x).sum(0), matrix, matrix) == 1
-    assert count(lambda g, x: plain(g, x).sum(1), matrix, matrix) == 0
-    assert count(lambda g, x: plain(g, x).sum(), matrix, matrix) == 0
-    assert count(lambda g, x: plain(g, x).sum(0), matrix, matrix, mode="symbolic") == 0
+    assert count(gradients_with([True, True, False]), matrix, matrix, (8,), (64,)) == 1
+    assert count(gradients_with([True, False, False]), matrix, matrix, (8,), (64,)) == 0
+    assert count(gradients_with([True, True, True], True), matrix, matrix, (8,), (64,)) == 0
+    assert count(lambda g, x: activation_gradient(g, x).sum(0), matrix, matrix) == 1
+    assert count(lambda g, x: activation_gradient(g, x).sum(1), matrix, matrix) == 0
+    assert count(lambda g, x: activation_gradient(g, x).sum(), matrix, matrix) == 0
+    assert count(lambda g, x: activation_gradient(g, x).sum(0), matrix, matrix, mode="symbolic") == 0
 
     def dropout(g: Tensor) -> Tensor:
         d: Tensor = fused.dropout_add_backward(g, torch.zeros(1, dtype=torch.int64), 0.5, g.dtype, None, [True, False])[
@@ -303,4 +303,4 @@ def test_what_is_left_alone() -> None:
         return d
 
     assert count(lambda g: dropout(g).sum(0), matrix) == 1
-    assert count(lambda g: dropout(g * 2).sum(0), matrix) == 0  # of a kernel that may be a norm's
+    assert count(lambda g: dropout(g * 2).sum(0), matrix) == 0  # the gradient may come from a norm's kernel

@@ -15,7 +15,7 @@ import torch
 
 from torch_fused_ops.graphs import listing
 from torch_fused_ops.graphs.fusion_events import unobserved
-from torch_fused_ops.graphs.listing import grouped, sites_table, unread_lines
+from torch_fused_ops.graphs.listing import AttentionSite, grouped, sites_table, unread_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy
@@ -23,8 +23,8 @@ from torch_fused_ops.reports import figures, text
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import template
-from torch_fused_ops.reports.saved import Saved, saved
-from torch_fused_ops.reports.text import breaks_text
+from torch_fused_ops.reports.saved import Saved, attention_sites, saved
+from torch_fused_ops.reports.text import breaks_text, size
 from torch_fused_ops.settings.environment import writable
 
 if TYPE_CHECKING:
@@ -140,6 +140,17 @@ class Report:
         with unobserved():
             return saved(self._captures, self.sites, H200)
 
+    @functools.cached_property
+    def attention(self) -> tuple[AttentionSite, ...]:
+        """The attention for which the policy requests a level, with its effect; computed at first access, as ``saved``.
+
+        Empty at ``attention="off"``, and without a backward.
+        """
+        from torch_fused_ops.virtual_gpu import H200
+
+        with unobserved():
+            return attention_sites(self._captures, H200)
+
     def __repr__(self) -> str:
         return str(self)
 
@@ -149,6 +160,7 @@ class Report:
         if all(site.op is None and site.activation == DROPOUT for site in self.sites):
             parts.append(self.nothing)
         parts += unread_lines(grouped(self.unread))
+        parts += [f'attention="input" saves {size(site.nbytes)} less in {site.text}' for site in self.attention]
         if self.breaks:
             parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
         if self.figures is not None:
@@ -216,10 +228,11 @@ class Report:
         ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
         "figures", "figures_missing", "notes", "saved"}``: a site's entries are ``Site``'s attributes, its ``kind`` by
         its name. A break's are those of ``Break``. Figures, if measured, are those of ``Figures``, with the totals
-        ``before`` and ``after``; else null. So is ``saved``, with those of ``Saved``, if it was read.
+        ``before`` and ``after``; else null. So is ``saved``, with those of ``Saved``, if it was read. ``attention`` has
+        those of ``AttentionSite``.
         """
         names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "figures")
-        report = {name: getattr(self, name) for name in (*names, "figures_missing", "notes")}
+        report = {name: getattr(self, name) for name in (*names, "figures_missing", "notes", "attention")}
         report["saved"] = vars(self).get("saved")
         plain: dict[type, Any] = {Kind: lambda kind: kind.name, Figures: Figures.as_dict, Saved: Saved.as_dict}
         return json.dumps(report, indent=2, ensure_ascii=False, default=lambda v: plain.get(type(v), asdict)(v))
