@@ -72,7 +72,7 @@ def off() -> str:
     return _off and f"torch_fused_ops: the fusion passes are off on torch {version}."
 
 
-def pick_up() -> Any:
+def load_passes() -> Any:
     """Return the module ``passes``; if the fusion passes are off, ``disabled``, whose functions do nothing."""
     global _checked
     register()
@@ -89,6 +89,6 @@ def pick_up() -> Any:
 
 def require() -> None:
     """Raise RuntimeError if the fusion passes are off."""
-    pick_up()
+    load_passes()
     if _off:
         raise RuntimeError(off())

@@ -11,8 +11,8 @@ from torch_fused_ops import lowerings
 from torch_fused_ops.policy import FIELDS, FusionPolicy, not_known, policy_given
 
 # torch.compile imports the backend when it is called, but calls it only to compile, not for code from a cache.
-if hasattr(lowerings.pick_up(), "reject_caching_precompile"):  # ``disabled`` does not have it
-    lowerings.pick_up().reject_caching_precompile()
+if hasattr(lowerings.load_passes(), "reject_caching_precompile"):  # ``disabled`` does not have it
+    lowerings.load_passes().reject_caching_precompile()
 
 
 def fused(
@@ -32,7 +32,7 @@ def fused(
             "fp8"}`` means ``{"policy": FusionPolicy(memory="fp8")}``. The default is the policy of ``enabled`` or
             ``enable`` if it is active, otherwise ``FusionPolicy()``.
     """
-    passes = lowerings.pick_up()
+    passes = lowerings.load_passes()
     settings = dict(options or {})
     policy = _policy_of(settings) or passes.active_policy() or FusionPolicy()
     settings = passes.compile_options(policy, settings)

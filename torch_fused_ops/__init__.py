@@ -114,10 +114,10 @@ else:  # type checkers would accept any name
 # Importing Inductor costs 1.7 s, so these four import it when they are called.
 
 
-def _pick_up() -> Any:
+def _load_passes() -> Any:
     from torch_fused_ops import lowerings
 
-    return lowerings.pick_up()
+    return lowerings.load_passes()
 
 
 def enable(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) -> None:
@@ -129,17 +129,17 @@ def enable(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) -
         policy: by default ``FusionPolicy()``.
         fields: a policy's fields, instead: ``enable(memory="fp8")`` is ``enable(FusionPolicy(memory="fp8"))``.
     """
-    _pick_up().enable(policy_given("enable", policy, fields))
+    _load_passes().enable(policy_given("enable", policy, fields))
 
 
 def disable() -> None:
     """Undo ``enable``: remove our passes, and only ours, from Inductor's slots. Idempotent."""
-    _pick_up().disable()
+    _load_passes().disable()
 
 
 def enabled(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) -> AbstractContextManager[None]:
     """``with enabled():`` the same for compilations inside the block, in this thread (or context) only."""
-    block: AbstractContextManager[None] = _pick_up().enabled(policy_given("enabled", policy, fields))
+    block: AbstractContextManager[None] = _load_passes().enabled(policy_given("enabled", policy, fields))
     return block
 
 
@@ -161,7 +161,7 @@ def compile_options(
             f"compile_options: FusionPolicy's {not_known(next(iter(inductor)), FIELDS)}; merge Inductor's own options "
             f"in a dictionary: compile_options(options={inductor!r})"
         )
-    result: dict[str, Any] = _pick_up().compile_options(policy_given("compile_options", policy, fields), options)
+    result: dict[str, Any] = _load_passes().compile_options(policy_given("compile_options", policy, fields), options)
     return result
 
 

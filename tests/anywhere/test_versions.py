@@ -72,7 +72,7 @@ def _taken() -> set[str]:
 
 # Taken by name: slots of passes, and a value that caches are keyed by.
 BY_NAME = {
-    *(f"torch._inductor.config.{slot}" for slot in lowerings.pick_up().SLOTS),
+    *(f"torch._inductor.config.{slot}" for slot in lowerings.load_passes().SLOTS),
     "torch.compiler.config.cache_key_tag",
 }
 

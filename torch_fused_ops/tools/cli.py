@@ -67,7 +67,7 @@ def _info(arguments: argparse.Namespace) -> int:
     from torch_fused_ops import activations, lowerings
     from torch_fused_ops.settings import switches
 
-    passes = lowerings.pick_up()
+    passes = lowerings.load_passes()
     if lowerings.off():
         print(lowerings.off())
         return 1
