@@ -505,7 +505,7 @@ def test_explain_lists_attention() -> None:
     sizes = [saved_bytes(policy, 2) for policy in (MLP_ONLY, BOTH)]
     assert (site.module, site.count, site.nbytes, site.reason) == ("0,1.attention", 2, sizes[0] - sizes[1], "")
     assert 'attention="input" saves' in str(report) and "in 0,1.attention ×2" in str(report)
-    frozen = tfo.explain(Bare(frozen=True), x.detach(), policy=FusionPolicy(attention={"attention.[qkv]": "input"}))
+    frozen = tfo.explain(Bare(frozen=True), x, policy=FusionPolicy(attention={"attention.[qkv]": "input"}))
     (site,) = frozen.attention
     assert site.nbytes == 0 and "the caller may modify" in site.reason and site.reason in str(frozen)
     assert not tfo.explain(model, x, policy=MLP_ONLY).attention
