@@ -227,7 +227,7 @@ def made_of_a_size(patch: Patch) -> Reason:
     n.meta["val"], x.meta["val"], w.meta["val"] = 6, torch.empty(6, 8), torch.empty(8, 16)
     product = graph.call_function(torch.ops.aten.mm.default, (x, w))
     view = graph.call_function(torch.ops.aten.view.default, (product, [n, 16]))
-    saved = SimpleNamespace(same={}, stale=set(), callers=set(), kept=list)
+    saved = SimpleNamespace(in_backward={}, overwritten=set(), caller_owned=set(), saved=list)
     return refusal(functools.partial(memory_levels._recomputation, gemms=True), saved, view)
 
 
