@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torch_fused_ops.declaration import PointwiseOperator
-from torch_fused_ops.families.float8.operators import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
+from torch_fused_ops.families.float8.operators import GEMM_DTYPES, GROUPED_GEMM_DTYPES
 from torch_fused_ops.families.float8.recipes import RECIPES, Scaling
 from torch_fused_ops.families.float8.sharding import multiples
 from torch_fused_ops.graphs.gemm_registry import name_of
@@ -145,7 +145,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     if grouped and not scaling.grouped:
         text = f"grouped float8 GEMMs have a scale for each row, not for each {scaling.noun}"
         raise Rejection(Kind.GEMM_EXPERTS, text)
-    if dtype not in (DTYPES_OF_EXPERTS if grouped else DTYPES_OF_PRODUCTS):
+    if dtype not in (GROUPED_GEMM_DTYPES if grouped else GEMM_DTYPES):
         raise Rejection(Kind.GEMM_DTYPE, f"its dtype is {str(dtype).removeprefix('torch.')}")
     sizes, multiple_of = multiples(weight, scaling.multiple)
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):

@@ -1,16 +1,15 @@
-"""Linear layers in float8: numbers of 8 bits with one scale for each block, and products of them.
+"""Formulas of float8 linear layers: 8-bit numbers with one scale per block, and their GEMMs.
 
-A tensor of two axes is stored in float8, in blocks along its last axis (the one that a product sums over): of (1, 32)
-elements, of (1, 128) or of (128, 128), a row each, or as one block. Scales are powers of two in float32. So storing
-moves exponents and rounds to 4 significant bits, and nothing else: what is stored once and again in other blocks is not
-rounded twice, but for what falls below float8's least normal number, 2⁻⁶ of the scale. e4m3 holds 2¹⁴·⁸ between that
-and its largest.
+A matrix is stored in float8, in blocks along its last axis, over which the GEMM sums. A block has (1, 32), (1, 128) or
+(128, 128) elements, or is a row, or is the whole matrix. Scales are powers of two in float32, so storing shifts
+exponents and rounds to 4 significant bits. Storing the same numbers in other blocks does not round them twice, except
+numbers below float8's smallest normal number, 2⁻⁶ of the scale. e4m3's largest number is 2¹⁴·⁸ times that number.
 
-The numbers are float8_e4m3fn's, on every device. gfx942 (MI300) has float8_e4m3fnuz in its place, in which the same
-byte is half as much and the byte of −0 is NaN: there the scales are twice as large, and −0 is 0. What that has besides
-(240 where e4m3fn's largest gives 224) is not used, so that a recipe multiplies the same numbers everywhere.
+All devices use the values of float8_e4m3fn. gfx942 (MI300) has float8_e4m3fnuz instead, where the same byte has half
+the value and the byte of −0 is NaN. Scales are doubled there, and −0 becomes 0. Larger values that e4m3fnuz has (240,
+where e4m3fn's largest byte gives 224) are not used, so that a recipe multiplies the same numbers on every device.
 
-This is the text that oracle, CPU kernel, lowering and double precision tests share. Kernels for GPUs repeat it.
+The oracle, the CPU kernels, the lowerings and the float64 tests share these formulas. GPU kernels implement them again.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ _WITHOUT_SIGN, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
-    """float8_e4m3fn, or on gfx942, whose products have no other, float8_e4m3fnuz."""
+    """Return float8_e4m3fn; on gfx942, whose GEMMs accept nothing else, float8_e4m3fnuz."""
     if device.type != "cuda" or torch.version.hip is None:
         return FP8
     return FNUZ if torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942") else FP8
 
 
 def padded(size: int, multiple: int = BLOCK) -> int:
-    """``size``, or the next multiple."""
+    """Round ``size`` up to a multiple."""
     return (size + multiple - 1) // multiple * multiple
 
 
 def stored_columns(size: int, columns: int) -> int:
-    """The number of columns that ``quantize`` stores for ``size`` columns, in blocks that wide."""
+    """Return how many columns ``quantize`` stores for ``size`` columns, in blocks of ``columns``."""
     return padded(size, columns) if columns in (BLOCK, MX_BLOCK) else size
 
 
@@ -64,44 +63,44 @@ def columns_of(values: Tensor, scales: Tensor, rows: int) -> int:
 
 
 def block_of_columns(columns: int) -> tuple[int, int]:
-    """The blocks of a layer's input along its columns, as of a weight, beside blocks of (1, columns) along its rows."""
+    """Return the block shape of an input's transpose, if its rows are stored in blocks of (1, columns)."""
     return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
 
 
 def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """(values, scales) of a tensor (r, c) in blocks of (rows, columns).
+    """Return (values, scales) of a tensor (r, c) in blocks of (rows, columns).
 
-    scale = 2^⌈log₂(amax(|block|) / 448)⌉, at least 2⁻¹²⁶; value = block / scale, which 448 bounds. A block with an
-    infinity or a NaN has the scale NaN, so that all of it loads as NaN. Float64 goes through float32. As
-    float8_e4m3fnuz (``dtype_of``) the scale is twice that.
+    scale = 2^⌈log₂(amax(|block|) / 448)⌉, at least 2⁻¹²⁶; value = block / scale, at most 448. A block with an infinity
+    or a NaN has the scale NaN, so all of its elements load as NaN. float64 is converted to float32 first. With
+    float8_e4m3fnuz (``dtype_of``) the scale is doubled.
 
     Args:
-        input: (r, c), any strides; r a multiple of ``rows``.
-        rows: 1 or 128; or r, with c columns.
+        input: (r, c), any strides; r is a multiple of ``rows``.
+        rows: 1 or 128; or r, if ``columns`` is c.
         columns: 128, 32, or c.
 
     Returns:
-        values, float8: (r, c'), c' = c, or the next multiple of ``columns``, zeros behind c. scales, float32,
-        of ``scales_shape``: (c' / columns, r) for rows 1, else (r / rows, c' / columns).
+        values, float8: (r, c'), where c' is c padded with zeros to a multiple of 128 or 32 ``columns``. scales,
+        float32: (c' / columns, r) for rows=1, otherwise (r / rows, c' / columns).
     """
     (r, c), dtype, columns = input.shape, dtype_of(input.device), columns or BLOCK
     width = stored_columns(c, columns)
     wide = torch.nn.functional.pad(input.to(torch.float32), (0, width - c))
     blocks = wide.reshape(r // rows, rows, width // columns, columns)
     scales, inverse = _scales(_magnitudes(blocks).amax((1, 3)), dtype)
-    # Rounded as blocks, and seen as rows then: so Inductor of torch 2.11, too, makes both in one kernel.
+    # Round in the shape of blocks, then reshape: this way torch 2.11's Inductor computes both in one kernel, too.
     values = (blocks * inverse[:, None, :, None]).to(dtype, memory_format=torch.contiguous_format)
     values = values.reshape(r, width)
     return values, scales.t().clone(memory_format=torch.contiguous_format) if rows == 1 else scales
 
 
 def _magnitudes(wide: Tensor) -> Tensor:
-    """Integers that order float32 numbers by their magnitudes, infinities and NaN last."""
+    """Return integers that order float32 numbers by magnitude: numbers, then infinities, then NaN."""
     return wide.view(torch.int32) & _WITHOUT_SIGN
 
 
 def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(scale, 1 / scale) of blocks by their largest magnitude."""
+    """Return (scale, 1 / scale) of blocks, given their largest magnitudes."""
     exponent = (((largest + _ABOVE_1_75) >> _MANTISSA_BITS) - _LOG2_LARGEST).clamp(min=1)
     exponent = exponent + 1 if dtype == FNUZ else exponent
     not_a_number = (largest >= _INFINITY).to(torch.int32) * _NAN
@@ -110,24 +109,24 @@ def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantize_halves(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantize`` of ``cat((first, second), 1)`` in rows, the values in two: (first's, second's, scales (1, r)).
+    """Quantize ``cat((first, second), 1)`` in rows. Return first's values, second's values, and scales (1, r).
 
-    A compiler makes one loop of it, over both, which ``cat`` would stand in front of.
+    A compiler generates one loop over both, which a ``cat`` would prevent.
     """
     dtype, halves = dtype_of(first.device), (first.to(torch.float32), second.to(torch.float32))
     largest = torch.maximum(*map(_magnitudes, halves)).amax(1, keepdim=True)
     scales, inverse = _scales(largest, dtype)
-    one, other = ((half * inverse).to(dtype, memory_format=torch.contiguous_format) for half in halves)
-    return one, other, scales.reshape(1, -1)
+    left, right = ((half * inverse).to(dtype, memory_format=torch.contiguous_format) for half in halves)
+    return left, right, scales.reshape(1, -1)
 
 
 def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
-    """``quantize``'s values in one block, or in rows, by scales that are known; input (r, c), any strides.
+    """Return ``quantize``'s values of rows or of a single block, using scales that are known.
 
     Args:
-        input: (r, c), or a stack of such, (e, r, c); any strides.
-        scales: (1, 1), or (1, r); those that ``quantize`` gives, or larger ones that are powers of two, or NaN. Of a
-            stack (e, 1, 1) or (e, 1, r).
+        input: (r, c), or a stack (e, r, c); any strides.
+        scales: (1, 1) or (1, r); for a stack (e, 1, 1) or (e, 1, r). The scales from ``quantize``, larger powers of
+            two, or NaN.
     """
     exponent = scales.contiguous().view(torch.int32) >> _MANTISSA_BITS
     inverse = ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
@@ -141,14 +140,14 @@ def tiled_size(blocks: int, rows: int) -> int:
 
 
 def tiled(scales: Tensor) -> Tensor:
-    """The scales of blocks of (1, 32) as tensor cores of sm_100 read them: 8 bits each, in tiles.
+    """Return the scales of blocks of (1, 32) in the layout of sm_100's tensor cores: 8 bits each, in tiles.
 
-    A scale's exponent is e8m0: 2 to the byte − 127, and NaN as 255. A tile, of 128 rows and the 4 blocks of 128
-    columns, lies in 512 bytes: first its rows 0, 32, 64, 96, each with its blocks next to each other, then rows 1, 33,
-    …. Tiles follow each other along the rows. What is behind the last row or block is 0.
+    A scale is stored in e8m0: 2 to the byte − 127; NaN is 255. A tile has 128 rows and the 4 blocks of 128 columns, in
+    512 bytes: first rows 0, 32, 64, 96, each with its blocks next to each other, then rows 1, 33, …. Tiles follow each
+    other along the rows. Padding after the last row or block is 0.
 
     Args:
-        scales: (blocks, rows), as ``quantize`` gives them.
+        scales: (blocks, rows), from ``quantize``.
 
     Returns:
         uint8, (⌈rows / 128⌉ · ⌈blocks / 4⌉ · 512,).
@@ -164,16 +163,16 @@ def tiled(scales: Tensor) -> Tensor:
 
 
 def _untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
-    """The scales (blocks, rows) that ``tiled`` was given."""
+    """Return the scales (blocks, rows) that ``tiled`` received."""
     exponents = tiles.view(padded(rows) // BLOCK, padded(blocks, 4) // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
     bits = exponents.reshape(padded(rows), padded(blocks, 4))[:rows, :blocks].to(torch.int32) << _MANTISSA_BITS
     return torch.where(bits == _INFINITY, _NAN, bits).view(torch.float32).t()
 
 
 def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """value · scale in ``dtype``: what ``quantize`` stored, off by at most 2⁻⁴ of an element, or 2⁻¹⁰ of its scale.
+    """Return value · scale in ``dtype``. Its error is at most 2⁻⁴ of an element, or 2⁻¹⁰ of its scale.
 
-    Where rounding to 4 bits goes beyond the dtype's largest number, that number: finite numbers load as finite ones.
+    Results are clamped to the dtype's largest number, so finite numbers load as finite numbers.
     """
     (r, c), columns = values.shape, columns_of(values, scales, rows)
     of_blocks = scales.t() if rows == 1 else scales
@@ -183,22 +182,22 @@ def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
 
 
 def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """``quantize`` of the transpose of what is stored in blocks of (1, 128) or (1, 32), as of a layer's input."""
+    """Quantize the transpose of a matrix that is stored in blocks of (1, 128) or (1, 32), such as a layer's input."""
     wide = dequantize(values, scales, 1, torch.float32)
     return quantize(wide.t(), *block_of_columns(columns_of(values, scales, 1)))
 
 
 def largest(dtype: torch.dtype) -> float:
-    """The largest finite number of ``dtype`` that float32 holds."""
+    """Return the largest finite number of ``dtype`` that float32 can represent."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 def product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """a · bᵀ + bias, a (m, k) in blocks of one row and b (n, k) in blocks of ``rows``, summed in float32 at least.
+    """Return a · bᵀ + bias, with a (m, k) in blocks of one row and b (n, k) in blocks of ``rows``.
 
-    bfloat16 and float32 hold what is stored exactly, so these are products of the very numbers.
+    Sums are computed in float32 or wider. bfloat16 and float32 represent the stored values exactly.
     """
     wide = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
     left, right = dequantize(a, a_scales, 1, wide), dequantize(b, b_scales, rows, wide).t()
@@ -209,7 +208,7 @@ def product(
 def tiled_product(
     a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """``product`` in blocks of (1, 32), by scales that ``tiled`` has given."""
+    """``product`` in blocks of (1, 32), with scales from ``tiled``."""
     (m, k), n = a.shape, b.shape[0]
     of_a, of_b = _untiled(a_tiles, m, k // MX_BLOCK), _untiled(b_tiles, n, k // MX_BLOCK)
     return product(a, of_a, b, of_b, bias, 1, dtype)
@@ -218,13 +217,13 @@ def tiled_product(
 def grouped_product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Each row of a (t, k) times bᵀ of its group: (t, n).
+    """Multiply each row of a (t, k) by bᵀ of its group. Returns (t, n).
 
     Args:
-        a, a_scales: in rows, as ``quantize`` gives them.
-        b, b_scales: (e, n, k), and (e, 1, n), or (e, 1, 1) of one block each.
-        ends: (e,), int32: where each group's rows end; what lies behind the last is undefined.
-        dtype: the result's, bfloat16 or float32.
+        a, a_scales: from ``quantize``, in rows.
+        b, b_scales: (e, n, k), and (e, 1, n), or (e, 1, 1) if each matrix is one block.
+        ends: (e,), int32: the end of each group's rows. Rows after the last group are undefined.
+        dtype: of the result, bfloat16 or float32.
     """
     left = dequantize(a, a_scales, 1, dtype)
     right = (b.to(torch.float32) * b_scales.transpose(-2, -1)).to(dtype)

@@ -1,21 +1,21 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
-# ruff: noqa: RUF005, SIM300 - Triton knows no (*strips, strip), and compares DTYPE's value from the left alone
-"""Triton kernels behind the operators in float8 (``operators.py``), and the products, which are libraries'.
+# ruff: noqa: RUF005, SIM300 - Triton rejects (*strips, strip), and a comparison with DTYPE's value on the right
+"""Triton kernels of the float8 operators (``operators.py``), and their GEMMs, which libraries compute.
 
-Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of all
-layouts lies whole: (1, 128), (128, 128) and (1, 32), of the tensor and of its transpose. It reads the tile once, along
-the axis that lies close in memory, and stores each layout along the axis that lies close there.
+If a row is one block, each program processes a row. Otherwise it processes a tile of 128 × 128 elements. Blocks of all
+layouts fit the tile: (1, 128), (128, 128) and (1, 32), for the tensor and for its transpose. A program reads the tile
+once along the input's contiguous axis, and stores each layout along that layout's contiguous axis.
 
-The tile is held as 8 *strips* of 16 rows: strip q has the rows q, q + 8, q + 16 …, so a thread has the same columns of
-8 neighboring rows. Four neighboring rows of a column, in float8, are one 32-bit word: what is transposed through
-shared memory is words, not bytes (and not float8, which Triton 3.7 transposes wrongly). Two 16-bit numbers share a
-register from when they are rounded to when they are stored; ``_pair`` says which two.
+The tile consists of 8 *strips* of 16 rows: strip q has the rows q, q + 8, q + 16 …, so a thread has the same columns in
+8 neighboring rows. Four neighboring rows of a column, in float8, are one 32-bit word. Shared memory transposes words,
+not bytes (and not float8, which Triton 3.7 transposes wrongly). Two 16-bit numbers share a register from rounding to
+storing; the callers of ``_pair`` choose the two numbers.
 
-Largest elements are found among bits, as integers: that is exact, has NaN above infinity above all numbers, and leaves
-no instruction of the kind (min.NaN, max.NaN) after which ptxas 12.9 stores float8 wrongly. In a block whose scale is
-NaN the hardware's conversion leaves 448 for an infinity where torch's leaves NaN: times the scale both are NaN.
+The largest element is found by comparing bits as integers. This is exact, orders NaN above infinity above all numbers,
+and avoids min.NaN and max.NaN, after which ptxas 12.9 stores float8 wrongly. In a block whose scale is NaN, the
+hardware converts an infinity to 448 and torch converts it to NaN: multiplied by the scale, both are NaN.
 
-The formula is that of ``families/float8/formulas.py``; those of activations are in ``kernels/activation.py``.
+Formulas are in ``families/float8/formulas.py``; activations' formulas are in ``kernels/activation.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STRIPS = tl.constexpr(8)
 STRIP_ROWS = tl.constexpr(BLOCK // 8)
 NARROW = tl.constexpr(MX_BLOCK)
 PARTS = tl.constexpr(BLOCK // MX_BLOCK)
-# As in ``float8.quantize``, in places: an exponent of 1 is 1 << 23.
+# The constants of ``float8.quantize``, shifted to the exponent's bits: an exponent of 1 is 1 << 23.
 ABOVE_1_75 = tl.constexpr(float8._ABOVE_1_75)
 LOG2_LARGEST = tl.constexpr(float8._LOG2_LARGEST << float8._MANTISSA_BITS)
 LEAST_SCALE = tl.constexpr(1 << float8._MANTISSA_BITS)
@@ -61,11 +61,11 @@ BF16_LARGEST = tl.constexpr(float8.largest(torch.bfloat16))
 
 @triton.jit
 def _pair(low, high, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Two numbers rounded to DTYPE, in one integer of twice its bits."""
+    """Return two numbers rounded to DTYPE, in one integer with twice DTYPE's bits."""
     if DTYPE.primitive_bitwidth == 32:
         bits = high.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.uint64) << 32
         return (bits | low.to(tl.float32).to(tl.uint32, bitcast=True)).to(tl.int64, bitcast=True)
-    elif PTX and low.dtype == tl.float32:  # two conversions of one number each take four times as long
+    elif PTX and low.dtype == tl.float32:  # converting the numbers one by one takes four times as long
         if DTYPE == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
@@ -81,7 +81,7 @@ def _pair(low, high, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _of_pair(pair, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """One of the two, in float32."""
+    """Return the upper or lower number of a pair, in float32."""
     if DTYPE == tl.bfloat16:
         return ((pair & -0x10000) if HIGH else (pair << 16)).to(tl.float32, bitcast=True)
     elif DTYPE == tl.float16:
@@ -92,9 +92,9 @@ def _of_pair(pair, HIGH: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _high_once(pair, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """The upper number, by an instruction that ``_of_pair`` does not use.
+    """Return the upper number of a pair, by another instruction than ``_of_pair`` uses.
 
-    ptxas sees through ``_anew``, and spills rather than mask a word twice: 16 words on sm_90.
+    ptxas sees through ``_anew``, and spills instead of masking a word twice: 16 words on sm_90.
     """
     if PTX and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -106,7 +106,7 @@ def _high_once(pair, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _sizes(pair):
-    """Without signs."""
+    """Clear both signs of a pair."""
     if pair.dtype == tl.int32:
         return pair & 0x7FFF7FFF
     else:
@@ -128,7 +128,7 @@ def _larger(a, b):
 
 @triton.jit
 def _largest(pairs, AXIS: tl.constexpr, PTX: tl.constexpr):
-    """The largest along an axis, of each half for itself; pairs without signs."""
+    """Return the largest upper and the largest lower number along an axis. The pairs have no signs."""
     if PTX and pairs.dtype == tl.int32:
         return tl.reduce(pairs, AXIS, _larger_ptx)
     else:
@@ -148,7 +148,7 @@ def _largest_of_strips(strips, PTX: tl.constexpr):
 
 @triton.jit
 def _anew(strips, PTX: tl.constexpr):
-    """The same, of which the compiler knows nothing: it would keep in float32 what it unpacked before."""
+    """Hide the strips' origin from the compiler, which would keep the unpacked float32 values in registers."""
     if PTX:
         hidden = ()
         for i in tl.static_range(len(strips)):
@@ -170,14 +170,14 @@ def _anew(strips, PTX: tl.constexpr):
 
 @triton.jit
 def _to_fp8(x, NATIVE: tl.constexpr):
-    """float32 of at most 448 → the bits of float8_e4m3fn, rounded to nearest even."""
+    """Convert float32 of at most 448 to the bits of float8_e4m3fn, rounded to nearest even."""
     if NATIVE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2⁻⁶ the spacing is 2⁻⁹, which is that of the float32 numbers from 2¹⁴ on: 0x46800000.
+        # Below 2⁻⁶ the spacing is 2⁻⁹, as between float32 numbers from 2¹⁴ on: 0x46800000.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7F))
         return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -185,7 +185,7 @@ def _to_fp8(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def _from_fp8(code, NATIVE: tl.constexpr):
-    """The bits of float8_e4m3fn → float32; without NATIVE, NaN becomes 480, in a row whose scale is NaN or infinite."""
+    """Convert the bits of float8_e4m3fn to float32. Without NATIVE, NaN becomes 480; its scale is NaN or infinite."""
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -196,7 +196,7 @@ def _from_fp8(code, NATIVE: tl.constexpr):
 
 @triton.jit
 def _scale(largest):
-    """(scale, 1 / scale) of a block, ``largest`` being its largest element in float32."""
+    """Return (scale, 1 / scale) of a block whose largest element, in float32, is ``largest``."""
     bits = largest.to(tl.int32, bitcast=True)
     scale = tl.maximum(((bits + ABOVE_1_75) & INFINITY) - LOG2_LARGEST, LEAST_SCALE)
     inverse = (-scale + INVERSE).to(tl.float32, bitcast=True)
@@ -205,7 +205,7 @@ def _scale(largest):
 
 @triton.jit
 def _code(x, PTX: tl.constexpr, FNUZ: tl.constexpr):
-    """A number of at most 448 in float8; FNUZ: the same byte, but for −0's, which is 0."""
+    """Convert a number up to 448 to float8, and return the byte. FNUZ lacks −0, which becomes 0."""
     code = _to_fp8(x, PTX)
     if FNUZ:
         code = tl.where(code == 0x80, 0, code).to(tl.uint8)
@@ -214,7 +214,7 @@ def _code(x, PTX: tl.constexpr, FNUZ: tl.constexpr):
 
 @triton.jit
 def _four(a, b, c, d, PTX: tl.constexpr, FNUZ: tl.constexpr):
-    """Four numbers of at most 448 in float8, in one word."""
+    """Return four numbers of at most 448 as float8 in one word."""
     if PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b16 low, high;
@@ -231,7 +231,7 @@ def _four(a, b, c, d, PTX: tl.constexpr, FNUZ: tl.constexpr):
 
 @triton.jit
 def _in_order(s, COLUMNS: tl.constexpr):
-    """(128,) of 8 strips of (16,): one of each row; or (4, 128) of 8 of (16, 4), one of each block of 32 columns."""
+    """Put the values of 8 strips in row order: (16,) each into (128,), or (16, 4), per 32 columns, into (4, 128)."""
     even = tl.join(tl.join(s[0], s[4]), tl.join(s[2], s[6]))
     odd = tl.join(tl.join(s[1], s[5]), tl.join(s[3], s[7]))
     if COLUMNS == NARROW:
@@ -242,7 +242,7 @@ def _in_order(s, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _strips_of_pairs(pairs, HIGH: tl.constexpr, ALONG: tl.constexpr, DTYPE: tl.constexpr):
-    """8 strips in float32: the halves of 8 pairs, or, ALONG, both halves of 4, which hold neighboring strips."""
+    """Return 8 strips in float32: the lower or upper half of 8 pairs; if ALONG, both halves of 4 pairs."""
     strips = ()
     if ALONG:
         for i in tl.static_range(len(pairs)):
@@ -255,7 +255,7 @@ def _strips_of_pairs(pairs, HIGH: tl.constexpr, ALONG: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def _store_sums(s, sums):
-    """Over the rows of the tile."""
+    """Store the sums over the tile's rows."""
     total = s[0]
     for i in tl.static_range(1, len(s)):
         total += s[i]
@@ -267,11 +267,11 @@ def _store_transposed(
     s, inverse, values, stride, columns_left, WIDE: tl.constexpr, PTX: tl.constexpr,
     words_left=None, FNUZ: tl.constexpr = False,
 ):  # fmt: skip
-    """8 strips · inverse as (128 columns, 128 rows). ``values``, ``stride``, ``words_left`` (a row's) count words."""
+    """Store 8 strips · inverse transposed. ``values``, ``stride`` and ``words_left`` in a row count words."""
     low = _four(s[0] * inverse, s[1] * inverse, s[2] * inverse, s[3] * inverse, PTX, FNUZ)
     high = _four(s[4] * inverse, s[5] * inverse, s[6] * inverse, s[7] * inverse, PTX, FNUZ)
     words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (SIDE, SIDE // 4))
-    c = _anew((_places(SIDE, WIDE),), PTX)[0]  # else the addresses would be kept from the first time on
+    c = _anew((_places(SIDE, WIDE),), PTX)[0]  # otherwise the addresses would stay in registers after their first use
     word = tl.arange(0, SIDE // 4)[None, :]
     mask = None if columns_left is None else (c < columns_left)[:, None]
     if words_left is not None:
@@ -292,13 +292,13 @@ def _tile_of(column_blocks):
     return (program // column_blocks).to(tl.int64), (program % column_blocks).to(tl.int64)
 
 
-# COLUMNS of a block, in a tile: 128, and what belongs to blocks is (rows,), or (columns,); or 32, and it is (rows, 4),
-# or (4, columns).
+# Blocks in a tile have COLUMNS columns. With 128, values per block have the shape (rows,) or (columns,). With 32, the
+# shape is (rows, 4) or (4, columns).
 
 
 @triton.jit
 def _largest_of_rows(pairs, COLUMNS: tl.constexpr, PTX: tl.constexpr):
-    """The largest of each block in a strip's rows: (16,) or (16, 4)."""
+    """Return the largest element of each block in a strip's rows: (16,) or (16, 4)."""
     if COLUMNS == NARROW:
         return _largest(tl.reshape(_sizes(pairs), (STRIP_ROWS, PARTS, NARROW)), 2, PTX)
     else:
@@ -307,8 +307,8 @@ def _largest_of_rows(pairs, COLUMNS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _largest_of_columns(strips, COLUMNS: tl.constexpr, PTX: tl.constexpr):
-    """The largest of each block in a tile's columns: (128,) or (4, 128)."""
-    if COLUMNS == NARROW:  # a strip's rows 0 to 3 are the tile's first 32, with those of the other strips
+    """Return the largest element of each block in a tile's columns: (128,) or (4, 128)."""
+    if COLUMNS == NARROW:  # rows 0 to 3 of all strips are the tile's first 32 rows
         return _largest(tl.reshape(_largest_of_strips(strips, PTX), (PARTS, STRIP_ROWS // PARTS, SIDE)), 1, PTX)
     else:
         return _largest(_largest_of_strips(strips, PTX), 0, PTX)
@@ -316,14 +316,14 @@ def _largest_of_columns(strips, COLUMNS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _larger_half(pairs, DTYPE: tl.constexpr):
-    """In float32, of numbers without signs."""
+    """Return the larger number of each pair, in float32. The numbers have no signs."""
     low = _of_pair(pairs, False, DTYPE).to(tl.int32, bitcast=True)
     return tl.maximum(low, _of_pair(pairs, True, DTYPE).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scales_of_columns(strips, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """(scale, 1 / scale) of each block in a tile's columns, and (scale, 1 / scale) of the tile."""
+    """Return (scale, 1 / scale) of each block in a tile's columns, and (scale, 1 / scale) of the tile."""
     largest = _larger_half(_largest_of_columns(strips, COLUMNS, PTX), DTYPE)
     scale, inverse = _scale(largest)
     of_tile = tl.max(tl.reshape(largest.to(tl.int32, bitcast=True), (largest.numel,)), 0)
@@ -333,7 +333,7 @@ def _scales_of_columns(strips, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: 
 
 @triton.jit
 def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
-    """Broadcast values of the blocks of a strip's rows to its elements."""
+    """Broadcast the values of row blocks to a strip's elements."""
     if COLUMNS == NARROW:
         return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
     else:
@@ -342,7 +342,7 @@ def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _beside_columns(of_blocks, COLUMNS: tl.constexpr):
-    """Broadcast values of the blocks of a tile's columns to the elements of any strip."""
+    """Broadcast the values of column blocks to a strip's elements."""
     if COLUMNS == NARROW:
         wide = tl.broadcast_to(of_blocks[:, None, :], (PARTS, STRIP_ROWS // PARTS, SIDE))
         return tl.reshape(wide, (STRIP_ROWS, SIDE))
@@ -352,7 +352,7 @@ def _beside_columns(of_blocks, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
-    """Offsets of the scales of a tile's blocks along one axis; ``place``: offsets along the other axis."""
+    """Return the scales' offsets within a tile. ``place``: their offsets along the other axis."""
     if COLUMNS == NARROW:
         return tl.arange(0, PARTS)[:, None] * stride + place[None, :]
     else:
@@ -373,7 +373,7 @@ def _pairs_of_tile(
     input, input_scales, first, place, rows, rows_left, columns_left, input_row, input_column,
     COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A tile's 8 strips, as 4 of pairs: of neighboring strips. ``input_scales``: those of its rows; it is float8."""
+    """Load a tile's 8 strips as 4 pairs of neighbors. With ``input_scales``, input is float8 with a scale per row."""
     strips = ()
     for i in tl.static_range(0, STRIPS, 2):
         two = ()
@@ -407,15 +407,15 @@ def _quantize(
     """Input (rows, columns) in blocks of (ROWS, COLUMNS), its transpose in blocks of (ROWS_T, COLUMNS).
 
     values (rows, values_row) and scales are ``float8.quantize(input, ROWS, COLUMNS)``; values_t
-    (columns, 4 · values_t_row), in words, and scales_t are ``float8.quantize(inputᵀ, ROWS_T, COLUMNS)``. ROWS or ROWS_T
-    is None where that is not wanted. With ``input_scales`` input is float8 in blocks of (1, COLUMNS).
+    (columns, 4 · values_t_row), in words, and scales_t are ``float8.quantize(inputᵀ, ROWS_T, COLUMNS)``. If ROWS or
+    ROWS_T is None, that result is not computed. With ``input_scales`` input is float8 in blocks of (1, COLUMNS).
     """
     BLOCKS: tl.constexpr = SIDE // COLUMNS  # in a tile's row: 1 or 4
     r, c = _tile_of(column_blocks)
     first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
     part = tl.arange(0, PARTS)[:, None]
     rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
-    # What float8 times a power of two is, bfloat16 holds.
+    # bfloat16 represents float8 times a power of two exactly.
     OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
     DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
     input += r * SIDE * input_row + c * SIDE * input_column
@@ -473,7 +473,7 @@ def _quantize(
 
 @triton.jit
 def _inverse(scale, FNUZ: tl.constexpr):
-    """1 / scale; FNUZ: 2 / scale, as what is stored are e4m3fn's bytes (``_code``)."""
+    """Return 1 / scale. FNUZ: 2 / scale, because the stored bytes are e4m3fn's (``_code``)."""
     bits = -scale.to(tl.int32, bitcast=True) + INVERSE
     return (bits + LEAST_SCALE if FNUZ else bits).to(tl.float32, bitcast=True)
 
@@ -483,9 +483,9 @@ def _quantize_rows(
     input, values, scales, rows, columns, input_one, input_row, input_column, scale_one, scale_row,
     PLACES: tl.constexpr, KNOWN: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantize`` in rows, of up to PLACES columns; KNOWN: ``float8.quantize_by``, of any.
+    """``float8.quantize`` of rows with up to PLACES columns. KNOWN: ``float8.quantize_by``, for any number of columns.
 
-    A program has PLACES of a row, of one matrix of a stack.
+    Each program processes PLACES elements of a row, in one matrix of a stack.
     """
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
     if KNOWN:
@@ -510,9 +510,9 @@ def _quantize_turned(
     scale_one, scale_column, values_t_row,
     WIDE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantize_by`` of the transpose of input (rows, columns), as words: values_t (columns, values_t_row).
+    """``float8.quantize_by`` of inputᵀ, as words: values_t (columns, values_t_row).
 
-    A program has a tile of one matrix of a stack.
+    Each program processes a tile, in one matrix of a stack.
     """
     index = tl.program_id(1).to(tl.int64)
     input += index * input_one
@@ -538,7 +538,7 @@ def _dequantize_rows(
     out, values, scales, columns, scale_row,
     LARGEST: tl.constexpr, PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.dequantize`` of rows, or of one block; a program has PLACES of a row. out, values: without gaps."""
+    """``float8.dequantize`` for rows or a single block, PLACES elements per program. out and values are contiguous."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     scale = tl.load(scales + row * scale_row)
     code = tl.load(values + row * columns + place, mask=place < columns, other=0)
@@ -557,7 +557,7 @@ def _strip(matrix, row, place, row_stride, column_stride, mask):
 
 @triton.jit
 def _parking(values_t, stride, row, STRIP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Addresses of one of four 16-bit strips in a tile of transposed float8; row: the strip's rows, 0 to 15."""
+    """Return a 16-bit strip's addresses in a transposed float8 tile, which has room for four. row: 0 to 15."""
     r, c = row[:, None], _places(SIDE, WIDE)[None, :]
     half: tl.constexpr = SIDE // 2
     places = (STRIP * 2 * STRIP_ROWS + r * 2 + c // half) * (stride * 2) + c % half
@@ -566,7 +566,7 @@ def _parking(values_t, stride, row, STRIP: tl.constexpr, DTYPE: tl.constexpr, WI
 
 @triton.jit
 def _parked(values_t, stride, DTYPE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr):
-    """Four strips, as two of pairs; then the tile is free."""
+    """Load four parked strips as two pairs. Afterwards the tile may be overwritten."""
     row = _anew((_places(STRIP_ROWS, WIDE),), PTX)[0]
     a = tl.load(_parking(values_t, stride, row, 0, DTYPE, WIDE))
     b = tl.load(_parking(values_t, stride, row, 1, DTYPE, WIDE))
@@ -586,14 +586,16 @@ def _gradients(
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of act(gate) or act(gate) · up in (1, COLUMNS), in (1, COLUMNS) of the transpose, and summed over
-    each tile's rows; act's result transposed, in (128, 128) or (1, 32). ``width``: a row of the gradients. WHOLE: no
-    tile ends early; with COLUMNS of 32 none does.
+    """Compute the gradients of act(gate) or act(gate) · up, and the transposed result, all quantized.
 
-    Pairs are (gate's gradient, up's) of an element; without up (gradient, result). With up there is no room for the
-    result: 128 registers a thread let two programs share a multiprocessor, so that one loads while the other computes.
-    In 16 bits it waits in memory where the program's last two transposed tiles go, so in the cache, until it is its
-    turn. That costs half an instruction an element; to compute it anew costs 17.
+    Each gradient is stored in blocks of (1, COLUMNS), transposed in blocks of (1, COLUMNS), and summed over each
+    tile's rows. The result is stored transposed, in blocks of (128, 128) or (1, 32). ``width``: columns of a gradient.
+    WHOLE: every tile is complete. With COLUMNS of 32 every tile is.
+
+    A pair holds an element's gradients for gate and up; without up, its gradient and its result. With up, registers do
+    not suffice for the result: at 128 registers per thread two programs share a multiprocessor, and one loads while the
+    other computes. In 16 bits, the result is parked in the memory of the program's last two transposed tiles, and thus
+    in the cache. That costs half an instruction per element; recomputing it costs 17.
     """
     PAIR: tl.constexpr = up is not None
     DTYPE: tl.constexpr = gate.dtype.element_ty
@@ -640,8 +642,10 @@ def _gradients(
             pair = _pair(dx, du, DTYPE, PTX)
             result = y * u if WHOLE else tl.where(mask, y * u, 0.0)
             if PARKED:
-                room = out_values_t if i < 4 else up_values_t
-                tl.store(_parking(room, values_t_row, _places(STRIP_ROWS, WIDE), i % 4, DTYPE, WIDE), result.to(DTYPE))
+                parked_in = out_values_t if i < 4 else up_values_t
+                tl.store(
+                    _parking(parked_in, values_t_row, _places(STRIP_ROWS, WIDE), i % 4, DTYPE, WIDE), result.to(DTYPE)
+                )
             elif i % 2 == 0:
                 above = result
             else:
@@ -659,7 +663,7 @@ def _gradients(
         if PAIR:
             inverse = _beside_rows(_scale(_of_pair(largest, True, DTYPE))[1], COLUMNS)
             tl.store(up_values + places, _to_fp8(_high_once(pair, DTYPE, PTX) * inverse, PTX), mask=mask)
-    place = _anew((place,), PTX)[0]  # else addresses, too, would be kept from the start
+    place = _anew((place,), PTX)[0]  # otherwise the addresses would stay in registers from the start
     largest = _in_order(of_rows, COLUMNS)
     places = c * BLOCKS * rows + r * SIDE + _places_of_scales(rows, place, COLUMNS)
     mask = (place < rows_left)[None, :] if COLUMNS == NARROW else place < rows_left
@@ -712,37 +716,37 @@ def _gradients(
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
-_WARPS = 8  # 64 elements a thread: a strip is one load of 16 bytes for each
-_REGISTERS = 128  # so that two programs fit a multiprocessor of 64 Ki
-_COLUMNS_AT_ONCE = 32768  # of a row in registers: 32 warps have 32 elements a thread
+_WARPS = 8  # 64 elements per thread: a strip is one load of 16 bytes per thread
+_REGISTERS = 128  # two programs fit a multiprocessor with 64 Ki registers
+_COLUMNS_AT_ONCE = 32768  # largest row that fits registers: 32 warps with 32 elements per thread
 _COLUMNS_OF_A_PART = 2048
 
 
 def _ptx(device: torch.device) -> bool:
-    """True if kernels may use sm_90's instructions: two conversions in one, two 16-bit comparisons in one.
+    """True if kernels may use sm_90's instructions, which convert or compare two numbers at once.
 
-    Elsewhere (sm_80, Triton's interpreter) they calculate with bits.
+    On other targets (sm_80, Triton's interpreter) the kernels compute with bits.
 
     Raises:
-        NotImplementedError: on AMD's GPUs. gfx942 has another float8 (float8_e4m3fnuz) than e4m3fn, and no library
-            there multiplies in these blocks.
+        NotImplementedError: on AMD GPUs. gfx942 has float8_e4m3fnuz instead of e4m3fn, and its libraries have no
+            GEMM with these blocks.
     """
     if torch.version.hip is not None:
         raise NotImplementedError(
-            "float8 linear layers are not accepted on AMD GPUs: gfx942 has float8_e4m3fnuz, these layers are in "
-            "float8_e4m3fn with a scale for each block; accepted: NVIDIA GPUs (the products need sm_90), or "
+            "float8 linear layers are not accepted on AMD GPUs: gfx942 has float8_e4m3fnuz, these layers use "
+            "float8_e4m3fn with a scale for each block; accepted: NVIDIA GPUs (the GEMMs need sm_90), or "
             'recipe="fp8-rowwise"'
         )
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _wide(*strides: int) -> bool:
-    """True if an offset within a tile needs 64 bits; offsets of tiles always have them."""
+    """True if an offset within a tile needs 64 bits. Offsets of tiles always have 64 bits."""
     return BLOCK * max(strides) * 2 > INT32_MAX
 
 
 def _as(dtype: torch.dtype, values: Tensor | None) -> Tensor | None:
-    """The bytes of float8, as kernels are given them."""
+    """View float8 as an integer dtype, as kernels expect it."""
     return None if values is None else values.view(dtype)
 
 
@@ -752,10 +756,11 @@ _LIMITS_REGISTERS = triton.__version__.startswith(("3.6.", "3.7."))
 def _run_quantize(
     input: Tensor, rows: int | None, rows_t: int | None, columns: int, input_scales: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """(values, scales) of input in blocks of (rows, columns), of its transpose in (rows_t, columns); without None's.
+    """Quantize input in blocks of (rows, columns), and its transpose in blocks of (rows_t, columns).
 
-    One pass over memory, which reads along rows. ``columns``: 128, or 32. With ``input_scales`` input is float8 in
-    blocks of (1, columns).
+    Returns values, scales, values_t, scales_t, without the two tensors for which ``rows`` or ``rows_t`` is None. One
+    pass over memory, which reads along rows. ``columns``: 128 or 32. With ``input_scales`` input is float8 in blocks
+    of (1, columns).
     """
     (r, c), ptx = input.shape, _ptx(input.device)
     width, width_t = float8.padded(c, columns), float8.padded(r, columns)
@@ -766,8 +771,8 @@ def _run_quantize(
             scales_shape = float8.scales_shape(shape, of_blocks, columns)
             stored[-2:] = input.new_empty(shape, dtype=FP8), input.new_empty(scales_shape, dtype=torch.float32)
     values, scales, values_t, scales_t = stored
-    # With Triton 3.6 and 3.7 it takes 70 to 80 registers where 64 suffice: 3 programs a multiprocessor instead of 4.
-    # With Triton 3.9 it takes 64, and a limit would spill 8 bytes.
+    # Triton 3.6 and 3.7 use 70 to 80 registers although 64 suffice: 3 programs per multiprocessor instead of 4.
+    # Triton 3.9 uses 64, and a limit would spill 8 bytes.
     limited = ptx and _LIMITS_REGISTERS and rows is not None and rows_t is None and columns == BLOCK
     limit = {"maxnreg": 64} if limited else {}
     if r and c:
@@ -784,26 +789,26 @@ def _run_quantize(
 
 
 def _is_turned(t: Tensor) -> bool:
-    """True if columns are contiguous, of a matrix or of each in a stack."""
+    """True if a matrix, or each matrix in a stack, has contiguous columns."""
     return t.stride(-2) == 1 and t.stride(-1) != 1
 
 
 def _values_of(input: Tensor) -> Tensor:
-    """Room for the float8 of a tensor, as its device has it."""
+    """Allocate the float8 values of a tensor, in its device's float8 dtype."""
     return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
 
 
 def _of_device(t: Tensor) -> dict[str, Any]:
-    """The constants of kernels of rows that a device decides. Triton converts float8_e4m3fn from sm_89 on."""
+    """Return the device-dependent constants of row kernels. Triton converts float8_e4m3fn from sm_89 on."""
     on_nvidia = t.device.type == "cuda" and torch.version.hip is None
     native = on_nvidia and torch.cuda.get_device_capability(t.device) >= (8, 9)
     return {"PTX": native, "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
 
 
 def _in_rows(input: Tensor, scales: Tensor, known: bool) -> Tensor:
-    """The values of ``float8.quantize`` in rows, whose scales it stores; or, ``known``, of ``float8.quantize_by``.
+    """Quantize rows: ``float8.quantize_by`` if the scales are ``known``, else ``float8.quantize``, which stores them.
 
-    Input and scales may be stacks. A row whose scale is not known is held in registers: up to 32768 columns.
+    Input and scales may be stacks. A row with an unknown scale must fit registers: up to 32768 columns.
     """
     (r, c), values = input.shape[-2:], _values_of(input)
     places, warps = (_COLUMNS_OF_A_PART, 4) if known else (power_of_2(c), max(power_of_2(c) // 1024, 1))
@@ -818,17 +823,17 @@ def _in_rows(input: Tensor, scales: Tensor, known: bool) -> Tensor:
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
-    """From one matrix, row, and column to the next; a single matrix is a stack of one."""
+    """Return the strides of matrices, rows and columns; a single matrix counts as a stack of one."""
     return t.stride() if t.ndim == 3 else (0, *t.stride())
 
 
 def _strides_of_scales(scales: Tensor) -> tuple[int, int]:
-    """From one matrix's and row's scale to the next; of one block all rows have one."""
+    """Return the scales' strides from matrix to matrix and from row to row. A single block's rows share a scale."""
     return scales.shape[-1], int(scales.shape[-1] > 1)
 
 
 def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
-    """``float8.quantize_by`` in one kernel, which reads and writes along what lies close in memory."""
+    """``float8.quantize_by`` in one kernel, which reads and writes along contiguous axes."""
     r, c = input.shape[-2:]
     if not (_is_turned(input) and c % 4 == 0 and input.numel()):
         return _in_rows(input, scales.contiguous(), known=True)
@@ -844,9 +849,9 @@ def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """``float8.quantize`` in one kernel, which reads and writes along what lies close in memory.
+    """``float8.quantize`` in one kernel, which reads and writes along contiguous axes.
 
-    Of one block, and of rows that do not lie close or are too long, torch finds the largest elements: a pass more.
+    For a single block, and for rows that are too long or not contiguous, torch finds the largest elements first.
     """
     (r, c), turned = input.shape, _is_turned(input)
     if rows == 1 and 0 < columns == c <= _COLUMNS_AT_ONCE and not turned:
@@ -862,7 +867,7 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
 
 
 def quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
-    """(*quantize(input, 1, columns), *quantize(input.t(), 1, columns)) from one read of input (r, c)."""
+    """Return (*quantize(input, 1, columns), *quantize(input.t(), 1, columns)), reading input (r, c) once."""
     if _is_turned(input):
         values_t, scales_t, *straight = _run_quantize(input.t(), 1, 1, columns)
         return *straight, values_t, scales_t
@@ -870,16 +875,16 @@ def quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
 
 
 def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    """quantize(dequantize(values, scales, 1).t(), 128), or (…, 1, 32), in one kernel. values (r, c) without gaps.
+    """Return quantize(dequantize(values, scales, 1).t(), 128), or (…, 1, 32), in one kernel.
 
-    In float32 but for the last bits of what lies below 2⁻¹²⁶, which go by bfloat16.
+    Computes in float32, except that numbers below 2⁻¹²⁶ lose their last bits to bfloat16.
     """
     rows_t, columns = float8.block_of_columns(float8.columns_of(values, scales, 1))
     return _run_quantize(values.contiguous().view(torch.uint8), None, rows_t, columns, scales.contiguous())
 
 
 def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """``float8.dequantize`` in one kernel, of rows or one block; of other blocks in plain torch: no recipe needs it."""
+    """``float8.dequantize`` in one kernel for rows or a single block. No recipe has other blocks; torch computes them."""
     r, c = values.shape
     if rows not in (1, r) or float8.columns_of(values, scales, rows) != c:
         return float8.dequantize(values, scales, rows, dtype)
@@ -903,18 +908,18 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
 
     Args:
         op: bias_act, glu or bias_glu.
-        grad: (rows, n), of the result; n a multiple of 128, rows any, or with blocks of 32 a multiple of 128, too.
-        args: the operator's data, its scalars, and perhaps the columns of a block, 128 or 32.
+        grad: the result's gradient (rows, n). n is a multiple of 128; with blocks of 32, rows is too.
+        args: the operator's data, its scalars, and optionally the columns of a block, 128 or 32.
 
     Raises:
-        ValueError: for another layout of packed data, and other sizes.
-        TypeError: for data of other dtypes than bfloat16, float16 and float32.
+        ValueError: if packed data has an interleaved layout, or a size is not a multiple.
+        TypeError: if data is not bfloat16, float16 or float32.
     """
     data, end = args[: op.data], op.data + len(op.required_scalars)
     others = (None,) * (len(op.tensors) - op.data)
     _, layout, (activation, *scalars) = op.split((*data, *others, *args[op.data : end]))
     up_offset, clamp = scalars or (0.0, None)
-    (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
+    (columns,) = args[end:] or (BLOCK,)  # omitted if it is the default
     if layout not in (None, "halves", "swapped"):
         raise ValueError(f"layout={layout!r} is not accepted: it must be 'halves' or 'swapped'")
     if grad.shape[1] % BLOCK:
@@ -927,21 +932,21 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
     (r, c), width = grad.shape, data[0].shape[1]
     padded = float8.padded(r)
 
-    def room(dtype: torch.dtype, *shape: int) -> Tensor:
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return grad.new_empty(shape, dtype=dtype)
 
     gradients = [
         (
-            room(FP8, r, width),
-            room(torch.float32, width // columns, r),
-            room(FP8, width, padded),
-            room(torch.float32, padded // columns, width),
-            room(torch.float32, padded // BLOCK, width),
+            empty(FP8, r, width),
+            empty(torch.float32, width // columns, r),
+            empty(FP8, width, padded),
+            empty(torch.float32, padded // columns, width),
+            empty(torch.float32, padded // BLOCK, width),
         )
         for _ in data
     ]
     result_block = float8.block_of_columns(columns)
-    result = room(FP8, c, padded), room(torch.float32, *float8.scales_shape((c, padded), *result_block))
+    result = empty(FP8, c, padded), empty(torch.float32, *float8.scales_shape((c, padded), *result_block))
     results = (*(t for five in gradients for t in five), *result)
     if grad.numel() == 0:
         return results
@@ -969,7 +974,7 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
 
 
 def launch_of(name: str) -> Callable[..., Any]:
-    """The function that computes ``fused::name`` on a GPU."""
+    """Return the function that computes ``fused::name`` on a GPU."""
     operator = name.removesuffix("_backward_quantized")
     if operator == name:
         return globals()[name]  # type: ignore[no-any-return]
@@ -978,16 +983,16 @@ def launch_of(name: str) -> Callable[..., Any]:
     return functools.partial(gradients_quantized, op)
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
+# ---- GEMMs -----------------------------------------------------------------------------------------------------------
 
-# Of cuBLASLt on sm_90, from CUDA 12.9 on, as ATen's ScaledBlas.cpp checks and hands them over: scales' outer axis lies
-# close in memory, that of (128, 128) is padded to multiples of 4 along k, rows of both operands are in multiples of
-# what the library's tiles need.
+# Requirements of cuBLASLt on sm_90, from CUDA 12.9 on, which ATen's ScaledBlas.cpp checks: the scales' outer axis is
+# contiguous, scales of (128, 128) are padded to multiples of 4 along k, and the rows of both operands are multiples of
+# the library's tile sizes.
 _ROWS_OF_A, _ROWS_OF_B, _BLOCKS_OF_K = 8, 16, 4
 
 
 def _up_to(t: Tensor, axis: int, multiple: int) -> Tensor:
-    """With zeros behind an axis, up to a multiple, and no gaps, not even along axes of size 1: strides are checked."""
+    """Pad an axis with zeros to a multiple. The result is contiguous even along axes of size 1: strides are checked."""
     missing = -t.shape[axis] % multiple
     if missing:
         shape = list(t.shape)
@@ -1000,27 +1005,27 @@ def _multiply(
     a: Tensor, of_a: tuple[Tensor, ScalingType], b: Tensor, of_b: tuple[Tensor, ScalingType],
     bias: Tensor | None, dtype: torch.dtype, rows_of_a: int = 1, swizzle: SwizzleType | None = None,
 ) -> Tensor:  # fmt: skip
-    """a · bᵀ + bias by torch's libraries, without fast accumulation: float16 and float32 are summed up in float32.
+    """Return a · bᵀ + bias by torch's libraries, without fast accumulation: float16 and float32 accumulate in float32.
 
     Args:
-        a, b: (m, k), (n, k); their rows are filled up to multiples, zeros within the last tiles.
-        of_a, of_b: the scales and the recipe of each.
-        rows_of_a: of which a's rows are a multiple.
+        a, b: (m, k), (n, k). Their rows are padded with zeros to multiples.
+        of_a, of_b: scales and recipe of each operand.
+        rows_of_a: a's rows are padded to a multiple of it.
     """
     (m, k), n = a.shape, b.shape[0]
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    addend, in_product = None if bias is None else bias.to(wide), None
+    addend, fused_bias = None if bias is None else bias.to(wide), None
     if m and n and k:
         left, right = _up_to(a, 0, rows_of_a), _up_to(b, 0, _ROWS_OF_B)
         if wide == torch.bfloat16 and right.shape[0] == n:
-            in_product = addend  # none with float32 results
+            fused_bias = addend  # torch rejects a bias with float32 results
         out = torch.nn.functional.scaled_mm(
             left, right.t(), scale_a=of_a[0], scale_recipe_a=of_a[1], scale_b=of_b[0], scale_recipe_b=of_b[1],
-            swizzle_a=swizzle, swizzle_b=swizzle, bias=in_product, output_dtype=wide,
+            swizzle_a=swizzle, swizzle_b=swizzle, bias=fused_bias, output_dtype=wide,
         )[:m, :n]  # fmt: skip
     else:
         out = a.new_zeros((m, n), dtype=wide)
-    if addend is not None and in_product is None:
+    if addend is not None and fused_bias is None:
         out = out + addend
     return out.to(dtype).contiguous()
 
@@ -1028,16 +1033,16 @@ def _multiply(
 def scaled_mm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """``float8.product``: in blocks of 128 cuBLASLt's, of CUDA 12.9, on sm_90.
+    """``float8.product``. Blocks of 128 use cuBLASLt (CUDA 12.9) on sm_90.
 
-    In rows CUTLASS's on sm_89 and sm_100, cuBLASLt's on sm_90, hipBLASLt's, which give bfloat16, on ROCm nothing else:
-    float32 is a product without scales, which are multiplied afterwards.
+    Rows use CUTLASS on sm_89 and sm_100, cuBLASLt on sm_90, and hipBLASLt on ROCm. With a scale per row these return
+    bfloat16. Other results are computed without scales in float32, and then multiplied by the scales.
 
     Raises:
-        NotImplementedError: from torch, on devices without such products (``recipes.RECIPES``).
+        NotImplementedError: from torch, on devices without such GEMMs (``recipes.RECIPES``).
     """
     (m, k), n, columns = a.shape, b.shape[0], float8.columns_of(a, a_scales, 1)
-    if rows in (1, n) and columns == k:  # 128 columns, or 32, may be blocks too: all the same
+    if rows in (1, n) and columns == k:  # also if a row is a single block of 128 or 32 columns
         of_a, of_b = a_scales.reshape(m, 1).contiguous(), b_scales.reshape(1, -1).expand(1, n)
         if dtype == torch.bfloat16:
             by_rows = _up_to(of_b, 1, _ROWS_OF_B), ScalingType.RowWise
@@ -1045,7 +1050,7 @@ def scaled_mm(
         unscaled = of_a.new_ones(()), ScalingType.TensorWise
         out = _multiply(a, unscaled, b, unscaled, None, torch.float32) * of_a * of_b
         return (out if bias is None else out + bias.to(torch.float32)).to(dtype)
-    if columns == MX_BLOCK:  # tiles, a byte for each 32 elements, are plain torch's
+    if columns == MX_BLOCK:  # plain torch computes the tiles, a byte for each 32 elements
         return scaled_mm_tiled(a, float8.tiled(a_scales), b, float8.tiled(b_scales), bias, dtype)
     _ptx(a.device)
     by_a = _up_to(a_scales, 1, _ROWS_OF_A).t(), ScalingType.BlockWise1x128
@@ -1059,10 +1064,10 @@ def scaled_mm(
 def scaled_mm_tiled(
     a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """a · bᵀ + bias of blocks of (1, 32), with scales as ``float8.tiled`` gives them: cuBLASLt's, from CUDA 12.8.
+    """Return a · bᵀ + bias in blocks of (1, 32), with scales from ``float8.tiled``, by cuBLASLt (CUDA 12.8 or later).
 
     Raises:
-        ValueError, RuntimeError: from torch, on other devices than sm_100 and sm_103.
+        ValueError, RuntimeError: from torch, on devices except sm_100 and sm_103.
     """
     of_a, of_b = ((tiles.view(torch.float8_e8m0fnu), ScalingType.BlockWise1x32) for tiles in (a_tiles, b_tiles))
     return _multiply(a, of_a, b, of_b, bias, dtype, swizzle=SwizzleType.SWIZZLE_32_4_4)
@@ -1071,13 +1076,13 @@ def scaled_mm_tiled(
 def scaled_grouped_mm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """``float8.grouped_product`` by CUTLASS, without fast accumulation; on sm_90.
+    """``float8.grouped_product`` by CUTLASS on sm_90, without fast accumulation.
 
-    Groups may have any number of rows, and none: where a row begins is aligned, as k is a multiple of 16 (ATen's
+    Groups may have any number of rows, also 0: every row is aligned, since k is a multiple of 16 (ATen's
     GroupMMCommon.cuh).
 
     Raises:
-        ValueError: from torch, on other devices.
+        ValueError: from torch, on devices except sm_90.
     """
     (experts, n, _), rows = b.shape, a.shape[0]
     if not rows:

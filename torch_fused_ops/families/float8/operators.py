@@ -1,22 +1,22 @@
-"""``fused::linear_fp8``, a linear layer whose products are in float8, and the operators that it consists of.
+"""``fused::linear_fp8``, a linear layer whose GEMMs run in float8, and the operators that it calls.
 
-    quantize      a tensor as float8 with a scale for each block: (1, 128), (128, 128), (1, 32), a row, or all of it
-    quantize_by   the same by scales that are known
-    dequantize    back
-    requantize    what is quantized along its rows, along its columns, as a weight would be
-    scaled_mm     a product of two of those
-    scaled_mm_tiled    that in blocks of (1, 32), with scales as sm_100 reads them, which lowerings make
-    linear_fp8    input · weightᵀ + bias, and its gradients, in these four, by a recipe (``recipes.RECIPES``)
+    quantize           float8 values and a scale per block: (1, 128), (128, 128), (1, 32), a row, or the whole matrix
+    quantize_by        quantize with scales that are known
+    dequantize         the inverse of quantize, except for rounding
+    requantize         turns a matrix quantized along its rows into one quantized along its columns, as weights are
+    scaled_mm          a GEMM of two quantized matrices
+    scaled_mm_tiled    a GEMM in blocks of (1, 32), with scales in sm_100's layout; only lowerings call it
+    linear_fp8         input · weightᵀ + bias and its gradients, by a recipe (``recipes.RECIPES``)
 
-    scaled_grouped_mm      a product of a mixture's experts, each of its own rows
+    scaled_grouped_mm      a grouped GEMM: each expert of a mixture multiplies its own rows
     grouped_linear_fp8     input · weight[expert of the row], and its gradients
 
-``…linear_fp8`` are CompositeImplicitAutograd: compilers see what they are made of, with blocks, and edit and fuse that
-(``lowerings/float8.py``).
+``…linear_fp8`` are CompositeImplicitAutograd: compilers see the operators above, with their blocks, and edit and fuse
+them (``lowerings/float8.py``).
 
-A weight's gradient sums over the tokens. Where it is in float8, too, both operands are quantized along them, the
-gradient as data, the input as a weight, which costs GEMMs less on sm_90 (docs/fp8.md); what is kept for backward is
-the input as it was multiplied, a byte an element. Else it is a product in the model's dtype, and the input is kept.
+A weight's gradient sums over the tokens. If this GEMM runs in float8, both operands are quantized along the tokens: the
+gradient as data, and the input as a weight, which makes the GEMM faster on sm_90 (docs/fp8.md). Backward then needs
+only the quantized input, a byte per element. Otherwise the GEMM runs in the model's dtype, and the input is saved.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
 from torch_fused_ops.operators.registration import imported
 from torch_fused_ops.settings.switches import is_without
 
-DTYPES_OF_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
-DTYPES_OF_EXPERTS = (torch.bfloat16,)  # what torch's grouped products give
+GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GROUPED_GEMM_DTYPES = (torch.bfloat16,)  # the only result dtype of torch's grouped GEMMs
 
 
 def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
@@ -51,7 +51,7 @@ def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
 
 
 def _check_blocks(name: str, shape: Sequence[int], rows: int, columns: int) -> None:
-    """Blocks are (1, 128), (128, 128), (1, 32), a row, or all of it; there are whole ones."""
+    """Check that the matrix consists of whole blocks: (1, 128), (128, 128), (1, 32), a row, or the whole matrix."""
     r, c = shape
     if rows not in (1, BLOCK, r) or rows == 0:
         refuse("rows", rows, f"1 or {BLOCK}, the rows of a block, or {r}, those of {name}")
@@ -72,9 +72,9 @@ def _check_quantize_by(input: Tensor, scales: Tensor) -> None:
     _check_scales("scales", scales, input)
 
 
-def _check_scales(name: str, scales: Tensor, of: Tensor) -> None:
-    """One of a matrix, or one for each of its rows; of each matrix of a stack."""
-    *stack, rows, _ = of.shape
+def _check_scales(name: str, scales: Tensor, matrix: Tensor) -> None:
+    """Check that there is one scale per matrix, or one per row. ``matrix`` may be a stack."""
+    *stack, rows, _ = matrix.shape
     if scales.dtype != torch.float32:
         refuse_dtype(name, scales, (torch.float32,))
     if tuple(scales.shape) not in ((*stack, 1, 1), (*stack, 1, rows)):
@@ -137,8 +137,8 @@ def _check_operands(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtyp
         raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
     if bias is not None and tuple(bias.shape) != (b.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({b.shape[0]},), the first axis of b")
-    if dtype not in DTYPES_OF_PRODUCTS:
-        refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+    if dtype not in GEMM_DTYPES:
+        refuse("dtype", dtype, ", ".join(map(str, GEMM_DTYPES)))
 
 
 def _check_grouped_product(
@@ -155,8 +155,8 @@ def _check_grouped_product(
         refuse_dtype("b", b, (a.dtype,))
     _check_scales("b's scales", b_scales, b)
     _check_ends(ends, b)
-    if dtype not in DTYPES_OF_EXPERTS:
-        refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_EXPERTS)))
+    if dtype not in GROUPED_GEMM_DTYPES:
+        refuse("dtype", dtype, ", ".join(map(str, GROUPED_GEMM_DTYPES)))
 
 
 def _check_ends(ends: Tensor, weight: Tensor) -> None:
@@ -179,13 +179,13 @@ def _fake_product(a: Tensor, a_scales: Tensor, b: Tensor, *others: Any) -> Tenso
     return a.new_empty((a.shape[0], b.shape[-2]), dtype=others[-1])
 
 
-# ---- the four --------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def register_plain(
     signature: Signature, plain: Callable[..., Any], fake: Callable[..., Any], check: Callable[..., None] | None = None
 ) -> torch._ops.OpOverload:
-    """An operator without a derivative; its kernel for GPUs is the function of its name in ``kernels.py``."""
+    """Register an operator without a derivative. The function of the same name in ``kernels.py`` is its GPU kernel."""
     kernel = imported("torch_fused_ops.families.float8.kernels", lambda module: module.launch_of(signature.name))
     on_gpu = plain if is_without("float8_kernels") else kernel
     return register(signature, plain, on_gpu, plain, checked(fake, check), check)
@@ -194,7 +194,7 @@ def register_plain(
 def _register_product(
     name: str, doc: str, scales: str, others: dict[str, str], plain: Callable[..., Any], check: Callable[..., None]
 ) -> torch._ops.OpOverload:
-    """A product of two quantized matrices, (a, a_{scales}, b, b_{scales}, others…, dtype), with its FLOP."""
+    """Register a GEMM of two quantized matrices, (a, a_{scales}, b, b_{scales}, others…, dtype), with its FLOP."""
     data, of_data = "Tensor: data", "Tensor: scales"
     operands = {"a": data, f"a_{scales}": of_data, "b": data, f"b_{scales}": of_data}
     arguments = arguments_of(**operands, **others, dtype="ScalarType")
@@ -208,7 +208,7 @@ _quantize = register_plain(
         "quantize",
         arguments_of(input="Tensor: data", rows="int", columns=f"int={BLOCK}"),
         ("data", "scales"),
-        "(float8, scales) of a matrix in blocks of (rows, columns).",
+        "Quantize a matrix in blocks of (rows, columns).",
     ),
     float8.quantize,
     _fake_quantize,
@@ -219,7 +219,7 @@ _quantize_by = register_plain(
         "quantize_by",
         arguments_of(input="Tensor: data", scales="Tensor: scales"),
         ("data",),
-        "The float8 of quantize, in rows or in one block, by scales that are known.",
+        "The values of quantize, in rows or in a single block, with scales that are known.",
     ),
     float8.quantize_by,
     lambda input, scales: input.new_empty(input.shape, dtype=float8.dtype_of(input.device)),
@@ -230,7 +230,7 @@ _dequantize = register_plain(
         "dequantize",
         arguments_of(values="Tensor: data", scales="Tensor: scales", rows="int", dtype="ScalarType"),
         ("data",),
-        "What quantize has stored.",
+        "The inverse of quantize, except for rounding.",
     ),
     float8.dequantize,
     lambda values, scales, rows, dtype: values.new_empty(values.shape, dtype=dtype),
@@ -241,7 +241,7 @@ _requantize = register_plain(
         "requantize",
         arguments_of(values="Tensor: data", scales="Tensor: scales"),
         ("data", "scales"),
-        f"quantize(dequantize(values, scales, 1)ᵀ, {BLOCK}), in one pass; of blocks of (1, {MX_BLOCK}) again in these.",
+        f"quantize(dequantize(values, scales, 1)ᵀ, {BLOCK}) in one pass; blocks of (1, {MX_BLOCK}) keep their shape.",
     ),
     float8.requantize,
     lambda values, scales: _fake_quantize(values.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1))),
@@ -249,7 +249,7 @@ _requantize = register_plain(
 )
 _scaled_mm = _register_product(
     "scaled_mm",
-    "a · bᵀ + bias of what quantize has stored in blocks as wide: a in blocks of a row, b in blocks of rows.",
+    "a · bᵀ + bias of matrices from quantize, with equally wide blocks: a in blocks of one row, b in blocks of rows.",
     "scales",
     {"bias": "Tensor?: per_column", "rows": "int"},
     float8.product,
@@ -257,7 +257,7 @@ _scaled_mm = _register_product(
 )
 _scaled_mm_tiled = _register_product(
     "scaled_mm_tiled",
-    "scaled_mm in blocks of (1, 32), by scales of 8 bits in tiles of 128 rows and 4 blocks, as sm_100 reads them.",
+    "scaled_mm in blocks of (1, 32), with 8-bit scales in tiles of 128 rows and 4 blocks, the layout of sm_100.",
     "tiles",
     {"bias": "Tensor?: per_column"},
     float8.tiled_product,
@@ -265,7 +265,7 @@ _scaled_mm_tiled = _register_product(
 )
 _scaled_grouped_mm = _register_product(
     "scaled_grouped_mm",
-    "Each row of a times bᵀ of its expert, of what quantize has stored in rows; ends[e] is where e's rows end.",
+    "Each row of a times bᵀ of its expert; both are quantized in rows, and ends[e] is the end of expert e's rows.",
     "scales",
     {"ends": "Tensor: ends"},
     float8.grouped_product,
@@ -305,11 +305,11 @@ class _Linear(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, recipe: Recipe
     ) -> Tensor:
         scaling = recipe.scaling
-        values, scales = _quantize(input, *scaling.data.of(input.shape))
-        rows, columns = scaling.weight.of(weight.shape)
+        values, scales = _quantize(input, *scaling.data.sizes_in(input.shape))
+        rows, columns = scaling.weight.sizes_in(weight.shape)
         of_weight = _quantize(weight, rows, columns)
         out: Tensor = _scaled_mm(values, scales, *of_weight, bias, rows, dtype)
-        # The one scale of the transpose, by which backward need not look for its largest element.
+        # The transposed weight's single scale, saved so that backward need not reduce the weight again.
         largest = of_weight[1].amax(1, keepdim=True) if scaling.weight_t == Block(None, None) else None
         ctx.save_for_backward(weight, largest, *((values, scales) if recipe.wgrad else (input,)))
         ctx.rest = input.dtype, None if bias is None else bias.dtype, recipe
@@ -317,23 +317,24 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, largest, *kept = ctx.saved_tensors
+        weight, largest, *saved_input = ctx.saved_tensors
         input_dtype, bias_dtype, (scaling, wgrad) = ctx.rest
         d_input = d_weight = d_bias = None
         _refuse_second_derivative("linear_fp8", grad)
         if ctx.needs_input_grad[0]:
-            turned = weight.t()
-            rows, columns = scaling.weight_t.of(turned.shape)
+            weight_t = weight.t()
+            rows, columns = scaling.weight_t.sizes_in(weight_t.shape)
             known = largest is not None
-            of_weight = (_quantize_by(turned, largest), largest) if known else _quantize(turned, rows, columns)
-            of_grad = _quantize(grad, *scaling.data.of(grad.shape))
+            of_weight = (_quantize_by(weight_t, largest), largest) if known else _quantize(weight_t, rows, columns)
+            of_grad = _quantize(grad, *scaling.data.sizes_in(grad.shape))
             d_input = _scaled_mm(*of_grad, *of_weight, None, rows, grad.dtype).to(input_dtype)
         if ctx.needs_input_grad[1]:
             if wgrad:
-                of_input, of_grad = _requantize(*kept), _quantize(grad.t(), *scaling.data.of(grad.t().shape))
+                of_grad = _quantize(grad.t(), *scaling.data.sizes_in(grad.t().shape))
+                of_input = _requantize(*saved_input)
                 d_weight = _scaled_mm(*of_grad, *of_input, None, scaling.weight.rows, grad.dtype)
             else:
-                d_weight = torch.mm(grad.t(), kept[0].to(grad.dtype))
+                d_weight = torch.mm(grad.t(), saved_input[0].to(grad.dtype))
             d_weight = d_weight.to(weight.dtype)
         if ctx.needs_input_grad[2]:
             d_bias = grad.sum(0).to(bias_dtype)
@@ -342,10 +343,10 @@ class _Linear(torch.autograd.Function):
 
 def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, recipe: str) -> None:
     for name, t in (("input", input), ("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype not in DTYPES_OF_PRODUCTS:
-            refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
-    if dtype not in DTYPES_OF_PRODUCTS:
-        refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+        if t is not None and t.dtype not in GEMM_DTYPES:
+            refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, GEMM_DTYPES)))
+    if dtype not in GEMM_DTYPES:
+        refuse("dtype", dtype, ", ".join(map(str, GEMM_DTYPES)))
     if weight.ndim == 2 and (input.ndim < 1 or input.shape[-1] != weight.shape[1]):
         raise ValueError(f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's last axis")
     scaling = RECIPES[recipe].scaling
@@ -353,8 +354,8 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     if weight.ndim != 2 or any(size % multiple or not size for size, multiple in sizes):
         raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {multiple_of}")
     if hasattr(weight, "device_mesh") and not scaling.takes_shards:
-        whole = [name for name, each in RECIPES.items() if each.scaling.takes_shards]
-        refuse("recipe", recipe, f"{' or '.join(whole)} for DTensors: a row may be on several ranks")
+        accepted = [name for name, recipe_of in RECIPES.items() if recipe_of.scaling.takes_shards]
+        refuse("recipe", recipe, f"{' or '.join(accepted)} for DTensors: a row may be on several ranks")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},), weight's first axis")
 
@@ -404,7 +405,7 @@ class _GroupedLinear(torch.autograd.Function):
         input, weight, largest, ends = ctx.saved_tensors
         d_input = d_weight = None
         _refuse_second_derivative("grouped_linear_fp8", grad)
-        grad = grad.contiguous()  # torch's grouped products take nothing that is expanded, as a sum's gradient is
+        grad = grad.contiguous()  # torch's grouped GEMMs reject expanded tensors, such as a sum's gradient
         if ctx.needs_input_grad[0]:
             of_grad = _quantize(grad, 1, grad.shape[1])
             d_input = _scaled_grouped_mm(*of_grad, _quantize_by(weight, largest), largest, ends, grad.dtype)
@@ -413,7 +414,7 @@ class _GroupedLinear(torch.autograd.Function):
                 d_weight = torch.zeros_like(weight)
             elif weight.stride(2) == 1:
                 d_weight = torch.nn.functional.grouped_mm(input.contiguous().t(), grad, offs=ends)
-            else:  # as the parameter lies, of which the weight is the transpose
+            else:  # match the parameter's memory order; ``weight`` is its transpose
                 d_weight = torch.nn.functional.grouped_mm(grad.t(), input.contiguous(), offs=ends).transpose(1, 2)
         return d_input, d_weight, None
 
@@ -422,8 +423,8 @@ def _check_grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: s
     one_of("recipe", tuple(name for name, (scaling, _) in RECIPES.items() if scaling.grouped)).check(recipe)
     multiple = RECIPES[recipe].scaling.multiple
     for name, t in (("input", input), ("weight", weight)):
-        if t.dtype not in DTYPES_OF_EXPERTS:
-            refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_EXPERTS)))
+        if t.dtype not in GROUPED_GEMM_DTYPES:
+            refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, GROUPED_GEMM_DTYPES)))
     if weight.ndim != 3 or any(size % multiple or not size for size in weight.shape[1:]):
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; accepted: (experts, in, out), in and out multiples of {multiple}"

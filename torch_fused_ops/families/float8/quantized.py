@@ -1,11 +1,12 @@
-"""The float8 operands that backward needs of an activation, each in one pass over memory.
+"""Operators that compute backward's float8 operands in one pass over memory.
 
-A gradient is multiplied twice: by the weight, quantized along its rows, and by the input, along its columns. Its sum
-over the rows is a bias's gradient. Where it is an activation's, that activation's result is multiplied as well, along
-its columns. Compiled backward graphs call these operators where they find all that (``lowerings/float8.py``).
+Backward multiplies a gradient twice: by the weight, quantized along the gradient's rows, and by the input, quantized
+along its columns. The sum over its rows is the bias's gradient. If the gradient is an activation's, backward also
+multiplies the activation's result, quantized along its columns. Compiled backward graphs call these operators if they
+contain all of these steps (``lowerings/float8.py``).
 
-    quantize_both                      a matrix along its rows and along its columns
-    …_backward_quantized               that of an activation's gradients, with sums, and of its result
+    quantize_both              quantizes a matrix along its rows and along its columns
+    …_backward_quantized       the same for an activation's gradients, with their sums, and for its result
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.operators import eager
 from torch_fused_ops.operators.activation import FAMILY
 
-# By operator: those that ``kernels.py`` has a kernel for.
+# The operators for which ``kernels.py`` has a kernel, and their quantized backward.
 QUANTIZED: dict[PointwiseOperator, torch._ops.OpOverload] = {}
-RESULTS = 5  # of each gradient: values and scales along its rows, values and scales along its columns, sums
+RESULTS = 5  # per gradient: values and scales along its rows, values and scales along its columns, sums
 
 
-def _both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
+def _quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
     return *float8.quantize(input, 1, columns), *float8.quantize(input.t(), 1, columns)
 
 
-def _check_both(input: Tensor, columns: int = BLOCK) -> None:
+def _check_quantize_both(input: Tensor, columns: int = BLOCK) -> None:
     if columns not in (BLOCK, MX_BLOCK):
         refuse("columns", columns, f"{BLOCK} or {MX_BLOCK}, the columns of a block")
 
 
 def _sums(gradient: Tensor) -> Tensor:
-    """The sums over each 128 rows, in float32: (tiles, columns)."""
+    """Sum each 128 rows in float32. Returns (tiles, columns)."""
     rows = gradient.shape[0]
     wide = torch.nn.functional.pad(gradient.to(torch.float32), (0, 0, 0, float8.padded(rows) - rows))
     return wide.reshape(-1, BLOCK, gradient.shape[1]).sum(1)
@@ -50,33 +51,33 @@ def _signature(op: PointwiseOperator) -> Signature:
         f"{op.name}_backward_quantized",
         (*op.backward.arguments[: 1 + op.data], *op.required_scalars, *arguments_of(columns=f"int={BLOCK}")),
         (*("data", "scales", "data", "scales", "sums") * op.data, "data", "scales"),
-        f"For each of {op.backward.name}'s gradients of data what quantize_both gives of it, and its sums over each "
-        f"{BLOCK} rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}), or (1, {MX_BLOCK}).",
+        f"The results of quantize_both for each data gradient of {op.backward.name}, and its sums over each {BLOCK} "
+        f"rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}), or (1, {MX_BLOCK}).",
     )
 
 
-def _of(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
+def _quantized_backward(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
     forward, backward = eager.forward(op), eager.backward(op)
-    others = (None,) * (len(op.tensors) - op.data)
-    wanted = tuple(kind in DATA for kind in op.kinds)
+    no_bias_or_scale = (None,) * (len(op.tensors) - op.data)
+    requested = tuple(kind in DATA for kind in op.kinds)
     end = op.data + len(op.required_scalars)
 
     def quantized(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
-        arguments = *args[: op.data], *others, *args[op.data : end]
-        gradients = backward(grad, *arguments, wanted)[: op.data]
-        of_each = [part for g in gradients if g is not None for part in (*_both(g, columns), _sums(g))]
-        return *of_each, *float8.quantize(forward(*arguments).t(), *float8.block_of_columns(columns))
+        (columns,) = args[end:] or (BLOCK,)  # omitted if it is the default
+        arguments = *args[: op.data], *no_bias_or_scale, *args[op.data : end]
+        gradients = backward(grad, *arguments, requested)[: op.data]
+        stored = [part for g in gradients if g is not None for part in (*_quantize_both(g, columns), _sums(g))]
+        return *stored, *float8.quantize(forward(*arguments).t(), *float8.block_of_columns(columns))
 
     return quantized
 
 
 def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake kernel by the function itself, on tensors without data; results are contiguous as a kernel's are."""
+    """Make a fake kernel that calls the function on tensors without data. Results are contiguous, as a kernel's are."""
 
     def fake(*args: Any) -> Any:
         device = next(a for a in args if isinstance(a, Tensor)).device
-        # On a device that every build of torch has: what is fake is fake there, too.
+        # Every build of torch has the device "cpu", and fake tensors stay fake there.
         shapes = function(*(a.new_empty(a.shape, device="cpu") if isinstance(a, Tensor) else a for a in args))
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in shapes)
 
@@ -90,10 +91,10 @@ register_plain(
         ("data", "scales", "data", "scales"),
         "quantize(input, 1, columns) and quantize(inputᵀ, 1, columns), in one pass.",
     ),
-    _both,
-    _fake(_both),
-    _check_both,
+    _quantize_both,
+    _fake(_quantize_both),
+    _check_quantize_both,
 )
 for _op in FAMILY:
-    _function = _of(_op)
+    _function = _quantized_backward(_op)
     QUANTIZED[_op] = register_plain(_signature(_op), _function, _fake(_function))

@@ -1,5 +1,6 @@
-"""The ways in which a linear layer is in float8 (``docs/fp8.md``): how operands are divided into blocks, which products
-are in float8, and on which devices. Checks, reasons and docs read this table, without torch.
+"""Float8 recipes of linear layers (``docs/fp8.md``): blocks of the operands, GEMMs in float8, and accepted devices.
+
+Checks, reasons and docs read this table, without importing torch.
 """
 
 from __future__ import annotations
@@ -12,30 +13,30 @@ MX_BLOCK = 32
 
 
 class Block(NamedTuple):
-    """The elements that share a scale; None: an axis as long as it is."""
+    """The shape of the elements that share a scale. None: the whole axis."""
 
     rows: int | None
     columns: int | None
 
-    def of(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Its sizes in a matrix of this shape."""
+    def sizes_in(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the block's (rows, columns) in a matrix of this shape."""
         rows, columns = shape
         return self.rows or rows, self.columns or columns
 
 
 class Scaling(NamedTuple):
-    """The blocks of a GEMM's operands, each along the axis that the GEMM sums over.
+    """The blocks of a GEMM's operands. Each block lies along the axis that the GEMM sums over.
 
     Attributes:
-        noun: what has a scale, in messages.
-        data: of a layer's input, and of gradients.
-        weight: of a weight (out, in), in forward.
-        weight_t: of its transpose, in the input's gradient.
-        multiple: of which a weight's sizes are multiples.
-        sm: NVIDIA's compute capabilities that have such products.
-        cuda: the least version of CUDA.
-        amd: AMD's architectures.
-        grouped: NVIDIA's compute capabilities that have grouped products, a mixture's experts'.
+        noun: the block's name in messages.
+        data: block of a layer's input, and of gradients.
+        weight: block of a weight (out, in), in forward.
+        weight_t: block of the weight's transpose, for the input's gradient.
+        multiple: a weight's sizes must be multiples of it.
+        sm: NVIDIA compute capabilities that have such GEMMs.
+        cuda: the oldest CUDA version.
+        amd: AMD architectures.
+        grouped: NVIDIA compute capabilities that have such grouped GEMMs, for a mixture's experts.
     """
 
     noun: str
@@ -50,12 +51,12 @@ class Scaling(NamedTuple):
 
     @property
     def takes_shards(self) -> bool:
-        """True if shards of a matrix can be quantized separately: no block is a whole row."""
+        """True if shards of a matrix can be quantized separately, because blocks are smaller than a row."""
         return self.data.columns is not None
 
 
-# DeepSeek-V3's (arXiv 2412.19437, section 3.3), which TransformerEngine has as ``Float8BlockScaling``. The products are
-# cuBLASLt's.
+# The recipe of DeepSeek-V3 (arXiv 2412.19437, section 3.3), ``Float8BlockScaling`` in TransformerEngine. cuBLASLt has
+# the GEMMs.
 BLOCKS = Scaling(
     noun="block of 128",
     data=Block(1, BLOCK),
@@ -66,7 +67,7 @@ BLOCKS = Scaling(
     cuda=(12, 9),
 )
 # torchao's rowwise_with_gw_hp: a weight's transpose has one scale, the largest of forward's, so that backward reads the
-# weight once. The products are CUTLASS's, cuBLASLt's and hipBLASLt's (ATen's RowwiseScaledMM.cu, ScaledBlas.cpp).
+# weight once. CUTLASS, cuBLASLt and hipBLASLt have the GEMMs (ATen's RowwiseScaledMM.cu, ScaledBlas.cpp).
 ROWS = Scaling(
     noun="row",
     data=Block(1, None),
@@ -76,10 +77,10 @@ ROWS = Scaling(
     sm=((8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
     cuda=(12, 0),
     amd=("gfx942", "gfx950"),
-    grouped=((9, 0),),  # CUTLASS's (ATen's ScaledGroupMM.cu)
+    grouped=((9, 0),),  # by CUTLASS (ATen's ScaledGroupMM.cu)
 )
-# The Open Compute Project's MXFP8 (Microscaling Formats, version 1.0): 8 bits a scale, which a power of two in float32
-# has as its exponent. The products are cuBLASLt's (ATen's ScaledBlas.cpp, CUDABlas.cpp).
+# The Open Compute Project's MXFP8 (Microscaling Formats, version 1.0). A scale's 8 bits are the exponent of a power of
+# two in float32. cuBLASLt has the GEMMs (ATen's ScaledBlas.cpp, CUDABlas.cpp).
 MX = Scaling(
     noun="block of 32",
     data=Block(1, MX_BLOCK),
@@ -92,8 +93,8 @@ MX = Scaling(
 
 
 class Recipe(NamedTuple):
-    """The float8 GEMMs of a linear layer: of its result and of its input's gradient, and, with ``wgrad``, of its
-    weight's gradient."""
+    """Which GEMMs of a linear layer run in float8: the result's, the input gradient's, and if ``wgrad`` the weight
+    gradient's."""
 
     scaling: Scaling
     wgrad: bool

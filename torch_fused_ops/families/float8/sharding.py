@@ -1,9 +1,9 @@
 """DTensor: float8's operators on shards (``sharding.py`` registers these rules).
 
-A shard is stored by itself if it has whole blocks: along rows wherever a block is a row; else if each rank's shard is a
-multiple of 128, or 32. Scales are on the rank of their values. Those of blocks of one row are transposed, (blocks of a
-row, rows), so that values sharded along one axis have scales sharded along the other. A tensor whose row, or all of it,
-is one block is replicated before it is stored.
+A shard can be quantized separately if it consists of whole blocks: along rows if a block lies within a row, otherwise
+if each rank's shard is a multiple of 128 or 32. Scales are on the rank of their values. Scales of blocks with one row
+are transposed, (blocks per row, rows), so values sharded along one axis have scales sharded along the other. A tensor
+is replicated before it is quantized if a row, or the whole tensor, is one block.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def _quantize(input: Any, rows: int, columns: int = BLOCK) -> Shardings:
 def _quantize_by(input: Any, scales: Any) -> Shardings:
     from torch.distributed.tensor import Replicate, Shard
 
-    whole, by_rows = Replicate(), scales.shape[-1] > 1
+    replicated, by_rows = Replicate(), scales.shape[-1] > 1
     if input.ndim == 3:  # experts, which tensor parallelism does not shard
-        return [([whole], [whole, whole])]
+        return [([replicated], [replicated, replicated])]
     return [
-        ([whole], [whole, whole]),
-        ([Shard(0)], [Shard(0), Shard(1) if by_rows else whole]),
-        ([Shard(1)], [Shard(1), whole]),
+        ([replicated], [replicated, replicated]),
+        ([Shard(0)], [Shard(0), Shard(1) if by_rows else replicated]),
+        ([Shard(1)], [Shard(1), replicated]),
     ]
 
 
@@ -80,9 +80,9 @@ def _dequantize(values: Any, scales: Any, rows: int, dtype: Any) -> Shardings:
 def _requantize(values: Any, scales: Any) -> Shardings:
     from torch.distributed.tensor import Replicate, Shard
 
-    columns, whole = columns_of(values, scales, 1), Replicate()
+    columns, replicated = columns_of(values, scales, 1), Replicate()
     rows_t, columns_t = block_of_columns(columns)
-    shardings: Shardings = [([whole, whole], [whole, whole])]
+    shardings: Shardings = [([replicated, replicated], [replicated, replicated])]
     for axis, block in ((0, columns_t), (1, rows_t)):
         stored = _stored(values, axis, 1, columns)
         if stored and (block == 1 or _whole_blocks(values, axis, block)):
@@ -93,17 +93,17 @@ def _requantize(values: Any, scales: Any) -> Shardings:
 def _scaled_mm(a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, rows: int, dtype: Any) -> Shardings:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    columns, whole = columns_of(a, a_scales, 1), Replicate()
+    columns, replicated = columns_of(a, a_scales, 1), Replicate()
 
     def sharding(out: Any, of_a: Placements | None, of_b: Placements | None, of_bias: Any) -> Sharding:
-        both = [*(of_a or (whole, whole)), *(of_b or (whole, whole))]
-        return [out], [*both, None if bias is None else of_bias, None, None]
+        operands = [*(of_a or (replicated, replicated)), *(of_b or (replicated, replicated))]
+        return [out], [*operands, None if bias is None else of_bias, None, None]
 
     a_rows, b_rows = _stored(a, 0, 1, columns), _stored(b, 0, rows, columns)
     a_columns, b_columns = _stored(a, 1, 1, columns), _stored(b, 1, rows, columns)
-    shardings = [sharding(whole, None, None, whole)]
+    shardings = [sharding(replicated, None, None, replicated)]
     if a_rows:
-        shardings.append(sharding(Shard(0), a_rows, None, whole))
+        shardings.append(sharding(Shard(0), a_rows, None, replicated))
     if b_rows:
         shardings.append(sharding(Shard(1), None, b_rows, Shard(0)))
     if a_columns and b_columns:  # the summed axis; one rank adds the bias
