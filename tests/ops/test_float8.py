@@ -24,7 +24,7 @@ BLOCKS = (Block(1, BLOCK), Block(BLOCK, BLOCK), Block(1, None), Block(None, None
 
 def scale_of_each(x: Tensor, block: Block) -> Tensor:
     """quantize's scales, beside each element."""
-    rows, columns = block.of(x.shape)
+    rows, columns = block.sizes_in(x.shape)
     scales = float8.quantize(x, rows, columns)[1]
     scales = scales.t() if rows == 1 else scales
     return scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:, : x.shape[1]]
@@ -40,7 +40,7 @@ def wide_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_stored_is_off_by_half_a_step(block: Block, dtype: torch.dtype) -> None:
     x = wide_matrix(256, 384, dtype)
-    rows, columns = block.of(x.shape)
+    rows, columns = block.sizes_in(x.shape)
     values, scales = fused.quantize(x, rows, columns)
     loaded = fused.dequantize(values, scales, rows, torch.float64)
     exact, scale = x.to(torch.float32).double(), scale_of_each(x, block).double()
@@ -81,7 +81,7 @@ def test_any_strides_are_read() -> None:
     x = torch.randn(256, 384)
     for view in (x.t(), x[::2, 1:], x[:, :1].expand(256, 256), x.t()[:BLOCK]):
         for block in BLOCKS:
-            sizes = block.of(view.shape)
+            sizes = block.sizes_in(view.shape)
             for a, b in zip(fused.quantize(view, *sizes), fused.quantize(view.contiguous(), *sizes), strict=True):
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and a.is_contiguous()
 
@@ -179,7 +179,11 @@ def test_on_gfx942_the_numbers_are_the_same(recipe: str, monkeypatch: pytest.Mon
     x, w = wide_matrix(9, 256), wide_matrix(128, 256) / 16
     x[0], x[1], x[2, 5], x[3, 7] = 0.0, -1e-40, math.nan, -1e-30
     scaling = RECIPES[recipe].scaling
-    blocks = [(x, scaling.data.of(x.shape)), (w, scaling.weight.of(w.shape)), (w.t(), scaling.weight_t.of(w.t().shape))]
+    blocks = [
+        (x, scaling.data.sizes_in(x.shape)),
+        (w, scaling.weight.sizes_in(w.shape)),
+        (w.t(), scaling.weight_t.sizes_in(w.t().shape)),
+    ]
 
     def found() -> list[Any]:
         stored = [fused.quantize(t, *sizes) for t, sizes in blocks]
@@ -227,8 +231,8 @@ def test_products_are_within_their_bound(block: Block, dtype: torch.dtype) -> No
     a, b = torch.randn(70, 256), torch.randn(128, 256) / 16
     b[3, 5] = 100.0  # an outlier
     bias = torch.randn(128, dtype=dtype)
-    of_a, (rows, columns) = Block(1, block.columns), block.of(b.shape)
-    stored = fused.quantize(a, *of_a.of(a.shape)), fused.quantize(b, rows, columns)
+    of_a, (rows, columns) = Block(1, block.columns), block.sizes_in(b.shape)
+    stored = fused.quantize(a, *of_a.sizes_in(a.shape)), fused.quantize(b, rows, columns)
     out = fused.scaled_mm(*stored[0], *stored[1], bias, rows, dtype)
     exact = a.double() @ b.double().t() + bias.double()
     rounding = 2 * torch.finfo(dtype).eps * (a.double().abs() @ b.double().abs().t() + bias.double().abs())

@@ -884,7 +884,7 @@ def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
 
 
 def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """``float8.dequantize`` in one kernel for rows or a single block. No recipe has other blocks; torch computes them."""
+    """``float8.dequantize`` in one kernel for rows or a single block. No recipe has other blocks; torch runs them."""
     r, c = values.shape
     if rows not in (1, r) or float8.columns_of(values, scales, rows) != c:
         return float8.dequantize(values, scales, rows, dtype)

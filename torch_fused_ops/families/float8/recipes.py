@@ -93,8 +93,8 @@ MX = Scaling(
 
 
 class Recipe(NamedTuple):
-    """Which GEMMs of a linear layer run in float8: the result's, the input gradient's, and if ``wgrad`` the weight
-    gradient's."""
+    """The GEMMs of a linear layer that run in float8: for the result and the input's gradient, and if ``wgrad`` also for
+    the weight's gradient."""
 
     scaling: Scaling
     wgrad: bool
