@@ -93,7 +93,7 @@ MX = Scaling(
 
 
 class Recipe(NamedTuple):
-    """The GEMMs of a linear layer that run in float8: for the result and the input's gradient, and if ``wgrad`` also for
+    """A linear layer's GEMMs that run in float8: for the result and the input's gradient, and if ``wgrad`` also for
     the weight's gradient."""
 
     scaling: Scaling
