@@ -26,6 +26,8 @@ from torch_fused_ops import FusionPolicy, activations
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 GEMMS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
+# Inductor's first Triton template for each GEMM: in deterministic mode it does not measure, which needs a device.
+GEMM_TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON", "deterministic": True}
 WITHOUT_BIAS = functools.partial(nn.Linear, bias=False)
 GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 

@@ -335,18 +335,6 @@ def test_layers_add_up_and_each_has_its_bar(tmp_path: Path) -> None:
             assert value == sum(layer[side][key] for layer in figures["layers"])
 
 
-def test_layers_that_keep_less_though_left_alone_are_explained(tmp_path: Path) -> None:
-    from torch_fused_ops.reports.figures import Cost, Figures, LayerFigures
-
-    report = tfo.explain(stack(3), batch(grad=True), policy=tfo.FusionPolicy(exclude=("layers.[12]",)))
-    less = [LayerFigures(f"layers.{i}", Cost(saved=9), Cost(saved=8 if i < 2 else 9)) for i in range(3)]
-    report.figures = Figures("NVIDIA H200", True, tuple(less))
-    assert report.recomputed.startswith("layers.1: not fused") and f"note: {report.recomputed}" in str(report)
-    assert report.recomputed.partition("=")[0] in report.to_html(tmp_path / "r.html").read_text(encoding="utf-8")
-    report.figures = Figures("NVIDIA H200", True, (less[0], less[2]))
-    assert report.recomputed == "", "nothing is fused in layers.1, and nothing is saved in layers.2"
-
-
 @pytest.mark.parametrize(
     ("path", "layer"),
     [

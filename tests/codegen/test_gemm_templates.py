@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import MLP, GeluMLP, SwiGLU, meta, named, on_meta
+from harness import GEMM_TEMPLATES, MLP, GeluMLP, SwiGLU, meta, named, on_meta
 from test_figures import Glu, LlamaBlock
 
 from torch_fused_ops import FusionPolicy
@@ -44,9 +44,9 @@ def inference(model: Model, *shape: int, dtype: torch.dtype = BF16, **arguments:
 @cache
 def by_templates(model: Model, ours: bool, training: bool = True) -> Any:
     made = on_meta(model, 4096, 16384)
-    config = options() if ours else {}
+    config = {**GEMM_TEMPLATES, **(options() if ours else {})}
     return virtual_gpu.compile_on_paper(
-        made, meta(8192, 4096, requires_grad=training), training=training, gemm="triton", config=config
+        made, meta(8192, 4096, requires_grad=training), training=training, config=config
     )
 
 
@@ -100,21 +100,18 @@ def test_swiglu_in_the_gemms_epilogues() -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 2, 16])
 @pytest.mark.parametrize("model", [GeluMLP, SwiGLU])
-@pytest.mark.parametrize("settings", [{}, {"config": {"coordinate_descent_tuning": True}}, {"gemm": "triton"}], ids=str)
-def test_decoding_takes_no_more_kernels(model: Model, rows: int, settings: dict[str, Any]) -> None:
-    config = settings.get("config", {})
-    plain, ours = (
-        inference(model, rows, 256, **{**settings, "config": {**config, **ours}}) for ours in ({}, options())
-    )
-    assert kernels(ours) == kernels(plain)
+@pytest.mark.parametrize("config", [{}, {"coordinate_descent_tuning": True}, GEMM_TEMPLATES], ids=str)
+def test_decoding_takes_no_more_kernels(model: Model, rows: int, config: dict[str, Any]) -> None:
+    plain, fused = (inference(model, rows, 256, config=config | policy) for policy in ({}, options()))
+    assert kernels(fused) == kernels(plain)
 
 
 @pytest.mark.covering(every=10)
 @pytest.mark.parametrize("model", [GeluMLP, SwiGLU, Glu, LlamaBlock, PackedWithBias])
-@pytest.mark.parametrize("gemm", ["library", "triton"])
-def test_nothing_is_added_atomically(model: Model, gemm: str) -> None:
-    x, made = meta(2, 1024, 4096, requires_grad=True), on_meta(model, 4096, 16384)
-    paper = virtual_gpu.compile_on_paper(made, x, gemm=gemm, config=options())
+@pytest.mark.parametrize("gemms", [{}, GEMM_TEMPLATES], ids=["library", "triton"])
+def test_nothing_is_added_atomically(model: Model, gemms: dict[str, Any]) -> None:
+    x, module = meta(2, 1024, 4096, requires_grad=True), on_meta(model, 4096, 16384)
+    paper = virtual_gpu.compile_on_paper(module, x, config=gemms | options())
     assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())
 
 

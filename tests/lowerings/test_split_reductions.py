@@ -32,9 +32,9 @@ def backward(
     **settings: Any,
 ) -> Any:
     """Return a step's backward graph. If ``memory`` is None, compile without fusion."""
-    config = {} if memory is None else tfo.compile_options(tfo.FusionPolicy(memory=memory, strict=True))
+    config = settings | ({} if memory is None else tfo.compile_options(tfo.FusionPolicy(memory=memory, strict=True)))
     x = torch.empty(*rows, 64, dtype=BF16, device="meta", requires_grad=True)
-    return virtual_gpu.compile_on_paper(harness.on_meta(model, width), x, config=config, **settings).backward
+    return virtual_gpu.compile_on_paper(harness.on_meta(model, width), x, config=config).backward
 
 
 def moved(graph: Any, elements: int) -> list[float]:
@@ -115,7 +115,9 @@ def test_an_operators_own_bias_is_summed_in_its_kernel(config: Any, kernels: int
 @pytest.mark.parametrize("model", [GELU, SwiGLU])
 def test_gradients_stay_in_gemm_epilogues(model: Callable[[int], nn.Module], memory: str) -> None:
     """With Inductor's templates, the GEMM before the activation computes d in its epilogue, which saves more bytes."""
-    activation_gradient, fused_graph = (backward(model, memory=level, gemm="triton") for level in (None, memory))
+    activation_gradient, fused_graph = (
+        backward(model, memory=level, **harness.GEMM_TEMPLATES) for level in (None, memory)
+    )
     kinds = [sorted(k.name.split("_")[1] for k in graph.kernels) for graph in (activation_gradient, fused_graph)]
     assert kinds[0] == kinds[1]
     assert fused_graph.bytes_moved <= activation_gradient.bytes_moved + (2 * TOKENS * 3072 if memory == "free" else 0)

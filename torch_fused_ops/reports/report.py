@@ -164,7 +164,7 @@ class Report:
         if self.breaks:
             parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
         if self.figures is not None:
-            parts += ["", str(self.figures), *([f"note: {self.recomputed}"] if self.recomputed else [])]
+            parts += ["", str(self.figures)]
         elif self.figures_missing:
             parts.append(f"figures are not available: {self.figures_missing}")
         if "saved" in vars(self):
@@ -178,24 +178,6 @@ class Report:
             return NOTHING_CAPTURED
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
         return f"the model was captured in {graphs}: a site does not reach across a graph break"
-
-    @property
-    def recomputed(self) -> str:
-        """A note on layers that save less although no MLP in them is fused; "" if there are none, or no figures."""
-        if self.figures is None:
-            return ""
-        less = [layer.name for layer in self.figures.layers if layer.after.saved < layer.before.saved]
-
-        def of(sites: Iterable[Site]) -> set[str]:
-            return {n for site in sites for n in less if f"{site.module}.".startswith(f"{n}.")}
-
-        alone = of(s for s in self.sites if s.op is None and s.is_mlp) - of(s for s in self.sites if s.op is not None)
-        if not alone:
-            return ""
-        return (
-            f"{', '.join(name for name in less if name in alone)}: not fused, but less is saved for backward: "
-            "memory='free' recomputes pointwise work in backward in the whole graph"
-        )
 
     @property
     def nothing(self) -> str:

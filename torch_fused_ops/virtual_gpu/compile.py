@@ -1,4 +1,4 @@
-"""Inductor's code for a described GPU: kernels, bytes moved and tensors saved, on a machine without that GPU."""
+"""Generate Inductor's code for a described GPU on a machine without it: kernels, bytes moved, tensors saved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -26,73 +25,48 @@ from .timeline import PaperCompilation
 from .work import nbytes_moved
 from .wrapper import mark
 
-GraphPass = Callable[[fx.Graph], object]
-
-# Inductor's settings for GEMMs. Inductor measures templates to choose among them; in deterministic mode it takes the
-# first, which needs no device.
-GEMM: dict[str, dict[str, Any]] = {
-    "library": {},
-    "triton": {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON", "deterministic": True},
-}
-
 
 def compile_on_paper(
     fn: Callable[..., Any],
     *inputs: Any,
     gpu: GPU | str = H200,
     training: bool = True,
-    joint_passes: Sequence[GraphPass] = (),
-    pre_grad_passes: Sequence[GraphPass] = (),
     memory_budget: float | None = None,
     dynamic: bool = False,
-    gemm: str = "library",
     config: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> PaperCompilation:
-    """Generate the code of `torch.compile(fn, fullgraph=True)` for `gpu`, without having it.
+    """Generate the code of `torch.compile(fn, fullgraph=True)` for a GPU that need not be present.
 
-    Dynamo captures `fn` on fake CPU tensors; AOTAutograd traces forward and backward; the joint graph is moved to the
-    described GPU; from there Inductor's own passes, partitioner, scheduler and code generator run unchanged. Nothing
+    Dynamo captures `fn` on fake CPU tensors, and AOTAutograd traces forward and backward. The joint graph is moved to
+    the described GPU; from then on Inductor's passes, partitioner, scheduler and code generator run unchanged. Nothing
     is allocated or executed.
 
     Args:
         fn: a function or an `nn.Module`, which may close over other modules.
-        *inputs: its arguments. Tensors (real, meta or fake, on any device) count by shape, strides, dtype and
-            `requires_grad`; so do parameters and buffers.
+        *inputs: its arguments. Of tensors (real, meta or fake, on any device), parameters and buffers, only shape,
+            strides, dtype and `requires_grad` matter.
         gpu: the GPU to generate code for, or its name (``by_name``).
         training: False compiles under `torch.no_grad()`.
-        joint_passes: run on the joint FX graph, after `torch._inductor.config.joint_custom_pre_pass`.
-        pre_grad_passes: run on the FX graph that Dynamo captured (and on its subgraphs: checkpoint bodies), after
-            `torch._inductor.config.pre_grad_custom_pass`. Its `example_value`s are fake CPU tensors.
         memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
         dynamic: make sizes symbolic, as `torch.compile(dynamic=True)` does.
-        gemm: the implementation of GEMMs: "library", Inductor's default; or "triton", its templates, into which it
-            fuses the operators before and after. Only a device can tell the template that max-autotune would choose:
-            here it is the first.
-        config: settings of `torch._inductor.config` for this compilation.
+        config: settings of `torch._inductor.config` for this compilation, such as passes: `joint_custom_pre_pass`.
+            Measuring needs a device; `"deterministic": True` makes Inductor take its first GEMM template instead.
         **kwargs: keyword arguments of `fn`.
 
     Returns:
         Generated code, kernels, bytes moved and saved tensors.
 
     Raises:
-        ModuleNotFoundError: when Triton is not installed.
-        TypeError: when `fn` is not callable, or a class.
-        ValueError: when `memory_budget` is not in [0, 1], or `gemm` or `gpu` is not known.
-        torch._dynamo.exc.Unsupported: when `fn` does not capture as one graph.
+        ModuleNotFoundError: Triton is not installed.
+        TypeError: `fn` is not callable, or is a class.
+        ValueError: `memory_budget` is not in [0, 1], or `gpu` is not known.
+        torch._dynamo.exc.Unsupported: Dynamo does not capture `fn` as one graph.
     """
     if not callable(fn) or isinstance(fn, type):
         got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(f"fn: got {got}, expected a function or an nn.Module")
-    if gemm not in GEMM:
-        raise ValueError(f"gemm: got {gemm!r}, expected one of {', '.join(map(repr, GEMM))}")
-    settings = {
-        **GEMM[gemm],
-        **(config or {}),
-        **_append_passes("joint_custom_pre_pass", joint_passes),
-        **_append_passes("pre_grad_custom_pass", pre_grad_passes),
-    }
-    return _Paper(by_name(gpu, "gpu"), memory_budget, settings).compile(fn, inputs, kwargs, training, dynamic)
+    return _Paper(by_name(gpu, "gpu"), memory_budget, config or {}).compile(fn, inputs, kwargs, training, dynamic)
 
 
 def compile_graph_on_paper(
@@ -102,12 +76,12 @@ def compile_graph_on_paper(
     memory_budget: float | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> PaperCompilation:
-    """Generate Inductor's code on `gpu` for a graph that was captured earlier, for any device.
+    """Generate Inductor's code on `gpu` for a graph that was captured earlier for any device.
 
-    The same as `compile_on_paper` from the captured graph on. Symbolic sizes have their values at capture.
+    The compilation continues as in `compile_on_paper`. Symbolic sizes have their values at capture.
 
     Args:
-        captured: the result of `set_aside`; it is not changed.
+        captured: the result of `set_aside`; not changed.
         gpu: the GPU to generate code for.
         memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
         config: settings of `torch._inductor.config` for this compilation.
@@ -116,51 +90,27 @@ def compile_graph_on_paper(
         Generated code, kernels, bytes moved and saved tensors.
 
     Raises:
-        ModuleNotFoundError: when Triton is not installed.
-        ValueError: when `memory_budget` is not in [0, 1], or a size depends on data, so that it is not known.
-        TypeError: when an input is a tensor subclass, or neither a tensor nor a number.
+        ModuleNotFoundError: Triton is not installed.
+        ValueError: `memory_budget` is not in [0, 1], or a size depends on data.
+        TypeError: an input is a tensor subclass, or neither a tensor nor a number.
     """
     return _Paper(gpu, memory_budget, config or {}).compile_graph(captured)
 
 
 @contextlib.contextmanager
 def emulated(gpu: GPU, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Have operators on fake CPU tensors behave as this GPU's: autocast, attention, shape functions.
+    """Give operators on fake CPU tensors this GPU's behavior: autocast, attention, shape functions.
 
     Args:
         gpu: the GPU.
-        autocast: enter its autocast to this dtype; None: do not.
+        autocast: enter the GPU's autocast to this dtype; None: do not enter autocast.
     """
     with _Paper(gpu, None, {}).patched(), torch.autocast("cuda", autocast, enabled=autocast is not None):
         yield
 
 
 class _Compiled(BaseException):
-    """Leaves Dynamo once everything is known; not an Exception, so that Dynamo lets it through."""
-
-
-@dataclass
-class _Passes:
-    """Graph passes that run one after the other in one of Inductor's slots."""
-
-    passes: tuple[GraphPass, ...]
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for graph_pass in self.passes:
-            graph_pass(graph)
-
-    def uuid(self) -> str:
-        """A key: nothing is cached here, but without a key Inductor warns that it cannot cache."""
-        return f"without a device {id(self)}"
-
-
-def _append_passes(slot: str, passes: Sequence[GraphPass]) -> dict[str, Any]:
-    """A config patch that runs `passes` after those in `slot`: one pass, a list (from torch 2.13 on) or None."""
-    from torch._inductor import config
-
-    value = getattr(config, slot)
-    before = tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
-    return {slot: _Passes(before + tuple(passes))} if passes else {}
+    """Raised to leave Dynamo once the code is generated. Dynamo catches Exceptions, so it is none."""
 
 
 class _Paper:
@@ -171,10 +121,9 @@ class _Paper:
             raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
         self.gpu = gpu
         self.inductor_config = {
-            # measured on a device, which is missing
-            "shape_padding": False,
+            "shape_padding": False,  # Inductor measures it on a device
             **config,
-            # no cache is read or written: `generate` replaces the one of graphs
+            # `generate` replaces the function behind the graph cache
             "fx_graph_cache": False,
             "autotune_local_cache": False,
             "autotune_remote_cache": False,
@@ -182,8 +131,8 @@ class _Paper:
         self.functorch_config: dict[str, Any] = {
             "enable_autograd_cache": False,
             "force_non_lazy_backward_lowering": True,
-            # A checkpoint's random state would be a generator of the device's, which there is not. Without this it is a
-            # tensor on the CPU.
+            # With this setting, a checkpoint's random state is a CUDA generator, which needs a device; else it is a
+            # CPU tensor.
             "graphsafe_rng_functionalization": False,
         }
         if memory_budget is not None:
@@ -191,8 +140,8 @@ class _Paper:
         self.graphs: dict[str, GeneratedGraph] = {}
         self.saved: tuple[SavedTensor, ...] = ()
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        self.arguments: list[tuple[bool, str]] = []  # of the program: a parameter or buffer or not, and its name
-        self.saved_outputs: dict[str, int] = {}  # by the name of backward's input, the number of forward's output
+        self.arguments: list[tuple[bool, str]] = []  # per argument: is it a parameter or buffer, and its name
+        self.saved_outputs: dict[str, int] = {}  # name of backward's input -> number of forward's output
         self.results = 0
         self.handed: tuple[int | None, ...] = ()
         self.tangents: tuple[int, ...] = ()
@@ -200,7 +149,7 @@ class _Paper:
     def compile(
         self, fn: Callable[..., Any], inputs: Sequence[Any], kwargs: Mapping[str, Any], training: bool, dynamic: bool
     ) -> PaperCompilation:
-        # A new frame each time: Dynamo's caches and its memory of sizes are per frame.
+        # A new code object each time: Dynamo's caches and its record of sizes are per code object.
         def on_paper(*args: Any, **kwargs: Any) -> Any:
             return fn(*args, **kwargs)
 
@@ -260,15 +209,15 @@ class _Paper:
             yield
 
     def from_tensor(self, original: Callable[..., Any], mode: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Make fake tensors on the CPU, whatever the tensor's own device is.
+        """Make fake tensors on the CPU, whatever the tensor's device is.
 
-        A CPU build of torch cannot run autograd on fake CUDA tensors: it has no device guard, and aborts.
+        A CPU build of torch aborts in autograd on fake CUDA tensors, because it has no device guard.
         """
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
         if isinstance(tensor, FakeTensor):
             is_ready = tensor.fake_mode is mode
-        else:  # torch takes other subclasses apart and calls this for their parts
+        else:  # torch unwraps other subclasses and calls this for their inner tensors
             is_ready = tensor.device.type == "cpu" or type(tensor) not in (Tensor, nn.Parameter)
         if is_ready:
             return original(mode, tensor, *args, **kwargs)
@@ -279,14 +228,14 @@ class _Paper:
                 )
                 if isinstance(tensor, nn.Parameter):
                     stand_in = nn.Parameter(stand_in, tensor.requires_grad)
-            self.stand_ins[id(tensor)] = (stand_in, tensor)  # the tensor too: while it lives no other gets its id
+            self.stand_ins[id(tensor)] = (stand_in, tensor)  # a reference to the tensor keeps its id unique
         return original(mode, self.stand_ins[id(tensor)][0], *args, **kwargs)
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """Dynamo's backend: `compile_fx`, with code generation in place of compilation."""
+        """Dynamo's backend: run `compile_fx` with `generate` as its inner compilation."""
         from torch._guards import TracingContext
 
-        # Dynamo gives its backend a fresh fake mode, since tracing may have changed the tensors of its own.
+        # Dynamo creates a new fake mode for its backend, since tracing may have changed the tensors of the old one.
         tracing_context: Any = TracingContext
         context = tracing_context.get()
 
@@ -308,9 +257,9 @@ class _Paper:
         compile_fx(gm, inputs, inner_compile=self.generate, decompositions=emulation.decompositions())
 
     def joint_graph_passes(self, original: Callable[..., Any], gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        """Inductor's joint passes, on the graph moved to the GPU."""
+        """Move the joint graph to the GPU, and run Inductor's joint passes."""
         emulation.move_graph(gm)
-        # a keyword for graphs, a positional argument for bodies
+        # Inductor passes it by keyword for graphs, by position for subgraphs.
         bound = inspect.signature(original).bind(gm, *args, **kwargs)
         bound.arguments["input_device"] = torch.device("cuda", 0)
         return original(*bound.args, **bound.kwargs)
@@ -322,14 +271,14 @@ class _Paper:
         parameters = (parameter for parameter, _ in self.arguments)
         origins = dict(zip(forward.graph.find_nodes(op="placeholder"), parameters, strict=False))
         self.saved = tuple(saved_tensor(node, origins) for node in outputs if is_tensor(node, "cuda"))
-        # AOTAutograd passes saved values by position; forward's sizes, which come last, first. Names may differ.
+        # AOTAutograd passes saved values by position, and moves sizes, forward's last outputs, to the front.
         numbers = sorted(range(len(outputs)), key=lambda i: not is_number(outputs[i]))
         inputs = (node.name for node in backward.graph.find_nodes(op="placeholder"))
         self.saved_outputs = {name: self.results + i for name, i in zip(inputs, numbers, strict=False)}
         return forward, backward
 
     def generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Inductor's inner compilation, as far as the code: post-grad passes, lowering, scheduling, code."""
+        """Replace Inductor's inner compilation: post-grad passes, lowering, scheduling, code, but no compiling."""
         from torch._guards import TracingContext
         from torch._inductor import compile_fx
         from torch._inductor.debug import DebugContext
@@ -362,7 +311,7 @@ class _Paper:
             graph.freeze_runtime_asserts()
             stack.enter_context(V.set_graph_handler(graph))
             stack.enter_context(V.set_extern_kernel_nodes([]))
-            stack.enter_context(_noted_nodes(kernel_nodes, scheduled))
+            stack.enter_context(_recorded_nodes(kernel_nodes, scheduled))
             graph.run(*inputs)
             context = TracingContext.try_get()
             if context is not None and context.output_strides is not None:
@@ -386,10 +335,10 @@ class _Paper:
 
 @functools.cache
 def _register_patterns() -> None:
-    """Let Inductor register its patterns as it would for the CPU, by passing it a graph that does nothing.
+    """Make Inductor register its patterns for the CPU, by running its passes on an empty graph.
 
-    Inductor does so once a process, on first use, and traces them on the target device. A second registration, with
-    other arguments, would find duplicates.
+    Inductor registers them once per process, on first use, and traces them on the target device. Registering them again
+    for another device would fail on duplicates.
     """
     from torch._inductor import config
     from torch._inductor.fx_passes import joint_graph, post_grad
@@ -409,12 +358,12 @@ def _register_patterns() -> None:
 
 
 @contextlib.contextmanager
-def _noted_nodes(kernel_nodes: dict[str, list[str]], scheduled: list[tuple[Any, int]]) -> Iterator[None]:
-    """Note the scheduler's nodes while their code is generated.
+def _recorded_nodes(kernel_nodes: dict[str, list[str]], scheduled: list[tuple[Any, int]]) -> Iterator[None]:
+    """Record the scheduler's nodes while their code is generated.
 
     Args:
-        kernel_nodes: gets the names of each Triton kernel's nodes, one list for all launches.
-        scheduled: gets the nodes in the order of their code, which marks them, with the bytes that they move.
+        kernel_nodes: filled with the names of each Triton kernel's nodes, one list for all launches.
+        scheduled: filled with the nodes and the bytes they move, in the order of the code, where marks are inserted.
     """
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.scheduler import Scheduler
@@ -439,7 +388,7 @@ def _noted_nodes(kernel_nodes: dict[str, list[str]], scheduled: list[tuple[Any, 
 
 
 def _differentiable_results() -> tuple[int, ...]:
-    """The numbers of forward's results whose gradients are backward's inputs, in its order; () if unknown."""
+    """Return the numbers of forward's results whose gradients are backward's inputs, in its order; () if unknown."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -451,7 +400,7 @@ def _differentiable_results() -> tuple[int, ...]:
 
 
 def _stride(output: Any) -> tuple[int, ...] | None:
-    """The strides of a lowered output, by which AOTAutograd lays out backward's inputs."""
+    """Return a lowered output's strides, which AOTAutograd gives to backward's input; None if they are unknown."""
     if not hasattr(output, "has_tensor_output") or not output.has_tensor_output():
         return None
     strides = output.get_layout().stride
