@@ -1,4 +1,4 @@
-"""``verify``: compare one training step of a model eager, compiled and fused, tensor by tensor."""
+"""``verify``: compare one training step of a model in eager mode, compiled and fused, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from torch_fused_ops.reports.recording import record
 
 progress = logging.getLogger("torch_fused_ops.verify")
 
-WAYS = ("eager", "plain", "fused")
-# Tolerances: rounding units relative to a tensor's norm, and multiples of eager's own error.
+VARIANTS = ("eager", "plain", "fused")
+# Tolerances: rounding units relative to a tensor's norm, and multiples of eager's error.
 OF_NORM, OF_EAGER = 4.0, 4.0
-# The same if there is a wider reference, for the 2-norm: units, and multiples of the larger error of eager and plain.
-# Over MLPs of 1, 6 and 16 layers in bf16, fused had at most 1.3 times plain's error, except for a loss.
+# Tolerances of the 2-norm if the reference has a wider dtype: units, and multiples of the larger error of eager and
+# plain. Over MLPs of 1, 6 and 16 layers in bf16, fused had at most 1.3 times plain's error, except for a loss.
 OF_NORM_BESIDE_PLAIN, OF_PLAIN = 2.0, 2.0
-# Multiples of the tensor's change when the last bits of all parameters and arguments change: the only measure for
-# tensors of pure rounding error (the mean of a norm's result).
+# Multiples of a tensor's change when the last bits of all parameters and arguments change. It is the only measure for
+# tensors of pure rounding error, such as the mean of a norm's result.
 OF_JITTER = 64.0
-# The additional factor for a single number; few numbers' errors do not average out.
+# The additional factor for a single number. Errors of few numbers do not average out.
 FEW = 15.0
-# If eager in the same dtype is the reference, the unit allows for a deep model's rounding: in float64 this value (its
-# epsilon is 2.2e-16), in float32 so many epsilons.
+# The unit if the reference is eager in the same dtype. It allows for a deep model's rounding: this value in float64,
+# whose epsilon is 2.2e-16, and this many epsilons in float32.
 UNIT_EXACT, UNIT_WIDE = 1e-9, 64.0
-# The largest rounding error of float8_e4m3fn (3 bits of mantissa), for gradients under such a policy, and its multiple
-# for the 2-norm. The same MLPs' gradients differ by at most 4 % at memory="fp8", and by 10 % at gemm="fp8".
+# The unit of tensors that a policy rounds to float8_e4m3fn, its largest rounding error (3 bits of mantissa), and its
+# multiple for the 2-norm. Gradients of the MLPs above differ by at most 4 % at memory="fp8", and 10 % at gemm="fp8".
 UNIT_FP8, OF_NORM_FP8 = 2.0**-4, 2.5
-# Relative to the largest gradient, for gradients that are 0 except for rounding (a bias before a norm).
+# A tolerance relative to the largest gradient, for gradients that are 0 except for rounding (a bias before a norm).
 OF_LARGEST = 1e-6
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -53,18 +53,18 @@ MEASURES = ("norm", "largest element")
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of one step. Distances are from the reference, eager in the wide dtype, relative to its norm.
+    """One tensor of one step. Distances to the reference, eager in the wide dtype, are relative to its norm.
 
-    The norm is the 2-norm or the largest element: the measure that is closer to its tolerance.
+    The norm is the 2-norm or the largest element, whichever is closer to its tolerance.
     """
 
-    kind: str  # "loss", "output", "gradient", "buffer" or "argument" (after the step)
-    name: str  # the parameter's or buffer's path in the model; the output's or argument's number
-    dtype: str  # the step's dtype: the model's own, or a wider one
-    fused: float  # the fused step's distance
-    plain: float  # that of plain ``torch.compile``
-    eager: float  # that of eager
-    allowed: float  # the distance that rounding explains
+    kind: str  # "loss", "output", "gradient", "buffer" or "argument"; the last two after the step
+    name: str  # the path of a parameter or buffer in the model; the number of an output or argument
+    dtype: str  # the step's dtype: the model's dtype, or a wider one
+    fused: float  # distance of the fused step
+    plain: float  # distance of plain ``torch.compile``
+    eager: float  # distance of eager
+    allowed: float  # largest distance that rounding explains
     measure: str = MEASURES[0]
 
     @property
@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """The tensor's name, for people."""
+        """The kind and the name, for people."""
         return {"gradient": f"gradient of {self.name}", "loss": "loss"}.get(self.kind, f"{self.kind} {self.name}")
 
 
@@ -91,9 +91,9 @@ class Verification:
         title: the model's class.
         policy: the fusion policy.
         comparisons: every compared tensor, in each dtype.
-        failures: errors by variant: ``"fused, float64"`` → the error; ``"eager"``: the reason why the comparison means
-            nothing. ``verify`` itself raises errors in eager mode.
-        sites: the numbers of fused and of all MLP sites.
+        failures: maps a variant to its error, such as ``"fused, float64"``. ``"eager"`` maps to the reason why
+            gradients cannot be compared. ``verify`` raises errors that occur in eager mode.
+        sites: the number of fused MLP sites, and of all MLP sites.
         notes: further remarks.
     """
 
@@ -106,16 +106,16 @@ class Verification:
 
     @property
     def differences(self) -> tuple[Comparison, ...]:
-        """The tensors in which the fused step differs from eager by more than rounding explains."""
+        """The tensors whose fused value differs from eager by more than rounding explains."""
         return tuple(compared for compared in self.comparisons if not compared.ok)
 
     @property
     def ok(self) -> bool:
-        """True if the fused step is the eager one, except for rounding."""
-        return not self.differences and not any(way.startswith(("eager", "fused")) for way in self.failures)
+        """True if the fused step equals the eager step, except for rounding."""
+        return not self.differences and not any(variant.startswith(("eager", "fused")) for variant in self.failures)
 
     def as_dict(self) -> dict[str, Any]:
-        """The result, for JSON."""
+        """Convert the result to plain types, for JSON."""
         rows = [{**asdict(compared), "ok": compared.ok, "plain_ok": compared.plain_ok} for compared in self.comparisons]
         return {
             "title": self.title,
@@ -128,7 +128,7 @@ class Verification:
         }
 
     def to_json(self) -> str:
-        """Convert to JSON, with null for infinite distances (a missing or a non-finite tensor)."""
+        """Convert to JSON. An infinite distance (a missing or a non-finite tensor) is null."""
         text = json.dumps(self.as_dict(), default=str, indent=2)
         return text.replace(": Infinity", ": null")
 
@@ -144,13 +144,12 @@ class Verification:
             f"policy: {self.policy}",
             f"{self.sites[0]} of {self.sites[1]} MLP sites fused; compared: {counts or 'nothing'}",
         ]
-        lines += [f"{way}: {error}" for way, error in self.failures.items()]
-        off = self.differences
-        if off:
-            lines += ["", "fused differs from eager by more than rounding explains:", *_table(off)]
-            both = sum(not compared.plain_ok for compared in off)
-            as_well = f"off as well in {both} of these {len(off)}" if both else "not"
-            lines.append(f"plain torch.compile is {as_well}")
+        lines += [f"{variant}: {error}" for variant, error in self.failures.items()]
+        if self.differences:
+            lines += ["", "fused differs from eager by more than rounding explains:", *_table(self.differences)]
+            plain_off = sum(not compared.plain_ok for compared in self.differences)
+            count = f"differs in {plain_off} of these {len(self.differences)}" if plain_off else "does not"
+            lines.append(f"plain torch.compile {count}")
         plain = [compared for compared in self.comparisons if compared.ok and not compared.plain_ok]
         if plain:
             lines += ["", "plain torch.compile differs, fused does not:", *_table(plain)]
@@ -160,7 +159,7 @@ class Verification:
 
     @property
     def _tolerances(self) -> list[str]:
-        """The largest tolerance of each kind, a line for each dtype: "  in bfloat16 output 7.8e-03, …"."""
+        """Format each kind's largest tolerance, a line per dtype: "  in bfloat16 output 7.8e-03, …"."""
         largest: dict[str, dict[str, float]] = {}
         for row in self.comparisons:
             kinds = largest.setdefault(row.dtype, {})
@@ -176,14 +175,14 @@ class Verification:
         return tuple(dict.fromkeys(compared.dtype for compared in self.comparisons)) or ("no dtype",)
 
 
-def _table(rows: Sequence[Comparison], most: int = 24) -> list[str]:
+def _table(rows: Sequence[Comparison], limit: int = 24) -> list[str]:
     rows = sorted(rows, key=lambda row: min(row.allowed - row.fused, row.allowed - row.plain))
-    width = max(len(row.title) for row in rows[:most])
+    width = max(len(row.title) for row in rows[:limit])
     lines = [f"  {'':<{width}}  {'in':<8} {'of':<15} {'fused':>8} {'plain':>8} {'eager':>8} {'allowed':>8}"]
-    for row in rows[:most]:
+    for row in rows[:limit]:
         figures = " ".join(f"{value:>8.1e}" for value in (row.fused, row.plain, row.eager, row.allowed))
         lines.append(f"  {row.title:<{width}}  {row.dtype:<8} {row.measure:<15} {figures}")
-    return [*lines, *([f"  and {len(rows) - most} more"] if len(rows) > most else [])]
+    return [*lines, *([f"  and {len(rows) - limit} more"] if len(rows) > limit else [])]
 
 
 def verify(
@@ -195,23 +194,24 @@ def verify(
 ) -> Verification:
     """Compare one training step of a model: eager, plain ``torch.compile``, and fused.
 
-    The step is forward, a loss and backward. It runs on copies of the model and of the arguments, in the model's own
-    dtype and in float64 (float32 if the model cannot run in float64). The loss is the result's ``loss``, or the result
-    if that is one number, else a fixed random linear function of all results. The reference is eager in float64.
-    Compared are the loss, the outputs, all gradients of parameters and arguments, and the final buffers and arguments.
-    In the model's dtype the tolerance is twice the larger error of eager and plain, or two units of rounding; 4e-9 in
-    float64. No element may be off by more than four times eager's largest error, or four units of the largest element.
-    ``memory="fp8"`` and float8 GEMMs are allowed 16 % of a tensor's norm in the model's dtype. In float64 they do not
-    round, so everything but the rounding is compared exactly. The last line states the tolerances.
+    The step is forward, a loss and backward. It runs on copies of the model and the arguments, in the model's dtype and
+    in float64 (float32 if the model cannot run in float64). The loss is the result's ``loss``, or the result if it is a
+    single number, else a fixed random linear function of all results. The reference is eager in float64. The step
+    compares the loss, the outputs, the gradients of parameters and arguments, and the final buffers and arguments.
 
-    Dropouts are PyTorch's own (Inductor's ``fallback_random``), with eager's masks.
+    In the model's dtype, the tolerance is twice the larger error of eager and plain, or two rounding units; in float64
+    it is 4e-9. No element may differ by more than four times eager's largest error, or four units of the largest
+    element. ``memory="fp8"`` and float8 GEMMs are allowed 16 % of a tensor's norm in the model's dtype. In float64 they
+    do not round, so everything except the rounding is compared exactly. The last line states the tolerances.
+
+    Dropouts are PyTorch's (Inductor's ``fallback_random``), with eager's masks.
 
     Args:
-        model: a module, as it is, in training or evaluation mode; or a function.
+        model: a module, in its current training or evaluation mode; or a function.
         *args: its positional arguments.
         policy: the fusion policy; ``FusionPolicy()`` by default.
-        compiled: generate code as ``torch.compile`` does. By default the final graphs are run call by call: seconds
-            instead of minutes, and everything but code generation is tested.
+        compiled: generate code as ``torch.compile`` does. By default, the final graphs run call by call, which takes
+            seconds instead of minutes, and tests everything except code generation.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -220,7 +220,7 @@ def verify(
     Raises:
         TypeError: model is not callable, or is a class; or policy is not a FusionPolicy.
         ValueError: the model is on the meta device, or cannot be copied.
-        Whatever the model raises in eager mode on these arguments.
+        Any error that the model raises in eager mode on these arguments.
     """
     model = check_model(model)
     policy = policy_or_default(policy)
@@ -247,41 +247,40 @@ def verify(
         elif rounded:
             runs.append(_Run(f"{name} unrounded", dtype, _unit(dtype), {"eager": eager}))
         for run in runs:
-            for way in WAYS[1:]:
+            for variant in VARIANTS[1:]:
                 run_policy = replace(policy, gemm="bf16") if run.exact else policy
-                fn = interpreted(run_policy if way == "fused" else None, exact=run.exact, compiled=compiled)
-                recording: AbstractContextManager[Any] = record() if way == "fused" else nullcontext()
-                progress.info("%s, %s", way, run.name)
+                fn = interpreted(run_policy if variant == "fused" else None, exact=run.exact, compiled=compiled)
+                recording: AbstractContextManager[Any] = record() if variant == "fused" else nullcontext()
+                progress.info("%s, %s", variant, run.name)
                 try:
                     with unobserved(), recording as report:
-                        run.steps[way] = step(run.dtype, fn)
+                        run.steps[variant] = step(run.dtype, fn)
                 except Exception as error:
-                    failures[f"{way}, {run.name}"] = f"raised {said(error)}"
+                    failures[f"{variant}, {run.name}"] = f"raised {said(error)}"
                     continue
                 if report is not None:
                     mlps = [site for site in report.sites if site.is_mlp]
                     sites = (sum(site.op is not None for site in mlps), len(mlps))
                     notes += report.notes
                     if wide_gemms := [site for site in mlps if site.op and site.gemm_kind is not None]:
-                        first = f"{wide_gemms[0].source}: {wide_gemms[0].gemm_reason}"
-                        notes.append(
-                            f"{len(wide_gemms)} of {len(mlps)} MLP sites have GEMMs without float8, first {first}"
-                        )
+                        count, first = f"{len(wide_gemms)} of {len(mlps)}", wide_gemms[0]
+                        reason = f"the first is {first.source}: {first.gemm_reason}"
+                        notes.append(f"{count} MLP sites have GEMMs without float8; {reason}")
                     if report.graphs > 1:
                         notes.append(f"{report.graphs} graphs were captured: an MLP across a graph break is not a site")
         jittered = step(runs[-1].dtype, _call_with_jitter)
     truth = runs[-1].steps["eager"]
     loss = truth.get(("loss", ""))
     if loss is None:
-        notes.append("nothing that the model returned needs a gradient: only forward was compared")
+        notes.append("no result of the model requires a gradient: only forward was compared")
     elif not loss.isfinite():
         failures["eager"] = f"the loss is {loss.item()}, so gradients cannot be compared"
     if not isinstance(model, torch.nn.Module):
-        notes.append("parameters that a function closes over are not compared: pass the module itself to verify")
+        notes.append("parameters in a function's closure are not compared; pass the module to compare them")
     if not sites[0]:
-        notes.append("no MLP was fused, so fused is plain torch.compile; explain says why")
+        notes.append("no MLP was fused, so fused equals plain torch.compile; explain lists the reasons")
     if is_random:
-        notes.append("random numbers were PyTorch's own; fused dropouts drop other elements")
+        notes.append("PyTorch drew the random numbers; without verify, fused dropouts drop other elements")
     rows = [row for run in runs for row in _compare(truth, jittered, run, () if run.exact else rounded)]
     title = name_of(model) or "function"
     return Verification(title, policy, tuple(rows), failures, sites, tuple(dict.fromkeys(notes)))
@@ -290,7 +289,7 @@ def verify(
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-Values = dict[tuple[str, str], Tensor | None]  # a step's visible results, by kind and name
+Values = dict[tuple[str, str], Tensor | None]  # a step's results by kind and name
 
 
 @dataclass
@@ -298,23 +297,23 @@ class _Run:
     """The step in one dtype, in each variant."""
 
     name: str
-    dtype: torch.dtype | None  # None: as the model is
+    dtype: torch.dtype | None  # None: the model's dtype
     unit: float  # the relative rounding error
     steps: dict[str, Values]
 
     @property
     def exact(self) -> bool:
-        """True if nothing is rounded to save memory."""
+        """True if the step does not round to float8."""
         return self.dtype is not None
 
 
 def _unit(narrowest: torch.dtype) -> float:
-    """The rounding unit if eager in the same dtype is the reference; models may cast to a narrower dtype inside."""
+    """Return the rounding unit if the reference is eager. ``narrowest``: models may cast to a narrower dtype inside."""
     return UNIT_EXACT if narrowest is torch.float64 else UNIT_WIDE * torch.finfo(narrowest).eps
 
 
 def _widest(step: Callable[..., Values], own_dtype: torch.dtype, notes: list[str]) -> _Run | None:
-    """Run the step eagerly in float64, or in float32 if that raises; None if neither is wider than the model's."""
+    """Run the step eagerly in float64, or in float32 if it raises. None if no dtype wider than the model's works."""
     for dtype in (torch.float64, torch.float32):
         if torch.finfo(dtype).eps >= torch.finfo(own_dtype).eps:
             break
@@ -322,7 +321,7 @@ def _widest(step: Callable[..., Values], own_dtype: torch.dtype, notes: list[str
         try:
             eager = step(dtype, narrowest.call)
         except Exception as error:
-            notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {said(error)}")
+            notes.append(f"the step was not compared in {_name(dtype)}, where eager raises {said(error)}")
             continue
         return _Run(_name(dtype), dtype, _unit(narrowest.dtype), {"eager": eager})
     return None
@@ -331,7 +330,7 @@ def _widest(step: Callable[..., Values], own_dtype: torch.dtype, notes: list[str
 def _step(
     model: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype | None, fn: Callable[..., Any]
 ) -> Values:
-    """Copy model and arguments, to a dtype if one is given, and run ``fn(model, *args, **kwargs)`` and backward."""
+    """Copy the model and arguments, to ``dtype`` unless it is None; run ``fn(model, *args, **kwargs)`` and backward."""
     if isinstance(model, torch.nn.Module):
         try:
             model = copy.deepcopy(model)
@@ -386,7 +385,7 @@ def _call_with_jitter(model: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Copy the tensors, each once; floating ones in a wider dtype, if one is given."""
+    """Copy each tensor once, floating-point ones to ``dtype`` unless it is None."""
     copies: dict[int, Tensor] = {}
 
     def copied(t: Any) -> Any:
@@ -404,8 +403,8 @@ def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
 def _widened(dtype: torch.dtype, t: Tensor) -> Tensor:
     """Convert a floating tensor to another dtype.
 
-    A single number that is not a parameter keeps its dtype: it narrows no result, and torch 2.13 drops a compiled
-    forward's writes into one in float64 (docs/upstream.md).
+    A single number that is not a parameter keeps its dtype. It does not narrow results, and torch 2.13 drops a compiled
+    forward's writes to a float64 number (docs/upstream.md).
     """
     single = t.dim() == 0 and not isinstance(t, torch.nn.Parameter)
     return t.to(dtype) if t.is_floating_point() and not single else t
@@ -426,7 +425,7 @@ def _loss(result: Any, outputs: Sequence[Tensor]) -> Tensor | None:
 
 
 def _own_dtype(model: Callable[..., Any], inputs: Any) -> torch.dtype:
-    """The dtype of most of the model's parameters, or of the first floating argument."""
+    """Return the dtype of most of the model's parameters, or of the first floating-point argument."""
     numbers: Counter[torch.dtype] = Counter()
     for p in model.parameters() if isinstance(model, torch.nn.Module) else ():
         numbers[p.dtype] += p.numel() * p.is_floating_point()
@@ -438,12 +437,12 @@ def _own_dtype(model: Callable[..., Any], inputs: Any) -> torch.dtype:
 
 
 def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: bool = False) -> Callable[..., Any]:
-    """``fn(model, *args, **kwargs)``: a call of a model through Dynamo and Inductor.
+    """Return ``fn(model, *args, **kwargs)``, which calls a model through Dynamo and Inductor.
 
     Args:
         policy: the fusion policy; None: no fusion, even after ``enable``.
         exact: memory levels do not round.
-        compiled: generate code. By default the final graphs are run call by call.
+        compiled: generate code. By default, the final graphs run call by call.
     """
     from torch_fused_ops.lowerings import memory_levels, passes
 
@@ -452,9 +451,9 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
 
         options = passes.compile_options(policy) if policy else passes.options_without_us()
         settings = {**options, "fallback_random": True, "force_disable_caches": True}
-        more: dict[str, Any] = {} if compiled else {"inner_compile": _call_by_call}
+        inner_compile: dict[str, Any] = {} if compiled else {"inner_compile": _call_by_call}
         with memory_levels.without_fp8_rounding(exact):
-            fn: Any = compile_fx(gm, example_inputs, config_patches=settings, **more)
+            fn: Any = compile_fx(gm, example_inputs, config_patches=settings, **inner_compile)
         return fn  # type: ignore[no-any-return]
 
     fn: Callable[..., Any] = torch.compile(throwaway(call_model), backend=backend)
@@ -467,11 +466,11 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
 
 
 def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
-    """Run the final graph, in place of Inductor's code generation."""
+    """Run the final graph instead of generating code from it."""
 
     def call(arguments: list[Any]) -> Any:
         inputs = list(arguments)
-        arguments.clear()  # AOTAutograd passes ownership: tensors are freed after their last use
+        arguments.clear()  # AOTAutograd passes ownership, so that tensors are freed after their last use
         return gm.forward(*inputs)
 
     call._boxed_call = True  # type: ignore[attr-defined]
@@ -479,7 +478,7 @@ def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **set
 
 
 class _Narrowest(TorchDispatchMode):
-    """Record the narrowest floating dtype of all results."""
+    """Record the narrowest floating-point dtype of all results."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -501,7 +500,7 @@ class _Narrowest(TorchDispatchMode):
 
 
 def _rounded(policy: FusionPolicy) -> tuple[str, ...]:
-    """The kinds of tensors that a policy rounds to float8: all for float8 GEMMs, gradients for ``memory="fp8"``."""
+    """Return the kinds of tensors a policy rounds to float8: all with float8 GEMMs, gradients with ``memory="fp8"``."""
 
     def values(field: Any) -> Iterable[str]:
         return [field] if isinstance(field, str) else dict(field).values()
@@ -512,31 +511,31 @@ def _rounded(policy: FusionPolicy) -> tuple[str, ...]:
 
 
 def _compare(truth: Values, jittered: Values, run: _Run, rounded: Collection[str]) -> Iterator[Comparison]:
-    """Compare each tensor in both measures, and yield the measure that is closer to its tolerance."""
-    norms = {key: _norms(_wide(value)) for key, value in truth.items() if value is not None and _counts(value)}
+    """Compare each tensor in both measures; yield the measure that is closer to its tolerance."""
+    norms = {key: _norms(_wide(value)) for key, value in truth.items() if value is not None and _is_floating(value)}
     largest: dict[tuple[str, int], float] = {}
     for (kind, _), pair in norms.items():
         for i, norm in enumerate(pair):
             if math.isfinite(norm):
                 largest[kind, i] = max(largest.get((kind, i), 0.0), norm)
-    for key, wanted in truth.items():
+    for key, expected in truth.items():
         kind, name = key
-        if wanted is None and all(step.get(key) is None for step in run.steps.values()):
+        if expected is None and all(step.get(key) is None for step in run.steps.values()):
             continue
-        apart = {way: _apart(wanted, step.get(key), run.exact) for way, step in run.steps.items()}
-        jitters = _apart(wanted, jittered.get(key), False)
-        few = 1 + FEW / max(1, wanted.numel() if wanted is not None else 1)
+        distances = {variant: _distance(expected, step.get(key), run.exact) for variant, step in run.steps.items()}
+        jitters = _distance(expected, jittered.get(key), False)
+        few = 1 + FEW / max(1, expected.numel() if expected is not None else 1)
         in_fp8 = kind in rounded
         unit = few * (UNIT_FP8 if in_fp8 else run.unit)
         rows = []
         for i, (measure, norm) in enumerate(zip(MEASURES, norms.get(key, (1.0, 1.0)), strict=True)):
             norm = norm if norm and math.isfinite(norm) else 1.0
-            fused, plain, eager = (apart[way][i] if way in apart else 0.0 for way in reversed(WAYS))
+            fused, plain, eager = (distances[v][i] if v in distances else 0.0 for v in reversed(VARIANTS))
             of_norm = OF_NORM_FP8 if in_fp8 and not i else OF_NORM
             noise = min(unit, OF_LARGEST) * largest.get((kind, i), 0.0)
             jitter = OF_JITTER * jitters[i] if math.isfinite(jitters[i]) else 0.0
             allowed = max(of_norm * unit * norm, OF_EAGER * eager, noise, jitter)
-            if not i and not in_fp8 and "plain" in apart and run.steps["eager"] is not truth:
+            if not i and not in_fp8 and "plain" in distances and run.steps["eager"] is not truth:
                 beside = max(OF_NORM_BESIDE_PLAIN * unit * norm, OF_PLAIN * few * max(eager, plain), noise, jitter)
                 allowed = min(allowed, beside)
             figures = (fused / norm, plain / norm, eager / norm, allowed / norm)
@@ -548,31 +547,31 @@ def _wide(t: Tensor) -> Tensor:
     return t.detach().to(torch.complex128 if t.is_complex() else torch.float64)
 
 
-def _counts(value: Tensor) -> bool:
+def _is_floating(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
 def _norms(difference: Tensor) -> tuple[float, float]:
-    """The 2-norm and the largest element."""
+    """Return the 2-norm and the largest element."""
     return float(difference.norm()), float(difference.abs().max()) if difference.numel() else 0.0
 
 
-def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> tuple[float, float]:
-    """The distance in both measures; infinite if one is missing, or if their non-finite values differ."""
+def _distance(expected: Tensor | None, actual: Tensor | None, exact: bool) -> tuple[float, float]:
+    """Return the distance in both measures; infinite if a tensor is missing, or if non-finite values differ."""
     same, differs = (0.0, 0.0), (float("inf"), float("inf"))
-    if wanted is None or got is None:
-        other = got if wanted is None else wanted
-        return same if other is None or not other.any() else differs  # zeros count as a missing gradient
-    if wanted.shape != got.shape:
+    if expected is None or actual is None:
+        present = actual if expected is None else expected
+        return same if present is None or not present.any() else differs  # zeros count as a missing gradient
+    if expected.shape != actual.shape:
         return differs
-    if not _counts(wanted):
+    if not _is_floating(expected):
         # Decisions (a token, an expert) may differ in the model's dtype: they are compared in float64 only.
-        return same if not exact or torch.equal(wanted, got) else differs
-    w, g = _wide(wanted), _wide(got)
-    finite, equal = w.isfinite(), (w == g) | (w.isnan() & g.isnan())
-    if not torch.equal(finite, g.isfinite()) or not equal[~finite].all():
+        return same if not exact or torch.equal(expected, actual) else differs
+    a, b = _wide(expected), _wide(actual)
+    finite, equal = a.isfinite(), (a == b) | (a.isnan() & b.isnan())
+    if not torch.equal(finite, b.isfinite()) or not equal[~finite].all():
         return differs
-    return _norms(w[finite] - g[finite])
+    return _norms(a[finite] - b[finite])
 
 
 def _name(dtype: torch.dtype) -> str:
