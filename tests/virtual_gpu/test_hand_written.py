@@ -300,7 +300,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any, dict[str, Any], str, str]] = {
     "32 GiB, all but a block": (only_the_first, (meta(N), huge, N), (4,), {"B": 1024}, "unwritten", ""),
 }  # fmt: skip
 QUICK = (
-    "no mask before the first", "shifted in place", "parameters named as options", "defaults", "wrong heuristics",
+    "no mask before the first", "one result of all programs", "shifted in place", "parameters named as options", "defaults", "wrong heuristics",
     "autotune, a wrong grid", "huge rows by pointer, no mask", "index that starts over", "index that alternates",
     "while", "mask of data", "branch on data", "loop on data", "zeroed", "said to be zeroed", "32 GiB, all but a block",
 )  # fmt: skip

@@ -1,10 +1,10 @@
 """A virtual GPU: compile a program with Inductor and Triton for a GPU that is not present.
 
     compile_on_paper    Inductor's generated code, kernels, bytes moved and tensors saved for backward
-    set_aside, compile_graph_on_paper    the same for the graph of a compiler pass or a Dynamo backend
+    set_aside, compile_graph_on_paper    the same output for the graph of a compiler pass or a Dynamo backend
     assemble            machine code of a kernel: instructions, registers, spills
-    interpret           a kernel's real arithmetic, on CPU tensors
-    interpret_step      a whole program's, forward and backward
+    interpret           run a kernel's arithmetic on CPU tensors
+    interpret_step      run a whole program, forward and backward, on CPU tensors
     audit               races, registers read before they are written, wrong addresses, slow code
 
 Only torch and Triton are needed; no device, driver or toolkit. `docs/virtual-gpu.md` has examples and limits.

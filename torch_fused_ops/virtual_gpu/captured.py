@@ -1,4 +1,4 @@
-"""Graphs that Dynamo captured, set aside to be compiled without a device: copied, their devices and sizes fixed."""
+"""Copy graphs that Dynamo captured, and fix their devices and sizes, to compile them without a device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class CapturedGraph:
 
     Attributes:
         gm: a copy of the graph and of its subgraphs, with their recorded values.
-        parameters: for each placeholder, whether it is a parameter or a buffer of a module.
-        paths: and its path in the model, "layers.0.up.weight"; "" for any other placeholder.
-        training: whether grad mode was on.
-        autocast: the dtype of the autocast that was on around it for its device; None where none was.
+        parameters: for each placeholder, True if it is a parameter or a buffer of a module.
+        paths: for each placeholder, its path in the model, "layers.0.up.weight"; "" unless it is a parameter or buffer.
+        training: True if grad mode was on.
+        autocast: the dtype of the enclosing autocast region for the graph's device; None if there was no such region.
     """
 
     gm: fx.GraphModule
@@ -34,26 +34,26 @@ class CapturedGraph:
 
     @property
     def needs_gradients(self) -> bool:
-        """True if a step of it has a backward: grad mode was on, and an input requires a gradient."""
+        """True if the graph has a backward: grad mode was on, and an input requires a gradient."""
         values = (node.meta.get("example_value") for node in self.gm.graph.find_nodes(op="placeholder"))
         return self.training and any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> CapturedGraph:
-    """Copy a graph as Dynamo passes it to its backend, or to a pre-grad pass; cheap, and `gm` is not changed.
+    """Copy a graph that Dynamo passes to its backend or to a pre-grad pass. Cheap; `gm` is not changed.
 
     Args:
         gm: the graph.
-        subgraphs: copies to use for subgraphs (checkpoint bodies), by their graph: Inductor runs its passes on them
-            before it runs them on the graph that calls them.
+        subgraphs: maps subgraphs (checkpoint bodies) to copies to use for them. Inductor runs its passes on subgraphs
+            before it runs them on the calling graph.
 
     Returns:
-        The argument of `compile_graph_on_paper`. It keeps no real tensor alive, except constants inside the graph.
+        The argument of `compile_graph_on_paper`. It keeps only the graph's constants alive, no other real tensors.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
     device = next((v.device.type for v in values if isinstance(v, Tensor)), "cpu")
-    device = "cuda" if device == "meta" else device  # it is there to be planned for one
+    device = "cuda" if device == "meta" else device  # models are on "meta" to be planned for a GPU
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     parameters = tuple(map(is_parameter, placeholders))
     paths = tuple(tensor_path(source_name(node)) if is_parameter(node) else "" for node in placeholders)
@@ -61,15 +61,15 @@ def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] |
 
 
 def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> fx.GraphModule:
-    """Copy a graph and its subgraphs; attributes and recorded values are shared.
+    """Copy a graph and its subgraphs. The copies share attributes and recorded values.
 
     Args:
         gm: the graph.
         subgraphs: as for `set_aside`.
     """
-    graph = copy.deepcopy(gm.graph)  # nodes and their dictionaries of recorded values, not the values
+    graph = copy.deepcopy(gm.graph)  # copies nodes and their dictionaries, but not the recorded values
     copied = fx.GraphModule(gm, graph, type(gm).__name__)
-    # AOTAutograd reads this to know the inputs that are parameters, and live anyway.
+    # AOTAutograd reads this to find the inputs that are parameters, which stay alive anyway.
     copied.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copied._param_name_to_source = gm._param_name_to_source
@@ -84,20 +84,20 @@ def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] 
 
 
 def concrete(captured: CapturedGraph, mode: Any) -> tuple[fx.GraphModule, list[Any], list[bool]]:
-    """Copy the graph to trace it on fake CPU tensors of fixed sizes; return it, the tensors, and which live anyway."""
+    """Copy a graph for tracing. Return it, fake CPU tensors of fixed sizes, and for each one: is it a parameter?"""
     gm = copy_graph(captured.gm)
-    lives_anyway = dict(zip(gm.graph.find_nodes(op="placeholder"), captured.parameters, strict=True))
+    is_parameter_of = dict(zip(gm.graph.find_nodes(op="placeholder"), captured.parameters, strict=True))
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             _fix_sizes(module.graph, keep_inputs=module is not gm)
             _name_cpu(module.graph)
             module.recompile()
     nodes = gm.graph.find_nodes(op="placeholder")
-    return gm, [_fake_on_cpu(node, mode) for node in nodes], [lives_anyway[node] for node in nodes]
+    return gm, [_fake_on_cpu(node, mode) for node in nodes], [is_parameter_of[node] for node in nodes]
 
 
 def _fix_sizes(graph: fx.Graph, *, keep_inputs: bool) -> None:
-    """Put numbers in place of nodes that compute sizes (or, where Dynamo made them inputs, other numbers)."""
+    """Replace nodes that compute sizes, and numbers that Dynamo made inputs, by their values."""
     numbers: dict[fx.Node, Any] = {}
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
@@ -110,7 +110,7 @@ def _fix_sizes(graph: fx.Graph, *, keep_inputs: bool) -> None:
 
 
 def _fake_on_cpu(node: fx.Node, mode: Any) -> Any:
-    """A fake CPU tensor like a placeholder's recorded value, its sizes fixed."""
+    """Make a fake CPU tensor of fixed sizes like a placeholder's recorded value."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     name, value = node.name, node.meta.get("example_value")
@@ -128,7 +128,7 @@ def _fake_on_cpu(node: fx.Node, mode: Any) -> Any:
 
 
 def _name_cpu(graph: fx.Graph) -> None:
-    """Name the CPU wherever a graph names a GPU or meta, and the GPU's autocast wherever it enters the CPU's."""
+    """Replace GPU and meta devices in a graph by the CPU, and CPU autocast by the GPU's."""
     for node in graph.nodes:
         if node.target is torch.amp.autocast_mode._enter_autocast:
             device, dtype, *flags = node.args
@@ -146,9 +146,9 @@ def _cpu_for_gpu(value: Any) -> Any:
 
 
 def hint(size: Any) -> Any:
-    """A size or another number; for a dynamic one its value at capture."""
+    """Return a size or another number; for a dynamic number, its value at capture."""
     if isinstance(size, (int, float)):
         return size
     if size.node.hint is None:
-        raise ValueError(f"the size {size} depends on data: it is not known before the model runs")
+        raise ValueError(f"the size {size} depends on data, so it is unknown before the model runs")
     return size.node.hint

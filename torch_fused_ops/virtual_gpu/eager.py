@@ -1,7 +1,7 @@
-"""A captured graph that runs in eager mode: its part of the live-bytes timeline of a step.
+"""Run a captured graph in eager mode for the live-bytes timeline of a step.
 
-Its operators run on fake tensors, with the emulated GPU's rules for autocast and attention, and autograd saves what it
-saves on a device. Fake tensors have sizes and no data; their storages are those that the timeline counts.
+Operators run on fake tensors with the emulated GPU's rules for autocast and attention, and autograd saves the same
+tensors as on a device. Fake tensors have sizes but no data. The timeline counts their storages.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .work import flop_of_bf16, is_view
 
 @dataclass
 class EagerRun:
-    """State that a run of an eager graph leaves for its backward."""
+    """State that an eager graph's forward keeps for its backward."""
 
-    edges: list[Any] = field(default_factory=list)  # for each result its place in autograd's graph, None if it has none
-    results: list[GraphInput | None] = field(default_factory=list)  # the results that have such a place
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # of inputs, by their number
+    edges: list[Any] = field(default_factory=list)  # per result: its gradient edge; None if not differentiable
+    results: list[GraphInput | None] = field(default_factory=list)  # per result; None if not differentiable
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # gradients of inputs by number
 
 
 class EagerGraph(Program):
-    """A captured graph to run in eager mode, on a GPU."""
+    """A captured graph to run in eager mode on a described GPU."""
 
     def __init__(self, captured: CapturedGraph, gpu: GPU) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,7 +51,7 @@ class EagerGraph(Program):
         )
 
     def forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], EagerRun]:
-        """Run the graph; return its results, as meta tensors, and what backward needs. Frees ``inputs``."""
+        """Run the graph. Return its results as meta tensors, and the state for backward. Empties ``inputs``."""
         run = EagerRun()
         with self._running(memory, "forward"):
             entered = [self._entered(run, i, x) for i, x in enumerate(inputs)]
@@ -65,7 +65,7 @@ class EagerGraph(Program):
         return [_on_meta(result) for result in results], run
 
     def backward(self, memory: Memory, run: EagerRun, tangents: list[Tensor | None]) -> list[Tensor | None]:
-        """Run backward from the gradients of results; return the gradients of the inputs. Frees ``tangents``."""
+        """Run backward from the results' gradients. Return the inputs' gradients. Empties ``tangents``."""
         with self._running(memory, "backward"):
             pairs = [(e, t) for e, t in zip(run.edges, tangents, strict=True) if e is not None and t is not None]
             beginnings = [self._fake(tangent) for _, tangent in pairs]
@@ -79,7 +79,7 @@ class EagerGraph(Program):
         return [_on_meta(run.gradients.pop(i, None)) for i in range(len(self.inputs))]
 
     def begins_backward(self, state: EagerRun) -> list[GraphInput | None]:
-        """Describe the results that have a gradient; None for others."""
+        """Describe each result that has a gradient; None for other results."""
         return state.results
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ class EagerGraph(Program):
             return FakeTensor(self.mode, tensor, torch.device("cpu"))
 
     def _entered(self, run: EagerRun, number: int, value: Any) -> Any:
-        """An input as a fake tensor. Its gradient goes to ``run``, and autograd does not keep the tensor alive."""
+        """Convert an input to a fake tensor whose gradient is stored in ``run``. Autograd does not keep it alive."""
         if not isinstance(value, Tensor):
             return value
         fake = self._fake(value)
@@ -108,7 +108,7 @@ class EagerGraph(Program):
 
 
 class _Backward:
-    """Backward from several results at once, which frees their gradients once they are read."""
+    """Run backward from several results at once, and free their gradients after they are read."""
 
     def __init__(self, edges: list[Any], tangents: list[Tensor]) -> None:
         self.edges, self.tangents = edges, tangents
@@ -133,7 +133,7 @@ class _Enter(torch.autograd.Function):
 
 
 class Checkpointing(fx.Interpreter):
-    """Runs a graph, and checkpoints in it as eager mode runs them: Dynamo's operator for one only tags its nodes."""
+    """Interpreter that runs checkpoints as eager mode does. Dynamo's checkpoint operator only tags nodes."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if getattr(target, "__name__", "") != "tag_activation_checkpoint":
@@ -142,7 +142,7 @@ class Checkpointing(fx.Interpreter):
 
         body, *inputs = args
 
-        def run(*inputs: Any) -> Any:  # an interpreter of its own, which would keep its result alive
+        def run(*inputs: Any) -> Any:  # a new interpreter, because an interpreter keeps its result alive
             return Checkpointing(body).run(*inputs)
 
         context_fn = body.meta.get("_checkpoint_context_fn", noop_context_fn)
@@ -150,7 +150,7 @@ class Checkpointing(fx.Interpreter):
 
 
 def _on_meta(fake: Any) -> Any:
-    """A meta tensor that shares a fake tensor's storage."""
+    """Make a meta tensor that shares a fake tensor's storage."""
     if not isinstance(fake, Tensor):
         return fake
     with _disable_current_modes(), torch.no_grad():
@@ -159,7 +159,7 @@ def _on_meta(fake: Any) -> Any:
 
 
 class _Operators(TorchDispatchMode):
-    """Counts the storages that operators make, and notes each operator as a call of the step."""
+    """Count the storages that operators allocate, and record each operator as a call of the step."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,7 +167,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         memory, kwargs = self.memory, kwargs or {}
-        memory.finish()  # the tensors that the operator before was the last to read are freed
+        memory.finish()  # tensors that only the previous operator still read have been freed
         result = func(*args, **kwargs)
         values = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         for value in values:

@@ -1,8 +1,8 @@
-"""Emulation of a GPU on CPU tensors while a program is captured.
+"""Emulate a GPU on CPU tensors while a program is captured.
 
-Capture runs on fake CPU tensors, because a CPU build of torch has no CUDA device guard and aborts in autograd on fake
-CUDA tensors. The patches here remove the differences between torch's programs for the two devices: autocast's lists,
-decompositions that ask for the device, and attention kernels.
+Capture runs on fake CPU tensors, because a CPU build of torch has no CUDA device guard, and aborts in autograd on fake
+CUDA tensors. The patches in this module remove the differences between torch's programs for the two devices: autocast
+lists, decompositions that depend on the device, and attention kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def patched_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Patch `owner.name` with `wrapper`, called with the original first."""
+    """Patch `owner.name` with `wrapper`, which gets the original as its first argument."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -41,7 +41,7 @@ def patched_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterat
 
 @contextlib.contextmanager
 def kernels_registered(kernels: Mapping[Any, Callable[..., Any]], key: str) -> Iterator[None]:
-    """Register kernels of operators for a dispatch key. Python's cache of the keys with kernels is cleared."""
+    """Register operators' kernels for a dispatch key, and clear Python's cache of keys with kernels."""
     torch_library: Any = torch.library
     with contextlib.ExitStack() as stack:
         libraries = {name: torch_library.Library(name, "IMPL") for name in {op.namespace for op in kernels}}
@@ -56,7 +56,7 @@ def kernels_registered(kernels: Mapping[Any, Callable[..., Any]], key: str) -> I
 
 @contextlib.contextmanager
 def emulating(gpu: GPU) -> Iterator[None]:
-    """Emulate this GPU: torch describes it, and it is the target device of CPU tensors."""
+    """Emulate a GPU: torch describes it as present, and it is the target device of CPU tensors."""
     with described(gpu):
         token = emulated.set(torch.device("cuda", 0))
         try:
@@ -65,8 +65,8 @@ def emulating(gpu: GPU) -> Iterator[None]:
             emulated.reset(token)
 
 
-# CUDA autocast's lists, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h. The CPU has other
-# lists (pow and softmax, for example, stay in bfloat16 there); its list of GEMMs is CUDA's.
+# CUDA autocast's lists AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in ATen/autocast_mode.h. The CPU's lists differ:
+# pow and softmax, for example, stay in bfloat16. Both devices have the same list of GEMMs.
 FLOAT32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
     "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
@@ -83,7 +83,7 @@ FLOAT32_RESULT = (
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Give CPU tensors CUDA's autocast: its state in place of the CPU's, its lists, and operators' Python kernels."""
+    """Give CPU tensors CUDA's autocast: its state, its lists, and operators' Python kernels."""
     state = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     def mirror() -> None:
@@ -100,7 +100,7 @@ def cuda_autocast() -> Iterator[None]:
         for name in names.split():
             packet, _, overload = name.partition(".")
             if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
-                continue  # the CPU's own list has it
+                continue  # the operator is in the CPU's list as well
             op = getattr(getattr(aten, packet), overload or "default")
             kernels[op] = functools.partial(kernel, op)
     for full_name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
@@ -134,14 +134,14 @@ def _is_low_precision(value: Any) -> bool:
 
 @_without_autocast()
 def _float32_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Autocast's policy fp32: arguments in float32."""
+    """Apply autocast's policy fp32: cast arguments to float32."""
     cast = functools.partial(tree_map, lambda value: value.float() if _is_low_precision(value) else value)
     return op(*cast(args), **cast(kwargs))
 
 
 @_without_autocast()
 def _float32_result_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Autocast's policy fp32_set_opt_dtype: `dtype=float32` by default."""
+    """Apply autocast's policy fp32_set_opt_dtype: default to `dtype=float32`."""
     position = [argument.name for argument in op._schema.arguments].index("dtype")
     dtype = kwargs.get("dtype") if len(args) <= position else args[position]
     if dtype is None and (_is_low_precision(args[0]) or args[0].dtype == torch.float32):
@@ -150,12 +150,12 @@ def _float32_result_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, with the GPU's branch of those that depend on the device."""
+    """Return Inductor's decompositions. Those that depend on the device take the GPU's branch."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
     for product in (aten.mm.default, aten.addmm.default, aten.bmm.default):
-        table.pop(product, None)  # the CPU multiplies very small matrices without a GEMM
+        table.pop(product, None)  # on the CPU, it computes very small matrix products without a GEMM
     layer_norm = table.get(aten.native_layer_norm.default)
     if layer_norm is not None:
         table[aten.native_layer_norm.default] = functools.partial(_native_layer_norm, layer_norm)
@@ -165,7 +165,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _native_layer_norm(
     original: Callable[..., Any], input: Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm with mean and reciprocal deviation in float32; on the CPU their dtype is the input's."""
+    """Layer norm with mean and reciprocal deviation in float32. On the CPU, they have the input's dtype."""
     from torch._refs import _normalize
 
     dims = list(range(input.dim() - len(normalized_shape), input.dim()))
@@ -174,7 +174,7 @@ def _native_layer_norm(
 
 
 def cuda_attention() -> contextlib.AbstractContextManager[None]:
-    """Have `scaled_dot_product_attention` choose on CPU tensors among CUDA's kernels, by CUDA's conditions."""
+    """Make `scaled_dot_product_attention` choose among CUDA's kernels for CPU tensors, by CUDA's conditions."""
     return kernels_registered({aten.scaled_dot_product_attention.default: _attention}, "AutogradCPU")
 
 
@@ -189,7 +189,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by CUDA's rules in `sdp_utils.cpp` and `attention.cpp`, without cuDNN: flash, efficient, or math."""
+    """Choose attention by the rules of `sdp_utils.cpp` and `attention.cpp`, without cuDNN: flash, efficient or math."""
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
@@ -234,7 +234,7 @@ def _aligned(mask: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def cuda_rules() -> Iterator[None]:
-    """Have shape functions that ask for a fake CPU tensor's device treat it as CUDA's (`histc` of integers)."""
+    """Make shape functions that depend on the device treat fake CPU tensors as CUDA (`histc` of integers)."""
     from torch import _meta_registrations
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -242,17 +242,17 @@ def cuda_rules() -> Iterator[None]:
         return original(tensor).replace("cpu", "cuda")
 
     with patched_method(_meta_registrations, "device_hint", device_hint), contextlib.ExitStack() as stack:
-        stack.callback(FakeTensorMode.cache_clear)  # it remembers what shape functions answered, by device
+        stack.callback(FakeTensorMode.cache_clear)  # the cache has results of shape functions by device
         FakeTensorMode.cache_clear()
         yield
 
 
 @contextlib.contextmanager
 def guardless_tensors() -> Iterator[None]:
-    """Fake CUDA tensors whose Python methods do without a device guard.
+    """Patch methods of fake CUDA tensors that enter a device guard.
 
-    Those few that torch binds by hand enter one before they dispatch, which fails on a CPU build and would initialize
-    a real device on another.
+    The few methods that torch binds by hand enter a guard before they dispatch. A guard fails on a CPU build of torch,
+    and initializes a real device on other builds.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -269,7 +269,7 @@ def guardless_tensors() -> Iterator[None]:
 
 
 class _ConstantsOnCPU(TorchDispatchMode):
-    """Mode that makes real tensors on the CPU where the GPU is requested."""
+    """Mode that allocates real tensors on the CPU when the GPU is requested."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cpu = torch.device("cpu")
@@ -279,7 +279,7 @@ class _ConstantsOnCPU(TorchDispatchMode):
 
 @contextlib.contextmanager
 def constants_folded_on_cpu() -> Iterator[None]:
-    """Let Inductor fold uniform constants, with real tensors of one element, on the CPU instead of the device."""
+    """Make Inductor fold uniform constants (real tensors of one element) on the CPU instead of the GPU."""
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
     def on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +292,7 @@ def constants_folded_on_cpu() -> Iterator[None]:
 
 
 def _getitem(tensor: Tensor, index: Any) -> Tensor:
-    """`tensor[index]`, in the operators that torch makes of it."""
+    """Compute `tensor[index]` with the operators that torch uses for it."""
     entries = list(index) if isinstance(index, tuple) else [index]
     consumed = sum(_dims_consumed(entry) for entry in entries)
     tensors: dict[int, Tensor] = {}
@@ -321,7 +321,7 @@ def _dims_consumed(entry: Any) -> int:
 
 
 def _move_constant(graph: fx.Graph, node: fx.Node) -> None:
-    """Copy a constant, `torch.tensor([1.0], device=…)`, to the GPU: it is lifted on the CPU."""
+    """Copy a constant such as `torch.tensor([1.0], device=…)`, which is lifted on the CPU, to the GPU."""
     with graph.inserting_after(node):
         copy = graph.call_function(torch.ops.prims.device_put.default, (node, torch.device("cuda", 0)))
     copy.meta.update(node.meta)
@@ -329,7 +329,7 @@ def _move_constant(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def on_gpu(mode: Any, value: Any) -> Any:
-    """A fake GPU tensor like a fake CPU tensor; any other value unchanged."""
+    """Convert a fake CPU tensor to a fake GPU tensor; return other values unchanged."""
     if not isinstance(value, Tensor) or value.device.type != "cpu":
         return value
     with mode:
@@ -337,7 +337,7 @@ def on_gpu(mode: Any, value: Any) -> Any:
 
 
 def move_graph(gm: fx.GraphModule) -> None:
-    """Move a traced graph from the CPU to the GPU: its inputs, the devices it names, and the values it recorded."""
+    """Move a traced graph from the CPU to the GPU: its inputs, device arguments, and recorded values."""
     from torch._inductor.virtualized import V
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 

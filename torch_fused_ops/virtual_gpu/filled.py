@@ -1,6 +1,6 @@
-"""Records which meta tensors `torch.zeros` and its relatives made.
+"""Record which meta tensors `torch.zeros`, `torch.ones` and similar functions made.
 
-The tensor itself does not differ from one of `torch.empty`.
+Such a tensor does not differ from a result of `torch.empty` otherwise.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_storages: dict[int, StorageWeakRef] = {}  # while a reference is kept, no other storage has its number
+_storages: dict[int, StorageWeakRef] = {}  # a weak reference keeps the storage's number from being reused
 
 
 def known(tensor: Tensor) -> bool:
-    """Tell whether torch has filled a tensor's memory: in a factory on "meta", or in place."""
+    """Return True if torch has filled a tensor's memory, in a factory on "meta" or in place."""
     return tensor._version > 0 or tensor.untyped_storage()._cdata in _storages
 
 
@@ -31,7 +31,7 @@ def _recorded(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return tensor
 
 
-# On "meta" these have nothing to compute. `torch.zeros_like` and `torch.ones_like` call the last two.
+# On "meta", these operators compute nothing. `torch.zeros_like` and `torch.ones_like` call the last two.
 aten = torch.ops.aten
 _EMPTY: dict[str, Callable[..., Tensor]] = {
     "zeros": aten.empty.memory_format,

@@ -44,7 +44,7 @@ def generated_graph(
     kernels = tuple(
         GeneratedKernel(name, source, kernel_bytes[name], launches[name]) for name, source in sources.items()
     )
-    # A node that only names a part of another's result runs nothing.
+    # A node that only names a part of another node's result runs no code.
     ran = [n for n in bytes_of if not isinstance(n, NopKernelSchedulerNode) and not isinstance(n.node, MultiOutput)]
     launched = tuple(Launch(bytes_of[node], modules_of(node)) for node in ran)
     in_order = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in scheduled)
@@ -54,7 +54,7 @@ def generated_graph(
 
 
 def graph_input(value: Any, is_parameter: bool, name: str = "") -> GraphInput:
-    """The graph's argument for a value that it was traced with."""
+    """Describe the graph argument for a value that the graph was traced with."""
     if not isinstance(value, Tensor):
         return GraphInput(number=hint(value), name=name)
     shape, stride = (tuple(map(hint, sizes)) for sizes in (value.shape, value.stride()))
@@ -62,9 +62,9 @@ def graph_input(value: Any, is_parameter: bool, name: str = "") -> GraphInput:
 
 
 def modules_of(node: Any) -> tuple[str, ...]:
-    """The modules whose results a scheduler node writes, one entry for each buffer.
+    """Return the modules whose results a scheduler node writes, one entry per buffer.
 
-    Intermediate values do not count: a mask that is recomputed inside a kernel has many operations.
+    Intermediate values do not count, because a mask that a kernel recomputes has many operations.
     """
     modules = []
     for inner in node.get_nodes():
@@ -76,13 +76,13 @@ def modules_of(node: Any) -> tuple[str, ...]:
 
 
 def _module_of(node: fx.Node) -> str:
-    """The path in the model of the innermost module that a node comes from, in backward too; "" if it is not known."""
+    """Return the model path of the innermost module that a forward or backward node comes from; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return module_path(list(stack.values())[-1][0]) if stack else ""
 
 
 def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]]:
-    """Sources of kernels by name, launches by name, and external calls, from Inductor's generated module."""
+    """Read kernel sources by name, launch counts by name, and external calls from a generated module."""
     sources: dict[str, str] = {}
     launches: Counter[str] = Counter()
     extern: list[str] = []
@@ -123,12 +123,12 @@ def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
 
 
 def is_number(node: Any) -> bool:
-    """Tell whether a graph's node is a size or another number."""
+    """Return True if a node is a size or another number."""
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), symbolic)
 
 
 def is_tensor(node: Any, device: str) -> bool:
-    """Tell whether a graph's node is a tensor on a device of this type."""
+    """Return True if a node is a tensor on a device of this type."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.device.type == device

@@ -1,4 +1,4 @@
-"""Run kernels on CPU tensors in Triton's interpreter: the arithmetic of the GPU code, without the GPU."""
+"""Run GPU kernels on CPU tensors in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _as_compiled(name: str, values: Sequence[Any], specs: Sequence[GraphInput]) 
 
 
 def _run(graph: GeneratedGraph, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a generated graph."""
+    """Run a generated graph, and return its outputs."""
     from torch._inductor.select_algorithm import extern_kernels
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
@@ -215,7 +215,7 @@ def _interpreting() -> Iterator[Callable[[Any], Any]]:
 
 
 def _reduce(reduction: Any, inputs: Any) -> Any:
-    """A reduction with a function of the kernel's own, by halves as on a GPU; Triton's takes one element at a time."""
+    """Reduce with a kernel's combine function, by halves as on a GPU. Triton's version loops over elements."""
     import numpy as np
 
     values, dtypes = [value.handle.data for value in inputs], [value.dtype for value in inputs]
@@ -241,10 +241,10 @@ def _reduce(reduction: Any, inputs: Any) -> Any:
 
 
 def _cast(builder: Any, source: Any, target_type: Any) -> Any:
-    """Conversion between element types, with bfloat16 as the hardware does it: rounded to nearest, ties to even.
+    """Convert between element types. Float32 rounds to bfloat16 as in hardware: to nearest, ties to even.
 
-    Triton 3.6 to 3.9 truncate float32 to bfloat16, which leaves half of all values one unit low, and take the bits of
-    a bfloat16, an integer to NumPy, for its value where the other type is not float32.
+    Triton 3.6 to 3.9 truncate float32 to bfloat16, so that half of all values are one unit low. They also use the bits
+    of a bfloat16 (an integer in NumPy) as its value unless the other type is float32.
     """
     import numpy as np
 
@@ -269,9 +269,9 @@ _FLOAT8 = {
 
 
 def _narrow(builder: Any, otherwise: Any, source: Any, target_type: Any, rounding_mode: Any) -> Any:
-    """Conversion to float8 as GPUs do it: rounded to nearest, ties to even, saturated at the largest number.
+    """Convert to float8 as GPUs do: to nearest, ties to even, saturated at the largest number.
 
-    Triton 3.6 to 3.9 lose the carry of rounding into the exponent (1.97 becomes 1) and round ties up.
+    Triton 3.6 to 3.9 lose a carry into the exponent (1.97 becomes 1), and round ties up.
     """
     import numpy as np
 
@@ -284,7 +284,7 @@ def _narrow(builder: Any, otherwise: Any, source: Any, target_type: Any, roundin
     return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), target_type.scalar)
 
 
-# Device functions by name, over float64: those that torch calls the same, and the others.
+# Device functions in float64: names that torch has too, then the remaining names.
 _OF_TORCH = (
     "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmax fmin "
     "fmod hypot isinf isnan lgamma log log10 log1p log2 nextafter pow rsqrt signbit sin sinh sqrt tan tanh trunc"
@@ -312,7 +312,7 @@ _DEVICE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {name: getattr(torch, name
 
 @functools.cache
 def _libdevice_functions() -> list[tuple[Any, Any]]:
-    """Triton's device functions, which only a compiler can resolve, with functions that the interpreter can call."""
+    """Pair Triton's device functions, which only its compiler can resolve, with functions for the interpreter."""
     replacements = []
     for module in ("triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice"):
         library = import_triton(module)
@@ -323,7 +323,7 @@ def _libdevice_functions() -> list[tuple[Any, Any]]:
 
 
 def _device_function(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
-    """`function` on interpreted values: in float64, rounded to their type."""
+    """Apply `function` to interpreted values in float64, and round to their type."""
     tl = import_triton("triton.language")
     interpreter = import_triton("triton.runtime.interpreter")
     values = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]

@@ -1,4 +1,4 @@
-"""Layouts of TTGIR: the elements of a tensor that each thread of a program holds."""
+"""Read TTGIR layouts, which assign the elements of a tensor to the threads of a program."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LISTS = r"((?:\[[\d, ]*\](?:, )?)*)"
 
 @functools.lru_cache(512)
 def elements(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int) -> Tensor | None:
-    """The flat numbers of the elements in each register of each thread (threads, registers).
+    """Return the flat element numbers in each thread's registers (threads, registers).
 
-    None for a layout that is not read here, such as those of tensor cores.
+    Return None for unsupported layouts, such as tensor cores' layouts.
     """
     sliced = re.match(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>$", encoding)
     if sliced:
@@ -28,9 +28,9 @@ def elements(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
     def combined(name: str, numbers: Tensor) -> Tensor:
-        """The exclusive or of the bases whose bits are set: sizes are powers of 2, so flat numbers do."""
+        """Combine the bases of the set bits by exclusive or. Sizes are powers of 2, so flat numbers can be combined."""
         result = torch.zeros_like(numbers)
-        for bit, places in enumerate(bases[name]):  # a smaller tensor is held several times
+        for bit, places in enumerate(bases[name]):  # several threads hold a small tensor's elements
             number = sum(p % size * stride for p, size, stride in zip(places, shape, strides, strict=True))
             result = result ^ ((numbers >> bit & 1) * number)
         return result
@@ -41,7 +41,7 @@ def elements(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int
 
 
 def _linear(encoding: str, shape: tuple[int, ...]) -> dict[str, list[list[int]]]:
-    """The place of the element to which each bit of a register's, a lane's and a warp's number leads."""
+    """Read a linear layout: the index offset for each bit of the register, lane and warp numbers."""
     texts = {name: re.search(rf"{name} = \[{_LISTS}\]", encoding) for name in ("register", "lane", "warp")}
     return {
         name: [[int(n) for n in basis.split(",")] for basis in re.findall(r"\[([\d, ]+)\]", match[1] if match else "")]
@@ -50,7 +50,7 @@ def _linear(encoding: str, shape: tuple[int, ...]) -> dict[str, list[list[int]]]
 
 
 def _blocked(encoding: str, shape: tuple[int, ...]) -> dict[str, list[list[int]]]:
-    """The same of tiles: those of a thread, a warp and a program, repeated in registers."""
+    """Convert a blocked layout to index offsets per bit. Registers repeat the tiles of thread, warp and program."""
     bases: dict[str, list[list[int]]] = {"register": [], "lane": [], "warp": []}
     steps = [1] * len(shape)
     counts = re.findall(r"(?:sizePerThread|threadsPerWarp|warpsPerCTA|order) = \[([\d, ]+)\]", encoding)
@@ -66,9 +66,9 @@ def _blocked(encoding: str, shape: tuple[int, ...]) -> dict[str, list[list[int]]
 
 @functools.lru_cache(512)
 def owners(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int) -> tuple[Tensor, Tensor]:
-    """For each element the first thread that holds it, which is the one that stores it, and the number of threads.
+    """Return each element's first thread, which stores it, and the number of threads that hold it.
 
-    The thread is -1 where the layout is not known. A scalar is held by all.
+    The thread is -1 if the layout is unknown. All threads hold a scalar.
     """
     if not shape:
         return torch.zeros(1, dtype=torch.int64), torch.tensor([threads])
@@ -83,7 +83,7 @@ def owners(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int) 
 
 @functools.lru_cache(512)
 def crosses_warps(source: str, target: str, shape: tuple[int, ...], threads: int, warp_size: int) -> bool:
-    """Tell whether a warp needs elements that another one holds, so that a conversion goes through shared memory."""
+    """Return True if a conversion uses shared memory, because a warp needs elements that another warp holds."""
     before, after = (elements(encoding, shape, threads, warp_size) for encoding in (source, target))
     if before is None or after is None:
         return True
@@ -93,7 +93,7 @@ def crosses_warps(source: str, target: str, shape: tuple[int, ...], threads: int
 
 @functools.lru_cache(512)
 def reduces_across_warps(encoding: str, shape: tuple[int, ...], axis: int, threads: int, warp_size: int) -> bool:
-    """Tell whether several warps hold the elements along an axis, so that its reduction has a barrier."""
+    """Return True if a reduction has a barrier, because several warps hold the elements along its axis."""
     thread, _ = owners(encoding, shape, threads, warp_size)
     warp = (thread // warp_size).reshape(shape)
     return bool((thread < 0).any() or (warp != warp.narrow(axis, 0, 1)).any())

@@ -1,9 +1,9 @@
-"""Registers that NVIDIA's machine code reads before anything has written them: the trace of a miscompilation.
+"""Find registers that NVIDIA's machine code reads before any instruction has written them: a sign of miscompilation.
 
-A forward data flow over the listing: for each register, under which predicates a write may have come before. A read is
-reported where no path to it writes the register, or where all writes are under the opposite of the read's predicate.
-Nothing is reported of what has no effect: copies and spills, parts of a register that a later instruction replaces, and
-the upper byte of a pair of which only the lower one is stored. The copy is unwritten, too.
+A forward data flow over the listing records, for each register, the predicates of the writes that may precede an
+instruction. A read is reported if no path to it writes the register, or if all writes have the opposite predicate.
+Reads without an effect are not reported: copies and spills, parts of a register that a later instruction replaces, and
+the upper byte of a pair if only the lower byte is stored. A copy of an unwritten register is unwritten as well.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)
 _REGISTER = re.compile(r"(?<![\w.])(U?R|L)(\d+)(\.64|\.F32x2)?(?!\w)")
 _PREDICATE = re.compile(r"(?<![\w.])!?(U?P\d)(?!\w)")
 _IS_PREDICATE = re.compile(r"!?U?P(?:\d|T)$")
-# Instructions whose first operand is read: stores, atomics without a result, copies, branches, barriers.
+# Instructions that only read their first operand: stores, atomics without a result, copies, branches, barriers.
 _NO_RESULT = re.compile(
     r"ST(?!TM)|RED\b|RED\.|BAR|LDGSTS|UTMA|UBLK|BRA|BRX|EXIT|CALL|RET|WARPSYNC|NANOSLEEP|MEMBAR|FENCE|CCTL|ERRBAR|DEPBAR"
     r"|NOP|BSYNC|BSSY|BREAK|YIELD|KILL|BPT|WARPGROUP|CGAERRBAR|ACQBULK|PREEXIT|USETMAXREG|R2P|ARRIVES|SYNCS\.ARRIVE|STTM"
 )
-# Instructions with a predicate as first result and registers as inputs only; the others may have a register after it.
+# Instructions whose results are all predicates. Others with a predicate result may also have a register result.
 _COMPARISON = re.compile(r"U?[A-Z]*SETP|U?PLOP3|FCHK|U?VOTE|SYNCS|PSETP|ELECT|ISETP|DSETP|HSETP2|TESTP|MATCH")
-# Registers of a result that the mnemonic does not say by a size at its end.
+# Register counts of results whose mnemonic does not end in a size.
 _WIDTHS = (
     (re.compile(r"HGMMA|QGMMA|IGMMA|BGMMA|LDTM|UTC"), 128),
     (re.compile(r"[HQI]MMA|DMMA|LDSM.*\.4$"), 4),
     (re.compile(r"LDSM.*\.2$|U?IMAD\.WIDE|D(?:ADD|MUL|FMA|MNMX|SEL)\b|F(?:ADD|MUL|FMA)2\b"), 2),
     (re.compile(r"[FI]2F\.F64|F2I\.[SU]64|MOV64|CS2R(?!\.32)"), 2),
 )  # fmt: skip
-# Instructions that clear or set one bit, as of predicates that are packed into a register.
+# Instructions that clear or set one bit, for example of predicates packed into a register.
 _ONE_BIT = re.compile(r"LOP3\.LUT (R\d+), \1, 0x(?:(?=.{8},)(?:[edb]f*|f+[edb7]f*), RZ, 0xc0|[1248]0*, RZ, 0xfc)")
 _MOVE = re.compile(r"U?MOV$|IMAD\.(?:MOV\.U32|U32|MOV)$")
 _PLACE = re.compile(r"\[R1(?:\+0x([0-9a-f]+))?\]$")
@@ -48,13 +48,13 @@ class _Instruction(NamedTuple):
     reads: frozenset[str]
     writes: frozenset[str]
     targets: tuple[int, ...]
-    copies: Mapping[str, str]  # to, from: registers, spilled ones by their place, and upper bytes
+    copies: Mapping[str, str]  # target -> source: registers, stack words and upper bytes
 
 
 def unwritten(listing: str) -> list[tuple[str, str]]:
-    """(instruction with its address, register) for each read of a register that nothing has written.
+    """Return (instruction with its address, register) for each read of an unwritten register.
 
-    Empty where the listing has a jump through a table, whose targets are not known.
+    Return [] if the listing jumps through a table, because its targets are unknown.
     """
     code = _followed([_instruction(match) for match in _LINE.finditer(listing)])
     if not code or any(instruction.name.startswith(("BRX", "JMX")) for instruction in code):
@@ -64,7 +64,7 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
     states[0] = {}
     waiting = {0}
     while waiting:
-        waiting.remove(number := min(waiting))  # in order, so that few instructions come twice
+        waiting.remove(number := min(waiting))  # in order, so that few instructions are visited twice
         before = states[number]
         assert before is not None
         after = _after(code[number], before)
@@ -84,7 +84,7 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
 
 
 def _followed(code: list[_Instruction]) -> list[_Instruction]:
-    """Follow upper bytes of pairs through copies; a load from a place that is not spilled to is a write."""
+    """Follow upper bytes of pairs through copies. A load from a stack word that nothing spills to is a write."""
     places = {place for i in code if i.name.startswith("STL") for place in (*i.writes, *i.copies)}
     pairs = {to.removeprefix(_UPPER) for i in code for to in i.copies if to.startswith(_UPPER)}
     while new := {to for i in code for to, source in i.copies.items() if source in pairs} - pairs:
@@ -102,12 +102,12 @@ def _followed(code: list[_Instruction]) -> list[_Instruction]:
 
 
 def _is_unwritten(guards: frozenset[str], guard: str) -> bool:
-    """Tell whether no write, each under one of these predicates, can have come before a read under `guard`."""
+    """Return True if no write, under one of these predicates, can precede a read under `guard`."""
     return not guards or (guard != "" and guards == {guard[1:] if guard.startswith("!") else f"!{guard}"})
 
 
 def _joined(known: dict[str, frozenset[str]], after: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
-    """The writes of either path; `known` itself where `after` adds none."""
+    """Merge the writes of two paths. Return `known` itself if `after` adds no write."""
     new = {name: guards for name, guards in after.items() if not guards <= known.get(name, frozenset())}
     return known if not new else {**known, **{name: known.get(name, frozenset()) | new[name] for name in new}}
 
@@ -118,7 +118,7 @@ def _after(instruction: _Instruction, before: dict[str, frozenset[str]]) -> dict
     after = dict(before)
     predicates = {name for name in instruction.writes if "P" in name}
     for name, guards in before.items() if predicates else ():
-        if any(guard.lstrip("!") in predicates for guard in guards):  # it no longer says under what was written
+        if any(guard.lstrip("!") in predicates for guard in guards):  # the write's predicate has been overwritten
             after[name] = frozenset("" if guard.lstrip("!") in predicates else guard for guard in guards)
     guard = "" if instruction.guard.lstrip("!") in predicates else instruction.guard
     for name in instruction.writes:
@@ -142,7 +142,7 @@ def _successors(code: list[_Instruction]) -> list[list[int]]:
         elif instruction.name.startswith("RET"):
             targets = returns
         elif instruction.name.startswith("BSYNC") and number + 1 not in converge:
-            targets = converge  # else its own is what follows
+            targets = converge  # otherwise its target is the next instruction
         if instruction.name.startswith(("EXIT", "BRA", "JMP", "KILL", "RET")) and unconditional:
             following = []
         result.append(following + targets)
@@ -152,7 +152,7 @@ def _successors(code: list[_Instruction]) -> list[list[int]]:
 def _instruction(match: re.Match[str]) -> _Instruction:
     address, guard, name, text = int(match[1], 16), match[2] or "", match[3], match[4]
     operands = tuple(operand.strip() for operand in re.split(r",(?![^\[]*\])", text)) if text else ()
-    if name.startswith(("STL", "LDL")):  # a word of the stack is a register: L2 of [R1+0x8]
+    if name.startswith(("STL", "LDL")):  # a stack word counts as a register: [R1+0x8] is L2
         operands = tuple(_PLACE.sub(lambda place: f"L{int(place[1] or '0', 16) // 4}", o) for o in operands)
     results, inputs = _results(name, operands)
     reads = {register for operand in inputs for register in _registers(operand, 1)}
@@ -162,7 +162,7 @@ def _instruction(match: re.Match[str]) -> _Instruction:
         reads |= set(_registers(inputs[-1], _width(name)))
     writes = {predicate for operand in results for predicate in _PREDICATE.findall(operand)}
     writes |= {register for operand in results for register in _registers(operand, _width(name))}
-    if name.startswith(("PRMT", "UPRMT", "P2R")) or _ONE_BIT.match(f"{name} {text}"):  # the others may be unwritten
+    if name.startswith(("PRMT", "UPRMT", "P2R")) or _ONE_BIT.match(f"{name} {text}"):  # other bits may be unwritten
         reads -= writes
     copies = dict(_copies(name, operands))
     reads, writes = reads - set(copies.values()), writes - copies.keys()
@@ -175,7 +175,7 @@ def _instruction(match: re.Match[str]) -> _Instruction:
 
 
 def _copies(name: str, operands: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Pairs of what an instruction copies to and from: registers, places on the stack, and the upper byte of a pair."""
+    """Yield (target, source) of an instruction's copies: registers, stack words, and the upper byte of a pair."""
     if _PAIR_OF_BYTES.match(name):
         yield from ((_UPPER + to, source) for to in _registers(operands[0], 1) for source in _registers(operands[1], 1))
     elif name.startswith(("STL", "LDL")) and any(operand.startswith("L") for operand in operands):
@@ -185,13 +185,13 @@ def _copies(name: str, operands: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _results(name: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The operands that an instruction writes, and those that it reads."""
+    """Split operands into those that an instruction writes and those that it reads."""
     if not operands or (_NO_RESULT.match(name) and not operands[0].startswith("L")):
         return (), operands
     count = 0
     if _IS_PREDICATE.match(operands[0]):
-        most = 1 if re.match(r"FCHK|U?VOTE|SYNCS|ELECT|MATCH", name) else 2
-        while count < min(most, len(operands)) and _IS_PREDICATE.match(operands[count]):
+        limit = 1 if re.match(r"FCHK|U?VOTE|SYNCS|ELECT|MATCH", name) else 2
+        while count < min(limit, len(operands)) and _IS_PREDICATE.match(operands[count]):
             count += 1
         if _COMPARISON.match(name):
             return operands[:count], operands[count:]
@@ -203,7 +203,7 @@ def _results(name: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tup
 
 
 def _width(name: str) -> int:
-    """Registers of a result, or of a store's value."""
+    """Return the number of registers of a result or of a store's value."""
     size = re.search(r"\.(64|128|256)(?:\.|$)", name)
     if size and not name.startswith(("SHF", "F2", "I2", "LDSM")):
         return int(size[1]) // 32

@@ -1,4 +1,4 @@
-"""Results of a compilation without a device: generated code, kernels, launches, bytes moved, tensors saved."""
+"""Types for the results of a compilation without a device: code, kernels, launches, bytes moved, saved tensors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class GeneratedKernel:
     """One Triton kernel of a generated graph.
 
     Attributes:
-        name: as in the generated code, "triton_poi_fused_gelu_0".
+        name: its name in the generated code, "triton_poi_fused_gelu_0".
         source: a Python module: the decorated kernel and its imports. `assemble` and `interpret` take it.
-        bytes_moved: bytes read and written by all launches of this kernel in the graph, as Inductor counts them.
-        launches: the number of times that the graph runs it.
+        bytes_moved: bytes read and written by all launches of this kernel in the graph (``work.nbytes_moved``).
+        launches: the number of times the graph runs it.
     """
 
     name: str
@@ -31,11 +31,11 @@ class GeneratedKernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """One run of a kernel, or one call that leaves the generated code.
+    """One kernel launch or external call.
 
     Attributes:
-        bytes_moved: bytes it reads and writes, as Inductor counts them.
-        modules: for each result that it writes, the path in the model of its module ("layers.0.mlp"), where known.
+        bytes_moved: bytes it reads and writes (``work.nbytes_moved``).
+        modules: for each result that it writes, the model path of its module ("layers.0.mlp") if known.
     """
 
     bytes_moved: int
@@ -47,12 +47,12 @@ class GraphInput:
     """An argument of a generated graph.
 
     Attributes:
-        shape: sizes; dynamic ones are given by their hints.
-        stride: strides, likewise.
+        shape: sizes; hints for dynamic sizes.
+        stride: strides; hints for dynamic strides.
         dtype: element type.
-        is_parameter: it is a parameter or a buffer of a module.
-        number: a size or another number, where it is not a tensor.
-        name: Dynamo's name of a program's argument: "l_x_", "l_fn_modules_up_parameters_weight_"; else "".
+        is_parameter: True for a parameter or a buffer of a module.
+        number: a size or another number; None for a tensor.
+        name: Dynamo's name for a program's argument: "l_x_", "l_fn_modules_up_parameters_weight_"; "" if unknown.
     """
 
     shape: tuple[int, ...] = ()
@@ -70,14 +70,14 @@ class GeneratedGraph:
     Attributes:
         code: the whole generated Python module.
         kernels: its Triton kernels, in order of definition.
-        extern: the calls that leave the generated code, in order: "mm", "addmm", "aten._addmm_activation".
+        extern: the external calls, in order: "mm", "addmm", "aten._addmm_activation".
         bytes_moved: bytes read and written by kernels and external calls together.
         graph: the FX graph after the post-grad passes.
-        launches: kernels and external calls, as scheduled.
+        launches: kernel launches and external calls in the scheduler's order.
         inputs: its arguments, in order.
-        results: the number of its outputs that are the caller's; the others are saved for backward.
-        scheduled: the scheduler's nodes, in the order of the code; not all of them are launched.
-        marked_code: the code, with a mark before each of them (`timeline.mark`).
+        results: the number of outputs that the caller gets; the remaining outputs are saved for backward.
+        scheduled: the scheduler's nodes in the order of the code, including nodes that launch nothing.
+        marked_code: the code with a mark before each scheduler node (`wrapper.mark`).
     """
 
     code: str
@@ -98,12 +98,12 @@ class SavedTensor:
 
     Attributes:
         name: the node's name in the joint graph.
-        shape: sizes; a dynamic size is given by its hint.
+        shape: sizes; hints for dynamic sizes.
         dtype: element type.
         nbytes: size in bytes.
-        is_parameter: it is an `nn.Parameter` or a module's buffer, or a view of one: it lives anyway.
-        is_graph_input: it is another input of the function, or a view of one.
-        module: path in the model of the module that computes it; "" where unknown, as for inputs.
+        is_parameter: True for an `nn.Parameter`, a module's buffer, or a view of either, which stay alive anyway.
+        is_graph_input: True for another input of the function, or a view of an input.
+        module: model path of the module that computes it; "" if unknown, and for inputs.
     """
 
     name: str
@@ -117,16 +117,16 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class CompiledGraphs:
-    """The graphs of a function that was compiled without a device, and what they hand to one another.
+    """The graphs of a function that was compiled without a device, and the tensors they exchange.
 
     Attributes:
         gpu: the described GPU.
         forward: the forward graph of a training step; None in inference.
         backward: the backward graph of a training step; None in inference.
-        inference: the graph where nothing needs a gradient; None in training.
+        inference: the graph if nothing requires a gradient; None in training.
         saved: tensors that forward saves for backward.
-        handed: for each input of backward the number of forward's output that it is; None for a result's gradient.
-        tangents: the results of forward whose gradients are inputs of backward, in its order.
+        handed: for each input of backward, the number of the forward output it receives; None for a result's gradient.
+        tangents: the numbers of forward's results whose gradients are inputs of backward, in backward's order.
     """
 
     gpu: GPU
@@ -139,7 +139,7 @@ class CompiledGraphs:
 
     @property
     def graphs(self) -> dict[str, GeneratedGraph]:
-        """The graphs that exist, by name."""
+        """The graphs that are not None, by name."""
         named = {"forward": self.forward, "backward": self.backward, "inference": self.inference}
         return {name: graph for name, graph in named.items() if graph is not None}
 
@@ -154,14 +154,14 @@ class CompiledGraphs:
         return tuple(kernel for graph in self.graphs.values() for kernel in graph.kernels)
 
     def saved_bytes(self, *, include_inputs: bool = True, include_parameters: bool = False) -> int:
-        """Bytes saved for backward.
+        """Return the bytes saved for backward.
 
-        Parameters and buffers (and views of them) are left out, since they live whether saved or not. Inputs are
-        counted: in a model the input of one block is the output of another, alive only because it was saved.
+        Parameters, buffers and their views are excluded, because they stay alive whether saved or not. Inputs are
+        included: in a model, a block's input is another block's output, and alive only because it was saved.
 
         Args:
-            include_inputs: count the function's own inputs, where they are neither parameters nor buffers.
-            include_parameters: count parameters and buffers too.
+            include_inputs: count the function's inputs that are neither parameters nor buffers.
+            include_parameters: count parameters and buffers.
 
         Returns:
             The sum of `SavedTensor.nbytes`.

@@ -1,7 +1,7 @@
-"""Listings of NVIDIA's machine code, disassembled when they are read: all that wait, in one call.
+"""Disassemble NVIDIA's machine code on first use, all waiting kernels in one call.
 
-nvdisasm takes 0.2 to 0.3 s to start and some 4 ms for a kernel. A step has dozens of kernels, and a reduction is
-compared in several configurations. So the code of waiting kernels is put into one image, and its listing is split.
+nvdisasm takes 0.2 to 0.3 s to start and some 4 ms per kernel. A step has dozens of kernels, and a reduction is compared
+in several configurations. So the code of all waiting kernels is disassembled as one image, and the listing is split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from .gpus import import_triton
 
 _LINE = re.compile(r"^(\s*/\*)([0-9a-f]{4,})(\*/.*)$", re.M)
-# A jump names its target as an address of the image: "@P0 BRA 0x1dc0 ;", "BSSY B0, 0x2a0 ;".
+# A jump's target is an address in the image: "@P0 BRA 0x1dc0 ;", "BSSY B0, 0x2a0 ;".
 _JUMP = re.compile(r"(\*/\s+(?:@!?U?P\w+ )?(?:BRA|BSSY|CALL|JMP|RET)\b[^;]*?\b0x)([0-9a-f]+)")
 _LOCK = threading.Lock()
 _WAITING: weakref.WeakSet[Listing] = weakref.WeakSet()
@@ -28,7 +28,7 @@ _WAITING: weakref.WeakSet[Listing] = weakref.WeakSet()
 
 @functools.cache
 def nvidia_tools() -> pathlib.Path:
-    """The folder with cuobjdump and nvdisasm: inside the Triton wheel.
+    """Return the folder with cuobjdump and nvdisasm, which is inside the Triton wheel.
 
     Raises:
         FileNotFoundError: this build of Triton has no such tools.
@@ -40,11 +40,11 @@ def nvidia_tools() -> pathlib.Path:
 
 
 class Listing:
-    """The machine code of a kernel as text.
+    """A kernel's machine code as text.
 
     Args:
         cubin: the compiled kernel, an ELF file.
-        arch: its architecture, as PTX calls it: "sm_90a".
+        arch: its architecture in PTX's notation: "sm_90a".
     """
 
     def __init__(self, cubin: bytes, arch: str) -> None:
@@ -55,15 +55,15 @@ class Listing:
 
     @property
     def text(self) -> str:
-        """``/*0070*/  @!P0 FMUL R0, R1, R2 ;``: an instruction a line, by its address in the kernel.
+        """One instruction per line, with its address in the kernel: ``/*0070*/  @!P0 FMUL R0, R1, R2 ;``.
 
         Raises:
-            subprocess.CalledProcessError: nvdisasm cannot read it.
+            subprocess.CalledProcessError: nvdisasm cannot read the code.
         """
         with _LOCK:
             if self._text is None:
                 together = [self, *(other for other in _WAITING if other.arch == self.arch and other is not self)]
-                _WAITING.difference_update(together)  # if they cannot be read together, each is read by itself
+                _WAITING.difference_update(together)  # if nvdisasm fails on the image, each is read by itself
                 try:
                     texts = _disassembled([listing.code for listing in together], self.arch)
                 except subprocess.CalledProcessError:
@@ -75,11 +75,11 @@ class Listing:
 
 
 def _functions(cubin: bytes) -> list[bytes]:
-    """The code of the functions in an ELF file of 64 bits, from its sections' headers."""
+    """Read the functions' code from the section headers of a 64-bit ELF file."""
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, headers + size * i) for i in range(count)]
-    names = sections[names_at][4]  # the place of the table of names in the file
+    names = sections[names_at][4]  # the file offset of the name table
     return [
         cubin[place : place + length]
         for name, _, _, _, place, length in sections
@@ -88,7 +88,7 @@ def _functions(cubin: bytes) -> list[bytes]:
 
 
 def _disassembled(codes: Sequence[bytes], arch: str) -> list[str]:
-    """The listing of each kernel, with addresses that begin at 0."""
+    """Return each kernel's listing, with addresses that start at 0."""
     starts = [0]
     for code in codes:
         starts.append(starts[-1] + len(code))
@@ -96,14 +96,14 @@ def _disassembled(codes: Sequence[bytes], arch: str) -> list[str]:
         image = pathlib.Path(folder) / "image"
         image.write_bytes(b"".join(codes))
         command = [str(nvidia_tools() / "nvdisasm"), "--binary", arch.replace("sm_", "SM"), str(image)]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines: list[list[str]] = [[] for _ in codes]
-    for before, address, after in _LINE.findall(shown):
+    for before, address, after in _LINE.findall(listing):
         number = bisect.bisect_right(starts, int(address, 16)) - 1
         lines[number].append(f"{before}{int(address, 16) - starts[number]:04x}{_relative(after, starts[number])}")
-    return ["\n".join(listing) for listing in lines]
+    return ["\n".join(kernel_lines) for kernel_lines in lines]
 
 
 def _relative(instruction: str, start: int) -> str:
-    """An instruction whose jump target counts from the start of its kernel."""
+    """Make an instruction's jump target relative to the start of its kernel."""
     return _JUMP.sub(lambda match: f"{match[1]}{int(match[2], 16) - start:x}", instruction)

@@ -1,8 +1,8 @@
-"""The live-bytes timeline of a step: Inductor's generated wrapper, executed on meta tensors.
+"""Compute the live-bytes timeline of a step by running Inductor's generated wrapper on meta tensors.
 
-The wrapper is Python: it allocates, launches, deletes and reuses. On meta tensors, which have sizes and no data, it
-runs on any machine. Kernels do nothing, a library's call returns its `out`, other operators run on meta. Each storage
-is counted while it lives, so Python's own lifetimes give the frees, views and reuse included.
+The wrapper is Python code that allocates, launches, deletes and reuses. On meta tensors, which have sizes but no data,
+it runs on any machine. Kernels do nothing, library calls return their `out`, and other operators run on meta. A storage
+counts while it is alive, so Python's lifetimes account for frees, views and reuse.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Event:
-    """A launch of a kernel, or a call that leaves the generated code, in the order in which they run.
+    """A kernel launch or an external call, in the order of execution.
 
     Attributes:
         graph: "forward", "backward" or "inference".
-        call: the kernel's name, or the operator's: "triton_poi_fused_gelu_0", "addmm".
-        live: the most bytes that are alive between the call before and the end of this one.
-        after: bytes alive once the tensors that this call was the last to read are freed.
-        waiting: bytes of `after` that nothing reads any more: Inductor keeps their memory for a later result.
-        nbytes: bytes that it reads and writes (`Launch.bytes_moved`).
-        flop: of GEMMs and attention, as `work.flop_of_bf16` counts them.
-        modules: as `Launch.modules`.
+        call: the name of the kernel or operator: "triton_poi_fused_gelu_0", "addmm".
+        live: the most bytes alive between the end of the previous call and the end of this call.
+        after: bytes alive after freeing the tensors that only this call still read.
+        waiting: bytes of `after` that nothing reads any more; Inductor reuses their memory for a later result.
+        nbytes: bytes that the call reads and writes (`Launch.bytes_moved`).
+        flop: FLOP of GEMMs and attention, counted by `work.flop_of_bf16`.
+        modules: see `Launch.modules`.
     """
 
     graph: str
@@ -55,16 +55,16 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The bytes alive during forward and backward, without parameters and buffers, with gradients.
+    """The bytes alive during forward and backward, including gradients, without parameters and buffers.
 
     Attributes:
         events: the calls, in order.
-        entry: bytes alive before the first: the function's own inputs.
-        between: bytes alive between forward and backward: inputs, results, and saved tensors.
+        entry: bytes alive before the first call: the function's inputs.
+        between: bytes alive between forward and backward: inputs, results and saved tensors.
         end: bytes alive after the last call: inputs, results and gradients.
-        log: (call, storage, bytes) for each storage that is allocated, and with negative bytes for each that is freed.
-        gradients: parameters' gradients, by graph and number of its input: the number of the call for which the storage
-            was allocated, and its bytes. Of gradients that share a storage the first has all bytes, the others 0.
+        log: (call, storage, bytes) for each allocated storage, and with negative bytes for each freed storage.
+        gradients: maps (graph, input) of a parameter to its gradient's allocation: the number of the call, and the
+            bytes. If gradients share a storage, the first has all bytes and the others have 0.
     """
 
     events: tuple[Event, ...]
@@ -75,11 +75,11 @@ class Timeline:
     log: tuple[tuple[int, int, int], ...] = ()
 
     def hole(self, first: int, last: int) -> int:
-        """Bytes that the caching allocator's pool holds beyond the most that live, from one call to another.
+        """Return the bytes that the caching allocator's pool holds beyond the peak of live bytes between two calls.
 
-        A tensor gets the smallest free piece that is large enough, or new memory; free neighbors become one piece. So a
-        piece that is too small for all later tensors stays free: deleted bf16 logits, for float32 copies of them.
-        Tensors that are not freed from one call to the other do not count.
+        A tensor gets the smallest free piece that is large enough, or new memory. Adjacent free pieces are merged. A
+        piece that is too small for all later tensors stays unused, such as deleted bf16 logits beside float32 copies.
+        Tensors that are not freed between the two calls do not count.
         """
         pool = Pool()
         calls = [(key, nbytes) for call, key, nbytes in self.log if first <= call <= last]
@@ -94,12 +94,12 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at once."""
+        """The largest number of bytes alive at once."""
         return max((event.live for event in self.events), default=self.entry)
 
     @property
     def at_peak(self) -> Event | None:
-        """The first call at which the most bytes are alive; None where nothing is called."""
+        """The first call at the peak; None if there are no calls."""
         return max(self.events, key=lambda event: event.live, default=None)
 
 
@@ -107,12 +107,12 @@ class Pool:
     """The caching allocator's pool of a stream, with expandable segments: best fit, in the order of addresses."""
 
     def __init__(self) -> None:
-        self.pieces: list[list[int | None]] = []  # bytes, and the storage that is there or None
+        self.pieces: list[list[int | None]] = []  # bytes, and the storage that uses the piece or None
         self.live = self.most = 0
 
     @property
     def held(self) -> int:
-        """The bytes of all pieces."""
+        """The total bytes of all pieces."""
         return sum(nbytes or 0 for nbytes, _ in self.pieces)
 
     def allocate(self, key: int, nbytes: int) -> None:
@@ -131,7 +131,7 @@ class Pool:
         self.most = max(self.most, self.live)
 
     def free(self, key: int) -> None:
-        """Free a storage's piece, and join it with free neighbors."""
+        """Free a storage's piece, and merge it with adjacent free pieces."""
         i = next(i for i, piece in enumerate(self.pieces) if piece[1] == key)
         self.live -= self.pieces[i][0] or 0
         self.pieces[i][1] = None
@@ -141,40 +141,40 @@ class Pool:
 
 
 class Program:
-    """A part of a step that runs itself, beside generated graphs: ``eager.EagerGraph``."""
+    """A part of a step that is not a generated graph, and runs itself: ``eager.EagerGraph``."""
 
     inputs: tuple[GraphInput, ...]
 
     def forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], Any]:
-        """Run; return the results, and a state for backward. Empties ``inputs``."""
+        """Run forward. Return the results and the state for backward. Empties ``inputs``."""
         raise NotImplementedError
 
     def backward(self, memory: Memory, state: Any, tangents: list[Any]) -> list[Any]:
-        """Run backward from the gradients of results; return the gradients of inputs. Empties ``tangents``."""
+        """Run backward from the results' gradients. Return the inputs' gradients. Empties ``tangents``."""
         raise NotImplementedError
 
     def begins_backward(self, state: Any) -> list[GraphInput | None]:
-        """Describe the gradients that backward can begin with: for each result, None if it has none."""
+        """Describe each result that backward can start from; None for other results."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class PaperCompilation(CompiledGraphs):
-    """The result of `compile_on_paper`: compiled graphs, and their memory over a step."""
+    """The result of `compile_on_paper`: compiled graphs and their memory timeline."""
 
     def timeline(self) -> Timeline:
-        """The live-bytes timeline of forward and backward: the generated wrapper, executed on meta tensors.
+        """Compute the live-bytes timeline of forward and backward by running the generated wrapper on meta tensors.
 
-        It counts the function's arguments, its results, all allocations of the graphs, and gradients, but neither
-        parameters nor buffers. The caller holds arguments and results to the end.
+        Counts the function's arguments and results, all allocations of the graphs, and gradients, but not parameters
+        and buffers. The caller holds arguments and results to the end.
 
         Raises:
-            ValueError: when a graph calls an operator that does not run without data.
+            ValueError: a graph calls an operator that does not run without data.
         """
         return timeline_of([self], {})
 
     def peak_bytes(self) -> int:
-        """The most bytes that are alive at once during forward and backward, without parameters (`timeline`)."""
+        """Return the peak of live bytes during forward and backward, without parameters (`timeline`)."""
         return self.timeline().peak
 
 
@@ -188,25 +188,25 @@ def timeline_of(
     shared: Mapping[tuple[int, int], str] | None = None,
     retained: Collection[tuple[int, int]] = (),
 ) -> Timeline:
-    """The timeline of a step that runs several graphs, backward in the reverse order of forward.
+    """Compute the timeline of a step of several graphs, whose backwards run in reverse order.
 
     Args:
-        papers: the graphs, in the order of forward: compiled, or to run in eager mode.
-        links: (graph, input) to the (earlier graph, result) that is the same tensor. Inputs and results are numbered as
-            the graphs' own; gradients flow back along the links.
+        papers: the graphs in forward order, compiled or to run in eager mode.
+        links: maps (graph, input) to the (earlier graph, result) that is the same tensor, numbered as in the graphs.
+            Gradients flow back along the links.
         device: the type of the device whose memory is counted.
-        launched: called with the graph, the name and the arguments of each launch of a generated kernel.
-        units: for each graph, the layer that all of its calls belong to; None, or by default: each call's own modules.
-        shared: (graph, input) to a name. Inputs of the same name are one tensor, with one gradient.
-        retained: results (graph, result) that the caller holds to the end although a later graph reads them.
+        launched: called for each launch of a generated kernel with the graph, the kernel's name and its arguments.
+        units: for each graph, the layer of all its calls. None, the default, uses each call's modules.
+        shared: maps (graph, input) to a name. Inputs with the same name are one tensor with one gradient.
+        retained: each (graph, result) that the caller holds to the end although a later graph reads it.
 
     Raises:
-        ValueError: when a graph has an operator that does not run without data.
+        ValueError: a graph has an operator that does not run without data.
     """
     links, shared, memory = links or {}, shared or {}, Memory(device, launched)
     last_reader = {result: max(i for (i, _), read in links.items() if read == result) for result in links.values()}
-    callers: list[Any] = []  # tensors that the caller holds: arguments and the last graph's results
-    results: dict[tuple[int, int], Any] = {}  # those that later graphs read
+    callers: list[Any] = []  # tensors that the caller holds: results that no later graph reads, and gradients
+    results: dict[tuple[int, int], Any] = {}  # results that later graphs read
     saved: list[Any] = []
     unlinked: dict[tuple[int, int], Any] = {}
     named: dict[str, Any] = {}
@@ -252,17 +252,17 @@ def timeline_of(
         between = memory.live
         tangents: dict[tuple[int, int], Any] = {}
         born: dict[tuple[int, int], tuple[int, int]] = {}
-        known: set[str] = set()  # the shared inputs that have a gradient
+        known: set[str] = set()  # shared inputs that already have a gradient
         for i, paper in reversed(list(enumerate(papers))):
             graph, state = programs[i], saved.pop()
             memory.modules = unit_of(i)
             if isinstance(paper, Program):
                 starts = enumerate(paper.begins_backward(state))
-                taken = [
+                starting = [
                     tangents.pop((i, j), None) if spec is None or (i, j) in last_reader else memory.new(spec, True)
                     for j, spec in starts
                 ]
-                gradients = paper.backward(memory, state, taken)
+                gradients = paper.backward(memory, state, starting)
             elif paper.backward is None:
                 continue
             else:
@@ -279,7 +279,7 @@ def timeline_of(
             trained = {j for j, spec in enumerate(graph.inputs) if spec.is_parameter} if graph else set()
             for j, birth in memory.born(gradients).items():
                 name = shared.get((i, j), "")
-                if name and name in known:  # it is added to the gradient that is there
+                if name and name in known:  # it is added to the existing gradient
                     gradients[j] = None
                 elif j in trained:
                     born[i, j] = birth
@@ -288,7 +288,7 @@ def timeline_of(
             for j, gradient in enumerate(gradients):
                 if (i, j) not in links:
                     callers.append(gradient)
-                elif links[i, j] not in tangents:  # else it is added to that one
+                elif links[i, j] not in tangents:  # otherwise it is added to the existing gradient
                     tangents[links[i, j]] = gradient
             gradients = gradient = None
         end = memory.live
@@ -296,33 +296,33 @@ def timeline_of(
 
 
 def _call(memory: Memory, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
-    """Call a generated graph, which frees its inputs."""
+    """Call a generated graph. It frees its inputs."""
     memory.begin(kind, graph.scheduled)
     boxed = list(inputs)
     inputs.clear()
     call = _call_of(graph.marked_code, memory)
     try:
         return list(call(boxed))
-    except RuntimeError as error:  # no kernel for meta tensors, or a value is asked for
+    except RuntimeError as error:  # no kernel for meta tensors, or a value is read
         raise ValueError(f"the {kind} graph cannot run without data: {str(error).splitlines()[0]}") from error
     finally:
         memory.finish()
 
 
 class Storages(TorchDispatchMode):
-    """Count the storages of meta tensors that operators make while the mode is on, as long as they live.
+    """Mode that counts the storages of meta tensors that operators allocate, as long as they are alive.
 
     Attributes:
         live: bytes alive now.
-        most: the most bytes that were alive at once.
-        known: the storages that are alive, by when each was first seen: ``now`` at that time.
+        most: the largest number of bytes alive at once.
+        known: maps each live storage to the call (``now``) at which it was first seen.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.most = 0
         self.known: dict[int, int] = {}
-        self.log: list[tuple[int, int, int]] = []  # (now, storage, bytes); negative bytes where it is freed
+        self.log: list[tuple[int, int, int]] = []  # (now, storage, bytes); negative bytes for a free
 
     @property
     def now(self) -> int:
@@ -337,14 +337,14 @@ class Storages(TorchDispatchMode):
         return result
 
     def add(self, tensor: Tensor, counted: bool = True) -> Tensor:
-        """Count a tensor's storage from now on, unless it is known; with ``counted=False`` only know it."""
+        """Count a tensor's storage from now on, unless it is known. With ``counted=False``, its bytes count as 0."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.known:
             self.known[key] = self.now
             nbytes = storage.nbytes() if counted else 0
             self.live += nbytes
-            number = len(self.log)  # a storage that is freed may leave its identity to another
+            number = len(self.log)  # a new storage may get the identity of a freed one
             self.log.append((self.now, number, nbytes))
             self.most = max(self.most, self.live)
             weakref.finalize(storage, lambda: self.log.append((self.now, number, -nbytes)))
@@ -357,19 +357,19 @@ class Storages(TorchDispatchMode):
 
 
 class Memory(Storages):
-    """Count the storages that are alive, and run operators on meta tensors while the mode is on."""
+    """Mode that counts live storages, runs operators on meta tensors, and records a step's calls."""
 
     def __init__(self, device: str, launched: Callable[[str, str, Sequence[Any]], None] | None = None) -> None:
         super().__init__()
         self.device, self.launched = device, launched
         self.events: list[Event] = []
-        self.touched: dict[int, int] = {}  # by storage, the last call that used it
-        self.reused: dict[int, int] = {}  # by storage that got another name since: the last call before
-        self.waited: list[tuple[int, int, int]] = []  # from one call to another, bytes
+        self.touched: dict[int, int] = {}  # storage -> the last call that used it
+        self.reused: dict[int, int] = {}  # storage that will be reused -> the last call that used it
+        self.waited: list[tuple[int, int, int]] = []  # (first call, last call, bytes) of memory that waited for reuse
         self.kind = ""
         self.scheduled: Sequence[Launch] = ()
         self.launch: Launch | None = None
-        self.modules: tuple[str, ...] | None = None  # of all calls; None: of each call its own
+        self.modules: tuple[str, ...] | None = None  # the modules of all calls; None: each call's modules
         self.call, self.flop = "", 0.0
 
     def new(self, spec: Any, counted: bool) -> Any:
@@ -403,13 +403,13 @@ class Memory(Storages):
         return result
 
     def workspace(self, func: Any, args: Any) -> None:
-        """Count the bytes that a library allocates inside a call."""
+        """Count the bytes that a library allocates during a call."""
         extra = _WORKSPACE.get(func.overloadpacket)
         if extra is not None:
             self.most = max(self.most, self.live + extra(args))
 
     def _with_random_state(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call an operator as checkpoints call attention and dropout, with a random state saved or restored."""
+        """Call the operator inside a checkpoint's wrapper, which saves or restores a random state."""
         position = next((i for i, arg in enumerate(args) if isinstance(arg, torch._ops.OpOverload)), None)
         if position is None or "rng_state" not in name:
             raise NotImplementedError(f"{name} has no kernel for meta tensors")
@@ -428,16 +428,16 @@ class Memory(Storages):
         self.kind, self.scheduled, self.most = kind, scheduled, self.live
 
     def enter(self, index: int) -> None:
-        """Begin the code of a scheduler's node: tensors that the node before was the last to read have been freed."""
+        """Begin a scheduler node's code. Tensors that only the previous node still read have been freed."""
         self.finish()
         self.launch = self.scheduled[index]
 
     def note(self, call: str, flop: float = 0.0) -> None:
-        """Note a call: the first after `enter` gives the event its name."""
+        """Record a call. The first call after `enter` names the event."""
         self.call, self.flop = self.call or call, self.flop + flop
 
     def touch(self, tensors: Sequence[Any], reads: bool = True) -> None:
-        """Note that the call in progress uses these tensors: it reads them, or overwrites them as a whole."""
+        """Record that the current call uses these tensors: it reads them, or overwrites them completely."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -447,7 +447,7 @@ class Memory(Storages):
                 self.touched[storage._cdata] = self.now
 
     def reuse(self, tensor: Tensor) -> None:
-        """Note that another result takes a tensor's memory: nothing but the next call reads the tensor any more."""
+        """Record that a result will reuse a tensor's memory. Only the next call may still read the tensor."""
         key = tensor.untyped_storage()._cdata
         self.reused[key] = self.touched.get(key, self.now)
 
@@ -457,7 +457,7 @@ class Memory(Storages):
         self.reused.pop(key, None)
 
     def finished(self) -> tuple[Event, ...]:
-        """All calls, with the bytes that were waiting after each."""
+        """Return all calls, with the bytes that wait for reuse after each."""
         change = [0] * (len(self.events) + 1)
         for since, until, nbytes in self.waited:
             change[since] += nbytes
@@ -466,7 +466,7 @@ class Memory(Storages):
         return tuple(replace(event, waiting=nbytes) for event, nbytes in zip(self.events, waiting, strict=False))
 
     def born(self, gradients: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """By the number of a gradient, the call for which its storage was allocated, and the storage's bytes, once."""
+        """Map each gradient's number to its storage's allocating call and bytes. Shared storages count once."""
         births: dict[int, tuple[int, int]] = {}
         counted: set[int] = set()
         for j, gradient in enumerate(gradients):
@@ -486,8 +486,8 @@ class Memory(Storages):
         self.call, self.flop, self.launch = "", 0.0, None
 
 
-# Bytes that a library allocates inside a call, by its source. Flash attention 2's backward (mha_bwd in flash_api.cpp)
-# sums dq, the shape of its query, in float32: rows rounded up to 128, width up to 32.
+# Bytes that a library allocates during a call, according to its source. Flash attention 2's backward (mha_bwd in
+# flash_api.cpp) sums dq in float32, in the query's shape with rows rounded up to 128 and width to 32.
 _WORKSPACE: dict[Any, Callable[[Any], int]] = {
     aten._scaled_dot_product_flash_attention_backward: lambda args: (
         math.prod(args[1].shape[:2]) * -(-args[1].shape[2] // 128) * 128 * -(-args[1].shape[3] // 32) * 32 * 4
@@ -499,7 +499,7 @@ _WORKSPACE: dict[Any, Callable[[Any], int]] = {
 
 
 class _Kernel:
-    """A generated kernel, which touches its arguments and computes nothing."""
+    """Stand-in for a generated kernel; touches its arguments and computes nothing."""
 
     def __init__(self, name: str, memory: Memory, source: str) -> None:
         self.name, self.memory = name, memory
@@ -519,7 +519,7 @@ class _Kernel:
 
 
 class _Extern:
-    """`extern_kernels`: a library's call. It writes to `out`, or else runs on meta."""
+    """Stand-in for `extern_kernels`. A library call returns its `out`, or runs on meta if it has none."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -540,7 +540,7 @@ class _Extern:
 
 
 def _call_of(code: str, memory: Memory) -> Callable[[list[Any]], Sequence[Any]]:
-    """The function `call` of a generated module, with kernels that do nothing."""
+    """Return the function `call` of a generated module, with kernels that do nothing."""
     stand_ins = {
         "empty_strided_cuda": functools.partial(memory.empty_strided, device="cuda"),
         "empty_strided_cpu": functools.partial(memory.empty_strided, device="cpu"),

@@ -1,4 +1,4 @@
-"""Work of a kernel or a library's call: bytes read and written, FLOP of GEMMs."""
+"""Count the work of a kernel or library call: bytes read and written, FLOP of GEMMs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def nbytes_moved(node: Any) -> int:
-    """The bytes that a node of Inductor's scheduler reads and writes, each buffer once.
+    """Return the bytes that a node of Inductor's scheduler reads and writes, each buffer once.
 
-    Inductor (`get_read_write_buffer_accesses`) counts all of a buffer for a fused kernel and for a library's call, even
-    where they read a slice of it. Here a buffer counts for at most the bytes that its accesses together touch.
+    For a fused kernel or a library call, Inductor (`get_read_write_buffer_accesses`) counts the whole buffer, even if
+    only a slice is read. This function counts at most the bytes that all accesses to the buffer touch.
     """
-    if node.is_template() and len(node.get_nodes()) == 1:  # there Inductor counts no more of it than of the result
+    if node.is_template() and len(node.get_nodes()) == 1:  # Inductor counts at most the result's bytes
         return sum(dict(_touched(node)).values())
     accesses: dict[str, int] = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     touched: Counter[str] = Counter()
@@ -27,7 +27,7 @@ def nbytes_moved(node: Any) -> int:
 
 
 def _touched(node: Any) -> Iterator[tuple[str, int]]:
-    """(buffer, bytes of it that an access touches)."""
+    """Yield (buffer, bytes that an access touches)."""
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.scheduler import ExternKernelSchedulerNode
 
@@ -37,23 +37,23 @@ def _touched(node: Any) -> Iterator[tuple[str, int]]:
                 yield from _operand(operand)
         return
     deps = [dep for dep in node.read_writes.reads_and_writes() if not isinstance(dep, WeakDep)]
-    # The same access, in loops of two fused nodes, has variables of other names.
+    # In loops of two fused nodes, the same access has different variable names.
     for dep in {dep.normalize() if hasattr(dep, "normalize") else dep for dep in deps}:
         yield dep.name, dep.numbytes_hint()
 
 
 def _operand(operand: Any) -> Iterator[tuple[str, int]]:
-    """The operand of a library's call: a buffer, or a view of all or part of one."""
+    """Yield the bytes of a library call's operand: a buffer, or a view of a buffer."""
     from torch._inductor.utils import get_dtype_size
     from torch._inductor.virtualized import V
 
-    if operand.maybe_get_size() is not None:  # else it is the tuple of another call's results
+    if operand.maybe_get_size() is not None:  # None for the tuple of another call's results
         sizes = [V.graph.sizevars.optimization_hint(size, fallback=0) for size in operand.get_size()]
         yield operand.get_name(), math.prod(sizes) * get_dtype_size(operand.get_dtype())
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """FLOP of a grouped GEMM, which torch's counter omits: each row or column belongs to one group."""
+    """Count the FLOP of a grouped GEMM, which torch's counter omits. Each row or column belongs to one group."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -61,22 +61,22 @@ def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
 # FLOP/s of large GEMMs on an H200: measured in bfloat16, 8192³ random numbers; *assumed* in float8. By the data sheet
 # float8 has twice bfloat16's rate, but the chip's power already limits bfloat16.
 BF16_FLOP, FLOAT8_FLOP = 790e12, 1250e12
-# Its bytes/s of a large copy, measured, and its lanes' instructions/s: 132 multiprocessors with 4 schedulers, each of
-# which issues an instruction of 32 lanes a clock, at boost clock.
+# An H200's measured bytes/s of a large copy, and its lane instructions/s at boost clock: 132 multiprocessors with 4
+# schedulers, each of which issues an instruction for 32 lanes per clock.
 BYTES_MOVED, LANE_INSTRUCTIONS = 4.3e12, 132 * 4 * 32 * 1.98e9
 
 
 def flop_of_bf16(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """FLOP in bfloat16 that take as long as a call's own FLOP: fewer where it multiplies float8."""
+    """Return the bfloat16 FLOP that take as long as a call's FLOP; fewer if the call multiplies float8."""
     flop = flop_of(packet, args, kwargs, result)
     in_float8 = args and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].itemsize == 1
     return flop * BF16_FLOP / FLOAT8_FLOP if in_float8 else flop
 
 
 def flop_of(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """FLOP of one call of an operator on tensors, or their like, by torch's own counter; 0 where it has none.
+    """Count an operator call's FLOP with torch's counter; 0 if the counter does not support the operator.
 
-    Causal attention counts the pairs of queries and keys that its mask leaves: kernels skip the others.
+    For causal attention, only the unmasked pairs of queries and keys count, because kernels skip the masked ones.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -87,7 +87,7 @@ def flop_of(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _unmasked_share(packet: Any, args: Any, kwargs: Any) -> float:
-    """The share of pairs of queries and keys that ``is_causal=True`` leaves; 1 for other calls."""
+    """Return the unmasked share of query-key pairs with ``is_causal=True``; 1 for other calls."""
     if not packet.__name__.startswith("_scaled_dot_product"):
         return 1.0
     schema = getattr(packet, packet.overloads()[0])._schema
@@ -101,6 +101,6 @@ def _unmasked_share(packet: Any, args: Any, kwargs: Any) -> float:
 
 
 def is_view(func: Any) -> bool:
-    """Tell from its schema whether an operator returns a view of its first argument."""
+    """Return True if an operator's schema says that it returns a view of its first argument."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

@@ -1,4 +1,4 @@
-"""Runner of the Python module that Inductor generates for a graph, with stand-ins for device, memory and kernels."""
+"""Run the Python module that Inductor generates for a graph, with stand-ins for device, memory and kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class _Nothing:
-    """Stand-in for the wrapper's calls of a device: streams, guards, hooks."""
+    """Stand-in for device functions that the wrapper calls: streams, guards, hooks."""
 
     def __getattr__(self, name: str) -> _Nothing:
         return self
@@ -28,7 +28,7 @@ class _Nothing:
 
 
 class _Torch:
-    """The module torch, without its devices."""
+    """Stand-in for the module torch without devices."""
 
     cuda = _Nothing()
 
@@ -47,25 +47,25 @@ _REUSE = re.compile(r"^(\s*)(\w+ = .*; del (\w+)) +# reuse$", re.M)
 
 
 def mark(index: int) -> str:
-    """A comment in generated code where a node of the scheduler begins, by its number."""
+    """Return the comment that marks the begin of a scheduler node in generated code."""
     return f"# node {index}"
 
 
 def unmarked(code: str) -> str:
-    """Generated code without marks."""
+    """Remove the marks from generated code."""
     return re.sub(r"^\s*# node \d+\n", "", code, flags=re.M)
 
 
 def called(
     code: str, stand_ins: Mapping[str, Any], kernel: Callable[[str, str], Any]
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """The function `call` of a generated module.
+    """Execute a generated module, and return its function `call`.
 
     Args:
-        code: the module, maybe with marks (`mark`).
-        stand_ins: values for names of the module: `extern_kernels`, `empty_strided_cuda`; `_enter`, which takes the
-            number of each mark, and `_reuse`, with a tensor whose memory another result takes.
-        kernel: makes a stand-in, an object with `run`, from a kernel's name and definition.
+        code: the module, with or without marks (`mark`).
+        stand_ins: values for names in the module: `extern_kernels`, `empty_strided_cuda`. `_enter` is called with each
+            mark's number, and `_reuse` with a tensor whose memory another result reuses.
+        kernel: makes a kernel's stand-in, an object with `run`, from its name and definition.
     """
     defaults: dict[str, Any] = {
         **dict.fromkeys(("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"), _Nothing()),
@@ -86,7 +86,7 @@ def called(
             continue
         try:
             exec(compile(ast.Module([statement], []), "<generated>", "exec"), names)
-        except (ImportError, AttributeError):  # of a device that this build of torch does not have
+        except (ImportError, AttributeError):  # the module belongs to a device that this build of torch lacks
             names |= dict.fromkeys(_bound(statement), _Nothing())
         if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             names |= defaults
@@ -95,7 +95,7 @@ def called(
 
 
 def _bound(statement: ast.stmt) -> list[str]:
-    """The names that an import or an assignment binds."""
+    """Return the names that an import or an assignment binds."""
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return [alias.asname or alias.name for alias in statement.names]
     return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
