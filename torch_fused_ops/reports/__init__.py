@@ -1,1 +1,1 @@
-"""Reports on what the fusion pass does to a model, as objects, text, JSON and a page, with estimated figures."""
+"""Reports on the fusion of a model, as objects, text, JSON and HTML, with estimated figures."""

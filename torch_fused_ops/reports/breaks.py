@@ -1,4 +1,4 @@
-"""Graph breaks: their place in the user's code and their reason, as Dynamo records them."""
+"""Graph breaks: their location in the user's code and their reason, as Dynamo records them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reasons_noted() -> Mapping[str, int]:
 def since(before: Mapping[str, int]) -> tuple[Break, ...]:
     """The graph breaks since then; Dynamo does not record their places."""
     new = [_said(reason) for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
-    reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {what}") for what in dict.fromkeys(new)]
+    reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {text}") for text in dict.fromkeys(new)]
     return tuple(Break(reason.kind, str(reason)) for reason in reasons)
 
 

@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None, **kwargs: Any) -> Report:
-    """Report what the fusion pass would do to a model: every MLP site, fused or not, and why.
+    """Report every MLP site of a model, whether the fusion pass would fuse it, and the reason if not.
 
     The model runs once, eagerly, on the arguments, while Dynamo captures its graphs (several where it breaks them).
     Nothing is compiled. Parameters, buffers and random number generators are restored afterwards.
 
     Args:
-        model: a module or a function; as it is, in training or evaluation mode.
+        model: a module, in its current training or evaluation mode; or a function.
         *args: its positional arguments.
         policy: the fusion policy; ``FusionPolicy()`` by default.
         **kwargs: its keyword arguments.
 
     Returns:
-        A ``Report``: print it, read its ``sites``, or let it ``measure`` the savings.
+        A ``Report``. Print it, read its ``sites``, or call ``measure`` to estimate the savings.
 
     Raises:
         TypeError: model is not callable, or is a class; or policy is not a FusionPolicy.
-        Whatever the model raises on these arguments.
+        Any error that the model raises on these arguments.
     """
     model = check_model(model)
     policy = policy_or_default(policy)

@@ -1,8 +1,8 @@
-"""Estimates before and after fusion, layer by layer: bytes saved for backward, bytes moved, kernels.
+"""Estimates by layer before and after fusion: bytes saved for backward, bytes moved, kernels.
 
-A captured graph is compiled twice without a device (``torch_fused_ops.virtual_gpu``): once as plain ``torch.compile``
-would compile it, and once fused and partitioned by a policy. Nothing is allocated or run. The process' own compilations
-are not affected.
+A captured graph is compiled twice without a device (``torch_fused_ops.virtual_gpu``): as plain ``torch.compile`` would
+compile it, and fused and partitioned by a policy. Nothing is allocated or run. The process's own compilations are not
+affected.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ INPUTS, WHOLE, OTHER = "(inputs)", "(whole model)", "(other)"
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a part of a program.
+    """The cost of one part of a program.
 
     Attributes:
         saved: bytes saved for backward, without parameters and buffers.
-        forward_bytes: bytes that forward's (or inference's) kernels read and write.
-        backward_bytes: bytes that backward's read and write.
-        forward_kernels: kernels that forward (or inference) launches: generated ones and library calls (GEMMs).
-        backward_kernels: kernels that backward launches.
+        forward_bytes: bytes that kernels in forward (or inference) read and write.
+        backward_bytes: bytes that kernels in backward read and write.
+        forward_kernels: launches in forward (or inference): generated kernels and library calls (GEMMs).
+        backward_kernels: launches in backward.
     """
 
     saved: int = 0
@@ -84,7 +84,7 @@ class Figures:
         target: the target device: "NVIDIA H200".
         training: True if there is a backward.
         layers: the costs by layer, in the order of the model; their sum is the whole. A kernel that is fused across
-            layers counts for the layer of most of its results.
+            layers counts for the layer with most of its results.
         skipped: the reason for each graph that is missing from the figures.
         notes: parts of the policy that this GPU does not support, for people.
     """
@@ -152,7 +152,7 @@ def capture(gm: GraphModule, policy: FusionPolicy, subgraphs: dict[Any, GraphMod
 
 
 def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
-    """The graph and those of the higher-order operators it calls (checkpoint bodies, …), as Inductor visits them."""
+    """Yield the graphs of called higher-order operators (checkpoint bodies, …), then the graph, as Inductor does."""
     called = {node.target for node in gm.graph.find_nodes(op="get_attr")}
     for name, child in gm.named_children():
         if name in called and isinstance(child, torch.fx.GraphModule):
@@ -178,7 +178,7 @@ def measure(captures: Sequence[Capture], gpu: GPU) -> Figures:
         gpu: the GPU to generate code for.
 
     Raises:
-        ValueError: there is no graph, or no graph could be measured. The message says why.
+        ValueError: no graph was captured, or no graph could be measured. The message has the reason.
     """
     measured: list[tuple[PaperCompilation, PaperCompilation]] = []
     notes: dict[str, None] = {}
@@ -218,7 +218,7 @@ def said(error: Exception) -> str:
 
 
 def _notes(sites: Sequence[Site]) -> Iterator[str]:
-    """Yield remarks on a fused graph's figures."""
+    """Yield notes on a fused graph's figures."""
     for reason, n in Counter(site.gemm_reason for site in sites if site.gemm_reason).items():
         yield f"not all in float8, {n} of {len(sites)} MLPs: {reason}"
 
@@ -234,9 +234,9 @@ def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy | None) -> tuple[
 
     graph, sites = fused_graph(captured, gpu, policy)
     slots = passes.options_without_us()
-    if policy is not None:  # with all of our passes but the pre-grad pass, which has run
-        ours = passes.compile_options(policy)
-        slots |= {name: ours[name] for name, kind in passes.SLOTS.items() if kind is not passes.PreGradPass}
+    if policy is not None:  # the pre-grad pass has already run
+        options = passes.compile_options(policy)
+        slots |= {name: options[name] for name, kind in passes.SLOTS.items() if kind is not passes.PreGradPass}
     paper = compile_graph_on_paper(graph, gpu=gpu, config=slots)
     return paper, [site for site in sites if site.op is not None]
 
@@ -273,7 +273,7 @@ def _paths(paper: PaperCompilation) -> Iterator[str]:
 def layers_of(paths: Iterable[str]) -> dict[str, str]:
     """Map each module to its layer.
 
-    A layer is an item of a list of modules: ``model.layers.0.mlp.up`` is in ``model.layers.0``. Outside of lists the
+    A layer is an item of a module list: ``model.layers.0.mlp.up`` is in ``model.layers.0``. Outside of lists, the
     first two names are the layer: ``encoder.norm.weight`` is in ``encoder.norm``. A single operator in an
     ``nn.Sequential`` (``mlp.0``) is not a layer: it is in ``mlp``.
     """

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 def template(file: str, functions: Mapping[str, Any]) -> jinja2.Template:
-    """Load a page of this library's, a child of ``reports/base.html``. Its values are escaped.
+    """Load an HTML template of this package, which extends ``reports/base.html``. Values are escaped.
 
     Args:
-        file: its path in this package.
-        functions: those that the page calls, by name.
+        file: the template's path in this package.
+        functions: functions that the template calls, by name.
     """
     import jinja2  # torch requires it
 

@@ -1,4 +1,4 @@
-"""``record``: report what the fusion pass does in real compilations, as the pass itself tells it."""
+"""``record``: report the sites that the fusion pass handles in real compilations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("torch_fused_ops")
 
 @contextmanager
 def record(*, figures: bool = False) -> Iterator[Report]:
-    """Report the compilations with fusion inside the block, in this thread (or async context).
+    """Record the compilations with fusion in this block and this thread (or async context).
 
     ::
 
@@ -39,11 +39,11 @@ def record(*, figures: bool = False) -> Iterator[Report]:
             compiled(x).sum().backward()
         print(report)
 
-    ``backend="fused"``, ``enable()``, ``enabled()`` and ``compile_options()`` all count. Blocks may be nested: each
-    records everything inside. Code from a compile cache counts, too.
+    ``backend="fused"``, ``enable()``, ``enabled()`` and ``compile_options()`` all count, as does code from a compile
+    cache. Blocks may be nested; each records all compilations inside.
 
     Args:
-        figures: estimate memory, traffic and kernels at the end of the block, as ``report.measure()`` does.
+        figures: call ``report.measure()`` at the end of the block, which estimates memory, traffic and kernels.
 
     Yields:
         A report, empty at first. It survives an exception in the block, which propagates.
@@ -66,7 +66,7 @@ def report_at_exit(file: Path) -> None:
     """Record the compilations of all threads from now on, and write the report when this process exits.
 
     Args:
-        file: the report's file; .json or .html select the format, else it is text.
+        file: the report's file; its suffix selects the format: .json, .html, or text for others.
     """
     recorder, process = _Recorder(), os.getpid()
     process_wide.append(recorder)
@@ -88,26 +88,26 @@ def report_at_exit(file: Path) -> None:
     atexit.register(write)
 
 
-# ---- the pass tells --------------------------------------------------------------------------------------------------
+# ---- recording -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _Graph:
-    """A graph of the fusion pass, done or in progress."""
+    """A graph in the fusion pass, finished or in progress."""
 
     graph: weakref.ref[Graph]
     capture: Capture
     title: str
-    sites: tuple[Site, ...]  # with those of its subgraphs (checkpoint bodies), which come first
+    sites: tuple[Site, ...]  # sites of its subgraphs (checkpoint bodies) first
     unread: tuple[Site, ...]
     broken: Break | None
-    compilation: Any  # Dynamo's
-    attempt: int  # of this compilation
-    code: object  # the same for recompilations
+    compilation: Any  # Dynamo's compile context
+    attempt: int  # number of the attempt at this compilation
+    code: object  # equal for recompilations of the same code
 
 
 class _Recorder:
-    """The records of one block. Threads that share its context (``asyncio.to_thread``) may call it concurrently."""
+    """Records one block. Threads that share its context (``asyncio.to_thread``) may call it concurrently."""
 
     def __init__(self) -> None:
         self.report = Report((), 0, _other_graphs=0)
@@ -132,7 +132,7 @@ class _Recorder:
             parts = [entry for entry in current if entry.graph() in inner]
             copies = {part.graph(): part.capture.graph.gm for part in parts if part.capture.graph}
             sites = tuple(site for part in parts for site in part.sites)
-            unread = recognize.unread(graph)  # its subgraphs', too
+            unread = recognize.unread(graph)  # including its subgraphs
             captured = capture(gm, policy, copies)
             title, broken, code = title_of(graph), break_of(gm), _code_of(graph, compilation)
             new = _Graph(weakref.ref(graph), captured, title, sites, unread, broken, compilation, attempt, code)
@@ -173,9 +173,9 @@ class _Recorder:
 
 
 def _code_of(graph: Graph, compilation: Any) -> object:
-    """The identity of a graph's source: Dynamo's number of the code, and the parameters, as layers share their code.
+    """Return an identity of a graph's source: Dynamo's number of the code and the parameters, as layers share code.
 
-    None if it is not known: no other graph is the same then.
+    Return None if it is unknown; the graph then counts as a new one.
     """
     number = getattr(getattr(compilation, "compile_id", None), "frame_id", None)
     placed = [node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder")]

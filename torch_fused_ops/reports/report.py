@@ -1,4 +1,4 @@
-"""Reports for people: a model's MLP sites, fused or not, with reasons and estimated savings."""
+"""``Report``: a model's MLP sites, fused or not, with reasons and estimated savings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOTHING_CAPTURED = "Dynamo captured no graph of the model"
 
 
 def not_sites(unread: Iterable[Site], sites: Iterable[Site]) -> tuple[Site, ...]:
-    """Leave out the activations of MLPs that DDPOptimizer has cut, as these are sites."""
+    """Remove the activations of MLPs that DDPOptimizer has split, because they are listed as sites."""
     cut = {(site.source, site.spelling) for site in sites if site.kind is Kind.DDP_BUCKET}
     return tuple(site for site in unread if (site.source, site.spelling) not in cut)
 
@@ -47,8 +47,8 @@ class Report:
 
     Attributes:
         sites: every site, in graph order.
-        unread: activations that are not sites: no GEMM reads them, or they read no GEMM's result, or a boundary (of a
-            checkpoint, say) lies between.
+        unread: activations that are not sites, because they are not between two GEMMs, or a boundary such as a
+            checkpoint separates them from a GEMM.
         graphs: the number of graphs that Dynamo captured (``record``: that were compiled with fusion).
         recompilations: the number of recompilations for other sizes, which add no sites.
         breaks: the graph breaks that end these graphs, in order, repeats included.
@@ -108,8 +108,8 @@ class Report:
             gpu: "A100", "H100", "H200", "B200", "MI300X", or a described ``GPU``.
 
         Returns:
-            The figures, also in ``figures``. None if they are not available: ``figures_missing`` then says why, and a
-            warning is logged.
+            The figures, also in ``figures``. If they are not available, return None, set ``figures_missing`` to the
+            reason, and log a warning.
 
         Raises:
             ValueError: gpu is not known.
@@ -173,7 +173,7 @@ class Report:
 
     @property
     def broken(self) -> str:
-        """A sentence: the model was captured in several graphs, or in none."""
+        """A sentence on the number of captured graphs."""
         if not self.graphs:
             return NOTHING_CAPTURED
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"

@@ -1,4 +1,4 @@
-"""The tensors that a training step saves for backward: a report's ``saved``."""
+"""``Report.saved``: the tensors that a training step saves for backward."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _partitioned(
 
 
 def _not_fused(row: SavedRow, sites: Sequence[Site]) -> Iterator[tuple[str, str]]:
-    """The reason why the MLP (for a mask: the dropout) that a tensor belongs to is not fused."""
+    """Yield the reason why a tensor's MLP (for a mask, its dropout) is not fused."""
     for site in () if row.removed_by else sites:
         is_kind = site.activation == DROPOUT if row.dtype == "bool" else site.is_mlp
         if (

@@ -1,4 +1,4 @@
-"""The words of reports on breaks and figures, and their plain text."""
+"""Format graph breaks and figures as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def breaks_text(breaks: Sequence[Break]) -> str:
-    """The places and the reasons of graph breaks; "" if there are none."""
+    """Format the locations and reasons of graph breaks; "" without breaks."""
     lines: list[str] = []
     for graph_break, times in Counter(breaks).items():
         where = f"{graph_break.source or 'somewhere in the model'}{f' ×{times}' if times > 1 else ''}"
@@ -23,13 +23,13 @@ def breaks_text(breaks: Sequence[Break]) -> str:
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:
-    """The unit for a number of bytes, and its size in bytes."""
+    """Return the unit for a number of bytes, and the unit's size in bytes."""
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return next(((unit, n) for unit, n in units if abs(nbytes) >= n), ("B", 1))
 
 
 def size(nbytes: float, scale: float | None = None) -> str:
-    """Format bytes in the unit of ``scale`` (by default of themselves): "576.0 MiB"."""
+    """Format bytes as "576.0 MiB", in the unit that fits ``scale``, by default the bytes."""
     scale = nbytes if scale is None else scale
     unit, factor = unit_of(scale)
     digits = 0 if factor == 1 else 2 if abs(scale) < 10 * factor else 1
@@ -49,7 +49,7 @@ def change(before: float, after: float) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: a heading, a rule, and rows with right-aligned figures."""
+    """Format a table as lines: a heading, a rule, and rows with right-aligned figures."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))

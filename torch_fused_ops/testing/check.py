@@ -1,7 +1,7 @@
 """Check every operator on a device: ``torch.library.opcheck`` and the precision contract, over the sample inputs.
 
     rows = check("cuda")
-    print(table(rows))
+    print(*map(row_line, rows), sep="\n")
     assert all(row.passed for row in rows)
 
 ``python -m torch_fused_ops check`` runs this. ``precision.py`` states the measures and their limits.
@@ -34,8 +34,8 @@ class Row:
     Attributes:
         operator: e.g. ``bias_glu``, or ``bias_act gelu`` for the sweep over an activation's whole range.
         dtype: of the results whose errors are measured.
-        samples: the number of calls, or of values for a sweep.
-        opchecks: the number of calls of the operator and of its backward operator that opcheck has run.
+        samples: the number of calls; for a sweep, the number of values.
+        opchecks: the number of calls that opcheck has run, including the backward operator's.
         errors: the largest errors, by kind ("forward", "gradient", "sum"), in the units of ``precision.LIMITS``.
         failures: a line for each failure.
     """
@@ -53,7 +53,7 @@ class Row:
         return not self.failures
 
     def note(self, where: str, errors: precision.Errors) -> None:
-        """Record the errors of this row's dtype."""
+        """Record the errors of results in this row's dtype."""
         for (kind, dtype), error in errors.items():
             if dtype == self.dtype:
                 self.errors[kind] = max(self.errors.get(kind, 0.0), error)
@@ -63,7 +63,7 @@ class Row:
 
 
 def run_opcheck(sample: Sample) -> str | None:
-    """Run ``torch.library.opcheck`` on this call; return its complaint in a line, or None."""
+    """Run ``torch.library.opcheck`` on a call; return its error as one line, or None."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             torch.library.opcheck(sample.overload, sample.args)
@@ -92,7 +92,7 @@ def _operator(op: str, device: torch.device, quick: bool) -> Iterator[Row]:
         except Exception as e:
             rows[sample.dtype].failures.append(f"{sample}: {type(e).__name__}: {e}")
             continue
-        for row in rows.values():  # a gradient may have another dtype than the result
+        for row in rows.values():  # a gradient's dtype may differ from the result's
             row.note(str(sample), errors)
     for sample in (*samples(op, device, core=True), *backward_samples(op, device, core=True)):
         rows[sample.dtype].opchecks += 1
@@ -108,7 +108,7 @@ def check(
 
     Args:
         device: where to run. The truth is always computed on the CPU, in float64.
-        quick: the core samples alone, and sweeps in bfloat16 alone.
+        quick: only the core samples, and sweeps only in bfloat16.
         progress: called with each finished row.
     """
     device = torch.device(device)
@@ -132,13 +132,7 @@ def line(cells: tuple[str, ...] = _COLUMNS) -> str:
 
 def row_line(row: Row) -> str:
     """A row as one line of the table."""
-    shown = (precision.show(k, row.dtype, row.errors[k]) if k in row.errors else "-" for k in precision.KINDS)
+    errors = (precision.show(k, row.dtype, row.errors[k]) if k in row.errors else "-" for k in precision.KINDS)
     dtype = str(row.dtype).removeprefix("torch.")
     opchecks = str(row.opchecks) if row.opchecks else "-"
-    return line((row.operator, dtype, str(row.samples), opchecks, *shown, "ok" if row.passed else "FAIL"))
-
-
-def table(rows: list[Row]) -> str:
-    """The rows as text: largest errors with their units, then the failures."""
-    failures = [f for row in rows for f in row.failures]
-    return "\n".join([line(), *(row_line(row) for row in rows), *failures])
+    return line((row.operator, dtype, str(row.samples), opchecks, *errors, "ok" if row.passed else "FAIL"))

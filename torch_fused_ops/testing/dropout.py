@@ -1,7 +1,7 @@
 """Sample inputs and the measure of ``fused::dropout_add``; see ``samples.py`` and ``precision.py``.
 
-The mask is exact: every dtype drops the elements that float64 drops. The result is a sum of up to three terms. Where
-they cancel no float32 formula has float32's relative accuracy: errors count relative to the terms' absolute sum there.
+The mask is exact: every dtype drops the same elements as float64. The result is a sum of up to three terms. If they
+cancel, no float32 formula has float32's relative accuracy, so errors are relative to the sum of absolute terms.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def _cases() -> Iterator[Case]:
         yield Case(f"bias {bias}, residual {residual}", (5, 12), absent=absent, core=True)
         yield Case(f"bias {bias}, residual {residual}, p 0", (5, 12), absent=absent, p=0.0, core=not bias)
     mixed = ("bf16", "bf16", "fp32"), ("fp32", "fp32", "bf16"), ("fp16", "bf16", "fp16"), ("bf16", "fp64", "bf16")
-    for first, *others in mixed:
-        name = f"mixed {first} {' '.join(others)}"
-        yield Case(name, (3, 10), first, other_dtypes=tuple(others), p=0.1, core=first == "bf16")
+    for first, *dtypes in mixed:
+        name = f"mixed {first} {' '.join(dtypes)}"
+        yield Case(name, (3, 10), first, other_dtypes=tuple(dtypes), p=0.1, core=first == "bf16")
     for case in cases_of_frozen_tensors():
         yield replace(case, shape=(5, 12))
 
 
 def samples(device: torch.device, core: bool) -> Iterator[Sample]:
-    """The samples of ``fused::dropout_add``; only the core ones if asked."""
+    """Yield the samples of ``fused::dropout_add``; with ``core``, only the core samples."""
     return built(OPERATORS["dropout_add"], _cases(), device, core)
 
 
 def backward_samples(device: torch.device, core: bool) -> Iterator[Sample]:
-    """The samples of its backward operator: those that require a gradient of input or bias."""
+    """Yield the backward operator's samples, one for each sample that requires a gradient of input or bias."""
     for sample in samples(device, core):
         first, bias, residual, seed = sample.tensors
         mask = requested((first, bias))
@@ -73,14 +73,14 @@ def backward_samples(device: torch.device, core: bool) -> Iterator[Sample]:
 
 
 def _absolute(sample: Sample, wide: tuple[Any, ...]) -> Tensor:
-    """The sum of the absolute values of the result's terms; float64."""
-    x, *others = wide[:3]
-    bias, residual = (None if t is None else t.abs() for t in others)
+    """Return the sum of the result's absolute terms in float64."""
+    x, *optional = wide[:3]
+    bias, residual = (None if t is None else t.abs() for t in optional)
     return formulas.dropout_add(x.abs(), bias, residual, *wide[3:])
 
 
 def measure(sample: Sample) -> precision.Errors:
-    """The largest errors on a sample: of the result, and of every gradient that the sample asks for."""
+    """Return the largest errors of a sample's result and requested gradients."""
     out = sample()
     floats = precision._cast(sample.args[:3], torch.float64, "cpu")
     wide = (*floats, sample.args[3].cpu(), sample.args[4])
@@ -101,11 +101,11 @@ def measure(sample: Sample) -> precision.Errors:
         precision._worst(errors, "gradient", precision.error(got[0], d_input), got[0].dtype)
     if got[1] is not None and bias is not None:
         dtype = formulas.dropout_backward_dtype(grad, first.dtype, bias.dtype)
-        # The operator's unrounded gradient: in the dtype that it computes in.
+        # The operator's unrounded gradient, in its compute dtype.
         backward = torch.ops.fused.dropout_add_backward
         rows = backward(grad.to(dtype), sample.args[3], p, dtype, None, [True, False])[0].double().cpu()
         total, absolute = (reference.over_rows(t) for t in (rows, rows.abs()))
         precision._worst(errors, "sum", precision.sum_error(got[1], total, absolute, dtype), got[1].dtype)
-    if got[2] is not None:  # its truth is grad itself
+    if got[2] is not None:  # the truth is grad
         precision._worst(errors, "gradient", precision.error(got[2], grad.double().cpu()), got[2].dtype)
     return errors

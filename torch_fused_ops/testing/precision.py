@@ -1,29 +1,29 @@
-"""The precision contract, and the one way to measure against it.
+"""The precision contract, and its measure.
 
-The truth is ``reference.py`` in float64 on the same arguments, widened exactly; input + bias count as the sum rounded
-to the dtype that is computed in: gelu changes by 8e-6 within half a unit at -8.4, and 0.5014 of it less an
-``up_offset`` of 0.5 has lost 2e-5. Three kinds of numbers:
+The truth is ``reference.py`` in float64 on the same arguments, widened exactly. The sum input + bias is rounded to the
+compute dtype first: near -8.4, half a unit changes gelu by 8e-6, and 0.5014 of it less an ``up_offset`` of 0.5 loses
+2e-5. There are three kinds of numbers:
 
 ``forward``
-    float16, bfloat16: at most 1 ulp: the correctly rounded truth or a neighbor of it. float32: at most 1e-5 of the
-    truth. float64: at most 1e-12 of it.
+    float16, bfloat16: at most 1 ulp, so the correctly rounded truth or its neighbor. float32: at most 1e-5 of the
+    truth. float64: at most 1e-12 of the truth.
 ``gradient`` of a pointwise argument (input, gate, up)
-    float16, bfloat16: at most 2 ulp. float32, float64: as forward. Where an activation's derivative f' goes through
-    zero it is the difference of two equal terms (0.22 each). In float32 the difference is rounding error, ours as
-    PyTorch's own: the relative error has no bound. Near such a zero (f' changes its sign between 3/4·x and 5/4·x)
-    errors count relative to max(|f'|, 1/32) instead of |f'|, for every dtype: in float32 they are at most 1e-5/32 =
-    3.1e-7, for a gradient of 1. Tails are never near a zero: the relative bound applies to them.
+    float16, bfloat16: at most 2 ulp. float32, float64: as forward. At a zero of an activation's derivative f', equal
+    terms (0.22 each) cancel. In float32 only rounding error remains, in PyTorch as well, so the relative error is
+    unbounded. Near such a zero (f' changes its sign between 3/4·x and 5/4·x), errors are relative to max(|f'|, 1/32)
+    instead of |f'| in every dtype: in float32 they are at most 1e-5/32 = 3.1e-7 for a gradient of 1. Tails are never
+    near a zero, so the relative bound applies to them.
 ``sum``, the gradients of bias and token_scale
-    at most 4 ulp of the summands' absolute sum (ulp of the dtype that is computed in: float32, or float64), and one
-    rounding to the argument's dtype. This measures the *addition*: the truth is the float64 sum of the operator's own
-    unrounded summands, to which the bounds above apply.
+    at most 4 ulp (in the compute dtype, float32 or float64) of the sum of absolute summands, and one rounding to the
+    argument's dtype. This measures the *addition*: the truth is the float64 sum of the operator's unrounded summands,
+    and the summands have the bounds above.
 
-Absolute floors, below which an error counts as none: 2**-120 for bfloat16, 1e-30 for float32, 1e-290 for float64.
-float16 has none: its subnormals are results like others, 2**-24 apart. An activation's value and derivative have floors
-of their own, 256 times the least normal number of the dtype computed in (2**-118, 3.0e-36, in float32): below it they
-may be 0, even where a factor (``up``, ``token_scale``, the gradient) lifts a result above the result's floor. The
-exponential in a sigmoid is infinite from 2**128 on: silu is 0 below x = -88.7, as PyTorch's own is, and truly
-x·2**-128. Truth beyond the dtype's range is that dtype's infinity. NaN must meet NaN.
+Errors below an absolute floor count as 0: 2**-120 for bfloat16, 1e-30 for float32, 1e-290 for float64. float16 has no
+floor, because its subnormals are ordinary results, 2**-24 apart. An activation's value and derivative have separate
+floors, 256 times the least normal number of the compute dtype (2**-118, 3.0e-36, in float32). Below it they may be 0,
+even if a factor (``up``, ``token_scale``, the gradient) lifts a result above the result's floor. The exponential in a
+sigmoid is infinite from 2**128 on: silu is 0 below x = -88.7, as in PyTorch, although its true value is x·2**-128. A
+truth beyond the dtype's range becomes the dtype's infinity. NaN must match NaN.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from torch_fused_ops.operators import reference
 from torch_fused_ops.testing.samples import Sample, declared_as, family, requested
 
 HALF = (torch.bfloat16, torch.float16)
-OF_LEAST_NORMAL = 2.0**8  # below so many of the least normal number an activation may be 0
-NEAR_ZERO = 1 / 32  # what errors count relative to where a derivative is smaller and near its zero
+OF_LEAST_NORMAL = 2.0**8  # an activation may be 0 below this multiple of the least normal number
+NEAR_ZERO = 1 / 32  # errors are relative to this value if a derivative is smaller and near its zero
 FLOORS = {torch.bfloat16: 2.0**-120, torch.float16: 0.0, torch.float32: 1e-30, torch.float64: 1e-290}
 _RELATIVE = {torch.bfloat16: 1e-5, torch.float16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-12}
 KINDS = ("forward", "gradient", "sum")
@@ -54,12 +54,12 @@ Errors = dict[tuple[str, torch.dtype], float]  # the largest error of each kind 
 
 
 def show(kind: str, dtype: torch.dtype, error: float) -> str:
-    """An error with its unit, for a table."""
+    """Format an error with its unit."""
     return f"{error:.2g} ulp" if kind == "sum" or dtype in HALF else f"{error:.1e}"
 
 
 def _steps(got: Tensor, truth: Tensor) -> Tensor:
-    """The distance of two tensors of one half-precision dtype, counted in representable numbers; -0 is 0."""
+    """Count the representable numbers between half-precision tensors; -0 is 0."""
 
     def rank(t: Tensor) -> Tensor:
         bits = t.contiguous().view(torch.int16).to(torch.int64)
@@ -69,15 +69,15 @@ def _steps(got: Tensor, truth: Tensor) -> Tensor:
 
 
 def error(got: Tensor, truth: Tensor, near: Tensor | None = None) -> Tensor:
-    """The error of each element in the contract's unit: ulp for float16 and bfloat16, else relative to the truth.
+    """Return element-wise errors in the contract's unit: ulp for float16 and bfloat16, otherwise relative to the truth.
 
     Args:
         got: the result, in its own dtype.
-        truth: the same in float64.
-        near: a magnitude that the error may count relative to instead, where it is larger than the truth (or None).
+        truth: the exact result in float64.
+        near: magnitudes that replace the truth's if they are larger; None: not used.
 
     Returns:
-        float64; infinite where got is not finite and the truth is, or the other way round.
+        float64; infinite if only one of got and truth is finite.
     """
     dtype = got.dtype
     rounded = truth.to(dtype)
@@ -94,7 +94,7 @@ def error(got: Tensor, truth: Tensor, near: Tensor | None = None) -> Tensor:
 
 
 def sum_error(got: Tensor, truth: Tensor, absolute: Tensor, computed_in: torch.dtype) -> Tensor:
-    """The error of a sum, less one rounding to got's dtype, in ulp (of computed_in) of the summands' absolute sum."""
+    """Return a sum's error after one rounding to got's dtype, in ``computed_in``'s ulp of ``absolute``."""
     finfo = torch.finfo(got.dtype)
     rounding = (0.5 * finfo.eps * truth.abs()).clamp_min(0.5 * finfo.smallest_normal * finfo.eps)
     unit = (torch.finfo(computed_in).eps * absolute).clamp_min(FLOORS[computed_in])
@@ -104,7 +104,7 @@ def sum_error(got: Tensor, truth: Tensor, absolute: Tensor, computed_in: torch.d
 
 
 def near_zero(activation: str, x: Tensor) -> Tensor:
-    """NEAR_ZERO where the activation's derivative goes through zero nearby, else 0; x in float64."""
+    """Return NEAR_ZERO for elements near a zero of the activation's derivative, otherwise 0; x in float64."""
     derivative = activations.get(activation).derivative
     return torch.where(derivative(0.75 * x) * derivative(1.25 * x) < 0, NEAR_ZERO, 0.0)
 
@@ -118,7 +118,7 @@ def _cast(args: Iterable[Any], dtype: torch.dtype, device: str | torch.device) -
 
 
 def wide_args(sample: Sample) -> tuple[Any, ...]:
-    """The arguments of the truth: in float64, with input + bias in place of the input, and a bias of zeros."""
+    """Return the reference's arguments in float64, with input + bias as the input, and a bias of zeros."""
     op, args = declared_as(sample.op), list(sample.args)
     if op.bias is not None and args[op.bias] is not None:
         args[0] = sum(_cast((args[0], args[op.bias]), reference.compute_dtype(*sample.tensors), "cpu"))
@@ -127,9 +127,9 @@ def wide_args(sample: Sample) -> tuple[Any, ...]:
 
 
 def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """The ``near`` of ``error``: of the result, or with a gradient, in float64, of those of the data.
+    """Return ``error``'s ``near`` for the result; with a gradient in float64, for the data's gradients.
 
-    None where there is no activation.
+    Return None for operators without an activation.
     """
     op = declared_as(sample.op)
     if "activation" not in op.scalars:
@@ -161,7 +161,7 @@ def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, 
 
 
 def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The operator's unrounded summands of the gradients of bias (over rows) and token_scale (over a row)."""
+    """Compute the unrounded summands of the gradients of bias (over rows) and token_scale (in a row)."""
     (grad,), args = (_cast(a, reference.compute_dtype(*sample.tensors), grad.device) for a in ((grad,), sample.args))
     scale = declared_as(sample.op).scale
     value = sample.overload(*(None if i == scale else a for i, a in enumerate(args)))
@@ -171,7 +171,7 @@ def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradients(sample: Sample, out: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-    """A random gradient of a sample's result, and the gradients of its tensors for it, None where none is required."""
+    """Return a random gradient of a sample's result, and its tensors' gradients; None if not required."""
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
     mask = requested(sample.tensors)
     required = [t for t, of_tensor in zip(sample.tensors, mask, strict=True) if t is not None and of_tensor]
@@ -180,7 +180,7 @@ def gradients(sample: Sample, out: Tensor) -> tuple[Tensor, list[Tensor | None]]
 
 
 def measure(sample: Sample) -> Errors:
-    """The largest errors of an operator on a sample: of its result, and of every gradient that the sample asks for."""
+    """Return the largest errors of a sample's result and requested gradients."""
     if (module := family(sample.op)) is not None:
         return module.measure(sample)  # type: ignore[no-any-return]
     out = sample()
@@ -208,7 +208,7 @@ def measure(sample: Sample) -> Errors:
         if i in added:
             summands, total = added[i]
             absolute = total(summands.abs())
-            if computed_in == torch.float64 and is_mixed:  # other code than that of float64 alone, the summands'
+            if computed_in == torch.float64 and is_mixed:  # the summands come from the code for float64 only
                 _worst(errors, "gradient", error(g, total(summands), absolute), g.dtype)
             else:
                 _worst(errors, "sum", sum_error(g, total(summands), absolute, computed_in), g.dtype)
@@ -218,7 +218,7 @@ def measure(sample: Sample) -> Errors:
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
-    """All values of float16 or bfloat16 but ±∞; for float32 as many, one at random after each bfloat16."""
+    """Return all values of float16 or bfloat16 except ±∞; for float32, a random value after each bfloat16."""
     bits = torch.arange(1 << 16, dtype=torch.int32)
     if dtype in HALF:
         x = bits.to(torch.int16).view(dtype)
@@ -231,7 +231,7 @@ def every_value(dtype: torch.dtype) -> Tensor:
 
 
 def sweep(activation: str, dtype: torch.dtype, device: str | torch.device = "cpu") -> Errors:
-    """The largest errors of an activation's value and derivative, through ``bias_act``, over ``every_value(dtype)``."""
+    """Return the largest errors of an activation and its derivative in ``bias_act`` over ``every_value(dtype)``."""
     x = every_value(dtype)
     act, wide = activations.get(activation), x.double()
     on_device = x.to(device)

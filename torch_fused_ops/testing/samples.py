@@ -1,11 +1,11 @@
-"""Sample inputs for every operator: named, small, the same on every run and machine, each for a reason.
+"""Sample inputs for every operator: small, named, and equal on every run and machine.
 
     for sample in samples("bias_glu", device="cpu"):
         out = sample()                                  # torch.ops.fused.bias_glu(*sample.args)
-    for sample in backward_samples("bias_glu"):         # the same for torch.ops.fused.bias_glu_backward
+    for sample in backward_samples("bias_glu"):         # calls of torch.ops.fused.bias_glu_backward
 
-A sample's name is its special feature. Its values depend on its name alone, so a selection does not change them. Use
-them to check another implementation (a kernel, a lowering, a sharding rule) against ``reference``.
+A sample's name is its special feature. Its values depend only on the name, so selecting samples does not change them.
+Use samples to check another implementation (a kernel, a lowering, a sharding rule) against ``reference``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 ACTIVATION_OPERATORS = tuple(op.name for op in FAMILY)
 _DECLARED = tuple(elementwise())  # before this is imported
-# Families with a module of their own beside this one: samples, backward_samples, measure.
+# Families whose samples, backward_samples and measure are in a separate module of this package.
 _FAMILIES = {"dropout_add": "dropout", "scaled_masked_softmax": "softmax"}
 OPERATORS = (*(op.name for op in _DECLARED), *_FAMILIES)
 
@@ -43,7 +43,7 @@ class Sample:
         op: the operator's name after ``fused::``.
         name: the special feature of this call; unique for the operator.
         args: all arguments of the schema, positionally, the tensors first.
-        core: part of the short list that touches every feature once (opcheck takes about a second a sample).
+        core: True if it is in the short list that covers every feature once (opcheck takes about a second per sample).
     """
 
     op: str
@@ -59,7 +59,7 @@ class Sample:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The leading tensor arguments, None where an optional one is absent."""
+        """The leading tensor arguments; None for an absent optional tensor."""
         return self.args[: sum("Tensor" in str(a.type) for a in self.overload._schema.arguments)]
 
     @property
@@ -69,7 +69,7 @@ class Sample:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The result's dtype: the first data tensor's."""
+        """The dtype of the result, which is that of the first data tensor."""
         if self.op.endswith("dropout_add_backward"):
             return next(a for a in self.args if isinstance(a, torch.dtype))
         dtype: torch.dtype = self.args[1 if self.op.endswith("_backward") else 0].dtype
@@ -85,9 +85,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe of a sample. ``shape`` is the result's: packed operators double the last axis.
+    """A recipe for a sample. ``shape`` is the result's shape; packed inputs double the last axis.
 
-    Fields with a scalar's name give its value; other scalars have their schema's default.
+    A field with a scalar's name sets its value. Other scalars have the schema's default.
     """
 
     name: str
@@ -95,8 +95,8 @@ class Case:
     dtype: str = "fp32"
     activation: str = "gelu_tanh"
     view: str = "contiguous"
-    absent: tuple[str, ...] = ()  # kinds of tensors, as declared: "per_row?"
-    other_dtypes: tuple[str, ...] = ()  # of the tensors behind the first; the last one counts for all further ones
+    absent: tuple[str, ...] = ()  # declared kinds of tensors to omit: "per_row?"
+    other_dtypes: tuple[str, ...] = ()  # dtypes of the tensors after the first; the last dtype repeats
     values: str = "normal"
     requires_grad: tuple[bool, bool, bool] = (True, True, True)
     layout: str = "halves"
@@ -104,7 +104,7 @@ class Case:
     clamp: float | None = None
     p: float = 0.5
     core: bool = False
-    needs: str = ""  # an argument: for the operators that have it
+    needs: str = ""  # name of an argument that the operator must have
 
 
 def _cases() -> Iterator[Case]:
@@ -156,13 +156,13 @@ def _cases() -> Iterator[Case]:
 
 
 def cases_of_shapes() -> Iterator[Case]:
-    """One axis and more, one element, and none."""
+    """Yield shapes with one or more axes, with one element, and empty."""
     for shape in ((1,), (7,), (0,), (0, 8), (3, 0), (1, 1), (3, 7), (2, 3, 4), (2, 3, 4, 5), (3, 2051)):
         yield Case(f"shape {'x'.join(map(str, shape))}", shape, core=shape in ((7,), (0, 8), (3, 0), (2, 3, 4)))
 
 
 def cases_of_frozen_tensors() -> Iterator[Case]:
-    """Each choice of the first three tensors that require no gradient."""
+    """Yield each subset of the first three tensors as frozen, except the empty one."""
     for mask in itertools.product((True, False), repeat=3):
         if not all(mask):
             flags = "".join("-" if m else "x" for m in mask)
@@ -172,9 +172,9 @@ def cases_of_frozen_tensors() -> Iterator[Case]:
 def tensor(
     shape: tuple[int, ...], dtype: torch.dtype, view: str, values: str, device: torch.device, g: torch.Generator
 ) -> Tensor:
-    """A tensor of these values on that device, with the strides that ``view`` names."""
+    """Make a tensor with the named kind of values, and strides by ``view``."""
     if not shape:
-        view = "contiguous"  # one number has no strides
+        view = "contiguous"  # a single number has no strides
     elif len(shape) == 1 and view == "transposed":
         view = "sliced"
     last = shape[-1] if shape else 0
@@ -186,7 +186,7 @@ def tensor(
         "expanded last": (*shape[:-1], 1),
         "offset": (*shape[:-1], last + 1),
     }[view]
-    if values == "tails":  # from where float32 ends to where it ends, zeros of either sign among them
+    if values == "tails":  # beyond both ends of float32's exponential, including both zeros
         t = torch.linspace(-100.0, 100.0, int(torch.Size(allocated).numel()), dtype=torch.float64)
         t = (t.abs() * t / 100.0 * (t.abs() > 4.0)).reshape(allocated)
     else:
@@ -202,11 +202,11 @@ def tensor(
 
 
 def build(op: Operator, case: Case, device: torch.device) -> Sample:
-    """A sample by its recipe."""
+    """Build a sample from its recipe."""
     g = torch.Generator().manual_seed(zlib.crc32(f"{op.name} {case.name}".encode()))
     packed = "packed" in op.kinds
     rows, n = case.shape[:-1], case.shape[-1] * (2 if packed else 1)
-    # Bias and scale have strides as unusual as the data's.
+    # Bias and scale get unusual strides too.
     small = "sliced" if case.view == "transposed" else case.view
     dtypes = (case.dtype, *(case.other_dtypes or (case.dtype,)))
     tensors: list[Tensor | None] = []
@@ -220,14 +220,14 @@ def build(op: Operator, case: Case, device: torch.device) -> Sample:
             shape = {"per_column": (n,), "per_row": rows}.get(kind, (*rows, n))
             is_data = kind in DATA
             t = tensor(shape, dtype, case.view if is_data else small, case.values if is_data else "normal", device, g)
-            # detach() keeps the strides, so that the view itself is the leaf.
+            # detach() preserves strides and makes the view a leaf.
             tensors.append(t.detach().requires_grad_(case.requires_grad[i] if i < 3 else False))
     scalars = (getattr(case, a.name, a.value) for a in op.scalar_arguments)
     return Sample(op.name, case.name, (*tensors, *scalars), case.core)
 
 
 def built(op: Operator, cases: Iterable[Case], device: torch.device, core: bool) -> Iterator[Sample]:
-    """The samples of those cases that an operator has; only the core ones if asked."""
+    """Yield the samples of the cases that fit an operator; with ``core``, only the core samples."""
     for case in cases:
         has = not case.needs or case.needs in op.tensors or case.needs in op.scalars
         if has and (case.core or not core):
@@ -235,18 +235,18 @@ def built(op: Operator, cases: Iterable[Case], device: torch.device, core: bool)
 
 
 def family(op: str) -> ModuleType | None:
-    """The module with an operator's samples and measure, if it is not an activation; None for activations."""
+    """Return the module with an operator's samples and measure; None for activations."""
     name = _FAMILIES.get(op)
     return None if name is None else importlib.import_module(f"torch_fused_ops.testing.{name}")
 
 
 def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:
-    """The samples of a forward operator; only the core ones if asked.
+    """Yield the samples of a forward operator; with ``core``, only the core samples.
 
     Args:
         op: a name in ``OPERATORS``.
-        device: where the tensors are. The values are made on the CPU, so they are the same everywhere.
-        core: about 20 instead of about 70, with every feature in one of them.
+        device: the tensors' device. Values are created on the CPU, so they are equal on all devices.
+        core: about 20 samples instead of about 70; they cover every feature.
 
     Raises:
         ValueError: op is not known.
@@ -260,14 +260,14 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
 
 
 def declared_as(op: str) -> PointwiseOperator:
-    """The declaration of an operator."""
+    """Return the declaration of an operator."""
     return next(declared for declared in elementwise() if op == declared.name)
 
 
 def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:
-    """The samples of ``op``'s backward operator: those of ``op`` that require a gradient, with their output_mask.
+    """Yield samples of ``op``'s backward operator, one for each sample of ``op`` that requires a gradient.
 
-    The incoming gradient is contiguous in most, expanded with zero strides (as ``sum().backward()`` gives it) in some.
+    Most incoming gradients are contiguous; some are expanded with zero strides, as from ``sum().backward()``.
     """
     if (module := family(op)) is not None:
         yield from module.backward_samples(torch.device(device), core=core)
@@ -276,20 +276,20 @@ def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool 
     for sample in samples(op, device, core=core):
         mask = requested(sample.tensors)
         if any(mask):
-            first, *others = (None if t is None else t.detach() for t in sample.tensors)
+            first, *optional = (None if t is None else t.detach() for t in sample.tensors)
             assert first is not None
             width = first.shape[-1] // 2 if declared.is_packed else first.shape[-1]
             grad = gradient(sample, (*first.shape[:-1], width), first.dtype)
-            yield Sample(f"{op}_backward", sample.name, (grad, first, *others, *sample.scalars, mask), sample.core)
+            yield Sample(f"{op}_backward", sample.name, (grad, first, *optional, *sample.scalars, mask), sample.core)
 
 
 def requested(tensors: Iterable[Tensor | None]) -> list[bool]:
-    """The output_mask: the tensors that require a gradient."""
+    """Return the output_mask: True for each tensor that requires a gradient."""
     return [t is not None and t.requires_grad for t in tensors]
 
 
 def gradient(sample: Sample, shape: tuple[int, ...], dtype: torch.dtype, view: str = "") -> Tensor:
-    """A gradient of the sample's result, for its backward operator."""
+    """Make a gradient of the sample's result for its backward operator."""
     g = torch.Generator().manual_seed(zlib.crc32(f"gradient of {sample}".encode()))
     view = view or ("expanded" if sample.name.startswith("expanded") else "contiguous")
     first = sample.tensors[0]

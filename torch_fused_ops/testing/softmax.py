@@ -1,14 +1,14 @@
 """Sample inputs of ``fused::scaled_masked_softmax``, and the measure of its precision.
 
 ``forward``
-    Limits as for every forward result (``testing.precision``): float16 and bfloat16 are the correctly rounded truth or
-    its neighbor, float32 within 1e-5 of it (or 1e-30), float64 within 1e-12.
+    The limits of every forward result (``testing.precision``): float16 and bfloat16 are the correctly rounded truth or
+    its neighbor, float32 within 1e-5 of the truth (or 1e-30), float64 within 1e-12.
 ``gradient`` of input, at most 2 ulp (float32: 1e-5, float64: 1e-12)
-    The truth is scale · y · (g − Σ g·y) in float64 *at the rounded output*, all that backward has. Errors count
-    relative to the row's largest gradient, its ulp or itself, less the loss that is allowed where the two terms
-    cancel: 8 · 2⁻²⁴ (float64: 2⁻⁵³) of the largest scale · y · (|g| + Σ |g·y|) in the row.
+    The truth is scale · y · (g − Σ g·y) in float64 at the *rounded* output, which is all that backward gets. Errors are
+    relative to the row's largest gradient (its ulp in half precision), after subtracting the loss allowed if the two
+    terms cancel: 8 · 2⁻²⁴ (float64: 2⁻⁵³) of the largest scale · y · (|g| + Σ |g·y|) in the row.
 ``sum``, the gradient of sink, at most 4 ulp
-    of the sum over the head's rows of (1 + Σ y) · Σ |g·y|, ulp of the dtype that is computed in, after one rounding.
+    The ulp is of the compute dtype and of the sum of (1 + Σ y) · Σ |g·y| over the head's rows, after one rounding.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Case:
 
 _FULL = (0, 0, 0, 0)
 
-# A mask's memory: the same values, or for an expanded one the first of them, with other strides.
+# Views of a mask with other strides. Expanded views repeat its first values, the others have all its values.
 _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
     "transposed": lambda t: t.mT.contiguous().mT,
@@ -104,7 +104,7 @@ def _build(case: _Case, device: torch.device) -> Sample:
     g = torch.Generator().manual_seed(zlib.crc32(f"{OP} {case.name}".encode()))
     values = "normal" if case.values == "holes" else case.values
     input = tensor(case.shape, DTYPES[case.dtype], case.view, values, device, g)
-    if case.values == "holes":  # one score in a few, and a whole row
+    if case.values == "holes":  # a fifth of the scores, and one whole row
         input = torch.where(torch.arange(input.numel(), device=device).view(input.shape) % 5 == 0, -torch.inf, input)
         input[..., 0, :] = -torch.inf
     mask = sink = None
@@ -124,14 +124,14 @@ def _build(case: _Case, device: torch.device) -> Sample:
 
 
 def samples(device: torch.device, core: bool = False) -> Iterator[Sample]:
-    """The samples of the operator; only the core ones if asked."""
+    """Yield the operator's samples; with ``core``, only the core samples."""
     for case in _cases():
         if case.core or not core:
             yield _build(case, device)
 
 
 def backward_samples(device: torch.device, core: bool = False) -> Iterator[Sample]:
-    """The samples of the backward operator, at the rounded output: of those samples that require a gradient."""
+    """Yield the backward operator's samples at the rounded output."""
     for sample in samples(device, core):
         input, _, sink = sample.tensors
         assert input is not None
@@ -144,7 +144,7 @@ def backward_samples(device: torch.device, core: bool = False) -> Iterator[Sampl
 
 
 def _gradient_error(got: Tensor, grad: Tensor, y: Tensor, truth: Tensor, scale: float, exact: torch.dtype) -> Tensor:
-    """The error of each element of input's gradient in the contract's unit."""
+    """Return the element-wise error of input's gradient in the contract's unit."""
     if truth.numel() == 0:
         return truth
     size = abs(scale) * y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True))
@@ -161,7 +161,7 @@ def _gradient_error(got: Tensor, grad: Tensor, y: Tensor, truth: Tensor, scale: 
 
 
 def measure(sample: Sample) -> precision.Errors:
-    """The largest errors of the operator on a sample: of its result, and of every gradient that the sample asks for."""
+    """Return the largest errors of a sample's result and requested gradients."""
     input, _, sink = sample.tensors
     assert input is not None
     exact = reference.compute_dtype(input, sink)

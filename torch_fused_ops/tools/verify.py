@@ -29,8 +29,8 @@ progress = logging.getLogger("torch_fused_ops.verify")
 VARIANTS = ("eager", "plain", "fused")
 # Tolerances: rounding units relative to a tensor's norm, and multiples of eager's error.
 OF_NORM, OF_EAGER = 4.0, 4.0
-# Tolerances of the 2-norm if the reference has a wider dtype: units, and multiples of the larger error of eager and
-# plain. Over MLPs of 1, 6 and 16 layers in bf16, fused had at most 1.3 times plain's error, except for a loss.
+# Tolerances of the 2-norm if the reference's dtype is wider: units, and multiples of eager's or plain's larger error.
+# Over MLPs of 1, 6 and 16 layers in bf16, fused had at most 1.3 times plain's error, except for a loss.
 OF_NORM_BESIDE_PLAIN, OF_PLAIN = 2.0, 2.0
 # Multiples of a tensor's change when the last bits of all parameters and arguments change. It is the only measure for
 # tensors of pure rounding error, such as the mean of a norm's result.
@@ -297,7 +297,7 @@ class _Run:
     """The step in one dtype, in each variant."""
 
     name: str
-    dtype: torch.dtype | None  # None: the model's dtype
+    dtype: torch.dtype | None  # the model's dtype if None
     unit: float  # the relative rounding error
     steps: dict[str, Values]
 
@@ -313,7 +313,7 @@ def _unit(narrowest: torch.dtype) -> float:
 
 
 def _widest(step: Callable[..., Values], own_dtype: torch.dtype, notes: list[str]) -> _Run | None:
-    """Run the step eagerly in float64, or in float32 if it raises. None if no dtype wider than the model's works."""
+    """Run the step eagerly in float64, or in float32 if it raises. Return None if no wider dtype works."""
     for dtype in (torch.float64, torch.float32):
         if torch.finfo(dtype).eps >= torch.finfo(own_dtype).eps:
             break
@@ -374,7 +374,7 @@ def _tensors(tree: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _call_with_jitter(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a model after changing the last bits of every floating number of its parameters and arguments."""
+    """Call a model after changing the last bits of its floating-point parameters and arguments."""
     tensors = [*(model.parameters() if isinstance(model, torch.nn.Module) else ()), *_tensors((args, kwargs))]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -425,7 +425,7 @@ def _loss(result: Any, outputs: Sequence[Tensor]) -> Tensor | None:
 
 
 def _own_dtype(model: Callable[..., Any], inputs: Any) -> torch.dtype:
-    """Return the dtype of most of the model's parameters, or of the first floating-point argument."""
+    """Return the dtype of most parameters, or the dtype of the first floating-point argument."""
     numbers: Counter[torch.dtype] = Counter()
     for p in model.parameters() if isinstance(model, torch.nn.Module) else ():
         numbers[p.dtype] += p.numel() * p.is_floating_point()

@@ -45,7 +45,7 @@ class Memory(NamedTuple):
 
 
 class _Records(NamedTuple):
-    """Accesses to one storage, sorted by address: a row for each unit of bytes of each active element."""
+    """Accesses to one storage, sorted by address. Each active element has a row for each unit of bytes."""
 
     address: Tensor
     program: Tensor
@@ -114,7 +114,7 @@ class _Storage:
             self.unit = 1
 
     def records(self, kind: str) -> _Records:
-        """Return the rows of all loads or of all stores."""
+        """Return the rows of all loads or all stores."""
         parts = [_Records(*[torch.zeros(0, dtype=torch.int64)] * 6)]
         for number, access in enumerate(self.accesses):
             if access.kind != kind or not access.mask_known:
@@ -151,7 +151,7 @@ class _Storage:
                 continue
             memory = self.memory[argument]
             elements = math.prod(memory.shape)
-            examined = min(elements, max(1 << 20, 2 * len(stores.address)))  # of more elements, some are unwritten
+            examined = min(elements, max(1 << 20, 2 * len(stores.address)))  # a larger result has unwritten elements
             addresses = memory.addresses(self.unit, examined)
             missing = torch.unique(addresses[~torch.isin(addresses, stores.address)]) - memory.offset
             if not len(missing):
@@ -207,7 +207,7 @@ class _Storage:
 
 
 class Traffic(NamedTuple):
-    """The bytes that one program uses of an access, and the bytes of the sectors that hold them."""
+    """An access's traffic in one program: the bytes it uses, and the bytes of their sectors."""
 
     access: Access
     used: int

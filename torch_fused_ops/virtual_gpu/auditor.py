@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The result of `audit`. `notes` lists what was not analyzed and why; `sampled`, launches evaluated in part."""
+    """The result of `audit`. `notes`: parts that were not analyzed; `sampled`: launches evaluated in part."""
 
     gpu: str
     kernels: int
@@ -56,7 +56,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """True if there are no findings."""
+        """True without findings."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class _Launch:
     name: str
     kernel: Kernel
     arguments: Mapping[str, Any]
-    sizes: Callable[[Configuration], Sequence[int]]  # of the grid
+    sizes: Callable[[Configuration], Sequence[int]]  # grid sizes in a configuration
     filled: Collection[str] = ()  # names of arguments whose memory has values before the launch
 
     @functools.cached_property
@@ -119,14 +119,14 @@ def audit(
 ) -> Audit:
     """Look for faults in the kernels of a program, or in one hand-written kernel, without a device.
 
-    All programs of a small launch are evaluated, and a sample of a large launch's. Slow code (uncoalesced, spills,
+    A small launch is evaluated completely, a large one in part. Slow code (uncoalesced, spills,
     occupancy) is reported for a kernel's best configuration only, other faults for every configuration.
 
     Args:
         paper_or_kernel: the result of `compile_on_paper`, or a hand-written kernel: a `triton.jit` function, which
             `triton.autotune` and `triton.heuristics` may wrap.
-        *args: the hand-written kernel's arguments. Tensors may be on any device, including "meta"; those that share
-            memory must share a storage.
+        *args: the hand-written kernel's arguments. Tensors may be on any device, including "meta". Tensors
+            that share memory must share a storage.
         gpu: the GPU to compile for; by default the program's GPU, or an H200.
         grid: the hand-written kernel's grid, as for Triton.
         zeroed: names of the hand-written kernel's arguments that have values before the launch, such as zeros. The

@@ -19,11 +19,11 @@ class CapturedGraph:
     """A graph that Dynamo captured, set aside by `set_aside` to be compiled without a device later.
 
     Attributes:
-        gm: a copy of the graph and of its subgraphs, with their recorded values.
+        gm: a copy of the graph and its subgraphs, with their recorded values.
         parameters: for each placeholder, True if it is a parameter or a buffer of a module.
         paths: for each placeholder, its path in the model, "layers.0.up.weight"; "" unless it is a parameter or buffer.
         training: True if grad mode was on.
-        autocast: the dtype of the enclosing autocast region for the graph's device; None if there was no such region.
+        autocast: the dtype of the enclosing autocast region for the graph's device; None outside of such regions.
     """
 
     gm: fx.GraphModule
@@ -48,7 +48,7 @@ def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] |
             before it runs them on the calling graph.
 
     Returns:
-        The argument of `compile_graph_on_paper`. It keeps only the graph's constants alive, no other real tensors.
+        The argument of `compile_graph_on_paper`. The only real tensors it references are constants inside the graph.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
@@ -84,7 +84,7 @@ def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] 
 
 
 def concrete(captured: CapturedGraph, mode: Any) -> tuple[fx.GraphModule, list[Any], list[bool]]:
-    """Copy a graph for tracing. Return it, fake CPU tensors of fixed sizes, and for each one: is it a parameter?"""
+    """Copy a graph for tracing. Return the copy, fake CPU tensors of fixed sizes, and flags for parameters."""
     gm = copy_graph(captured.gm)
     is_parameter_of = dict(zip(gm.graph.find_nodes(op="placeholder"), captured.parameters, strict=True))
     for module in gm.modules():
@@ -128,7 +128,7 @@ def _fake_on_cpu(node: fx.Node, mode: Any) -> Any:
 
 
 def _name_cpu(graph: fx.Graph) -> None:
-    """Replace GPU and meta devices in a graph by the CPU, and CPU autocast by the GPU's."""
+    """Replace GPU and meta devices in a graph by the CPU, and CPU autocast by GPU autocast."""
     for node in graph.nodes:
         if node.target is torch.amp.autocast_mode._enter_autocast:
             device, dtype, *flags = node.args

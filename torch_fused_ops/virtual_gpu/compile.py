@@ -44,8 +44,8 @@ def compile_on_paper(
 
     Args:
         fn: a function or an `nn.Module`, which may close over other modules.
-        *inputs: its arguments. Of tensors (real, meta or fake, on any device), parameters and buffers, only shape,
-            strides, dtype and `requires_grad` matter.
+        *inputs: its arguments. Tensors may be real, meta or fake, on any device. Only their shapes, strides,
+            dtypes and `requires_grad` matter, as for parameters and buffers.
         gpu: the GPU to generate code for, or its name (``by_name``).
         training: False compiles under `torch.no_grad()`.
         memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
@@ -110,7 +110,7 @@ def emulated(gpu: GPU, autocast: torch.dtype | None = None) -> Iterator[None]:
 
 
 class _Compiled(BaseException):
-    """Raised to leave Dynamo once the code is generated. Dynamo catches Exceptions, so it is none."""
+    """Raised to leave Dynamo once the code is generated. Not an Exception, because Dynamo catches those."""
 
 
 class _Paper:

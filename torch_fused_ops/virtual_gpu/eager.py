@@ -27,7 +27,7 @@ from .work import flop_of_bf16, is_view
 
 @dataclass
 class EagerRun:
-    """State that an eager graph's forward keeps for its backward."""
+    """State from an eager graph's forward for its backward."""
 
     edges: list[Any] = field(default_factory=list)  # per result: its gradient edge; None if not differentiable
     results: list[GraphInput | None] = field(default_factory=list)  # per result; None if not differentiable
@@ -96,7 +96,7 @@ class EagerGraph(Program):
             return FakeTensor(self.mode, tensor, torch.device("cpu"))
 
     def _entered(self, run: EagerRun, number: int, value: Any) -> Any:
-        """Convert an input to a fake tensor whose gradient is stored in ``run``. Autograd does not keep it alive."""
+        """Convert an input to a fake tensor whose gradient is stored in ``run``. Autograd holds no reference to it."""
         if not isinstance(value, Tensor):
             return value
         fake = self._fake(value)
@@ -142,7 +142,7 @@ class Checkpointing(fx.Interpreter):
 
         body, *inputs = args
 
-        def run(*inputs: Any) -> Any:  # a new interpreter, because an interpreter keeps its result alive
+        def run(*inputs: Any) -> Any:  # a new interpreter, because an interpreter references its result
             return Checkpointing(body).run(*inputs)
 
         context_fn = body.meta.get("_checkpoint_context_fn", noop_context_fn)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_storages: dict[int, StorageWeakRef] = {}  # a weak reference keeps the storage's number from being reused
+_storages: dict[int, StorageWeakRef] = {}  # a weak reference prevents reuse of the storage's number
 
 
 def known(tensor: Tensor) -> bool:

@@ -44,7 +44,7 @@ class MachineCode:
         shared: bytes of shared memory per block.
         elements: elements per block, the product of its sizes.
         threads: threads per block.
-        block: the block's sizes by name, except those that the kernel's source fixes.
+        block: the block's sizes by name, except sizes that the kernel's source fixes.
         ptx: PTX; empty on AMD.
         ttgir: Triton's last intermediate form with tensors and their layouts.
         listing: the machine code as text, or a `Listing` that disassembles it on first use.
@@ -126,8 +126,8 @@ def assemble(
         max_registers: the limit per thread on NVIDIA's GPUs, Triton's ``maxnreg``.
 
     Without `block` and `num_warps`, a generated kernel is compiled in the configuration that Inductor tries first. A
-    reduction with a loop is compiled in every configuration that Inductor would time. Of these, the result has the
-    fewest spills, and then the least roofline time for the sectors and instructions per byte that the kernel uses.
+    reduction with a loop is compiled in every configuration that Inductor would time. The result
+    has the fewest spills, and then the least roofline time for the sectors and instructions per byte that it uses.
     `MachineCode.block` and `threads` hold the configuration.
 
     Returns:
@@ -180,7 +180,7 @@ def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:
         _tried(load(kernel, gpu), gpu)
 
 
-_TRIED: dict[Any, list[MachineCode]] = {}  # by generated kernel; only the best, once it is known
+_TRIED: dict[Any, list[MachineCode]] = {}  # generated kernel -> its configurations; only the best, once it is known
 
 
 def _tried(kernel: Kernel, gpu: GPU) -> list[MachineCode]:

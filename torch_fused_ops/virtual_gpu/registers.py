@@ -185,7 +185,7 @@ def _copies(name: str, operands: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _results(name: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split operands into those that an instruction writes and those that it reads."""
+    """Split operands into the operands that an instruction writes, and the operands that it reads."""
     if not operands or (_NO_RESULT.match(name) and not operands[0].startswith("L")):
         return (), operands
     count = 0
@@ -203,7 +203,7 @@ def _results(name: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tup
 
 
 def _width(name: str) -> int:
-    """Return the number of registers of a result or of a store's value."""
+    """Return the register count of a result, or of a store's value."""
     size = re.search(r"\.(64|128|256)(?:\.|$)", name)
     if size and not name.startswith(("SHF", "F2", "I2", "LDSM")):
         return int(size[1]) // 32

@@ -99,7 +99,7 @@ class Timeline:
 
     @property
     def at_peak(self) -> Event | None:
-        """The first call at the peak; None if there are no calls."""
+        """The first call at the peak; None without calls."""
         return max(self.events, key=lambda event: event.live, default=None)
 
 
@@ -188,7 +188,7 @@ def timeline_of(
     shared: Mapping[tuple[int, int], str] | None = None,
     retained: Collection[tuple[int, int]] = (),
 ) -> Timeline:
-    """Compute the timeline of a step of several graphs, whose backwards run in reverse order.
+    """Compute the timeline of a step with several graphs. Their backwards run in reverse order.
 
     Args:
         papers: the graphs in forward order, compiled or to run in eager mode.
@@ -196,7 +196,7 @@ def timeline_of(
             Gradients flow back along the links.
         device: the type of the device whose memory is counted.
         launched: called for each launch of a generated kernel with the graph, the kernel's name and its arguments.
-        units: for each graph, the layer of all its calls. None, the default, uses each call's modules.
+        units: for each graph, the layer of all its calls. By default, each call's modules.
         shared: maps (graph, input) to a name. Inputs with the same name are one tensor with one gradient.
         retained: each (graph, result) that the caller holds to the end although a later graph reads it.
 
@@ -310,7 +310,7 @@ def _call(memory: Memory, graph: GeneratedGraph, kind: str, inputs: list[Any]) -
 
 
 class Storages(TorchDispatchMode):
-    """Mode that counts the storages of meta tensors that operators allocate, as long as they are alive.
+    """Mode that counts the storages of meta tensors that operators allocate, until the storages are freed.
 
     Attributes:
         live: bytes alive now.
@@ -344,7 +344,7 @@ class Storages(TorchDispatchMode):
             self.known[key] = self.now
             nbytes = storage.nbytes() if counted else 0
             self.live += nbytes
-            number = len(self.log)  # a new storage may get the identity of a freed one
+            number = len(self.log)  # a new storage may get a freed storage's identity
             self.log.append((self.now, number, nbytes))
             self.most = max(self.most, self.live)
             weakref.finalize(storage, lambda: self.log.append((self.now, number, -nbytes)))

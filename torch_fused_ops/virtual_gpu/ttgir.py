@@ -99,7 +99,7 @@ class Value(NamedTuple):
 
     data: Tensor | None = None  # (programs or 1, *shape); None if it is not evaluated
     argument: str = ""  # the pointer argument; "" for an integer
-    overflowed: Tensor | None = None  # mask of elements that depend on an overflowed 32-bit integer; None if none do
+    overflowed: Tensor | None = None  # mask of elements that depend on an overflowed 32-bit integer, or None
     loads: frozenset[str] = frozenset()  # names of the loads that the value depends on
 
 
@@ -117,7 +117,7 @@ class Access(NamedTuple):
     encoding: str  # the layout
     name: str  # "tt.load %tmp0, line 12"
     value: frozenset[str]  # the loads that a store's value depends on; for a load, its own name
-    overflowed: Tensor | None  # mask of addresses that an overflow has reached; None if there are none
+    overflowed: Tensor | None  # mask of addresses that an overflow has reached, or None
     programs: Tensor  # program numbers
     barriers: int  # number of barriers before the access
     crosses_threads: bool = False  # a reduction or a layout conversion passes the loaded value to other threads
