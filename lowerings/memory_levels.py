@@ -342,7 +342,9 @@ def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[Edit]:
         if node.target not in OPERATOR:
             continue
         level = requested_level(node) or policy.memory_of(enclosing_modules(module_stack(node)))
-        level = "input" if tiles.asked(level) is not None else level  # the pre-grad pass could not tile this MLP
+        level = (
+            "input" if tiles.requested_tiles(level) is not None else level
+        )  # the pre-grad pass could not tile this MLP
         if level not in _EDITS:
             continue
         sources = dict.fromkeys(pair.saved_source(node.args[i]) for i in DATA[node.target])

@@ -148,7 +148,7 @@ def test_a_declared_operator_gets_everything() -> None:
         ({"tensors": {"input": "packed", "other": "data"}}, "data comes first, packed data alone"),
         ({"tensors": {"input": "packed"}}, "packed data has a layout"),
         ({"scalars": {"gain": "float", "activation": "str"}}, "the activation comes first"),
-        ({"rules": (finite("offset"),)}, "are not about scalars"),
+        ({"rules": (finite("offset"),)}, "name no scalars"),
         ({"name": "bias_act"}, "is declared already"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Declarations of operators: tensors and the meaning of their axes, scalars, the formula on elements.
+"""Declarations of operators: their tensors with the meaning of each axis, their scalars, and the formula on elements.
 
     glu = PointwiseOperator(
         "glu",
@@ -10,20 +10,20 @@
         rules=(known_activation, finite("up_offset"), above_zero("clamp", optional=True)),
     )
 
-Everything else follows from that: the schemas (below), what is accepted (``checks``), the plain-torch operators
-(``eager``), vmap (``batching``), fake kernels and autograd (``autograd``, ``registration``), eager kernels
+Everything else is derived from a declaration: the schemas (below), argument checks (``checks``), the operators in plain
+torch (``eager``), vmap (``batching``), fake kernels and autograd (``autograd``, ``registration``), eager kernels
 (``kernels/cpu.py``, ``kernels/activation.py``), Inductor's lowerings (``lowerings/operators.py``), DTensor's rules
 (``distributed/sharding.py``), sample inputs (``testing/samples.py``), the page (``docs/operators.md``).
 
-The *kind* of a tensor says what its axes are, and what it does:
+The *kind* of a tensor defines its axes and its use:
 
-    data        (..., n)  what the formula is of; the first gives the result its shape and dtype
-    packed      (..., 2n) two tensors of data in one, gate and up, as the scalar ``layout`` says; the result is (..., n)
-    per_column  (n,)      added to the first data; to packed data packed likewise, (2n,)
-    per_row     (...)     one factor of the result for each row
-    …           anything else belongs to a family that says itself what it is (a seed, a mask)
+    data        (..., n)  an operand of the formula; the first one determines the result's shape and dtype
+    packed      (..., 2n) gate and up in one tensor, ordered as the scalar ``layout`` says; the result is (..., n)
+    per_column  (n,)      is added to the first data tensor; (2n,) in the same order if the data is packed
+    per_row     (...)     multiplies each row of the result
+    …           other kinds belong to a single family, which defines them (a seed, a mask)
 
-A question mark after it: the tensor may be None. Data comes first.
+If a question mark follows the kind, the tensor may be None. Data tensors come first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DATA = ("data", "packed")
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a schema: its kind is that of a tensor, "" of a scalar."""
+    """One argument of a schema. ``kind`` is "" if it is a scalar."""
 
     name: str
     type: str
@@ -58,15 +58,15 @@ class Argument:
 
     @property
     def value(self) -> Any:
-        """The default; ``inspect.Parameter.empty`` if there is none."""
+        """The default value; ``inspect.Parameter.empty`` if the argument is required."""
         return inspect.Parameter.empty if self.default is None else ast.literal_eval(self.default)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments and results of one registered operator: ``results`` are the kinds of its results.
+    """The arguments and results of one registered operator. ``results`` has the kind of each result.
 
-    The results of a backward operator may each be None.
+    Each result of a backward operator may be None.
     """
 
     name: str
@@ -82,29 +82,29 @@ class Signature:
     @property
     def overload(self) -> torch._ops.OpOverload:
         """``torch.ops.fused.<name>.default``; AttributeError before it is registered."""
-        found: torch._ops.OpOverload = getattr(torch.ops.fused, self.name).default
-        return found
+        overload: torch._ops.OpOverload = getattr(torch.ops.fused, self.name).default
+        return overload
 
     @property
     def schema(self) -> str:
-        """As ``torch.library`` reads it, without the name."""
-        one = "Tensor?" if self.is_backward else "Tensor"
-        results = one if len(self.results) == 1 else f"({', '.join([one] * len(self.results))})"
+        """The schema in ``torch.library``'s syntax, without the name."""
+        result = "Tensor?" if self.is_backward else "Tensor"
+        results = result if len(self.results) == 1 else f"({', '.join([result] * len(self.results))})"
         return f"({', '.join(map(str, self.arguments))}) -> {results}"
 
 
-# ---- what scalars are accepted ---------------------------------------------------------------------------------------
+# ---- rules for scalars -----------------------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
-    """A check of a scalar: ``check(value)`` raises ValueError, naming the argument, its value and what is accepted"""
+    """A check of a scalar: ``check(value)`` raises ValueError, with the argument, its value and the accepted values."""
 
     name: str
     check: Callable[[Any], object]
 
 
 def refuse(name: str, value: object, accepted: str) -> None:
-    """ValueError for an argument's value."""
+    """Raise a ValueError with the argument, its value and the accepted values."""
     raise ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
 
 
@@ -112,7 +112,7 @@ known_activation = Rule("activation", activations.get)
 
 
 def one_of(name: str, accepted: Sequence[str]) -> Rule:
-    """One of these strings."""
+    """Return a rule that accepts these strings."""
 
     def check(value: Any) -> None:
         if value not in accepted:
@@ -122,38 +122,38 @@ def one_of(name: str, accepted: Sequence[str]) -> Rule:
 
 
 def finite(name: str) -> Rule:
-    """A finite number."""
+    """Return a rule that accepts finite numbers."""
     return Rule(name, lambda value: None if math.isfinite(value) else refuse(name, value, "finite"))
 
 
 def above_zero(name: str, *, optional: bool = False) -> Rule:
-    """A number above 0; or None, if its type has a question mark."""
+    """Return a rule that accepts numbers above 0, and None if ``optional``."""
     accepted = f"above 0, or None for no {name}" if optional else "above 0"
     return Rule(name, lambda value: None if value is None or value > 0 else refuse(name, value, accepted))
 
 
 def between(name: str, low: float, high: float) -> Rule:
-    """A number from ``low`` to ``high``."""
+    """Return a rule that accepts numbers from ``low`` to ``high``."""
     accepted = f"between {low:g} and {high:g}"
     return Rule(name, lambda value: None if low <= value <= high else refuse(name, value, accepted))
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
 
-OPERATORS: dict[str, Operator] = {}  # all that are declared, by name
+OPERATORS: dict[str, Operator] = {}  # every declared operator, by name
 
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """A declared operator: what is common to all families.
+    """A declared operator, with the parts that all families share.
 
     Attributes:
-        name: after ``fused::``.
-        doc: what it computes and the tensors' shapes, in a line.
-        tensors: the kind of each tensor, by name, in the schema's order.
-        scalars: the type of each scalar, by name, as in a schema, with its default: ``float=0.0``.
-        rules: what is accepted of the scalars besides their types.
-        pointwise: whether an element of the result is made of few elements of the arguments: cheap to compute again.
+        name: the operator's name, without ``fused::``.
+        doc: one line with the formula and the tensors' shapes.
+        tensors: the kind of each tensor by name, in the schema's order.
+        scalars: the type of each scalar by name, in a schema's syntax, with the default: ``float=0.0``.
+        rules: checks of the scalars' values.
+        pointwise: True if each element of the result depends on few elements, so recomputing it is cheap.
     """
 
     name: str
@@ -165,13 +165,13 @@ class Operator:
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
-        """The signatures of all operators that are registered for it."""
+        """The signatures of all operators that are registered for this declaration."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
         unknown = [rule.name for rule in self.rules if rule.name not in self.scalars]
         if unknown:
-            raise ValueError(f"rules={unknown!r} are not about scalars; accepted: {', '.join(self.scalars)}")
+            raise ValueError(f"rules={unknown!r} name no scalars; accepted: {', '.join(self.scalars)}")
         if self.name in OPERATORS:
             raise ValueError(f"name={self.name!r} is declared already")
         OPERATORS[self.name] = self
@@ -182,7 +182,7 @@ class Operator:
         return tuple(kind.rstrip("?") for kind in self.tensors.values())
 
     def index(self, kind: str) -> int | None:
-        """The index of the tensor of that kind; None if there is none."""
+        """Return the index of the tensor of this kind, or None."""
         return self.kinds.index(kind) if kind in self.kinds else None
 
     @cached_property
@@ -197,8 +197,8 @@ class Operator:
     def scalar_arguments(self) -> tuple[Argument, ...]:
         """The scalars, as arguments, with their defaults."""
         return tuple(
-            Argument(name, of, default=default if equals else None)
-            for name, (of, equals, default) in ((n, t.partition("=")) for n, t in self.scalars.items())
+            Argument(name, scalar, default=default if equals else None)
+            for name, (scalar, equals, default) in ((n, t.partition("=")) for n, t in self.scalars.items())
         )
 
     @cached_property
@@ -212,21 +212,21 @@ class Operator:
         return tuple(a.value for a in self.scalar_arguments)
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A call's arguments with the trailing defaults, which dispatchers drop."""
-        left_out = len(self.tensors) + len(self.scalars) - len(args)
-        return args + self.defaults[-left_out:] if left_out else args
+        """Append the trailing defaults, which dispatchers drop, to a call's arguments."""
+        missing = len(self.tensors) + len(self.scalars) - len(args)
+        return args + self.defaults[-missing:] if missing else args
 
 
 def arguments_of(**types: str) -> tuple[Argument, ...]:
-    """Arguments of a signature that is written out: ``grad="Tensor: data", p="float", rows="int=1"``."""
+    """Return a signature's arguments, written as ``grad="Tensor: data", p="float", rows="int=1"``."""
     parts = ((name, *text.partition(":")[::2]) for name, text in types.items())
-    split = ((name, *of.partition("=")[::2], kind) for name, of, kind in parts)
-    return tuple(Argument(name, of, kind.strip(), default or None) for name, of, default, kind in split)
+    split = ((name, *typed.partition("=")[::2], kind) for name, typed, kind in parts)
+    return tuple(Argument(name, type, kind.strip(), default or None) for name, type, default, kind in split)
 
 
 @dataclass(frozen=True, eq=False)
 class OpaqueOperator(Operator):
-    """An operator that is no formula of its data's elements: its family has kernels, lowering and gradients itself.
+    """An operator that is not pointwise. Its family supplies the kernels, lowering and gradients.
 
     Attributes:
         gradients: the signature of its backward operator.
@@ -243,16 +243,17 @@ class OpaqueOperator(Operator):
 class PointwiseOperator(Operator):
     """An operator whose result is a formula of its data, element by element.
 
-    It comes in two: itself and ``…_backward``.
+    Two operators are registered: the operator itself and ``…_backward``.
 
     Attributes:
-        value: (data…, scale, scalars…) -> the result on elements, widened; packed data is two, gate and up, its bias
-            added already. ``scale`` is there if a tensor is ``per_row``, and may be None; ``layout`` is not.
-        grads: (grad, data…, scale, scalars…) -> the gradient of each of the data, likewise.
-        keeps_result: the operator's arguments -> whether backward needs no more than the result, which then takes the
-            data's place.
-        kernels: the module with its Triton kernels, whose ``launch_of(name)`` gives what runs each of the two on GPUs,
-            as the operator is called; without one, GPUs run it in eager mode as blocks of plain torch.
+        value: (data…, scale, scalars…) -> the result on elements, in a wide dtype. Packed data is passed as gate and
+            up, after its bias has been added. ``scale`` is passed if a tensor is ``per_row``, and may be None.
+            ``layout`` is not passed.
+        grads: (grad, data…, scale, scalars…) -> the gradient of each data tensor, with the same conventions.
+        keeps_result: called with the operator's arguments; True if backward needs only the result, which is then saved
+            instead of the data.
+        kernels: the module with the Triton kernels. Its ``launch_of(name)`` returns the function that runs an operator
+            on GPUs, with the operator's arguments. If None, GPUs run plain torch in eager mode, block by block.
     """
 
     value: Callable[..., Tensor] = field(kw_only=True)
@@ -271,57 +272,57 @@ class PointwiseOperator(Operator):
             raise ValueError(f"scalars={self.scalars!r} is not accepted: packed data has a layout, other has none")
         super().__post_init__()
 
-    # -- how its arguments are read --
+    # -- access to arguments --
 
     @cached_property
     def is_packed(self) -> bool:
-        """True if its data is packed."""
+        """True if the data is packed: gate and up in one tensor."""
         return "packed" in self.kinds
 
     @cached_property
     def data(self) -> int:
-        """The number of its data tensors."""
+        """The number of data tensors."""
         return sum(kind in DATA for kind in self.kinds)
 
     @cached_property
     def bias(self) -> int | None:
-        """The index of the tensor that is added to the data."""
+        """The index of the tensor that is added to the data, or None."""
         return self.index("per_column")
 
     @cached_property
     def scale(self) -> int | None:
-        """The index of the tensor that is a factor for each row."""
+        """The index of the tensor with a factor per row, or None."""
         return self.index("per_row")
 
     @cached_property
     def layout(self) -> int | None:
-        """The argument with the layout of packed data."""
+        """The index of the argument with the layout of packed data, or None."""
         return len(self.tensors) + list(self.scalars).index("layout") if self.is_packed else None
 
     def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
-        """(tensors, layout or None, the formula's scalars) of a call's arguments."""
+        """Split a call's arguments into (tensors, layout or None, the formula's scalars)."""
         args, count = self.complete(args), len(self.tensors)
         if self.layout is None:
             return args[:count], None, args[count:]
         return args[:count], args[self.layout], args[count : self.layout] + args[self.layout + 1 :]
 
     def reads_halves(self, args: tuple[Any, ...]) -> bool:
-        """Say whether a call's packed data is two halves side by side."""
+        """True if a call's packed data is two contiguous halves, gate and up."""
         return self.layout is not None and self.complete(args)[self.layout] != "interleaved"
 
-    # -- its signatures --
+    # -- signatures --
 
     @cached_property
     def required_scalars(self) -> tuple[Argument, ...]:
-        """The scalars, as arguments of a backward operator: without defaults."""
+        """The scalars as arguments of a backward operator, without defaults."""
         return tuple(Argument(a.name, a.type) for a in self.scalar_arguments)
 
     @cached_property
     def backward(self) -> Signature:
-        """The gradients of its tensors."""
+        """The signature of the operator that computes the gradients of the tensors."""
         mask = Argument("output_mask", f"bool[{len(self.tensors)}]")
         arguments = (Argument("grad", "Tensor", "data"), *self.tensor_arguments, *self.required_scalars, mask)
-        doc = f"The gradients of {self.name} for ({', '.join(self.tensors)}); None where output_mask says no."
+        doc = f"The gradients of {self.name} for ({', '.join(self.tensors)}); None if output_mask is False."
         return Signature(f"{self.name}_backward", arguments, self.kinds, doc)
 
     @property
@@ -330,5 +331,5 @@ class PointwiseOperator(Operator):
 
 
 def elementwise() -> Iterator[PointwiseOperator]:
-    """Those of ``OPERATORS`` that are formulas on elements."""
+    """Yield the pointwise operators of ``OPERATORS``."""
     return (op for op in OPERATORS.values() if isinstance(op, PointwiseOperator))

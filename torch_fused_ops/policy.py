@@ -214,7 +214,7 @@ def check_not_meant(name: str, accepted: Callable[..., Any], keywords: Iterable[
 
 def is_level(memory: object) -> bool:
     """True for a memory level: one of ``MEMORY``, or "tiled:N" with N >= 2."""
-    return isinstance(memory, str) and (memory in MEMORY or tiles.asked(memory) is not None)
+    return isinstance(memory, str) and (memory in MEMORY or tiles.requested_tiles(memory) is not None)
 
 
 class _Known(NamedTuple):

@@ -29,7 +29,7 @@ from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import budgeted
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.settings.tiles import asked
+from torch_fused_ops.settings.tiles import requested_tiles
 
 from . import dropout, gemms, per_row_scale, tiles
 from .canonical import Canonical
@@ -171,7 +171,7 @@ def _choose(
         if not (saves and value_of(subgraph.output).requires_grad):
             continue
         candidate.memory = policy.memory_of(modules)
-        count = asked(candidate.memory)
+        count = requested_tiles(candidate.memory)
         try:
             if count is not None and recipe in RECIPES:
                 raise Rejection(Kind.TILE_FP8, "its linear layers are in float8")

@@ -101,9 +101,9 @@ def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int, taken: set[N
     if not isinstance(tokens, int) and (tokens.node.hint is None or not shape_is_known):
         raise Rejection(Kind.TILE_SIZE, "the number of its tokens is not known when it is compiled")
     count = tokens if isinstance(tokens, int) else tokens.node.hint
-    mlp.count = tiles.number(count, asked)
+    mlp.count = tiles.tile_count(count, asked)
     if mlp.count == 1:
-        text = f"{count} tokens are too few for {asked or 'two'} tiles" + ("" if asked else f" of {tiles.TOKENS}")
+        text = f"{count} tokens are too few for {asked or 'two'} tiles" + ("" if asked else f" of {tiles.MIN_TOKENS}")
         raise Rejection(Kind.TILE_FEW, text)
     shared = next((node for node in mlp.calls if node in taken), None)
     if shared is not None:

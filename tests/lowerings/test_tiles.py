@@ -252,7 +252,7 @@ def test_inference_is_whole() -> None:
     "tokens, asked, expected", ((16383, 0, 1), (16384, 0, 2), (65536, 0, 8), (1 << 20, 0, 16), (64, 8, 8), (8, 8, 1))
 )
 def test_the_number_of_tiles(tokens: int, asked: int, expected: int) -> None:
-    assert tiles.number(tokens, asked) == expected
+    assert tiles.tile_count(tokens, asked) == expected
 
 
 @pytest.mark.parametrize("tokens", (9, 50, 8191, 65536, 100_003))

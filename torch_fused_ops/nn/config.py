@@ -296,7 +296,7 @@ def read_activation(config: Any) -> Activation:
 def check_memory(memory: str) -> None:
     """Raise a ValueError if ``memory`` is not a memory level of eager modules, which compute no tiles."""
     check_known("memory", memory)
-    if tiles.asked(memory) is not None:
+    if tiles.requested_tiles(memory) is not None:
         raise ValueError(
             f"memory={memory!r} is not accepted: these modules are not tiled. Use memory='input', or an MLP of "
             f'torch.nn.Linear in torch.compile(model, backend="fused", options={{"memory": {memory!r}}})'

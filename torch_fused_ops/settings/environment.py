@@ -5,7 +5,7 @@
 when Inductor is imported, since importing Inductor early would cost 1.7 s. ``TORCH_FUSED_OPS_REPORT`` names a file; the
 process writes its report there at exit. ``python -m torch_fused_ops run`` sets both.
 
-And the GPUs on which ``check`` has passed: a line for each in a file beside Inductor's caches.
+A file beside Inductor's caches lists the GPUs on which ``check`` has passed, one line each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def writable(argument: str, file: str | Path) -> Path:
     """Check that a file can be written.
 
     Raises:
-        ValueError: it is a folder, or its folder does not exist; ``argument`` is the beginning of the message.
+        ValueError: the path is a folder, or its folder does not exist. The message begins with ``argument``.
     """
     path = Path(file)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     name = arguments.program[0]
     package = name.partition(".")[0]
     if not ((package and find_spec(package)) if arguments.module else Path(name).exists()):
-        what = "module" if arguments.module else "SCRIPT"
-        error(f"{what} {name!r} does not exist: give the path of a Python program, or -m and a module's name")
+        kind = "module" if arguments.module else "SCRIPT"
+        error(f"{kind} {name!r} does not exist: give the path of a Python program, or -m and a module's name")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: `import torch` then loads no plug-in, this one included")
     fields = [f"{name}={getattr(arguments, name)}" for name in ("memory", "gemm", "attention")]
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 
 def version_of(package: str) -> str:
-    """A package's version, or "" if it is not installed."""
+    """Return a package's version, or "" if it is not installed."""
     return getattr(importlib.import_module(package), "__version__", "?") if find_spec(package) else ""
 
 
@@ -103,7 +103,7 @@ def _file() -> Path:
 
 
 def _described(device: str | None = None) -> str:
-    """A GPU, and the versions of everything that its kernels depend on."""
+    """Return a GPU's name with all versions that its kernels depend on."""
     import torch
 
     versions = f"torch {torch.__version__}, Triton {version_of('triton')}, torch_fused_ops {__version__}"
@@ -112,7 +112,7 @@ def _described(device: str | None = None) -> str:
 
 
 def checked_gpus() -> list[str]:
-    """The GPUs on which ``check`` has passed, with the versions that it passed with."""
+    """Return the GPUs on which ``check`` has passed, each with the versions it ran with."""
     return _file().read_text(encoding="utf-8").splitlines() if _file().exists() else []
 
 
@@ -133,6 +133,6 @@ def remind() -> None:
     if gpu not in gpus and os.environ.get("LOCAL_RANK", "0") == "0":
         log.warning(
             "not checked yet on %s: `python -m torch_fused_ops check` runs every operator's checks on your device, in "
-            "minutes, and then this line is gone",
+            "minutes; afterwards this warning no longer appears",
             gpu,
         )

@@ -10,7 +10,7 @@ import os
 NAME = "TORCH_FUSED_OPS_WITHOUT"
 
 PARTS = ("kernels", "float8_kernels", "buffer_reuse", "split_reductions")
-"""The parts that can be turned off; the first includes the second."""
+"""The parts that can be turned off. "kernels" includes "float8_kernels"."""
 
 
 def _parse(text: str) -> tuple[str, ...]:
