@@ -271,17 +271,19 @@ def _between(page: str, mark: str, lines: list[str], text: str | None = None) ->
 
 def plan() -> str:
     """The page, with each model's peak and time at each level, and the levels chosen for each limit."""
+    from torch_fused_ops.planner.setup import LEVELS
     from torch_fused_ops.reports.text import size
 
     cases = json.loads((RESULTS / "plans.json").read_text())
     plans = [case["plans"][0] for case in cases.values()]
+    levels = [level for level in (*LEVELS, "checkpoint") if any(_row(plan, level) for plan in plans)]
     columns = [
         [f"{case['tokens'][0]} × {case['tokens'][1]}", first["gpu"].removeprefix("NVIDIA ")]
         + [size(first["parameters"]), size(first["optimizer_state"])]
-        + [_peak_and_time(row, first["off_seconds"]) for row in first["levels"]]
+        + [_peak_and_time(_row(first, level), first["off_seconds"]) for level in levels]
         for case, first in zip(cases.values(), plans, strict=True)
     ]
-    names = ["tokens", "GPU", "parameters", "optimizer state", *(row["level"] for row in plans[0]["levels"])]
+    names = ["tokens", "GPU", "parameters", "optimizer state", *levels]
     lines = [f"| | {' | '.join(cases)} |", f"|---|{'---|' * len(cases)}"]
     lines += [f"| {' | '.join(cells)} |" for cells in zip(names, *columns, strict=True)]
     lines += ["", "| | limit | | peak with the optimizer's step | time | levels chosen |", "|---|---|---|---|---|---|"]
@@ -293,24 +295,30 @@ def plan() -> str:
     return _between("plan.md", BEGIN_PLAN, [*lines, ""])
 
 
-def _peak_and_time(row: dict[str, Any], off: float) -> str:
+def _row(plan: dict[str, Any], level: str) -> dict[str, Any] | None:
+    return next((row for row in plan["levels"] if row["level"] == level), None)
+
+
+def _peak_and_time(row: dict[str, Any] | None, off: float) -> str:
     from torch_fused_ops.planner.report import duration
     from torch_fused_ops.reports.text import size
 
+    if row is None:
+        return ""
     time = duration(row["seconds"]) if row["level"] == "off" else _change(row["seconds"] / off)
     return f"{size(row['peak'])}; {time}"
 
 
 def _largest(found: dict[str, Any]) -> list[str]:
     """The largest batch or sequence at each level."""
-    from torch_fused_ops.policy import MEMORY
+    from torch_fused_ops.planner.setup import LEVELS
     from torch_fused_ops.reports.text import size
 
     what = found["dimension"]
     off = next(row["size"] for row in found["rows"] if row["level"] == "off")
     lines = [f"| {found['memory']}, every MLP at | {what}, at most | beside off | peak | {what} a second, at most |"]
     lines.append("|---|---|---|---|---|")
-    for row in sorted(found["rows"], key=lambda row: MEMORY.index(row["level"])):
+    for row in sorted(found["rows"], key=lambda row: LEVELS.index(row["level"])):
         rate = f"{row['size'] / row['seconds']:,.0f}" if row["size"] else ""
         lines.append(f"| {row['level']} | {row['size']} | {row['size'] / off:.2f} | {size(row['peak'])} | {rate} |")
     if found["stopped"]:

@@ -314,14 +314,20 @@ def test_a_level_that_saves_nothing_is_not_offered(keeps: float, slower: float, 
 
 
 def test_lossless_leaves_fp8_out() -> None:
-    assert search.levels_for(False)[:3] == LEVELS
-    assert search.levels_for(True)[:2] == ("free", "input") and "fp8" not in search.levels_for(True)
+    assert search.levels_for(False, attention=False) == (*LEVELS, "tiled")
+    assert search.levels_for(True, attention=False) == ("free", "input", "tiled")
+    assert search.levels_for(False, True) == ("free", "fp8", "fp8+attention", "input", "input+attention", "tiled")
+    assert search.levels_for(True, True) == ("free", "free+attention", "input", "input+attention", "tiled")
 
 
 def test_the_policy_of_levels() -> None:
     mlps = {"a.0": ("a.0.mlp",), "a.1": ("a.1.mlp", "a.1.other")}
     assert policy_of(mlps, {"a.0": "off", "a.1": "off"}) == FusionPolicy(memory="off")
     assert policy_of(mlps, {"a.1": "input"}) == FusionPolicy(memory={"a.1.mlp": "input", "a.1.other": "input"})
+    every = dict.fromkeys(mlps, "fp8+attention")
+    assert policy_of(mlps, every) == FusionPolicy(memory="fp8", attention="input")
+    some = FusionPolicy(memory={"a.0.mlp": "fp8"}, attention={"a.0.*": "input"})
+    assert policy_of(mlps, {"a.0": "fp8+attention"}) == some
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
@@ -707,9 +713,8 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
     poor = rich.within(lowest - MiB)
     assert not poor.fits and poor.missing == MiB and poor.reserved_bytes == lowest
     assert poor.missing == min(row.missing for row in poor.levels if row.level != "checkpoint")
-    assert f"every MLP at  peak, forward and backward  reserved, about  least time  in {size(poor.limit)}" in re.sub(
-        " +(?=in)", "  ", str(poor)
-    )
+    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time", "MiB for each ms")
+    assert "  ".join((*columns, f"in {size(poor.limit)}")) in re.sub("  +", "  ", str(poor))
     assert any("torch.utils.checkpoint" in line or "(dp=" in line for line in poor.help)
     (said,) = [line for line in rich.within("1MiB").help if "torch.utils.checkpoint" in line]
     (row,) = [row for row in rich.within("1MiB").levels if row.level == "checkpoint"]
@@ -784,9 +789,10 @@ def test_the_largest_batch_of_a_model(inductor: Any) -> None:
     found = tfo.plan(model, x, memory="64MiB", maximum="batch", **settings)
     assert found.largest is not None and (found.largest.dimension, found.largest.given) == ("batch", 4)
     (row,) = found.largest.rows
-    assert row.level == "free" and row.size > 4 and row.peak <= 64 * MiB and row.over > 0
+    available = found.setup.available(64 * MiB)
+    assert row.level == "free" and row.size > 4 and row.peak <= available and row.over > 0
     again = tfo.plan(model, x.new_empty(row.size + 1, 512, 256), memory="64MiB", **settings)
-    assert not again.fits and again.peak_bytes == 64 * MiB + row.over and again.missing == row.over
+    assert not again.fits and again.peak_bytes == available + row.over
     assert found.within("1GiB").largest is None
 
 
@@ -814,11 +820,11 @@ def test_the_chosen_plan_recompiled_meets_the_limit() -> None:
     with torch.device("meta"):
         model, tokens = models.GPT(SMALL).bfloat16(), torch.zeros(16, 128, dtype=torch.long)
     found = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none")
-    rows = {row.level: row.peak for row in found.levels}
+    rows = {row.level: row.reserved for row in found.levels}
     limit = int(rows["input"] + 0.4 * (rows["free"] - rows["input"]))
     tight = found.within(limit)
-    assert tight.fits and len(set(tight.choices.values())) > 1
-    assert tight.recompiled_peak_bytes() == tight.step_peak == max(tight.curve) <= limit
+    assert tight.fits and tight.reserved_bytes <= limit and len(set(tight.choices.values())) > 1
+    assert tight.recompiled_peak_bytes() == tight.step_peak == max(tight.curve)
 
 
 @pytest.mark.slow
@@ -839,9 +845,9 @@ def test_what_is_missing_is_of_a_plan_that_was_compiled() -> None:
     model, x = on_meta(*(SwiGLU(256, 1024, nn.Linear) for _ in range(2)))
     rich = tfo.plan(model, x, memory="1GiB", gpu="H100")
     lowest = rich.within("1MiB")
-    for limit in (lowest.step_peak - 1, lowest.step_peak - MiB):
+    for limit in (lowest.reserved_bytes - 1, lowest.reserved_bytes - MiB):
         poor = rich.within(limit)
-        assert not poor.fits and poor.missing == lowest.step_peak - limit
+        assert not poor.fits and poor.missing == lowest.reserved_bytes - limit
         assert poor.recompiled_peak_bytes() == poor.step_peak
         assert all(row.kept >= 0 for row in poor.layers) and sum(row.kept for row in poor.layers) == poor.kept
 
@@ -850,11 +856,11 @@ def test_what_is_missing_is_of_a_plan_that_was_compiled() -> None:
 def test_unequal_layers_with_mixed_levels_meet_the_limit() -> None:
     model, x = on_meta(MLP(256, 1024), MLP(256, 2048), MLP(256, 512))
     found = tfo.plan(model, x, memory="10GiB", gpu="H100", optimizer="none")
-    rows = {row.level: row.peak for row in found.levels}
+    rows = {row.level: row.reserved for row in found.levels}
     for share in (0.2, 0.5, 0.8):
         limit = int(1.02 * rows["input"] + share * (rows["free"] - rows["input"]))
         tight = found.within(limit)
-        assert tight.fits and tight.recompiled_peak_bytes() <= limit
+        assert tight.fits and tight.recompiled_peak_bytes() <= tight.setup.available(limit)
 
 
 # ---- one odd layer among equal ones ----------------------------------------------------------------------------------
@@ -921,18 +927,19 @@ def test_no_layer_is_left_out(kind: str) -> None:
 def is_never_short(model: nn.Module, x: Tensor) -> None:
     """A row, a plan between two rows and one that does not fit have the peak that the model is compiled to."""
     with pytest.MonkeyPatch.context() as patch:  # each compilation takes up to minutes: two levels, and one miss
-        patch.setattr(search, "levels_for", lambda lossless: ("free", "input"))
+        patch.setattr(search, "levels_for", lambda lossless, attention: ("free", "input"))
         patch.setattr(search, "MISSES", 1)
         plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
-        rows = {row.level: row.peak for row in plan.levels if row.level != "checkpoint"}
+        rows = {row.level: row for row in plan.levels if row.level in ("off", "free", "input")}
         assert bool(rows) == bool(plan.choices), "rows are of models with MLPs"
         whole = compiled_timeline(captured_model(model, (x,), {}), H100, FusionPolicy(memory="free"))[0]
-        free = rows.get("free", plan.step_peak)
-        assert free >= 0.99 * (plan.parameters + whole.peak)
-        low = min(rows.values(), default=free)
-        for found in (plan.within((low + free) // 2), plan.within(low // 2)):
-            compiled = found.recompiled_peak_bytes()
-            assert found.step_peak >= 0.99 * compiled and found.fits == (compiled <= found.limit)
+        free = rows.get("free")
+        assert (free.peak if free else plan.step_peak) >= 0.99 * (plan.parameters + whole.peak)
+        high = free.reserved if free else plan.reserved_bytes
+        low = min((row.reserved for row in rows.values()), default=high)
+        for found in (plan.within((low + high) // 2), plan.within(low // 2)):
+            assert found.step_peak >= 0.99 * found.recompiled_peak_bytes()
+            assert found.fits == (found.reserved_bytes <= found.limit)
 
 
 @pytest.mark.slow

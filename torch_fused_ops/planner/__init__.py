@@ -3,6 +3,7 @@
 setup.py        the settings of a plan, checked without importing torch
 model.py        a captured model: its graphs, its layers, its MLPs
 pieces.py       the model divided into pieces, compiled or in eager mode
+estimate.py     a quick estimate: equal layers are compiled once
 step.py         the memory and the time of a step, cut at its layers
 fsdp.py         bytes that FSDP2's shards add to it
 static_memory.py  resident memory: parameters, gradients, optimizer state, or shards of them

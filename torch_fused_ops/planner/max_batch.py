@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.planner.model import CapturedModel
-from torch_fused_ops.planner.step import Step, clock, compiled_timeline, cut
-from torch_fused_ops.policy import MEMORY, FusionPolicy
+from torch_fused_ops.planner.setup import LEVELS
+from torch_fused_ops.planner.step import Step, clock, compiled_timeline, cut, policy_at
 from torch_fused_ops.reports.figures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.timeline import Timeline
@@ -35,7 +35,7 @@ GUESSES = 6  # from affine bytes; then the interval is halved
 class LargestRow:
     """The largest size with every MLP at one memory level."""
 
-    level: str  # of ``FusionPolicy(memory=…)``
+    level: str  # of ``setup.LEVELS``
     size: int  # the largest that fits; 0 if none does
     peak: int  # the most bytes alive at once with it, with parameters and optimizer state
     seconds: float  # the least time of forward and backward with it
@@ -126,7 +126,7 @@ class Sizes:
             room: bytes beside these.
         """
         rows = []
-        for level in sorted(self.step.parts, key=MEMORY.index):
+        for level in sorted(self.step.parts, key=LEVELS.index):
             levels = dict.fromkeys(self.step.mlps, level)
             first = Sample(self.given, self.step.points(levels))
             sample = functools.partial(self.sample, level)
@@ -155,8 +155,7 @@ class Sizes:
         log.info('compiling: %s %d, every MLP at "%s"', self.dimension, size, level)
         captured = self.captured[size]
         assert captured is not None
-        policy = FusionPolicy(memory=level)  # type: ignore[arg-type]
-        return captured, *compiled_timeline(captured, self.gpu, policy)
+        return captured, *compiled_timeline(captured, self.gpu, policy_at(level))
 
     def runs(self, size: int) -> bool:
         """True if the model runs with a size. If it does not, ``bound`` is the largest with which it does."""

@@ -18,8 +18,9 @@ from torch_fused_ops.graphs.modules import is_parameter, module_stack, source_na
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.planner.setup import check
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.figures import Capture, layers_of, said, sites_of
+from torch_fused_ops.reports.figures import Capture, beside_loss, graphs_of, layers_of, said, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside
+from torch_fused_ops.virtual_gpu.captured import copy_graph
 
 # Never modules' names: the unit of a loss outside of the model, and what precedes the layers and follows them.
 LOSS, EMBEDDING, HEAD = "(loss)", "(embedding)", "(head)"
@@ -54,6 +55,37 @@ class CapturedModel:
         """The model with its forward under bfloat16 autocast."""
         graphs = (replace(c.graph, autocast=torch.bfloat16) if c.graph else None for c in self.graphs)
         return replace(self, graphs=tuple(replace(c, graph=g) for c, g in zip(self.graphs, graphs, strict=True)))
+
+    @property
+    def has_attention(self) -> bool:
+        """True if a graph calls attention, or a softmax as attention does."""
+        graphs = (gm for capture in self.graphs if capture.graph for gm in graphs_of(capture.graph.gm))
+        calls = (str(getattr(node.target, "__name__", node.target)) for gm in graphs for node in gm.graph.nodes)
+        return any(name in call for call in calls for name in ("attention", "softmax"))
+
+    def with_loss_alone(self, detach: bool = False) -> CapturedModel | None:
+        """The model without results beside its loss that get a gradient of zeros; None if it has no such results.
+
+        Args:
+            detach: return them without a gradient.
+        """
+        *others, capture = self.graphs
+        if capture.graph is None:
+            return None
+        gm = copy_graph(capture.graph.gm)
+        output = gm.graph.output_node()
+        beside = beside_loss(gm)
+        if not beside:
+            return None
+        with gm.graph.inserting_before(output):
+            results = [gm.graph.call_method("detach", (x,)) if x in beside else x for x in output.args[0]]
+        for x, result in zip(output.args[0], results, strict=True):
+            if x in beside:
+                result.meta = {**x.meta, "example_value": x.meta["example_value"].detach()}
+        output.args = (tuple(results) if detach else tuple(x for x in output.args[0] if x not in beside),)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return replace(self, graphs=(*others, replace(capture, graph=replace(capture.graph, gm=gm))))
 
     def group_of(self, path: str) -> str:
         """``EMBEDDING`` for a parameter outside of layers that is read before them, ``HEAD`` for one read behind them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from torch_fused_ops.graphs.capture import check_model, name_of
 from torch_fused_ops.planner.report import LayerRow, LevelRow, PlanFigures
-from torch_fused_ops.planner.setup import Setup, bytes_of, check
-from torch_fused_ops.policy import MEMORY, FusionPolicy
+from torch_fused_ops.planner.setup import LEVELS, Setup, bytes_of, check
+from torch_fused_ops.policy import FusionPolicy
 
 if TYPE_CHECKING:
+    from torch_fused_ops.planner.estimate import Estimates
     from torch_fused_ops.planner.model import CapturedModel
     from torch_fused_ops.planner.search import Candidate
     from torch_fused_ops.planner.static_memory import Resident, ResidentTensor
@@ -119,11 +121,13 @@ def plan(
     from torch_fused_ops import lowerings
     from torch_fused_ops.planner import max_batch, search
     from torch_fused_ops.planner import model as models
+    from torch_fused_ops.planner.estimate import Estimates
     from torch_fused_ops.planner.pieces import divided
     from torch_fused_ops.planner.static_memory import check_shards, check_whole, resident_tensors
-    from torch_fused_ops.planner.step import OFF, Step, parts_of
+    from torch_fused_ops.planner.step import OFF, Parts, Step, parts_of, policy_at
     from torch_fused_ops.virtual_gpu import gpus
 
+    started = time.monotonic()
     model = check_model(model)
     for name, value in {"memory": memory, "gpu": gpu, "maximum": maximum, "levels": levels}.items():
         check(name, value)
@@ -135,39 +139,56 @@ def plan(
     size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
     gpus.import_triton()  # fail at once, not after capturing the model
     lowerings.require()
-    known = search.levels_for(lossless)
-    chosen_among = tuple(level for level in known if level in (levels or known)) or ("free",)
     if setup.sharded:
         check_whole(model, dp)
 
-    def captured_at(size: int) -> CapturedModel:
+    def capture(size: int) -> CapturedModel:
         resized = max_batch.resized((args, kwargs), maximum, size) if maximum is not None else (args, kwargs)
         resized = models.floats_as(resized, torch.bfloat16) if mixed_precision else resized
         with models.weights_as(model, weights):
             captured = models.captured_model(model, resized[0], resized[1], loss_function)
-        captured = captured.under_autocast() if master_weights else captured
+        return captured.under_autocast() if master_weights else captured
+
+    def prepared(captured: CapturedModel) -> CapturedModel:
         whole = compiled == "model" and loss_function is None
         return captured if whole else divided(captured, described, compiled, loss_runs, keep_logits)
 
-    captured = captured_at(size)
+    captured = capture(size)
     if setup.sharded:
         check_shards(model, captured.unit_of, dp, captured.unregistered)  # its errors come before minutes of compiling
-    parts = {}
     fused = bool(captured.mlps) and compiled != "none"
-    for level in (*(level for level in chosen_among if level != OFF), OFF) if fused else chosen_among[:1]:
-        log.info('compiling: every MLP at "%s"', level)
-        parts[level] = parts_of(captured, described, FusionPolicy(memory=level))  # type: ignore[arg-type]
-    step = Step(captured.units, captured.mlps if fused else {}, parts)
-    trained = parts[next(iter(parts))].trained.__contains__
-    tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
-    planner = _Planner(model, lambda: captured_at(size), captured, step, tensors, described, chosen_among, setup)
-    result, resident = planner.within(limit), planner.resident
+    known = search.levels_for(lossless, captured.has_attention) if levels is None else LEVELS
+    chosen_among = tuple(level for level in known if level != OFF and level in (levels or known)) or ("free",)
+    estimates = Estimates(captured, described, loss_runs, keep_logits)
+
+    def planner(ready: CapturedModel, parts: Mapping[str, Parts]) -> _Planner:
+        step = Step(captured.units, captured.mlps if fused else {}, parts)
+        trained = next(iter(parts.values())).trained.__contains__
+        tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
+        recapture = lambda: prepared(capture(size))  # noqa: E731
+        return _Planner(model, recapture, ready, step, tensors, described, chosen_among, setup, estimates)
+
+    advice = []
+    if compiled == "model":
+        quick = planner(estimates.pieces, {"free": estimates.parts({})})
+        for line in quick.quick_answer():
+            log.info(line)
+        advice = list(quick.beside_loss()) if loss_function is None else []
+    ready = prepared(captured)
+    parts = {}
+    to_compile = (*chosen_among, OFF) if fused else chosen_among[:1]
+    for i, level in enumerate(to_compile):
+        took = f"{time.monotonic() - started:.0f} s so far"
+        log.info('compiling: every MLP at "%s", %d of %d levels, %s', level, i + 1, len(to_compile), took)
+        parts[level] = parts_of(ready, described, policy_at(level))
+    whole = replace(planner(ready, parts), advice=tuple(advice))
+    result, resident = whole.within(limit), whole.resident
     if maximum is None:
         return result
     available = setup.available(limit)
-    slack = max(c.curve.held - c.curve.peak for c in planner.candidates)  # of pools and holes, at the given size
+    slack = max(c.curve.held - c.curve.peak for c in whole.candidates)  # of pools and holes, at the given size
     room = available - resident.nbytes - slack if resident.optimizer_peak <= available else 0
-    sizes = max_batch.Sizes(captured_at, maximum, size, described, planner.step)
+    sizes = max_batch.Sizes(lambda size: prepared(capture(size)), maximum, size, described, whole.step)
     return replace(result, largest=sizes.largest(resident.nbytes, room))
 
 
@@ -183,7 +204,55 @@ class _Planner:
     gpu: GPU
     levels: Sequence[str]  # the plainest first
     setup: Setup
+    estimates: Estimates
+    advice: tuple[str, ...] = ()  # that does not depend on the limit
     _mixed: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict, init=False)  # compiled, by levels
+
+    def estimated(self, levels: Mapping[str, str], **changes: Any) -> Curve:
+        """A quick estimate of the step at levels by unit; ``changes`` as for ``Estimates.parts``."""
+        parts = self.estimates.parts(levels, **changes)
+        return replace(self.step, parts=dict.fromkeys([*self.step.parts, *levels.values()], parts)).at(levels)
+
+    def quick_answer(self) -> Iterator[str]:
+        """Say what the plain model and the default level need."""
+        from torch_fused_ops.reports.text import size
+
+        for level in ("off", "free") if self.step.mlps else ("free",):
+            held = self.resident.nbytes + self.estimated(dict.fromkeys(self.step.mlps, level)).held
+            yield f'about {size(self.reserved(held))} at "{level}", estimated from one of each kind of layer'
+
+    def beside_loss(self) -> Iterator[str]:
+        """Say what results beside the loss cost, if there are any: backward begins with zeros as large as they are."""
+        from torch_fused_ops.reports.text import size
+
+        alone, detached = (self.estimates.captured.with_loss_alone(detach) for detach in (False, True))
+        if alone is not None and detached is not None:
+            divided = self.estimates.divided
+            least, less = (self.estimated({}, pieces=divided(model)).peak for model in (alone, detached))
+            more = self.step.at({}).peak - least
+            if more > 0:
+                yield (
+                    f"The logits are returned beside the loss: +{size(more)}, estimated (pytorch#131794). Return the "
+                    f"loss alone, or detach the logits (+{size(less - least)}): docs/out-of-memory.md."
+                )
+
+    def in_chunks(self, levels: Mapping[str, str], curve: Curve) -> Curve | None:
+        """Estimate the step with the loss in chunks (``auto_chunker``); None if it does not lower the peak.
+
+        Args:
+            levels: by unit.
+            curve: the compiled step at these levels.
+        """
+        if self.captured.pieces:
+            return None
+        try:
+            plain, chunked = self.estimated(levels), self.estimated(levels, chunks=True)
+        except Exception:  # it asserts, for instance with a second term of the loss
+            log.debug("auto_chunker fails", exc_info=True)
+            return None
+        less = plain.peak - chunked.peak
+        small = less < 0.01 * curve.peak
+        return None if small else replace(curve, peak=curve.peak - less, held=curve.held - plain.held + chunked.held)
 
     def over(self, dp: int) -> _Planner:
         """The same for one of so many GPUs.
@@ -254,6 +323,7 @@ class _Planner:
     def within(self, limit: int) -> Plan:
         """The plan for a limit."""
         from torch_fused_ops.planner import search
+        from torch_fused_ops.planner.estimate import CHUNKS
         from torch_fused_ops.planner.step import OFF, policy_of
         from torch_fused_ops.virtual_gpu import roofline
 
@@ -261,6 +331,10 @@ class _Planner:
         uniform = [candidate for candidate in self.candidates if not candidate.is_mixed]
         room = self.setup.available(limit) - resident.nbytes
         chosen = search.best(self.candidates, room, lambda candidate: self.held(candidate) - resident.nbytes)
+        if chosen is not None and chosen.is_mixed:  # its time was an estimate, too
+            plainer = search.best(uniform, room)
+            if plainer is not None and plainer.curve.seconds <= self.exact(chosen).at(chosen.levels).seconds:
+                chosen = plainer
         if chosen is None:
             lowest = (min(candidates, key=lambda c: c.curve.held) for candidates in (self.candidates, uniform))
             chosen = min(lowest, key=self.held)
@@ -271,16 +345,21 @@ class _Planner:
         off_levels = dict.fromkeys(step.mlps, plainest)
         off = step.at(off_levels)
         curves = {level: candidate.curve for candidate in uniform for level in candidate.levels.values()}
-        inputs = _unit_inputs(self.captured)
+        inputs = _unit_inputs(self.captured if self.captured.pieces else self.estimates.pieces)
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
-        if checkpointed is not None:
-            curves["checkpoint"] = checkpointed
+        chunked = self.in_chunks(chosen.levels, curve)
+        others = {"checkpoint": checkpointed, "chosen, + chunked loss": chunked}
+        chunks = []
+        if chunked is not None:
+            settings = ", ".join(f"torch._inductor.config.{name} = {value}" for name, value in CHUNKS.items())
+            chunks.append(f"PyTorch can compute the loss in chunks: {settings} (docs/out-of-memory.md).")
         rows = []
-        for level in (*MEMORY, "checkpoint"):
-            if level in curves:
-                peak = resident.nbytes + curves[level].peak
-                reserved = self.reserved(resident.nbytes + curves[level].held)
-                rows.append(LevelRow(level, peak, curves[level].seconds, reserved, max(0, reserved - limit)))
+        for level in (*LEVELS, *others):
+            at = curves.get(level) or others.get(level)
+            if at is not None:
+                reserved = self.reserved(resident.nbytes + at.held)
+                peak = resident.nbytes + at.peak
+                rows.append(LevelRow(level, peak, at.seconds, reserved, max(0, reserved - limit)))
         reserved = self.setup.reserved(in_pools)
         missing = max(0, reserved - limit)
         reduced = 2 * resident.buckets * (self.setup.dp - 1) // self.setup.dp  # as rings send them
@@ -309,7 +388,7 @@ class _Planner:
             levels=tuple(rows),
             layers=tuple(_layers(exact, resident, chosen.levels)),
             missing=missing,
-            help=tuple(self.help(curve, checkpointed, limit)),
+            help=(*self.advice, *self.help(curve, checkpointed, limit), *chunks),
             setup=self.setup,
             sent=sent,
             link_seconds=sent / roofline.link_rate(self.gpu),
@@ -411,29 +490,12 @@ def _layers(step: Step, resident: Resident, levels: Mapping[str, str]) -> list[L
 
 
 def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
-    """The bytes of each unit's inputs from the one before it, in the captured graph."""
-    from torch_fused_ops.graphs.modules import module_stack
-
-    def unit_of(node: torch.fx.Node) -> str:
-        return captured.unit_of(next(reversed(module_stack(node)), ""))
-
+    """The bytes of each unit's inputs from earlier pieces, of a model in pieces."""
     inputs: dict[str, int] = {}
-    for i, part in enumerate(captured.graphs if captured.pieces else ()):
+    for i, part in enumerate(captured.graphs):
         unit = captured.pieces[i]
         if unit in captured.units and part.graph is not None:
             placeholders = enumerate(part.graph.gm.graph.find_nodes(op="placeholder"))
             values = (node.meta["example_value"] for j, node in placeholders if (i, j) in captured.links)
             inputs[unit] = inputs.get(unit, 0) + sum(value.nbytes for value in values)
-    if captured.pieces:
-        return inputs
-    seen: set[torch.fx.Node] = set()
-    nodes = (node for part in captured.graphs if part.graph is not None for node in part.graph.gm.graph.nodes)
-    for node in nodes:
-        unit = unit_of(node)
-        for source in node.all_input_nodes if unit else ():
-            value = source.meta.get("example_value")
-            outside = source.op not in ("placeholder", "get_attr") and unit_of(source) != unit
-            if outside and source not in seen and isinstance(value, Tensor):
-                seen.add(source)
-                inputs[unit] = inputs.get(unit, 0) + value.numel() * value.element_size()
     return inputs

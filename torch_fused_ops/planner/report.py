@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class LevelRow:
     """A whole step with every MLP at one memory level."""
 
-    level: str  # of ``FusionPolicy(memory=…)``; "checkpoint": an estimate for checkpoints around whole layers
+    level: str  # of ``setup.LEVELS``; "checkpoint" and "chosen, + chunked loss" are estimates
     peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
     seconds: float  # the least time of forward and backward
     reserved: int  # bytes that PyTorch reserves, about; the optimizer's step included
@@ -73,7 +73,7 @@ class PlanFigures:
         off_seconds: the same with ``memory="off"``, even if that does not fit.
         off_peak: its peak.
         policy: the policy to compile with.
-        choices: the memory level of each MLP, by module.
+        choices: the level of each MLP, one of ``setup.LEVELS``, by module.
         levels: the whole step at each level.
         layers: the bytes by layer.
         missing: bytes beyond the limit, 0 if it fits.
@@ -121,15 +121,17 @@ class PlanFigures:
         return self.setup.dp
 
     def as_dict(self) -> dict[str, Any]:
-        """The attributes for JSON, without live-bytes timelines, and with the policy's memory levels."""
+        """The attributes for JSON, without live-bytes timelines, and with the policy's levels."""
         left_out = {"policy", "curve", "off_curve", "_planner", "_chosen"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
         rows["levels"] = [{**asdict(row), "fits": row.fits} for row in self.levels]
         rows["largest"] = asdict(self.largest) if self.largest else None
         rows |= {"setup": asdict(self.setup), "dp": self.dp}
-        memory = self.policy.memory
-        return {**shallow, **rows, "memory": memory if isinstance(memory, str) else dict(memory)}
+        for name in ("memory", "attention"):
+            value = getattr(self.policy, name)
+            rows[name] = value if isinstance(value, str) else dict(value)
+        return {**shallow, **rows}
 
     def to_json(self) -> str:
         """The plan as JSON."""
@@ -186,12 +188,10 @@ def cost(plan: PlanFigures) -> str:
 
 def chosen(plan: PlanFigures) -> str:
     """The policy as code; long mappings as counts."""
-    memory = plan.policy.memory
-    if isinstance(memory, str):
-        return f'FusionPolicy(memory="{memory}")'
-    if len(memory) <= 4:
-        return f"FusionPolicy(memory={dict(memory)!r})"
-    counted = ", ".join(f"{count} at {level!r}" for level, count in Counter(dict(memory).values()).items())
+    memory, attention = (x if isinstance(x, str) else dict(x) for x in (plan.policy.memory, plan.policy.attention))
+    if isinstance(memory, str) or len(memory) <= 4:
+        return f"FusionPolicy(memory={memory!r}{'' if attention == 'off' else f', attention={attention!r}'})"
+    counted = ", ".join(f"{count} at {level!r}" for level, count in Counter(plan.choices.values()).items())
     many = f"a level for each of {len(memory)} MLPs: {counted}"
     return f"FusionPolicy(memory={{…}}), {many} (all of it: plan.policy, --json)"
 
@@ -208,15 +208,16 @@ def communication(plan: PlanFigures) -> str:
 
 
 def level_rows(plan: PlanFigures) -> list[tuple[str, ...]]:
-    """The peak and time of each level by itself, and its missing bytes."""
-    rows: list[tuple[str, ...]] = [
-        ("every MLP at", "peak, forward and backward", "reserved, about", "least time", f"in {size(plan.limit)}")
-    ]
+    """The peak and time of each level by itself, the memory that it buys with its time, and its missing bytes."""
+    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time", "MiB for each ms")
+    rows: list[tuple[str, ...]] = [(*columns, f"in {size(plan.limit)}")]
     for row in plan.levels:
         lacking = f"{size(row.missing)} missing"
         if row.reserved == plan.setup.reserved(plan.optimizer_peak):
             lacking += " for the optimizer's step"
-        figures = (size(row.peak), size(row.reserved), duration(row.seconds))
+        bought, paid = (plan.off_peak - row.peak) / 2**20, 1000 * (row.seconds - plan.off_seconds)
+        price = f"{bought / paid:.0f}" if paid > 1e-5 * plan.off_seconds and bought > 0 else ""
+        figures = (size(row.peak), size(row.reserved), duration(row.seconds), price)
         rows.append((row.level, *figures, "fits" if row.fits else lacking))
     return rows
 

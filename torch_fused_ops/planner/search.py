@@ -5,24 +5,27 @@ The list does not depend on the limit. So more memory never gives a slower plan,
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch_fused_ops.planner.setup import LEVELS, WITH_ATTENTION
 from torch_fused_ops.planner.step import OFF, Curve, Step
-from torch_fused_ops.policy import MEMORY
 
-LOSSY = ("fp8",)  # levels that round gradients
-ALL = 2_500  # the most assignments of any level to any unit that are tried
-ENUMERATED = 20_000  # the most assignments with equal levels side by side; more are searched greedily
+LOSSY = ("fp8", "fp8+attention")  # levels that round gradients
 MISSES = 4  # the most mixed assignments that are compiled and do not fit
 ALIKE = 1e-3  # a relative difference that rooflines cannot resolve
 
 
-def levels_for(lossless: bool) -> tuple[str, ...]:
-    """The levels of a single MLP, the one that saves most bytes for backward first."""
-    return tuple(level for level in MEMORY if level != OFF and not (lossless and level in LOSSY))
+def levels_for(lossless: bool, attention: bool) -> tuple[str, ...]:
+    """The levels to compile by default, but "off", the plainest first.
+
+    Args:
+        lossless: leave out those that round gradients.
+        attention: with those of attention; of the plain levels only the best one has it, since each takes minutes.
+    """
+    without = {OFF, *(LOSSY if lossless else ("free+attention",))}
+    levels = (level for level in LEVELS if level not in without)
+    return tuple(level for level in levels if attention or not level.endswith(WITH_ATTENTION))
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,9 @@ class Candidate:
 def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     """List assignments of levels, independent of the limit, the fastest first.
 
-    For a few layers the list has all assignments. In longer rows (``_rows``) layers of the same level are adjacent, in
-    both orders, and all counts are tried. If that is too many, the list is greedy: from all at the first level, always
-    the change that lowers the peak most for its time. A level without an advantage (``useful``) is not mixed with
-    others, and comes last.
+    The list is greedy: from all at the first level, always the change of a unit that lowers the peak most for its time.
+    Assignments of one level to all are in it, too. A level without an advantage (``useful``) is not mixed with others,
+    and comes last.
 
     Args:
         step: the compiled step.
@@ -53,17 +55,8 @@ def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     if not step.mlps:
         return [Candidate({}, step.at({}))]
     used = useful(step, levels)
-    rows = _rows(step)
-    number = math.prod(2 * math.comb(len(row) + len(used) - 1, len(used) - 1) for row in rows)
-    assignments: Iterator[dict[str, str]]
-    if len(used) ** len(step.mlps) <= ALL:
-        every_way = itertools.product(used, repeat=len(step.mlps))
-        assignments = (dict(zip(step.mlps, way, strict=True)) for way in every_way)
-    else:
-        assignments = _counted(rows, used) if number <= ENUMERATED else greedy(step, used)
-    alike = (dict.fromkeys(step.mlps, level) for level in levels)
-    assigned = {tuple(sorted(chosen.items())): chosen for chosen in (*assignments, *alike)}
-    assigned[(OFF,)] = dict.fromkeys(step.mlps, OFF)  # type: ignore[index]
+    alike = (dict.fromkeys(step.mlps, level) for level in (*levels, OFF))
+    assigned = {tuple(sorted(chosen.items())): chosen for chosen in (*greedy(step, used), *alike)}
     every = [Candidate(chosen, step.at(chosen)) for chosen in assigned.values()]
     unused = set(levels).difference(used)
     return sorted(every, key=lambda c: (not unused.isdisjoint(c.levels.values()), c.curve.seconds, c.curve.peak))
@@ -107,25 +100,6 @@ def best(
             return candidate
         short, misses = max(short, exact - candidate.curve.held), misses + 1
     return None
-
-
-def _rows(step: Step) -> list[list[str]]:
-    """Group the units with MLPs: units of one list whose MLPs have the same names form a row."""
-    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for unit, mlps in step.mlps.items():
-        kind = unit.rpartition(".")[0], tuple(mlp.removeprefix(unit) for mlp in mlps)
-        rows.setdefault(kind, []).append(unit)
-    return list(rows.values())
-
-
-def _counted(rows: Sequence[Sequence[str]], levels: Sequence[str]) -> Iterator[dict[str, str]]:
-    ways = []
-    for row in rows:
-        runs = itertools.combinations_with_replacement(range(len(levels)), len(row))  # from the first level to the last
-        ordered = [tuple(levels[i] for i in run) for run in runs]
-        ways.append([dict(zip(row, run, strict=True)) for ascending in ordered for run in {ascending, ascending[::-1]}])
-    for chosen in itertools.product(*ways):
-        yield {unit: level for way in chosen for unit, level in way.items()}
 
 
 def greedy(step: Step, levels: Sequence[str]) -> Iterator[dict[str, str]]:

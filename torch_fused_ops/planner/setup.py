@@ -7,8 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_fused_ops.policy import MEMORY, is_level
+from torch_fused_ops.policy import is_level
 
+# The levels of a layer: a memory level of its MLPs, and with it "input" for its attention. The plainest first.
+WITH_ATTENTION = "+attention"
+LEVELS = ("off", "free", "fp8", "free+attention", "fp8+attention", "input", "input+attention", "tiled")
 # What each setting accepts, by its name in Python.
 GPUS = ("A100", "H100", "H200", "B200", "MI300X")
 ACCEPTED: Mapping[str, Sequence[object]] = {
@@ -119,9 +122,9 @@ def check(name: str, value: object) -> None:
             counted = "GPUs" if name == "dp" else "micro-batches"
             raise ValueError(f"{name}={value!r} is not accepted: it must be a number of {counted}, 1 or more")
     elif name == "levels":
-        unknown = [level for level in value if level not in MEMORY] if isinstance(value, (list, tuple)) else [value]
+        unknown = [level for level in value if level not in LEVELS] if isinstance(value, (list, tuple)) else [value]
         if value is not None and (unknown or not value):
-            raise ValueError(f"levels={value!r} is not accepted: it must list some of {', '.join(MEMORY)}")
+            raise ValueError(f"levels={value!r} is not accepted: it must list some of {', '.join(LEVELS)}")
     elif name in ACCEPTED:
         known = ACCEPTED[name]
         if (value.upper() if name == "gpu" and isinstance(value, str) else value) not in known:

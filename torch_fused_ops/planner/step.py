@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torch._inductor import config
+
 from torch_fused_ops.planner.fsdp import FullyShard
 from torch_fused_ops.planner.model import LOSS, CapturedModel
 from torch_fused_ops.planner.pieces import signature
 from torch_fused_ops.planner.segments import Piece, Segment
+from torch_fused_ops.planner.setup import WITH_ATTENTION
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
@@ -26,6 +29,7 @@ from torch_fused_ops.virtual_gpu.eager import EagerGraph
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
 
 OFF = "off"  # a level of a whole model, never of a part
+Compiled = PaperCompilation | EagerGraph
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,15 @@ class Step:
         """A unit's forward or backward at a level; an empty one where nothing of it runs."""
         return self.parts[level].segments.get((graph, unit), Segment())
 
+    @property
+    def base(self) -> str:
+        """The level of units that are given none: "free", or the plainest that was compiled."""
+        return "free" if "free" in self.parts else next(iter(self.parts))
+
     def default(self, levels: Mapping[str, str]) -> str:
-        """The level outside the units with MLPs: the common level of those, or "free" if they differ."""
-        chosen = {levels.get(unit, "free") for unit in self.mlps}
-        return chosen.pop() if len(chosen) == 1 else "free"
+        """The level outside the units with MLPs: the common level of those, or ``base`` if they differ."""
+        chosen = {levels.get(unit, self.base) for unit in self.mlps}
+        return chosen.pop() if len(chosen) == 1 else self.base
 
     def pieces(self, levels: Mapping[str, str]) -> Iterator[Piece]:
         """The segments in the order of the step, without shards."""
@@ -110,7 +119,7 @@ class Step:
         return Curve(peak, saved, live, seconds, main + gather + reduced)
 
     def at(self, levels: Mapping[str, str]) -> Curve:
-        """The step with a memory level for each unit; "free" is the default."""
+        """The step with a memory level for each unit; ``base`` is the default."""
         return self.curve(self.pieces(levels))
 
     def checkpointed(self, inputs: Mapping[str, int]) -> Curve:
@@ -123,7 +132,7 @@ class Step:
         def pieces() -> Iterator[Piece]:
             for graph, unit, segment in self.pieces({}):
                 if unit:
-                    forward, backward = (self.segment(kind, unit, "free") for kind in ("forward", "backward"))
+                    forward, backward = (self.segment(kind, unit, self.base) for kind in ("forward", "backward"))
                     nbytes = inputs.get(unit, 0)
                     if graph == "forward":
                         segment = Segment(forward.points, nbytes, forward.seconds)
@@ -148,32 +157,49 @@ class Step:
 # ---- compiled and cut ------------------------------------------------------------------------------------------------
 
 
+def policy_at(level: str) -> FusionPolicy:
+    """The policy with every layer at one level of ``setup.LEVELS``."""
+    attention = "input" if level.endswith(WITH_ATTENTION) else "off"
+    return FusionPolicy(memory=level.removesuffix(WITH_ATTENTION), attention=attention)  # type: ignore[arg-type]
+
+
 def policy_of(mlps: Mapping[str, Sequence[str]], levels: Mapping[str, str]) -> FusionPolicy:
-    """The policy that gives the MLPs of each unit its level."""
-    chosen = {module: levels.get(unit, "free") for unit, modules in mlps.items() for module in modules}
+    """The policy that gives the MLPs, and the attention, of each unit its level."""
+    chosen = {unit: levels.get(unit, "free") for unit in mlps}
     if len(set(chosen.values())) == 1:
-        return FusionPolicy(memory=next(iter(chosen.values())))  # type: ignore[arg-type]
-    return FusionPolicy(memory={module: level for module, level in chosen.items() if level != "free"})
+        return policy_at(next(iter(chosen.values())))
+    policies = {unit: policy_at(level) for unit, level in chosen.items()}
+    memory = {module: str(policies[unit].memory) for unit, modules in mlps.items() for module in modules}
+    attention = {f"{unit}.*": "input" for unit, policy in policies.items() if policy.attention == "input"}
+    memory = {module: level for module, level in memory.items() if level != "free"}
+    return FusionPolicy(memory=memory, attention=attention or "off")
 
 
 def compiled_timeline(
-    model: CapturedModel, gpu: GPU, policy: FusionPolicy
+    model: CapturedModel, gpu: GPU, policy: FusionPolicy, known: dict[object, Compiled] | None = None
 ) -> tuple[Timeline, tuple[PaperCompilation, ...]]:
     """Compile a captured model's graphs under a policy, and join their live-bytes timelines.
+
+    Args:
+        model: the model.
+        gpu: the target device.
+        policy: the policy.
+        known: pieces compiled earlier, to which new ones are added: equal pieces are compiled once.
 
     Raises:
         ValueError: a graph could not be captured, or none has a backward.
     """
     memory = policy.memory if isinstance(policy.memory, str) else dict(policy.memory)
-    programs: list[PaperCompilation | EagerGraph] = []
-    known: dict[object, PaperCompilation | EagerGraph] = {}  # equal pieces are compiled once
+    programs: list[Compiled] = []
+    known = {} if known is None else known
     for i, captured in enumerate(model.graphs):
         unit, graph, its = model.pieces[i] if model.pieces else None, captured.graph, policy
         key: object = i
         if unit is not None and graph is not None:
             level = memory if isinstance(memory, str) else memory.get(next(iter(model.mlps.get(unit, ("",)))), "free")
-            its = FusionPolicy(memory=level)  # type: ignore[arg-type]
-            key = (signature(graph.gm), graph.parameters, graph.autocast, graph.training, level, i in model.eager)
+            its = FusionPolicy(memory=level, attention=policy.attention_of({unit}))  # type: ignore[arg-type]
+            chunks = config.auto_chunker.enable and unit not in model.units
+            key = (signature(graph.gm), graph.parameters, graph.autocast, graph.training, its, i in model.eager, chunks)
         if key not in known:
             is_eager = graph is not None and i in model.eager
             known[key] = EagerGraph(graph, gpu) if graph and is_eager else on_paper(captured, gpu, its)[0]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch_fused_ops.graphs.capture import check_model, name_of, run_captured
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default, unmatched
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
+from torch_fused_ops.reports.figures import beside_loss, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside
-from torch_fused_ops.reports.figures import sites_of
 from torch_fused_ops.reports.report import Report, not_sites
+from torch_fused_ops.reports.text import size
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -51,6 +52,11 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     run_captured(model, args, kwargs, capture)
     report.breaks = report.breaks or since(noted)
     report.notes = unmatched(policy, report.sites)
+    graph = report._captures[-1].graph if report._captures else None
+    if graph is not None and (beside := beside_loss(graph.gm)):
+        nbytes = size(sum(node.meta["example_value"].nbytes for node in beside))
+        advice = f"return the loss alone, or detach {'it' if len(beside) == 1 else 'them'}"
+        report.notes += (f"{nbytes} are returned beside the loss, and backward begins with as many zeros: {advice}",)
     return report
 
 

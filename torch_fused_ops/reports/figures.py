@@ -19,7 +19,7 @@ from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import aligned, change, size
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
     from torch_fused_ops.graphs.sites import Site
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
@@ -158,6 +158,17 @@ def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
         if name in called and isinstance(child, torch.fx.GraphModule):
             yield from graphs_of(child)
     yield gm
+
+
+def beside_loss(gm: GraphModule) -> list[Node]:
+    """List the tensors that a graph returns beside its loss and that get a gradient; [] if it returns no single loss.
+
+    Backward begins with gradients of zeros for them, as large as they are (pytorch#131794).
+    """
+    values = {node: node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes}
+    trained = {node: value for node, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    beside = [node for node, value in trained.items() if value.dim()]
+    return beside if len(beside) == len(trained) - 1 else []
 
 
 def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
