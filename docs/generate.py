@@ -276,11 +276,11 @@ def plan() -> str:
 
     cases = json.loads((RESULTS / "plans.json").read_text())
     plans = [case["plans"][0] for case in cases.values()]
-    levels = [level for level in (*LEVELS, "checkpoint") if any(_row(plan, level) for plan in plans)]
+    levels = [level for level in (*LEVELS, "checkpoint") if any(_at_level(plan, level) for plan in plans)]
     columns = [
         [f"{case['tokens'][0]} × {case['tokens'][1]}", first["gpu"].removeprefix("NVIDIA ")]
         + [size(first["parameters"]), size(first["optimizer_state"])]
-        + [_peak_and_time(_row(first, level), first["off_seconds"]) for level in levels]
+        + [_peak_and_time(_at_level(first, level), first["off_seconds"]) for level in levels]
         for case, first in zip(cases.values(), plans, strict=True)
     ]
     names = ["tokens", "GPU", "parameters", "optimizer state", *levels]
@@ -295,7 +295,7 @@ def plan() -> str:
     return _between("plan.md", BEGIN_PLAN, [*lines, ""])
 
 
-def _row(plan: dict[str, Any], level: str) -> dict[str, Any] | None:
+def _at_level(plan: dict[str, Any], level: str) -> dict[str, Any] | None:
     return next((row for row in plan["levels"] if row["level"] == level), None)
 
 

@@ -1,4 +1,4 @@
-"""What ``plan`` says of four models' training steps, from which docs/plan.md has its tables: on paper, minutes.
+"""What ``plan`` says of six' training steps, from which docs/plan.md has its tables: on paper, minutes.
 
 python -m torch_fused_ops.benchmarks.laboratory.plans [NAME …]   writes benchmarks/results/plans.json, draws
 python -m torch_fused_ops.benchmarks.laboratory.plans --draw     draws the README's picture of what is there
@@ -10,7 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import models
+from torch_fused_ops.benchmarks.laboratory.training_steps import SIZES, Decoder
 
 RESULTS = Path(__file__).parents[1] / "results" / "plans.json"
-CAPACITIES = {"NVIDIA H200": 139 << 30}  # as CUDA reports them; its data sheet says 141 GB
+CAPACITIES = {"NVIDIA H100 80GB HBM3": 80 << 30}
+NAMES = {"off": "plain torch.compile", "checkpoint": "checkpoint each layer"}
 THEIRS, OURS = "#9aa3ad", "#2563eb"
-PICTURE, DRAWN = Path(__file__).resolve().parents[2] / "docs" / "images" / "levels.png", "Llama-3-8B"
+PICTURE, DRAWN = Path(__file__).resolve().parents[2] / "docs" / "images" / "levels.png", "Llama-3-8B, 8 GPUs"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Case:
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.bfloat16
     maximum: tuple[str, str] | None = None  # what is to be as large as fits, and into how many bytes
+    settings: dict[str, Any] = field(default_factory=dict)  # further ones of ``plan``
 
 
 class MixtralMLP(nn.Module):
@@ -68,48 +71,49 @@ def mixtral() -> nn.Module:
     return model
 
 
+def decoder() -> nn.Module:
+    """Llama-3-8B as torchtitan trains it: it returns logits."""
+    model = Decoder(SIZES["Llama-3.1-8B"], 32, "none", "", float_logits=False)
+    model.prepare(8192)
+    return model
+
+
+LLAMA = Case(
+    lambda: models.Llama(replace(models.LLAMA, layers=32)), (1, 32768), "H200", ("80GB", "105GiB", "120GiB", "135GiB")
+)
+FSDP2 = {"dp": 8, "mixed_precision": True, "root": "apart", "reshard": "not-last", "compiled": "layers"}
 CASES = {
     "quickstart": Case(
-        lambda: models.GPT(models.SMALL), (16, 128), "H200", ("150MiB", "115MiB", "100MiB"), dtype=torch.float32
+        lambda: models.GPT(models.SMALL), (16, 128), "H200", ("160MiB", "120MiB", "105MiB"), dtype=torch.float32
     ),
     "GPT-2": Case(
-        lambda: models.GPT(models.GPT2), (32, 1024), "A100", ("14GiB", "11GiB", "9GiB"), maximum=("batch", "72GiB")
+        lambda: models.GPT(models.GPT2), (32, 1024), "A100", ("15GiB", "12GiB", "8GiB"),
+        settings={"levels": ["free", "input", "input+attention", "tiled"]}, maximum=("batch", "72GiB"),
     ),
-    "Llama-3-8B": Case(
-        lambda: models.Llama(replace(models.LLAMA, layers=32)),
-        (1, 32768),
-        "H200",
-        ("80GB", "120GiB", "135GiB"),
+    "Llama-3-8B": LLAMA,
+    "Llama-3-8B, float32 weights": replace(LLAMA, settings={"master_weights": "float32"}),
+    "Llama-3-8B, 8 GPUs": Case(
+        decoder, (2, 8192), "H100", ("78GiB", "60GiB"), settings={**FSDP2, "loss": "compiled"}, optimizer="adamw-fused"
     ),
     "Mixtral, two layers": Case(mixtral, (4, 4096), "H200", ("60GiB",)),
-}
+}  # fmt: skip
 
 
-def enlarged(case: Case) -> dict[str, Any] | None:
-    """The largest batch or sequence at each level."""
-    if case.maximum is None:
-        return None
-    dimension, memory = case.maximum
+def planned(case: Case) -> tuple[list[tfo.Plan], float]:
+    """A plan for each limit, the first one with the largest size if it is requested; and the seconds that it took."""
     with torch.device("meta"):
         model = case.make().to(case.dtype)
         tokens = torch.zeros(case.tokens, dtype=torch.long)
-    plan = tfo.plan(model, tokens, tokens, memory=memory, gpu=case.gpu, optimizer=case.optimizer, maximum=dimension)
-    print(plan, flush=True)
-    return {"memory": memory, **plan.as_dict()["largest"]}
-
-
-def planned(case: Case) -> tuple[list[dict[str, Any]], float]:
-    """A plan for each limit, and the seconds that the first took."""
-    with torch.device("meta"):
-        model = case.make().to(case.dtype)
-        tokens = torch.zeros(case.tokens, dtype=torch.long)
+    dimension, memory = case.maximum or (None, case.limits[0])
+    arguments = (tokens,) if "loss" in case.settings else (tokens, tokens)
+    settings = {"memory": memory, "gpu": case.gpu, "optimizer": case.optimizer, "maximum": dimension, **case.settings}
     start = time.perf_counter()
-    first = tfo.plan(model, tokens, tokens, memory=case.limits[0], gpu=case.gpu, optimizer=case.optimizer)
+    first = tfo.plan(model, *arguments, expandable_segments=True, **settings)
     took = time.perf_counter() - start
-    plans = [first, *(first.within(limit) for limit in case.limits[1:])]
+    plans = [first, *(first.within(limit) for limit in case.limits)]
     for plan in plans:
         print(plan, flush=True)
-    return [plan.as_dict() for plan in plans], took
+    return plans, took
 
 
 def main() -> None:
@@ -123,43 +127,38 @@ def main() -> None:
         plans, took = planned(CASES[name])
         print(f"{name}: {took:.0f} s, {time.process_time():.0f} s of processor time so far\n", flush=True)
         tokens = CASES[name].tokens
-        found[name] = {"tokens": tokens, "limits": CASES[name].limits, "torch": torch.__version__, "plans": plans}
-        found[name]["largest"] = enlarged(CASES[name])
+        found[name] = {"tokens": tokens, "limits": CASES[name].limits, "torch": torch.__version__}
+        found[name]["plans"] = [plan.as_dict() for plan in plans]
+        if (largest := found[name]["plans"].pop(0)["largest"]) is not None:
+            found[name]["largest"] = {"memory": (CASES[name].maximum or ("", ""))[1], **largest}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     picture(DRAWN, found[DRAWN]).savefig(PICTURE, dpi=110, metadata={"Software": None})
 
 
 def picture(name: str, case: dict[str, Any]) -> Any:
-    """A step's peak at each memory level, its time beside plain, and the GPU's capacity. Equal rows share a bar."""
+    """The bytes that a step reserves at each level, its time beside plain, and the GPU's capacity."""
     from matplotlib.figure import Figure
 
     plan, (batch, length) = case["plans"][0], case["tokens"]
-    bars: dict[tuple[int, float], list[str]] = {}
-    for row in plan["levels"]:
-        peak = max(row["peak"], plan["optimizer_peak"])
-        figures = round(peak / 2**30), round(row["seconds"] / plan["off_seconds"] - 1, 3)
-        bars.setdefault(figures, []).append(row["level"])
-    rows = sorted(bars, reverse=True)
-    theirs = {"off": "plain torch.compile", "checkpoint": "checkpoint each layer"}
-    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.4), layout="constrained")
+    shown = [row for row in plan["levels"] if row["level"] not in ("tiled", "fp8+attention")]
+    names = [NAMES.get(row["level"], f'"{row["level"]}"') for row in shown]
+    figure = Figure(figsize=(8, 0.5 * len(shown) + 1.4), layout="constrained")
     ax = figure.subplots()
-    names = [theirs.get(bars[bar][0], " or ".join(f'"{level}"' for level in sorted(bars[bar]))) for bar in rows]
-    ax.barh(names, [peak for peak, _ in rows], color=[THEIRS if bars[bar][0] in theirs else OURS for bar in rows])
-    for label, (peak, cost) in zip(names, rows, strict=True):
-        text = f"{peak:.0f} GiB" + f", step {100 * cost:+.1f} %".replace("-", "−") * bool(cost)
-        ax.annotate(text, (peak, label), (5, 0), textcoords="offset points", va="center", fontsize=13,
-                    bbox={"fc": "white", "ec": "none", "pad": 1}, zorder=5)  # fmt: skip
-    if plan["gpu"] in CAPACITIES:
-        limit = CAPACITIES[plan["gpu"]]
-        ax.axvline(limit / 2**30, color="#b91c1c", linewidth=1.5, linestyle="--", zorder=2)
-        ax.text(
-            limit / 2**30, -0.6, f"{plan['gpu'].split()[-1]}: {limit / 2**30:.0f} GiB", color="#b91c1c", fontsize=12
-        )
-    ax.set_xlim(0, 1.35 * max(peak for peak, _ in rows))
+    colors = [THEIRS if row["level"] in NAMES else OURS for row in shown]
+    ax.barh(names, [row["reserved"] / 2**30 for row in shown], color=colors)
+    for label, row in zip(names, shown, strict=True):
+        cost = row["seconds"] / plan["off_seconds"] - 1
+        text = f"{row['reserved'] / 2**30:.0f} GiB" + f", step {100 * cost:+.1f} %".replace("-", "−") * bool(cost)
+        ax.annotate(text, (row["reserved"] / 2**30, label), (5, 0), textcoords="offset points", va="center",
+                    fontsize=13, bbox={"fc": "white", "ec": "none", "pad": 1}, zorder=5)  # fmt: skip
+    limit = CAPACITIES[plan["gpu"]] / 2**30
+    ax.axvline(limit, color="#b91c1c", linewidth=1.5, linestyle="--", zorder=2)
+    ax.text(limit, -0.6, f"{plan['gpu'].split()[1]}: {limit:.0f} GiB", color="#b91c1c", fontsize=12)
+    ax.set_xlim(0, 1.35 * max(row["reserved"] / 2**30 for row in shown))
     ax.invert_yaxis()
     ax.tick_params(labelsize=13)
-    ax.set_xlabel("peak, GiB, with weights, gradients and AdamW's state", fontsize=12)
-    figure.suptitle(f"Training step of {name}, {batch} × {length:,} tokens, bf16, estimated", fontsize=13)
+    ax.set_xlabel("reserved on each GPU, GiB, with float32 shards of weights and AdamW's state", fontsize=12)
+    figure.suptitle(f"{name} (FSDP2), {batch} × {length:,} tokens on each, estimated", fontsize=13)
     ax.spines[["top", "right"]].set_visible(False)
     return figure
 
