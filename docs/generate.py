@@ -147,7 +147,8 @@ def operators() -> str:
         signature = inspect.signature(fn.apply if isinstance(fn, type) else fn)
         plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         signature = signature.replace(parameters=plain, return_annotation=signature.empty)
-        lines.append(f"| `{called}{signature}` | {_first_line(fn)} |")
+        shared = re.search("(?:Arguments|Otherwise) as `", _first_line(fn))  # another row has the arguments
+        lines.append(f"| `{called}{'(…)' if shared else signature}` | {_first_line(fn)} |")
     lines += [
         "",
         "## Operators",
@@ -223,7 +224,6 @@ BEGIN_PLAN = (
 )
 BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
 BEGIN_STEPS = "<!-- Written by `python docs/generate.py` from benchmarks/results/training_steps.json and .csv. -->\n"
-BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/variants.py; change that. -->\n"
 BEGIN_CPU = "<!-- Written by `python docs/generate.py` from benchmarks/results/pointwise_cpu.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
 BEGIN_COVERAGE = "<!-- Written by `python docs/generate.py` from benchmarks/results/coverage.jsonl; change that. -->\n"
@@ -421,16 +421,8 @@ def _on_a_cpu() -> list[str]:
 
 
 def benchmarks() -> str:
-    """The page, with the variants and the times on a CPU."""
-    from torch_fused_ops.benchmarks import variants
-
-    table = [
-        f"| {', '.join(f'`{way}`' for way in m.ways)} | {', '.join(m.benchmarks)} | {m.text} |"
-        for m in variants.MEANINGS
-    ]
-    page = _between("benchmarks.md", BEGIN_WAYS, ["| way | of | |", "|---|---|---|", *table, ""])
-
-    return _between("benchmarks.md", BEGIN_CPU, _on_a_cpu(), page)
+    """The page, with the times on a CPU."""
+    return _between("benchmarks.md", BEGIN_CPU, _on_a_cpu())
 
 
 # ---- fp8.md ----------------------------------------------------------------------------------------------------------
