@@ -358,8 +358,8 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     call_args: Any = node.args
     grad, *args, _ = call_args
     tensors, layout, _ = op.split(tuple(args))
-    data = tensors[: op.data]
-    if layout == "interleaved" or any(other is not None for other in tensors[op.data :]):
+    data = tensors[: op.num_data]
+    if layout == "interleaved" or any(other is not None for other in tensors[op.num_data :]):
         return
     if "activation" in op.scalars and not activations.get(args[len(tensors)]).builtin:
         return
@@ -370,7 +370,7 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     if width == MX_BLOCK and not in_tiles:  # the kernel for MX blocks supports only whole tiles
         return
     of_gradients = []
-    for i in range(op.data):
+    for i in range(op.num_data):
         matrices, is_only_matrix = _matrices(items[i]) if i in items else ([], False)
         rows, columns, sums, readers = ([u for m in matrices for u in _uses(m, 1, width)[part]] for part in range(4))
         if not (is_only_matrix and rows and columns) or any(u not in matrices for u in readers):
@@ -379,7 +379,7 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     results = [
         n
         for n in graph.find_nodes(op="call_function", target=op.forward.overload)
-        if list(op.complete(n.args)) == list(op.complete(tuple(args)))
+        if list(op.with_defaults(n.args)) == list(op.with_defaults(tuple(args)))
     ]
     of_columns = 1 if width == MX_BLOCK else BLOCK
     of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, of_columns, width).columns]

@@ -32,7 +32,7 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.declaration import PointwiseOperator, pointwise_operators
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.lowerings import attention, compat
@@ -46,7 +46,7 @@ log = logging.getLogger("torch_fused_ops")
 
 aten, fused = torch.ops.aten, torch.ops.fused
 
-OPERATOR: dict[Any, PointwiseOperator] = {op.forward.overload: op for op in elementwise()}
+OPERATOR: dict[Any, PointwiseOperator] = {op.forward.overload: op for op in pointwise_operators()}
 _T = TypeVar("_T")
 _LEVEL = "torch_fused_ops_memory"  # key of meta["custom"], which tracing copies: the level that an operator requests
 

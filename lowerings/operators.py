@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops import activations
-from torch_fused_ops.declaration import DATA, PointwiseOperator, elementwise
+from torch_fused_ops.declaration import DATA, PointwiseOperator, pointwise_operators
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import VIEWS
 
@@ -346,8 +346,8 @@ class _Elements(NamedTuple):
 
 @functools.cache  # the programs' cache has these functions as keys
 def _elements(op: PointwiseOperator) -> _Elements:
-    data = 2 if op.is_packed else op.data
-    biases = 0 if op.bias is None else data if op.is_packed else 1
+    data = 2 if op.is_packed else op.num_data
+    biases = 0 if op.bias_index is None else data if op.is_packed else 1
     count = data + biases
 
     def biased(present: Sequence[Any]) -> list[Any]:
@@ -374,13 +374,17 @@ def _loads(
     """Return the ranges (…, n) and the loads: data, biases, scale. Packed data and biases have two loads each."""
     *rows, n = tensors[0].get_size()
     to_index: list[Callable[[Index], Index]] = [_element_index]
-    data: list[tuple[Any, Callable[[Index], Index]]] = [(t, _element_index) for t in tensors[: op.data]]
+    data: list[tuple[Any, Callable[[Index], Index]]] = [(t, _element_index) for t in tensors[: op.num_data]]
     if layout is not None:
         n = V.graph.sizevars.simplify(FloorDiv(n, 2))
         to_index = [_packed(layout, n, up) for up in (0, 1)]
         data = [(tensors[0], a) for a in to_index]
-    biases = [] if op.bias is None else [(tensors[op.bias], lambda index, a=a: _column(a(index))) for a in to_index]
-    scales = [] if op.scale is None else [(tensors[op.scale], _row)]
+    biases = (
+        []
+        if op.bias_index is None
+        else [(tensors[op.bias_index], lambda index, a=a: _column(a(index))) for a in to_index]
+    )
+    scales = [] if op.scale_index is None else [(tensors[op.scale_index], _row)]
     return [*rows, n], [*data, *biases, *scales]
 
 
@@ -415,7 +419,7 @@ def _over_few_rows(op: PointwiseOperator, data: int, in_blocks: Callable[..., An
     """On a CPU, split the rows in small blocks if a backward call on the same data computes a bias gradient."""
 
     def run(first: Box, *args: Any) -> Any:
-        node, bias = cast(Any, (V.graph.current_node, op.bias))
+        node, bias = cast(Any, (V.graph.current_node, op.bias_index))
         users = [] if bias is None or is_on_gpu(first) or node.kwargs else node.args[data].users
         calls = [user.args for user in users if user.target is op.signatures[1].overload and not user.kwargs]
         summed = any(present[1 + bias] is not None and present[-1][bias] for present in calls)
@@ -445,7 +449,7 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
         ranges, loads = _loads(op, tensors, layout)
         e = _Elementwise(ranges, (grad, _element_index), *loads)
 
-        bias = tensors[op.bias] if op.bias is not None and mask[op.bias] else None
+        bias = tensors[op.bias_index] if op.bias_index is not None and mask[op.bias_index] else None
         sums_on_cpu = bias is not None and not is_on_gpu(grad)
         row_by_row = _is_row_by_row(grad, layout)
         realized: list[Box] = []
@@ -462,18 +466,18 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
             for box in realized:
                 box.realize()  # sums over rows have their own loop, which would recompute it
         d_tensors: list[Box | None] = [None] * len(tensors)
-        for i, t in enumerate(tensors[: op.data]):
+        for i, t in enumerate(tensors[: op.num_data]):
             if mask[i]:
                 grads = [to_dtype(box, t.get_dtype()) for box in unrounded(i)]
                 d_tensors[i] = _row_by_row(*grads[:: -1 if layout == "swapped" else 1]) if row_by_row else joined(grads)
         if layout is None:
-            _before_sums(mask[op.data :], *d_tensors[: op.data])
-        if op.bias is not None and bias is not None:
-            d_tensors[op.bias] = joined([_sum_rows(box, bias.get_dtype()) for box in unrounded(0)])
-        if op.scale is not None and mask[op.scale] and (scale := tensors[op.scale]) is not None:
+            _before_sums(mask[op.num_data :], *d_tensors[: op.num_data])
+        if op.bias_index is not None and bias is not None:
+            d_tensors[op.bias_index] = joined([_sum_rows(box, bias.get_dtype()) for box in unrounded(0)])
+        if op.scale_index is not None and mask[op.scale_index] and (scale := tensors[op.scale_index]) is not None:
             terms = e.node(elements.scale_grad, *scalars)
             sums = _row_by_row(terms, sums=True) if row_by_row else lowerings[aten.sum.dim_IntList](terms, [-1])
-            d_tensors[op.scale] = to_dtype(sums, scale.get_dtype())
+            d_tensors[op.scale_index] = to_dtype(sums, scale.get_dtype())
         return tuple(d_tensors)
 
     return _over_few_rows(op, 1, over_blocks(lowering, ["data", *op.kinds], op.kinds))
@@ -486,6 +490,6 @@ def register_lowerings(op: PointwiseOperator) -> None:
         register_lowering(signature.overload, type_promotion_kind=None)(make(op))
 
 
-for _operator in elementwise():
+for _operator in pointwise_operators():
     register_lowerings(_operator)
 register_lowering(torch.ops.fused.with_saved.default, type_promotion_kind=None)(lambda result, saved: result)

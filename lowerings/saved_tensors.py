@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from torch_fused_ops.declaration import elementwise
+from torch_fused_ops.declaration import pointwise_operators
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import Graphs, base, op_types, overwritten_inputs, with_dependents
 
@@ -23,8 +23,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 # For each operator, the positions of its data arguments.
 DATA: dict[Any, tuple[int, ...]] = {
-    signature.overload: tuple(range(first, first + op.data))
-    for op in elementwise()
+    signature.overload: tuple(range(first, first + op.num_data))
+    for op in pointwise_operators()
     for first, signature in enumerate((op.forward, op.backward))
 }
 

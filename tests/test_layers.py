@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_fused_ops.declaration import elementwise
+from torch_fused_ops.declaration import pointwise_operators
 from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED
 
 ROOT = Path(__file__).parents[1]
@@ -144,7 +144,7 @@ def test_the_core_is_read_in_an_afternoon() -> None:
 
 
 def test_no_file_of_the_core_names_an_operator_of_a_family() -> None:
-    declared = {signature.name for op in elementwise() for signature in op.signatures}
+    declared = {signature.name for op in pointwise_operators() for signature in op.signatures}
     operators = {*REGISTERED, *(op._schema.name.removeprefix("fused::") for op in COMPOSITES)} - declared
     assert {"dropout_add", "scaled_masked_softmax", "quantize", "linear_fp8"} <= operators
     for name in CORE:

@@ -211,7 +211,7 @@ class Operator:
         """The defaults of the scalars."""
         return tuple(a.value for a in self.scalar_arguments)
 
-    def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def with_defaults(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Append the trailing defaults, which dispatchers drop, to a call's arguments."""
         missing = len(self.tensors) + len(self.scalars) - len(args)
         return args + self.defaults[-missing:] if missing else args
@@ -280,35 +280,35 @@ class PointwiseOperator(Operator):
         return "packed" in self.kinds
 
     @cached_property
-    def data(self) -> int:
+    def num_data(self) -> int:
         """The number of data tensors."""
         return sum(kind in DATA for kind in self.kinds)
 
     @cached_property
-    def bias(self) -> int | None:
+    def bias_index(self) -> int | None:
         """The index of the tensor that is added to the data, or None."""
         return self.index("per_column")
 
     @cached_property
-    def scale(self) -> int | None:
+    def scale_index(self) -> int | None:
         """The index of the tensor with a factor per row, or None."""
         return self.index("per_row")
 
     @cached_property
-    def layout(self) -> int | None:
+    def layout_index(self) -> int | None:
         """The index of the argument with the layout of packed data, or None."""
         return len(self.tensors) + list(self.scalars).index("layout") if self.is_packed else None
 
     def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
         """Split a call's arguments into (tensors, layout or None, the formula's scalars)."""
-        args, count = self.complete(args), len(self.tensors)
-        if self.layout is None:
+        args, count = self.with_defaults(args), len(self.tensors)
+        if self.layout_index is None:
             return args[:count], None, args[count:]
-        return args[:count], args[self.layout], args[count : self.layout] + args[self.layout + 1 :]
+        return args[:count], args[self.layout_index], args[count : self.layout_index] + args[self.layout_index + 1 :]
 
     def reads_halves(self, args: tuple[Any, ...]) -> bool:
         """True if a call's packed data is two contiguous halves, gate and up."""
-        return self.layout is not None and self.complete(args)[self.layout] != "interleaved"
+        return self.layout_index is not None and self.with_defaults(args)[self.layout_index] != "interleaved"
 
     # -- signatures --
 
@@ -330,6 +330,6 @@ class PointwiseOperator(Operator):
         return self.forward, self.backward
 
 
-def elementwise() -> Iterator[PointwiseOperator]:
+def pointwise_operators() -> Iterator[PointwiseOperator]:
     """Yield the pointwise operators of ``OPERATORS``."""
     return (op for op in OPERATORS.values() if isinstance(op, PointwiseOperator))

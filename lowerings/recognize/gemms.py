@@ -89,8 +89,8 @@ def called(analysis: GraphAnalysis) -> Iterator[Called]:
         op = CALLS.get(name_of(node.target) or "") if node.op == "call_function" else None
         if op is None:
             continue
-        names = list(op.tensors)[: op.data]
-        arguments = [*node.args[: op.data], *(node.kwargs[name] for name in names if name in node.kwargs)]
+        names = list(op.tensors)[: op.num_data]
+        arguments = [*node.args[: op.num_data], *(node.kwargs[name] for name in names if name in node.kwargs)]
         users = list(readers(analysis, node, dropouts))
         yield Called(node, op, [a for a in arguments if isinstance(a, Node)], users)
 

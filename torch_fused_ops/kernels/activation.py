@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, formulas
-from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.declaration import PointwiseOperator, pointwise_operators
 from torch_fused_ops.formulas import Gradients
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.launching import (
@@ -464,9 +464,9 @@ class _Operands(NamedTuple):
 
     @staticmethod
     def of(op: PointwiseOperator, tensors: Sequence[Any], layout: str | None) -> _Operands:
-        bias, scale = (None if i is None else tensors[i] for i in (op.bias, op.scale))
+        bias, scale = (None if i is None else tensors[i] for i in (op.bias_index, op.scale_index))
         if layout is None:
-            if op.data == 1:
+            if op.num_data == 1:
                 return _Operands(tensors[0], None, bias, None, scale)
             return _Operands(tensors[0], tensors[1], bias, None, scale)
         if layout == "interleaved":
@@ -606,14 +606,14 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
         tensors, layout, scalars = op.split(args[:-1])
         x, mask = _Operands.of(op, tensors, layout), args[-1]
         results: list[Tensor | None] = [None] * len(tensors)
-        for i in range(op.data):
+        for i in range(op.num_data):
             results[i] = formulas.room(tensors[i], mask[i])
-        d_gate, d_up = results[0], results[1] if op.data == 2 else None
+        d_gate, d_up = results[0], results[1] if op.num_data == 2 else None
         if x.layout and x.up is not None and d_gate is not None:
             d_gate, d_up = formulas.unpack(d_gate, x.layout)
-        bias, scale = (None if i is None or not mask[i] else tensors[i] for i in (op.bias, op.scale))
+        bias, scale = (None if i is None or not mask[i] else tensors[i] for i in (op.bias_index, op.scale_index))
         sums = _run_backward(grad, x, d_gate, d_up, bias, scale, *_formula(op, scalars))
-        for at, d in zip((op.bias, op.scale), sums, strict=True):
+        for at, d in zip((op.bias_index, op.scale_index), sums, strict=True):
             if at is not None:
                 results[at] = d
         return tuple(results)
@@ -632,7 +632,9 @@ def launch_of(name: str) -> Callable[..., Any]:
         ValueError: its formula is not the kernels', or has a scalar more.
     """
     launches = forward, backward
-    found = {s.name: (op, make) for op in elementwise() for s, make in zip(op.signatures, launches, strict=True)}
+    found = {
+        s.name: (op, make) for op in pointwise_operators() for s, make in zip(op.signatures, launches, strict=True)
+    }
     op, make = found[name]
     if op.value not in (formulas.act_element, formulas.glu_element) or not op.scalars.keys() <= _SCALARS:
         raise ValueError(

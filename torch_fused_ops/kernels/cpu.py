@@ -163,7 +163,7 @@ def _rounds_twice(op: PointwiseOperator, args: tuple[Any, ...]) -> bool:
     tensors, _, scalars = op.split(args[1:-1])
     data = [args[0], *(t for t in tensors if t is not None)]
     calls: dict[Any, tuple[str, ...]] = {act_input_grads: _NATIVE, glu_input_grads: _RECORDED}
-    is_quick = len(data) == 1 + op.data and scalars[0] in calls.get(op.grads, ()) and not any(scalars[1:])
+    is_quick = len(data) == 1 + op.num_data and scalars[0] in calls.get(op.grads, ()) and not any(scalars[1:])
     return is_quick and all(t.dtype == torch.bfloat16 for t in data)
 
 

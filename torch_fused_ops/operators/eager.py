@@ -21,11 +21,11 @@ def _elements(
 ) -> list[Any]:
     """The arguments of ``op.value``: data with biases added, packed data in two; and the scale as a column."""
     wide = [widened(dtype, t) for t in tensors]
-    if op.bias is not None and wide[op.bias] is not None:
-        wide[0] = wide[0] + wide[op.bias]  # type: ignore[operator]
-    data: list[Any] = wide[: op.data] if layout is None else list(unpack(wide[0], layout))  # type: ignore[arg-type]
-    if op.scale is not None:
-        scale = wide[op.scale]
+    if op.bias_index is not None and wide[op.bias_index] is not None:
+        wide[0] = wide[0] + wide[op.bias_index]  # type: ignore[operator]
+    data: list[Any] = wide[: op.num_data] if layout is None else list(unpack(wide[0], layout))  # type: ignore[arg-type]
+    if op.scale_index is not None:
+        scale = wide[op.scale_index]
         data.append(None if scale is None else scale.unsqueeze(-1))
     return data
 

@@ -128,7 +128,7 @@ _apply = super(torch.autograd.Function, _DifferentiableOnce).apply
 
 def policy(op: PointwiseOperator) -> SavePolicy:
     """The data in float8 with a scale for each row, and the other arguments as they are."""
-    count, data = len(op.tensors), op.data
+    count, data = len(op.tensors), op.num_data
 
     def saved(args: tuple[Any, ...], _: Tensor) -> tuple[tuple[Tensor | None, ...], Any]:
         tensors, traced = args[:count], traceback.has_preserved_node_meta()

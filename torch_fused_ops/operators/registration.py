@@ -120,7 +120,7 @@ def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> C
 
 def _keep(op: PointwiseOperator) -> Callable[..., SavePolicy]:
     """The arguments; the result in the data's place, if that is enough; or, as marked, the data in float8."""
-    suffices, bias, count = op.keeps_result, op.bias, len(op.tensors)
+    suffices, bias, count = op.keeps_result, op.bias_index, len(op.tensors)
     arguments = SavePolicy(lambda args, _: (args[:count], args[count:]), lambda kept, rest, _: kept + rest)
 
     def saved(args: tuple[Any, ...], out: Tensor) -> tuple[tuple[Tensor], Any]:

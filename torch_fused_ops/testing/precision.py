@@ -120,9 +120,9 @@ def _cast(args: Iterable[Any], dtype: torch.dtype, device: str | torch.device) -
 def wide_args(sample: Sample) -> tuple[Any, ...]:
     """Return the reference's arguments in float64, with input + bias as the input, and a bias of zeros."""
     op, args = declared_as(sample.op), list(sample.args)
-    if op.bias is not None and args[op.bias] is not None:
-        args[0] = sum(_cast((args[0], args[op.bias]), reference.compute_dtype(*sample.tensors), "cpu"))
-        args[op.bias] = torch.zeros_like(args[op.bias])
+    if op.bias_index is not None and args[op.bias_index] is not None:
+        args[0] = sum(_cast((args[0], args[op.bias_index]), reference.compute_dtype(*sample.tensors), "cpu"))
+        args[op.bias_index] = torch.zeros_like(args[op.bias_index])
     return _cast(args, torch.float64, "cpu")
 
 
@@ -133,14 +133,14 @@ def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, 
     """
     op = declared_as(sample.op)
     if "activation" not in op.scalars:
-        return (None,) * (1 if grad is None else op.data)
+        return (None,) * (1 if grad is None else op.num_data)
     a, b, scale, *_ = wide_args(sample)
     name = sample.scalars[0]
-    layout: Any = None if op.layout is None else sample.args[op.layout]
+    layout: Any = None if op.layout_index is None else sample.args[op.layout_index]
     gate, up, factor = a, None, torch.ones_like(a[..., :1]) if grad is None else grad.abs()
     if scale is not None:
         factor = factor * scale.unsqueeze(-1).abs()
-    if op.data == 2 or op.is_packed:
+    if op.num_data == 2 or op.is_packed:
         gate, up = reference.unpack(a, layout) if op.is_packed else (a, b)
         up_offset, clamp = sample.scalars[-2:]
         gate, up = reference.clamped(gate, up, clamp)
@@ -163,7 +163,7 @@ def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, 
 def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the unrounded summands of the gradients of bias (over rows) and token_scale (in a row)."""
     (grad,), args = (_cast(a, reference.compute_dtype(*sample.tensors), grad.device) for a in ((grad,), sample.args))
-    scale = declared_as(sample.op).scale
+    scale = declared_as(sample.op).scale_index
     value = sample.overload(*(None if i == scale else a for i, a in enumerate(args)))
     backward = getattr(torch.ops.fused, f"{sample.op}_backward")
     d_input = backward(grad, *args, [i == 0 for i in range(len(sample.tensors))])[0]
@@ -197,8 +197,8 @@ def measure(sample: Sample) -> Errors:
     rows, row = _summands(sample, grad)
     op = declared_as(sample.op)
     added: dict[int | None, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
-        op.scale: (row, lambda t: t.sum(-1)),
-        op.bias: (rows, reference.over_rows),
+        op.scale_index: (row, lambda t: t.sum(-1)),
+        op.bias_index: (rows, reference.over_rows),
     }
     computed_in = reference.compute_dtype(*sample.tensors)
     is_mixed = any(t is not None and t.dtype != computed_in for t in sample.tensors)

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.declaration import DATA, Operator, PointwiseOperator, elementwise
+from torch_fused_ops.declaration import DATA, Operator, PointwiseOperator, pointwise_operators
 from torch_fused_ops.operators.activation import FAMILY
 
 VIEWS = ("transposed", "sliced", "expanded", "expanded last", "offset")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 ACTIVATION_OPERATORS = tuple(op.name for op in FAMILY)
-_DECLARED = tuple(elementwise())  # before this is imported
+_DECLARED = tuple(pointwise_operators())  # before this is imported
 # Families whose samples, backward_samples and measure are in a separate module of this package.
 _FAMILIES = {"dropout_add": "dropout", "scaled_masked_softmax": "softmax"}
 OPERATORS = (*(op.name for op in _DECLARED), *_FAMILIES)
@@ -261,7 +261,7 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
 
 def declared_as(op: str) -> PointwiseOperator:
     """Return the declaration of an operator."""
-    return next(declared for declared in elementwise() if op == declared.name)
+    return next(declared for declared in pointwise_operators() if op == declared.name)
 
 
 def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:

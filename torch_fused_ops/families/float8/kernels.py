@@ -915,9 +915,9 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
         ValueError: if packed data has an interleaved layout, or a size is not a multiple.
         TypeError: if data is not bfloat16, float16 or float32.
     """
-    data, end = args[: op.data], op.data + len(op.required_scalars)
-    others = (None,) * (len(op.tensors) - op.data)
-    _, layout, (activation, *scalars) = op.split((*data, *others, *args[op.data : end]))
+    data, end = args[: op.num_data], op.num_data + len(op.required_scalars)
+    others = (None,) * (len(op.tensors) - op.num_data)
+    _, layout, (activation, *scalars) = op.split((*data, *others, *args[op.num_data : end]))
     up_offset, clamp = scalars or (0.0, None)
     (columns,) = args[end:] or (BLOCK,)  # omitted if it is the default
     if layout not in (None, "halves", "swapped"):
@@ -951,8 +951,8 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
     if grad.numel() == 0:
         return results
     if layout is None:
-        gate, up, of_gate = data[0], data[1] if op.data == 2 else None, gradients[0]
-        of_up: Sequence[Any] = gradients[1] if op.data == 2 else (None,) * 5
+        gate, up, of_gate = data[0], data[1] if op.num_data == 2 else None, gradients[0]
+        of_up: Sequence[Any] = gradients[1] if op.num_data == 2 else (None,) * 5
     else:
         gate, up = formulas.unpack(data[0], layout)
         halves = (t.chunk(2, axis) for t, axis in zip(gradients[0], (1, 0, 0, 1, 1), strict=True))

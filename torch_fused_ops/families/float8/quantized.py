@@ -49,8 +49,8 @@ def _signature(op: PointwiseOperator) -> Signature:
     """``…_backward_quantized`` of a declared operator, for calls without biases and scales."""
     return Signature(
         f"{op.name}_backward_quantized",
-        (*op.backward.arguments[: 1 + op.data], *op.required_scalars, *arguments_of(columns=f"int={BLOCK}")),
-        (*("data", "scales", "data", "scales", "sums") * op.data, "data", "scales"),
+        (*op.backward.arguments[: 1 + op.num_data], *op.required_scalars, *arguments_of(columns=f"int={BLOCK}")),
+        (*("data", "scales", "data", "scales", "sums") * op.num_data, "data", "scales"),
         f"The results of quantize_both for each data gradient of {op.backward.name}, and its sums over each {BLOCK} "
         f"rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}), or (1, {MX_BLOCK}).",
     )
@@ -58,14 +58,14 @@ def _signature(op: PointwiseOperator) -> Signature:
 
 def _quantized_backward(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
     forward, backward = eager.forward(op), eager.backward(op)
-    no_bias_or_scale = (None,) * (len(op.tensors) - op.data)
+    no_bias_or_scale = (None,) * (len(op.tensors) - op.num_data)
     requested = tuple(kind in DATA for kind in op.kinds)
-    end = op.data + len(op.required_scalars)
+    end = op.num_data + len(op.required_scalars)
 
     def quantized(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         (columns,) = args[end:] or (BLOCK,)  # omitted if it is the default
-        arguments = *args[: op.data], *no_bias_or_scale, *args[op.data : end]
-        gradients = backward(grad, *arguments, requested)[: op.data]
+        arguments = *args[: op.num_data], *no_bias_or_scale, *args[op.num_data : end]
+        gradients = backward(grad, *arguments, requested)[: op.num_data]
         stored = [part for g in gradients if g is not None for part in (*_quantize_both(g, columns), _sums(g))]
         return *stored, *float8.quantize(forward(*arguments).t(), *float8.block_of_columns(columns))
 
