@@ -55,7 +55,7 @@ def paragraphs(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         text = re.sub(r"<!--.*?-->|^\s*```.*?^\s*```|^(?:#|    )[^\n]*$", "", text, flags=re.S | re.M)
-        text = re.sub(r"\]\([^)]*\)|[*>\[\]]", "", re.sub(r"`[^`]*`", "code", text))
+        text = re.sub(r"\]\([^)]*\)|\*(?! )|[>\[\]]", "", re.sub(r"`[^`]*`", "code", text))
         yield from re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) |^\|[-|: ]+$|\|", text, flags=re.M)
         return
     yield from (part for block in re.findall(r'^\s*"""(.*?)"""', text, re.S | re.M) for part in block.split("\n\n"))
