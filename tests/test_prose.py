@@ -89,14 +89,14 @@ def test_counts_only_fall(area: str) -> None:
 
 
 def test_phrases_and_names_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "module.py").write_text('"""Of what is kept."""\n\nfound = 1  # those of them\nplain = 2  # a value\n')
-    (tmp_path / "page.md").write_text(f"# What\n\nNobody is told.\n\n{'word ' * 90}end.\n\n```\nwhat = 1\n```\n")
-    monkeypatch.setitem(FOLDERS, "product", (str(tmp_path),))
-    monkeypatch.setitem(FOLDERS, "docs", (str(tmp_path),))
-    counts = count("product")
-    assert (counts["sentences"], counts["names"]) == (2, 1)
-    pages = count("docs") - Counter(words=0)
-    assert pages["long paragraphs"] == 1 and pages["words"] > 90
+    module, page = tmp_path / "lowerings" / "module.py", tmp_path / "README.md"
+    module.parent.mkdir()
+    module.write_text('"""Of what is kept."""\n\nfound = 1  # those of them\nplain = 2  # a value\n')
+    page.write_text(f"# What\n\nNobody is told.\n\n{'word ' * 90}end.\n\n```\nwhat = 1\n```\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    product, docs = count("product"), count("docs")
+    assert (product["sentences"], product["names"]) == (2, 1)
+    assert (docs["sentences"], docs["words"], docs["long paragraphs"]) == (1, 94, 1)
 
 
 def test_the_first_page_is_short() -> None:
