@@ -1,7 +1,7 @@
-"""How every benchmark is timed, checked and written.
+"""Time variants, check their results, and write both.
 
-All variants of a case run in one process. A *round* runs each once, in random order, so that drift affects all alike.
-Reported are each variant's minimum, median and quartiles, and those of its ratio to every other variant within a round.
+All variants of a case run in one process. A *round* runs each once, in random order, so that drift affects all of them.
+Results are each variant's minimum, median and quartiles, and the same of its ratio to other variants within a round.
 
 On a GPU, events around a run time it. Before the run, a write of four times the L2 cache flushes it, and a pause lets
 the CPU enqueue the run, so that Python's time is not in it. Every variant is first compared with float64.
@@ -35,7 +35,7 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops.virtual_gpu.roofline import Rates, Work
 
-SCHEMA = 1  # of the JSON
+SCHEMA = 1  # version of the JSON
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LIMIT = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # relative error in the 2-norm to float64
 
@@ -385,10 +385,10 @@ def _time(case: Case, trials: dict[str, Trial], device: Device, plan: Plan, entr
             done += 1
     finally:
         gc.unfreeze()
-    for name, each in times.items():
-        entries[name]["ms"] = summary(each)
+    for name, samples in times.items():
+        entries[name]["ms"] = summary(samples)
         if name in case.ours:
-            ratios = {o: [a / b for a, b in zip(each, ts, strict=True)] for o, ts in times.items() if o != name}
+            ratios = {o: [a / b for a, b in zip(samples, ts, strict=True)] for o, ts in times.items() if o != name}
             entries[name]["ratio_to"] = {other: summary(values) for other, values in ratios.items()}
     return done
 
@@ -485,7 +485,7 @@ def run(
     print(", ".join(f"{key} {value}" for key, value in {**about, **result["device"]}.items()), flush=True)
     earlier = {c["name"]: c for c in (before or {}).get("cases", [])}
     if before and (before["device"], before["machine"]["torch"]) != (result["device"], about["torch"]):
-        raise UsageError("--resume: the results are of another device or of another torch; give another --out")
+        raise UsageError("--resume: the results belong to another device or torch; give another --out")
     if before and before["running"]:
         earlier[before["running"]] = _without_times(before["running"], "lost", "the process ended in this case")
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16, torch.float32]
@@ -538,12 +538,12 @@ def _without_times(name: str, status: str, reason: str) -> dict[str, Any]:
     return {"name": name, "dtype": "", "facts": {}, "rounds": 0, "ours": [], "ways": {"(all)": entry}}
 
 
-def numbers(text: str, count: tuple[int, ...], what: str) -> tuple[int, ...]:
+def numbers(text: str, count: tuple[int, ...], description: str) -> tuple[int, ...]:
     """Read "8192x4096" as numbers; UsageError if there are not ``count`` of them."""
     try:
         sizes = tuple(int(part) for part in text.lower().replace("×", "x").split("x"))
     except ValueError:
         sizes = ()
     if len(sizes) not in count or min(sizes) < 1:
-        raise UsageError(f"--sizes {text} is not accepted: it must be {what}")
+        raise UsageError(f"--sizes {text} is not accepted: it must be {description}")
     return sizes

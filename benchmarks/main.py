@@ -84,9 +84,9 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
     if unknown := [way for way in arguments.ways if way not in known]:
         raise UsageError(f"--ways {' '.join(unknown)} not known; accepted: {', '.join(known)}")
     sizes = [benchmark.size(harness.numbers(s, benchmark.counts, benchmark.shape)) for s in arguments.sizes]
-    cases = {benchmark.name(*each): each for each in benchmark.grid(device, quick, sizes, arguments.dtypes)}
+    cases = {benchmark.name(*case): case for case in benchmark.grid(device, quick, sizes, arguments.dtypes)}
     if arguments.ways and not set(arguments.ways) & set(ways.TUNED):  # these have cases of their own
-        cases = {name: each for name, each in cases.items() if "max-autotune" not in name}
+        cases = {name: case for name, case in cases.items() if "max-autotune" not in name}
     chosen = [n for n in cases if all(t in n for t in arguments.only) and not any(t in n for t in arguments.skip)]
     if not chosen:
         option, texts = ("skip", arguments.skip) if arguments.skip else ("only", arguments.only)

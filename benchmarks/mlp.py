@@ -1,7 +1,7 @@
-"""A training step of GELU and SwiGLU MLPs, and their inference: ``bench mlp`` and ``bench inference``.
+"""Training steps and inference of GELU and SwiGLU MLPs: ``bench mlp`` and ``bench inference``.
 
-A step is forward, and backward to input and weights. Beside the ways of ``ways`` stand *operators*, eager PyTorch with
-our eager operators in it, and *gemms*, the same matrix products and nothing else: what no fusion can go below.
+A step is forward, and backward to input and weights. In addition to the variants of ``ways``, *operators* is eager
+PyTorch with our eager operators, and *gemms* is the MLP's GEMMs alone, a lower bound for any fusion.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -53,7 +53,7 @@ MODULES: dict[str, Callable[[int, int], nn.Module]] = {"gelu_tanh": models.GELUM
 
 
 def module_of(mlp: str, size: Size, weights: Sequence[nn.Parameter]) -> nn.Module:
-    """An MLP with these as its parameters: they live anyway, so "input" computes the first products again."""
+    """Return an MLP module with these parameters. Since they are parameters, "input" recomputes the first GEMMs."""
     with torch.device("meta"):
         module = MODULES[mlp](size.width, size.hidden)
     for (path, _), weight in zip(list(module.named_parameters()), weights, strict=True):
@@ -64,7 +64,7 @@ def module_of(mlp: str, size: Size, weights: Sequence[nn.Parameter]) -> nn.Modul
 
 @dataclass(frozen=True)
 class Size:
-    """Rows of the input, its width, and the width between the two linear layers; widths may be left out: ×4."""
+    """Rows and width of the input, and the hidden width, by default 4 times the width."""
 
     tokens: int
     width: int
@@ -80,7 +80,7 @@ class Size:
 
 
 SHAPE = "TOKENSxWIDTH or TOKENSxWIDTHxHIDDEN, e.g. 8192x4096 or 8192x4096x14336"
-QUICK = [Size(32, 128, 256)]  # products in float8 need multiples of 128
+QUICK = [Size(32, 128, 256)]  # float8 GEMMs need multiples of 128
 CPU_SIZES = [Size(256, 256, 1024), Size(1024, 512, 2048), Size(2048, 1024, 4096)]
 CUDA_SIZES = [Size.of(s) for s in (
     (8192, 4096), (8192, 1024), (16384, 2048), (2048, 8192), (65536, 1024), (256, 512), (2048, 16384, 32768),
@@ -94,7 +94,7 @@ INFERENCE_CUDA = [Size.of((t, w)) for w in (1024, 2048, 4096, 8192) for t in (*D
 def tensors(
     mlp: str, size: Size, dtype: torch.dtype, device: Device, sets: int, seed: int, grad: bool
 ) -> tuple[list[nn.Parameter], list[list[Tensor]], list[Tensor]]:
-    """Weights; input sets (an input and the weights each); gradients that come in. Activations are of order 1."""
+    """Return weights, input sets (an input and the weights each), and output gradients. Activations are of order 1."""
     matrices = [(size.hidden, size.width)] * (2 if mlp == "swiglu" else 1) + [(size.width, size.hidden)]
     generator = torch.Generator(device=device.where).manual_seed(seed)
 
@@ -113,13 +113,13 @@ def tensors(
 
 
 def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device, backward: bool) -> Trial:
-    """The matrix products of a step alone, each result in a tensor that is there already."""
+    """Return a trial of a step's GEMMs alone, which write into preallocated tensors."""
     t, w, h = size.tokens, size.width, size.hidden
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=device.where).to(dtype)
 
-    into, out = normal(t, w), normal(t, h)  # the input or its gradient; what is between the layers or its gradient
+    into, out = normal(t, w), normal(t, h)  # the input and the hidden tensor, or their gradients
     first, second = normal(h, w), normal(w, h)
     result, inner = torch.empty_like(into), torch.empty_like(out)
     d_first, d_second = torch.empty_like(first), torch.empty_like(second)
@@ -139,60 +139,60 @@ def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device, backward: bo
 
 
 def work(mlp: str, size: Size, dtype: torch.dtype, backward: bool) -> tuple[float, float]:
-    """FLOP of the matrix products, and the least bytes a fused step moves: each matrix that they read or write."""
+    """Return the FLOP of the GEMMs, and the least bytes that a fused step moves: each matrix of a GEMM once."""
     count = 3 if mlp == "swiglu" else 2
     flops = 2 * size.tokens * size.width * size.hidden * count
     weights, narrow, broad = count * size.width * size.hidden, size.tokens * size.width, size.tokens * size.hidden
-    forward = weights + 2 * narrow + count * broad  # the hidden tensors: what one product writes, the next reads
+    forward = weights + 2 * narrow + count * broad  # one GEMM writes a hidden tensor, the next reads it
     if not backward:
         return flops, dtype.itemsize * forward
     return 3 * flops, dtype.itemsize * (3 * forward + broad)
 
 
 def works(mlp: str, size: Size, dtype: torch.dtype, way: str, backward: bool) -> list[Work]:
-    """What a way's kernels do at least: its matrix products, and one pass over the hidden tensors each way.
+    """Return the least work of a variant's kernels: GEMMs, and one pass over the hidden tensors in each direction.
 
-    Below "off" (``torch.compile`` keeps as much) backward's pass writes the activation again; "fp8" writes and reads
-    what the activation reads in a byte; "input" computes the first products again.
-    The gradients of biases are left out: they are the same for all.
+    "off" saves as much as ``torch.compile``. At the other levels backward also writes the activation. "fp8" writes and
+    reads the activation's inputs in one byte each, and "input" recomputes the first GEMMs. Gradients of biases are not
+    counted, as all variants compute them.
     """
     level = way.removeprefix("fused-") if way.startswith("fused-") else "off"
     level = "free" if level == "autotune" else level
     firsts, number, elements = (2 if mlp == "swiglu" else 1), dtype.itemsize, size.tokens * size.hidden
     product = Work(flop=2.0 * size.tokens * size.width * size.hidden)
-    found = [product] * (firsts + 1)
+    kernels = [product] * (firsts + 1)
     fp8 = level == "fp8" and backward
     if way != "gemms":
-        found.append(Work(nbytes=elements * ((firsts + 1) * number + (firsts if fp8 else 0))))
+        kernels.append(Work(nbytes=elements * ((firsts + 1) * number + (firsts if fp8 else 0))))
     if backward:
-        found += [product] * (2 * (firsts + 1) + (firsts if level == "input" else 0))
+        kernels += [product] * (2 * (firsts + 1) + (firsts if level == "input" else 0))
     if backward and way != "gemms":
-        kept = 1 if fp8 else number
-        again = 0 if level == "off" else number
-        found.append(Work(nbytes=elements * (number + firsts * (kept + number) + again)))
-    return found
+        saved = 1 if fp8 else number
+        recomputed = 0 if level == "off" else number
+        kernels.append(Work(nbytes=elements * (number + firsts * (saved + number) + recomputed)))
+    return kernels
 
 
 def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
-    """A training step; ``tuned``: with Inductor's autotuning, which takes a minute to compile."""
+    """Return the case of a training step. ``tuned``: with Inductor's autotuning, which takes a minute to compile."""
     fn: Callable[..., Tensor] = MLPS[mlp]
     sets = sets_of(device, size.tokens * size.width * dtype.itemsize * 2, most=8)
     weights, inputs, tangents = tensors(mlp, size, dtype, device, sets, plan.seed, grad=True)
     settings = {"fullgraph": True, "dynamic": False}
     names = ("compile", "fused-free", *ways.TUNED) if tuned else (*ways.TRAINING, *ways.FLOAT8)
-    xs = [each[:1] for each in inputs]
-    made: dict[str, Callable[[], Trial]] = {
+    xs = [tensors[:1] for tensors in inputs]
+    trials: dict[str, Callable[[], Trial]] = {
         name: ways.training(name, module_of(mlp, size, weights), xs, tangents, weights, **settings) for name in names
     }
     if not tuned and mlp in OPERATORS:
         operators = OPERATORS[mlp]
-        made["operators"] = ways.training(lambda fn, **_: lambda x: fn(x, *weights), operators, xs, tangents, weights)
-    made["gemms"] = functools.partial(gemms, mlp, size, dtype, device, True)
+        trials["operators"] = ways.training(lambda fn, **_: lambda x: fn(x, *weights), operators, xs, tangents, weights)
+    trials["gemms"] = functools.partial(gemms, mlp, size, dtype, device, True)
     flops, nbytes = work(mlp, size, dtype, backward=True)
     return Case(
         name_of(mlp, size, dtype, tuned),
         facts(mlp, size, tuned),
-        made,
+        trials,
         ways.truth(fn, inputs[0], tangents[0], weights),
         sets,
         dtype,
@@ -202,24 +202,24 @@ def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, 
         named_only=ways.FLOAT8,
         flops=flops,
         bytes=nbytes,
-        works={way: works(mlp, size, dtype, way, True) for way in made if way in ROOFLINES},
+        works={way: works(mlp, size, dtype, way, True) for way in trials if way in ROOFLINES},
     )
 
 
 def inference_case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
-    """Forward alone, under ``torch.no_grad()``."""
+    """Return the case of forward alone, under ``torch.no_grad()``."""
     fn = MLPS[mlp]
     sets = sets_of(device, size.tokens * size.width * dtype.itemsize, most=8)
     _, inputs, _ = tensors(mlp, size, dtype, device, sets, plan.seed, grad=False)
     settings = {"fullgraph": True, "dynamic": False}
     names: tuple[str, ...] = ("compile", "fused-free", *ways.TUNED) if tuned else ways.INFERENCE
-    made: dict[str, Callable[[], Trial]] = {name: ways.inference(name, fn, inputs, **settings) for name in names}
-    made["gemms"] = functools.partial(gemms, mlp, size, dtype, device, False)
+    trials: dict[str, Callable[[], Trial]] = {name: ways.inference(name, fn, inputs, **settings) for name in names}
+    trials["gemms"] = functools.partial(gemms, mlp, size, dtype, device, False)
     flops, nbytes = work(mlp, size, dtype, backward=False)
     return Case(
         name_of(mlp, size, dtype, tuned),
         facts(mlp, size, tuned),
-        made,
+        trials,
         lambda: [fn(*(t.double() for t in inputs[0]))],
         sets,
         dtype,
@@ -227,11 +227,11 @@ def inference_case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device
         unchecked=("gemms",),
         flops=flops,
         bytes=nbytes,
-        works={way: works(mlp, size, dtype, way, False) for way in made if way in ROOFLINES},
+        works={way: works(mlp, size, dtype, way, False) for way in trials if way in ROOFLINES},
     )
 
 
-# Of these the bytes are known; eager PyTorch's are its operators', and a memory budget's solver picks.
+# Only these variants have known bytes. Eager PyTorch moves more, and the memory budget's solver decides its own.
 ROOFLINES = ("gemms", "compile", "autotune", *(way for way in ways.COMPILED if way.startswith("fused-")))
 
 
@@ -255,24 +255,22 @@ def combinations(
     dtypes: Sequence[str],
     tuned: Callable[[Size], bool],
 ) -> list[Combination]:
-    """What to measure, the most telling first: the sizes; other dtypes; with autotuning, on GPUs, where ``tuned``."""
+    """Return the cases, the most important first: all sizes, then autotuned ones on GPUs, then other dtypes."""
     gpu = device.type == "cuda"
     chosen = list(sizes or (QUICK if quick else default))
     main = [DTYPES[d] for d in dtypes] or ([torch.bfloat16] if gpu else [torch.float32, torch.bfloat16])
     if quick and not dtypes:
         main = main[:1]
-    found: list[Combination] = [(mlp, size, dtype, False) for size in chosen for dtype in main for mlp in mlps]
+    cases: list[Combination] = [(mlp, size, dtype, False) for size in chosen for dtype in main for mlp in mlps]
     if gpu and not quick:
-        found += [(mlp, size, main[0], True) for size in chosen if sizes or tuned(size) for mlp in mlps]
+        cases += [(mlp, size, main[0], True) for size in chosen if sizes or tuned(size) for mlp in mlps]
         if not sizes and not dtypes:
-            found += [
-                (mlp, size, dtype, False) for dtype, some in OTHER_DTYPES.items() for size in some for mlp in mlps
-            ]
-    return found
+            cases += [(mlp, size, dtype, False) for dtype, few in OTHER_DTYPES.items() for size in few for mlp in mlps]
+    return cases
 
 
 def grid(device: Device, quick: bool, sizes: Sequence[Size], dtypes: Sequence[str]) -> list[Combination]:
-    """``bench mlp``'s."""
+    """Return the cases of ``bench mlp``."""
     default = CUDA_SIZES if device.type == "cuda" else CPU_SIZES
     return combinations(
         ("gelu_tanh", "swiglu"), default, device, quick, sizes, dtypes, lambda s: s.tokens == 8192 and s.width <= 4096
@@ -280,7 +278,7 @@ def grid(device: Device, quick: bool, sizes: Sequence[Size], dtypes: Sequence[st
 
 
 def inference_grid(device: Device, quick: bool, sizes: Sequence[Size], dtypes: Sequence[str]) -> list[Combination]:
-    """``bench inference``'s."""
+    """Return the cases of ``bench inference``."""
     default = INFERENCE_CUDA if device.type == "cuda" else INFERENCE_CPU
     return combinations(
         tuple(MLPS), default, device, quick, sizes, dtypes, lambda s: s.width == 2048 and s.tokens in (1, 16, 8192)

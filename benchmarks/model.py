@@ -1,6 +1,6 @@
 """A training step of whole models: time, peak memory, and bytes saved for backward.
 
-A step is forward, and backward to the parameters; the optimizer, the same for all ways, is left out.
+A step is forward, and backward to the parameters. The optimizer is the same for all variants, so it does not run.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -36,7 +36,7 @@ Combination = tuple[str, int, int, torch.dtype, bool]
 
 
 def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> list[Combination]:
-    """What to measure: models of this kind of device, bfloat16 on GPUs and float32 on CPUs by default."""
+    """Return the cases: the device's models, by default in bfloat16 on GPUs and in float32 on CPUs."""
     gpu = device.type == "cuda"
     chosen = DEFAULT["quick" if quick else device.type]
     if sizes:
@@ -45,10 +45,10 @@ def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: 
         if length > MODELS[name][1].context:
             raise UsageError(f"--sizes: {name} takes sequences of {MODELS[name][1].context} tokens, not {length}")
     kinds = [DTYPES[d] for d in dtypes] or [torch.bfloat16 if gpu else torch.float32]
-    found = [(*each, dtype, False) for each in chosen for dtype in kinds]
+    combinations = [(*sizes_of_case, dtype, False) for sizes_of_case in chosen for dtype in kinds]
     if gpu and not quick:
-        found += [(*chosen[0], kinds[0], True)]
-    return found
+        combinations += [(*chosen[0], kinds[0], True)]
+    return combinations
 
 
 def name_of(model: str, batch: int, length: int, dtype: torch.dtype, tuned: bool) -> str:
@@ -56,7 +56,7 @@ def name_of(model: str, batch: int, length: int, dtype: torch.dtype, tuned: bool
 
 
 def build(name: str, dtype: torch.dtype, device: Device, seed: int) -> nn.Module:
-    """A model with random weights, made where it will run."""
+    """Build a model with random weights on the device."""
     make, config = MODELS[name]
     with torch.device(device.where):
         model = make(config).to(dtype)
@@ -65,7 +65,7 @@ def build(name: str, dtype: torch.dtype, device: Device, seed: int) -> nn.Module
 
 
 def batches(name: str, shape: tuple[int, int], sets: int, device: Device, seed: int) -> list[list[Tensor]]:
-    """Random tokens and targets."""
+    """Return random tokens and targets."""
     generator = torch.Generator(device=device.where).manual_seed(seed)
     vocabulary = MODELS[name][1].vocabulary
     return [
@@ -75,29 +75,29 @@ def batches(name: str, shape: tuple[int, int], sets: int, device: Device, seed: 
 
 
 def training(way: str, model: nn.Module, sets: Sequence[Sequence[Tensor]], **settings: Any) -> Callable[[], Trial]:
-    """A way of a training step of a model; results are the loss and each parameter's gradient."""
+    """Return a function that compiles a model's step. Its results are the loss and the parameters' gradients."""
     parameters = list(model.parameters())
     return ways.training(way, model, sets, [None] * len(sets), parameters, **settings)
 
 
 def truth(model: nn.Module, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """The loss and its gradients in float64, a sequence at a time: all have one length, so the mean is of means."""
+    """Return a function that computes the loss and gradients in float64, one sequence of the batch at a time."""
 
     def compute() -> list[Tensor]:
         doubled = copy.deepcopy(model).double()
         parts = list(zip(*(t.split(1) for t in inputs), strict=True))
         loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         for part in parts:
-            each = doubled(*part) / len(parts)
-            each.backward()
-            loss += each.detach()
+            part_loss = doubled(*part) / len(parts)
+            part_loss.backward()
+            loss += part_loss.detach()
         return [loss, *(p.grad for p in doubled.parameters() if p.grad is not None)]
 
     return compute
 
 
 def flops(model: nn.Module, config: models.Config, tokens: int, length: int) -> float:
-    """Matrix products of a step: 6 a parameter in one, and causal attention, a half of the full one."""
+    """Return the FLOP of a step's GEMMs: 6 per token and weight, and half of full attention (causal)."""
     in_products = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     if isinstance(model, models.Llama):
         in_products -= config.vocabulary * config.width  # its embedding is looked up; GPT-2's is the head too
@@ -107,7 +107,7 @@ def flops(model: nn.Module, config: models.Config, tokens: int, length: int) -> 
 
 
 def case(name: str, batch: int, length: int, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
-    """A training step of a model."""
+    """Return the case of a model's training step."""
     model = build(name, dtype, device, plan.seed)
     sets = min(4, sets_of(device, batch * length * 16))
     inputs = batches(name, (batch, length), sets, device, plan.seed)

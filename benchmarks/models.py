@@ -1,4 +1,4 @@
-"""The models that are measured, in plain PyTorch: a GPT-2, and a Llama. They have never heard of this library."""
+"""The benchmarks' models, in plain PyTorch: GPT-2 and Llama."""
 
 # mypy: disable-error-code="no-any-return"
 
@@ -16,8 +16,7 @@ class Config:
     """Sizes of a model.
 
     Attributes:
-        layers, width, hidden, heads, context, vocabulary: what they are called.
-        kv_heads: heads of keys and values (Llama); as many as heads by default.
+        kv_heads: heads of keys and values (Llama); 0 means as many as heads.
     """
 
     layers: int
@@ -30,12 +29,12 @@ class Config:
 
 
 QUICK = Config(layers=1, width=128, hidden=256, heads=4, context=32, vocabulary=64)
-SMALL = Config(layers=3, width=256, hidden=1024, heads=4, context=128, vocabulary=256)  # examples/quickstart.py's
-# What trains in a minute on one core of a CPU: a GPT, and a Llama of its size.
+SMALL = Config(layers=3, width=256, hidden=1024, heads=4, context=128, vocabulary=256)  # examples/quickstart.py has it
+# A GPT and a Llama of equal size, which train in a minute on one core of a CPU.
 TINY = Config(layers=2, width=128, hidden=512, heads=4, context=64, vocabulary=256)
 TINY_LLAMA = Config(layers=2, width=128, hidden=384, heads=4, context=64, vocabulary=256)
 GPT2 = Config(layers=12, width=768, hidden=3072, heads=12, context=1024, vocabulary=50257)  # 124 M parameters
-LLAMA = Config(layers=4, width=4096, hidden=14336, heads=32, context=8192, vocabulary=128256, kv_heads=8)  # 8B's layers
+LLAMA = Config(layers=4, width=4096, hidden=14336, heads=32, context=8192, vocabulary=128256, kv_heads=8)  # Llama-3-8B
 
 
 class GPTAttention(nn.Module):

@@ -1,4 +1,4 @@
-"""The ways to run a function that are compared: PyTorch's own, and ours."""
+"""Variants of a function, compiled by PyTorch or by this library."""
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 
@@ -24,8 +24,7 @@ Function = Callable[..., Any]
 
 
 def fresh(fn: Function) -> Function:
-    """The same function with a code object of its own: Dynamo's cache, which is one per code object, is then its own
-    too, and a call of one way does not look through what the others compiled."""
+    """Copy a function with its code object. Dynamo has a cache per code object, so variants do not share a cache."""
     if not isinstance(fn, types.FunctionType):
         return fresh(lambda *args: fn(*args))
     copied = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
@@ -34,7 +33,7 @@ def fresh(fn: Function) -> Function:
 
 
 def budgeted(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Inductor under upstream's memory budget: a backend, so that the setting holds for this compilation alone."""
+    """Compile with PyTorch's memory budget. As a backend, the setting affects only this compilation."""
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(activation_memory_budget=0.99):
@@ -42,16 +41,16 @@ def budgeted(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     return compiled
 
 
-def ours(memory: str, mode: str = "default", **more: Any) -> Callable[..., Function]:
-    """``backend="fused"`` in a mode of torch.compile; strict, so that it is never plain torch.compile.
+def ours(memory: str, mode: str = "default", **fields: Any) -> Callable[..., Function]:
+    """Return ``backend="fused"`` in a mode of torch.compile, with further fields of the policy.
 
-    ``more``: of the policy.
+    The policy is strict, so that nothing falls back to plain torch.compile.
     """
 
     def compiled(fn: Function, **settings: Any) -> Function:
         import torch._inductor as inductor
 
-        policy = FusionPolicy(memory=memory, strict=True, **more)  # type: ignore[arg-type]
+        policy = FusionPolicy(memory=memory, strict=True, **fields)  # type: ignore[arg-type]
         options: dict[str, Any] = {"policy": policy}
         options.update(inductor.list_mode_options(mode))
         return torch.compile(fresh(fn), backend="fused", options=options, **settings)
@@ -59,18 +58,15 @@ def ours(memory: str, mode: str = "default", **more: Any) -> Callable[..., Funct
     return compiled
 
 
-# torchao's recipes, as it calls them.
-
-
 def by_torchao(module: nn.Module, recipe: str) -> nn.Module:
-    """A copy of a module, with the same parameters, whose MLPs' linear layers multiply by a recipe of torchao's.
+    """Copy a module, and convert the linear layers of its MLPs to torchao's float8 layers. Both share the parameters.
 
     Args:
-        module: holds MLPs of ``models``, or is one.
-        recipe: of ``TORCHAO``.
+        module: an MLP of ``models``, or a module with such MLPs.
+        recipe: one of ``TORCHAO``.
 
     Raises:
-        Unavailable: torchao cannot be imported, or a layer's sizes are no multiples of 16, which its products need.
+        Unavailable: torchao cannot be imported, or a layer's sizes are not multiples of 16, which its GEMMs need.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -87,7 +83,7 @@ def by_torchao(module: nn.Module, recipe: str) -> nn.Module:
 
 
 def mlp_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the MLPs in a module, by their paths: what ``gemm=`` is about."""
+    """Return the linear layers of a module's MLPs by path. These are the layers that ``gemm=`` applies to."""
     return {
         f"{path}.{name}".lstrip("."): layer
         for path, mlp in module.named_modules()
@@ -97,16 +93,16 @@ def mlp_layers(module: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def need_multiples(layers: Mapping[str, nn.Linear], of: int) -> None:
-    """Unavailable where a layer's sizes are no multiples of a number."""
+def need_multiples(layers: Mapping[str, nn.Linear], multiple: int) -> None:
+    """Raise Unavailable if a layer's sizes are not multiples of a number."""
     for name, layer in layers.items():
         sizes = tuple(layer.weight.shape)
-        if any(size % of for size in sizes):
-            raise Unavailable(f"float8 needs multiples of {of}: the weight of {name} is {sizes}")
+        if any(size % multiple for size in sizes):
+            raise Unavailable(f"float8 needs multiples of {multiple}: the weight of {name} is {sizes}")
 
 
 def float8(recipe: str) -> Callable[..., Function]:
-    """``backend="fused"`` with products by a recipe of ours; Unavailable where sizes or the device have none."""
+    """Return ``backend="fused"`` with a float8 recipe. It raises Unavailable if sizes or the device do not allow it."""
 
     def compiled(fn: nn.Module, **settings: Any) -> Function:
         from torch_fused_ops.lowerings.recognize.gemms import no_scaled_products
@@ -115,14 +111,14 @@ def float8(recipe: str) -> Callable[..., Function]:
         need_multiples(layers, scaling.multiple)
         for device in {layer.weight.device for layer in layers.values()}:
             if without := no_scaled_products(device, scaling):
-                raise Unavailable(f"no products in float8 with a scale for each {scaling.noun} on {without}")
+                raise Unavailable(f"no float8 GEMMs with a scale for each {scaling.noun} on {without}")
         return ours("free", gemm=recipe)(fn, **settings)
 
     return compiled
 
 
 def torchao(recipe: str) -> Callable[..., Function]:
-    """``torch.compile`` of a copy whose MLPs' linear layers are torchao's (``by_torchao``)."""
+    """Return ``torch.compile`` of a module converted by torchao (``by_torchao``)."""
 
     def compiled(fn: nn.Module, **settings: Any) -> Function:
         return torch.compile(fresh(by_torchao(fn, recipe)), **settings)
@@ -130,7 +126,7 @@ def torchao(recipe: str) -> Callable[..., Function]:
     return compiled
 
 
-# Eager PyTorch first, whose error says what is to be expected; then what matters most: a time limit cuts the last.
+# Eager PyTorch comes first: its error sets the tolerance. Then the most important: a time limit drops the last ones.
 COMPILED: dict[str, Callable[..., Function]] = {
     "eager": lambda fn, **settings: fn,
     "compile": lambda fn, **settings: torch.compile(fresh(fn), **settings),
@@ -143,23 +139,23 @@ COMPILED: dict[str, Callable[..., Function]] = {
     **{f"gemm-{recipe}": float8(recipe) for recipe in GEMM if recipe != "bf16"},
     **{f"torchao-{recipe.replace('_', '-')}": torchao(recipe) for recipe in TORCHAO},
 }
-FLOAT8 = tuple(name for name in COMPILED if name.startswith(("gemm-", "torchao-")))  # only where they are named
+FLOAT8 = tuple(name for name in COMPILED if name.startswith(("gemm-", "torchao-")))  # only if --ways names them
 TRAINING = tuple(name for name in COMPILED if not name.endswith("autotune") and name not in FLOAT8)
-INFERENCE = ("eager", "compile", "fused-free")  # nothing is kept for backward: budgets and memory= change nothing
+INFERENCE = ("eager", "compile", "fused-free")  # budgets and memory= only change backward
 TUNED = ("autotune", "fused-autotune")
 OURS = (
     "fused-free",
     *(name for name in COMPILED if name.startswith(("fused-", "gemm-")) and name != "fused-free"),
     "operators",
 )
-# What is kept in 8 bits is rebuilt to a few per cent. Of products in float8 each operand is off by 2.6 % in the 2-norm
-# (e4m3; gradients in e5m2, torchao's tensorwise, by 5 %). Measured on CPUs, of MLPs and of models with 1 to 12 layers:
-# 0.092 at most, and 0.129 tensorwise; it grows little with depth.
+# 8-bit storage has errors of a few per cent. A float8 GEMM's operand has an error of 2.6 % in the 2-norm (e4m3; in
+# torchao's tensorwise recipe, e5m2 gradients have 5 %). On CPUs, MLPs and models with 1 to 12 layers had errors of at
+# most 0.092, and 0.129 with tensorwise. The error grows little with depth.
 LOOSE = {"fused-fp8": 0.15, **dict.fromkeys(FLOAT8, 0.12), "torchao-tensorwise": 0.16}
 
 
 def inference(way: str, fn: Function, sets: Sequence[Sequence[Tensor]], **settings: Any) -> Callable[[], Trial]:
-    """A way of calling ``fn`` without gradients."""
+    """Return a function that compiles the variant ``way`` of calling ``fn`` without gradients."""
 
     def make() -> Trial:
         compiled = COMPILED[way](fn, **settings)
@@ -181,21 +177,21 @@ def training(
     parameters: Sequence[Tensor],
     **settings: Any,
 ) -> Callable[[], Trial]:
-    """A way of a training step of ``fn``: forward, and backward to all floating-point inputs and the parameters.
+    """Return a function that compiles a training step of ``fn``: forward, and backward to inputs and parameters.
 
     Args:
-        way: a name of ``COMPILED``, or what makes something callable of ``fn``.
-        fn: of an input set; returns a tensor.
-        sets: the inputs. Those that are also in ``parameters`` do not count as saved.
-        tangents: the gradient that comes in, for each set; None for a loss.
-        parameters: what lives anyway; gradients are taken of them too.
-        settings: for torch.compile.
+        way: a name of ``COMPILED``, or a function that compiles ``fn``.
+        fn: called with an input set; returns a tensor.
+        sets: the input sets. A parameter among the inputs does not count as saved.
+        tangents: for each set, the output's gradient; None for a loss.
+        parameters: tensors that exist anyway, so they do not count as saved. The step computes their gradients.
+        settings: passed to torch.compile.
     """
 
     def make() -> Trial:
         compiled = (COMPILED[way] if isinstance(way, str) else way)(fn, **settings)
         known = {id(p) for p in parameters}
-        wanted = [
+        leaves = [
             [
                 *(t for t in inputs if t.requires_grad and id(t) not in known),
                 *(p for p in parameters if p.requires_grad),
@@ -205,7 +201,7 @@ def training(
 
         def run(i: int) -> list[Tensor]:
             out = compiled(*sets[i])
-            return [out.detach(), *torch.autograd.grad(out, wanted[i], tangents[i])]
+            return [out.detach(), *torch.autograd.grad(out, leaves[i], tangents[i])]
 
         return Trial(run, lambda i: i, lambda: saved_bytes(lambda: compiled(*sets[0]), parameters))
 
@@ -215,15 +211,15 @@ def training(
 def truth(
     fn: Function, inputs: Sequence[Tensor], tangent: Tensor | None, parameters: Sequence[Tensor]
 ) -> Callable[[], list[Tensor]]:
-    """The results of ``training`` in float64, of a function whose parameters are among its inputs."""
+    """Return a function that computes the step in float64. The inputs must include the parameters."""
 
     def compute() -> list[Tensor]:
         doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
         known = {id(p) for p in parameters}
         pairs = list(zip(inputs, doubles, strict=True))
-        wanted = [d for t, d in pairs if t.requires_grad and id(t) not in known]
-        wanted += [d for p in parameters for t, d in pairs if t is p and t.requires_grad]
+        leaves = [d for t, d in pairs if t.requires_grad and id(t) not in known]
+        leaves += [d for p in parameters for t, d in pairs if t is p and t.requires_grad]
         out = fn(*doubles)
-        return [out.detach(), *torch.autograd.grad(out, wanted, None if tangent is None else tangent.double())]
+        return [out.detach(), *torch.autograd.grad(out, leaves, None if tangent is None else tangent.double())]
 
     return compute

@@ -1,12 +1,11 @@
-"""A transformer block written against Megatron-LM's calls, with this library's import in place of Megatron's.
+"""Train a transformer block that calls Megatron-LM's functions, imported from this library.
 
     pip install -e . && python examples/megatron_block.py
 
-The block is spelled as Megatron-LM spells it: linear layers that leave their bias to the next function, the softmax
-module, bias-dropout-add in two places, activations laid out (sequence, batch, hidden), a viewless output for the
-pipeline. Its only change is where the names come from. It runs eager and as one graph (``fullgraph=True``): the script
-trains it both ways from the same weights, once without dropout, where the losses must agree, and once with, and prints
-what each keeps for backward.
+The block is written as in Megatron-LM: linear layers that return their bias, the softmax module, two bias-dropout-adds,
+activations of shape (sequence, batch, hidden), and a viewless output for the pipeline. Only the imports differ. The
+script trains it eager and compiled to one graph (``fullgraph=True``) from the same weights, with and without
+dropout. Without dropout the losses must agree. It prints the activations saved for backward.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -116,7 +115,7 @@ class Model(nn.Module):
 
 
 def batch(step: int, size: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequences that count upwards from somewhere; the first of each batch ends in padding, which is masked."""
+    """Return sequences of consecutive numbers. The first sequence of a batch ends in masked padding."""
     g = torch.Generator().manual_seed(step)
     tokens = (torch.randint(0, 64, (size, 1), generator=g) + torch.arange(length + 1)) % 64
     mask = torch.zeros(size, 1, 1, length, dtype=torch.bool)
@@ -125,28 +124,28 @@ def batch(step: int, size: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(model: Model, forward: Callable[..., Tensor], steps: int) -> tuple[list[float], float]:
-    """The losses, and the MiB kept for backward besides the weights."""
+    """Return the losses, and the MiB saved for backward without the weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     for step in range(steps):
         tokens, targets, mask = batch(step, 8, 32)
-        kept: dict[int, int] = {}
+        saved: dict[int, int] = {}
 
-        def keep(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
+        def pack(t: Tensor, saved: dict[int, int] = saved) -> Tensor:
             storage = t.untyped_storage()
             if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
+                saved[storage.data_ptr()] = storage.nbytes()
             return t
 
-        with saved_tensors_hooks(keep, lambda t: t):
+        with saved_tensors_hooks(pack, lambda t: t):
             logits = forward(tokens, mask)
         loss = F.cross_entropy(logits.transpose(0, 1).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, sum(kept.values()) / 2**20
+    return losses, sum(saved.values()) / 2**20
 
 
 def main() -> None:
@@ -161,23 +160,23 @@ def main() -> None:
 
     torch.manual_seed(0)
     start = Model(args.layers, args.width, args.heads, args.mlp == "swiglu")
-    found: dict[tuple[str, float], tuple[list[float], float]] = {}
+    results: dict[tuple[str, float], tuple[list[float], float]] = {}
     for p in (0.0, 0.1):
         for name in ("eager", "compiled"):
             model = copy.deepcopy(start)
             model.set_dropout(p)
             torch.manual_seed(1)
             forward = model if name == "eager" else torch.compile(model, backend=args.backend, fullgraph=True)
-            found[name, p] = train(model, forward, args.steps)
+            results[name, p] = train(model, forward, args.steps)
 
     print(
         f"{args.layers} blocks with {args.mlp}, width {args.width}; compiled: backend={args.backend!r}, fullgraph=True"
     )
-    print(f"{'':22}{'first loss':>12}{'last loss':>12}{'kept for backward':>20}")
-    for (name, p), (losses, kept) in found.items():
-        print(f"{name + ', dropout ' + str(p):22}{losses[0]:12.6f}{losses[-1]:12.6f}{kept:16.3f} MiB")
-    apart = max(abs(a - b) for a, b in zip(found["eager", 0.0][0], found["compiled", 0.0][0], strict=True))
-    print(f"without dropout the losses are at most {apart:.1e} apart")
+    print(f"{'':22}{'first loss':>12}{'last loss':>12}{'saved for backward':>20}")
+    for (name, p), (losses, saved) in results.items():
+        print(f"{name + ', dropout ' + str(p):22}{losses[0]:12.6f}{losses[-1]:12.6f}{saved:16.3f} MiB")
+    difference = max(abs(a - b) for a, b in zip(results["eager", 0.0][0], results["compiled", 0.0][0], strict=True))
+    print(f"without dropout the losses are at most {difference:.1e} apart")
 
 
 if __name__ == "__main__":

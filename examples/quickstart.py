@@ -1,19 +1,19 @@
-"""A small GPT learns to write Python, five ways, and each way shows what it costs.
+"""Train a small GPT on Python code in five variants, and compare their memory and time.
 
     pip install -e . && python examples/quickstart.py
 
-The text is the Python standard library on this machine; torch is all it needs. The ways start from the same weights
-and see the same batches:
+The text is this machine's Python standard library. The example needs only torch. All variants start from the same
+weights and train on the same batches:
 
     eager           no compiler
-    torch.compile   Inductor as it comes
+    torch.compile   PyTorch's compiler
     fused           torch.compile(model, backend="fused"): this library
-    fused, fp8      the same with options={"memory": "fp8"}: what the activation reads is kept in 8 bits
-    fused, input    the same with options={"memory": "input"}: an MLP keeps its input alone
+    fused, fp8      with options={"memory": "fp8"}: saves the activation's inputs in 8 bits
+    fused, input    with options={"memory": "input"}: saves only an MLP's input
 
-and, with --budget, ``budget 0.99``: Inductor with upstream's activation memory budget set by hand. They take turns step
-by step, in shuffled order, so that whatever else this machine is doing hits them alike. At the end: what each keeps for
-backward, how long a step takes, how far the losses are apart, and a picture, ``quickstart.svg``.
+``--budget`` adds ``budget 0.99``: PyTorch's activation memory budget. Each step runs all variants in random order, so
+that other load on the machine affects all of them. The script prints the activations saved for backward, the time of a
+step and the difference of the losses, and draws ``quickstart.svg``.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -37,11 +37,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# A compile cache of our own, thrown away at the end: the compile times shown are those of a first run.
+# A new compile cache, deleted at the end, so that the printed compile times are times of a first run.
 cache = tempfile.TemporaryDirectory(prefix="quickstart-", ignore_cleanup_errors=True)
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache.name)
 
-warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; nothing here needs it
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch warns; the example does not need NumPy
 
 import torch  # noqa: E402
 import torch._functorch.config as functorch_config  # noqa: E402
@@ -50,7 +50,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import torch_fused_ops as tfo  # noqa: E402
 
-# ---- the model: a plain GPT that has never heard of this library -----------------------------------------------------
+# ---- the model: a GPT in plain PyTorch -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -131,18 +131,18 @@ class GPT(nn.Module):
 
 
 def standard_library(limit: int = 4_000_000) -> Tensor:
-    """Its top-level modules in alphabetical order, as bytes."""
+    """Return its top-level modules in alphabetical order, as bytes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"\n".join(f.read_bytes() for f in files)[:limit]
     print(f"text      {len(text) / 1e6:.1f} MB of Python from {len(files)} files of the standard library")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-# ---- ways to train it ------------------------------------------------------------------------------------------------
+# ---- variants --------------------------------------------------------------------------------------------------------
 
 
 def budget(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Inductor with upstream's memory budget: a backend, so that the setting holds for this compilation alone."""
+    """Compile with PyTorch's memory budget. As a backend, the setting affects only this compilation."""
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(activation_memory_budget=0.99):
@@ -162,7 +162,7 @@ WAYS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
 
 @dataclass
 class Run:
-    """One way: its own copy of the model, and what was seen of it."""
+    """A variant: its copy of the model, and its measurements."""
 
     model: nn.Module
     forward: Callable[..., Tensor]
@@ -189,24 +189,24 @@ def synchronize(device: torch.device) -> None:
 
 
 def saved_for_backward(run: Run, tokens: Tensor, targets: Tensor) -> int:
-    """Bytes that autograd keeps between forward and backward: each storage once, the parameters not counted."""
+    """Return the bytes that autograd saves for backward: each storage once, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = run.forward(tokens, targets)  # holds the graph, hence the storages: no address is used twice
-        total = sum(kept.values())
+        total = sum(saved.values())
     del loss
     return total
 
 
-# ---- what came of it -------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -214,33 +214,33 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def paired(ours: Run, other: Run) -> tuple[float, float, float]:
-    """Time per step against another way: the median of the ratios within a round, and its 95 % interval."""
-    ratios = sorted(a / b for a, b in zip(ours.seconds, other.seconds, strict=True))
+def paired(run: Run, other: Run) -> tuple[float, float, float]:
+    """Return the median ratio of step times within a round, and its 95 % interval."""
+    ratios = sorted(a / b for a, b in zip(run.seconds, other.seconds, strict=True))
     n, reach = len(ratios), 0.98 * math.sqrt(len(ratios))  # order statistics: no assumption on the noise
     low, high = max(0, math.floor(n / 2 - reach) - 1), min(n - 1, math.ceil(n / 2 + reach))
     return statistics.median(ratios), ratios[low], ratios[high]
 
 
-def pace(ours: Run, other: Run) -> str:
-    """How much less time a step takes: of pairs of steps, or that this cannot be told."""
-    ratio, low, high = paired(ours, other)
-    if len(ours.seconds) < 8:
+def pace(run: Run, other: Run) -> str:
+    """Describe the difference in time between two variants' steps."""
+    ratio, low, high = paired(run, other)
+    if len(run.seconds) < 8:
         return "too few steps to compare times"
     if low <= 1 <= high:
         return "no measurable difference in time"
     return f"{abs(ratio - 1):.1%} {'faster' if ratio < 1 else 'SLOWER'}"
 
 
-def verdict(name: str, ours: Run, other: Run) -> str:
-    memory, (_, low, high) = ours.saved / other.saved - 1, paired(ours, other)
+def verdict(name: str, run: Run, other: Run) -> str:
+    memory, (_, low, high) = run.saved / other.saved - 1, paired(run, other)
     change = "as much" if abs(memory) < 0.0005 else f"{abs(memory):.1%} {'less' if memory < 0 else 'MORE'}"
-    interval = f" (95 % interval {low - 1:+.1%} … {high - 1:+.1%})" if len(ours.seconds) >= 8 else ""
-    return f"  {name:<13}  {change} saved for backward, {pace(ours, other)}{interval}"
+    interval = f" (95 % interval {low - 1:+.1%} … {high - 1:+.1%})" if len(run.seconds) >= 8 else ""
+    return f"  {name:<13}  {change} saved for backward, {pace(run, other)}{interval}"
 
 
 def lost_tail() -> str:
-    """How many bfloat16 results of GELU for inputs in [−10, −3] are off by more than a unit in the last place."""
+    """Describe the error of bfloat16 GELU for inputs in [−10, −3], in units in the last place."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[(x >= -10) & (x <= -3)]
     exact = 0.5 * x.double() * torch.erfc(-x.double() / math.sqrt(2))
@@ -251,7 +251,7 @@ def lost_tail() -> str:
 
 @contextmanager
 def dots(text: str) -> Iterator[None]:
-    """The text, and a dot every three seconds until it is done."""
+    """Print the text, then a dot every three seconds until the context exits."""
     print(text, end=" ", flush=True)
     done = threading.Event()
 
@@ -269,12 +269,12 @@ def dots(text: str) -> Iterator[None]:
 
 
 def picture(runs: dict[str, Run], subtitle: str) -> str:
-    """Two panels of bars side by side, as SVG: no plotting library is needed."""
+    """Draw two panels of bars as SVG, without a plotting library."""
     plain = runs["torch.compile"]
     changes = {name: f"{r.saved / plain.saved - 1:+.1%}".replace("-", "−") for name, r in runs.items()}
     paces = {name: pace(r, plain).removesuffix(" in time") for name, r in runs.items()}
     panels: dict[str, list[tuple[tuple[float, float, float], str]]] = {  # quartiles, beside torch.compile
-        "Kept for backward, MiB": [((r.saved / 2**20,) * 3, changes[name]) for name, r in runs.items()],
+        "Saved for backward, MiB": [((r.saved / 2**20,) * 3, changes[name]) for name, r in runs.items()],
         "One training step, ms": [(quartiles([1e3 * s for s in r.seconds]), paces[name]) for name, r in runs.items()],
     }
     height = 152 + 34 * len(runs)
@@ -283,7 +283,7 @@ def picture(runs: dict[str, Run], subtitle: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 {height}" width="880" height="{height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="14">',
         f'<rect width="880" height="{height}" fill="#ffffff"/>',
-        f'<text x="28" y="38" font-size="18" font-weight="600" fill="{ink}">A small GPT, {len(runs)} ways</text>',
+        f'<text x="28" y="38" font-size="18" font-weight="600" fill="{ink}">A small GPT, {len(runs)} variants</text>',
         f'<text x="28" y="60" font-size="13" fill="{faint}">{subtitle}</text>',
     ]
     for left, (title, rows) in zip((28, 466), panels.items(), strict=True):
@@ -310,17 +310,17 @@ def picture(runs: dict[str, Run], subtitle: str) -> str:
     return "\n".join([*out, "</svg>\n"])
 
 
-# ---- go --------------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="timed training steps of each way (default: 30)")
-    parser.add_argument("--seconds", type=float, default=30, help="or train only so long, five steps at least (30)")
+    parser.add_argument("--steps", type=int, default=30, help="timed training steps of each variant (default: 30)")
+    parser.add_argument("--seconds", type=float, default=30, help="stop after this time and five steps (default: 30)")
     parser.add_argument("--layers", type=int, default=3, help="blocks of the model (default: 3)")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a batch (default: 8)")
     parser.add_argument("--mlp", choices=("gelu", "swiglu"), default="gelu", help="the model's MLPs (default: gelu)")
-    parser.add_argument("--budget", action="store_true", help="upstream's activation memory budget, 0.99, too")
+    parser.add_argument("--budget", action="store_true", help="add PyTorch's activation memory budget, 0.99")
     parser.add_argument("--out", type=Path, default="quickstart.svg", help="the picture (default: quickstart.svg)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
     parser.add_argument("--seed", type=int, default=0)
@@ -351,7 +351,7 @@ def main() -> None:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     first = batch()
-    with dots("What backend='fused' does with this model"):
+    with dots("Which MLPs backend='fused' fuses"):
         report = tfo.explain(model, *first)
     print(f"\n\n{report}\n")
 
@@ -362,7 +362,7 @@ def main() -> None:
         copied = copy.deepcopy(model)
         runs[name] = Run(copied, way(copied), torch.optim.AdamW(copied.parameters(), lr=1e-3, fused=True))
 
-    print("Compiling, with the first step (not compared: a later way may reuse kernels that an earlier one built)")
+    print("Compiling, with the first step (do not compare: a later variant may reuse kernels of an earlier one)")
     for name, run in runs.items():
         with dots(f"  {name:<13}"):
             run.step(*first)
@@ -379,24 +379,24 @@ def main() -> None:
         if step % max(1, args.steps // 6) == 0 or step == args.steps or late:
             print(f"  {step:<6} " + "".join(f"{f'loss {r.losses[-1]:.4f}':>15}" for r in runs.values()), flush=True)
         if late:
-            print(f"  stopped after {args.seconds:.0f} s: this machine is slow, or busy")
+            print(f"  stopped after {args.seconds:.0f} s: this machine is slow or busy")
             break
     for run in runs.values():
         run.saved = saved_for_backward(run, *first)
 
-    print(f"\n  {'':<13}  {'kept for backward':>18} {'ms per step':>12} {'quartiles':>18} {'loss ≠ eager by':>16}")
+    print(f"\n  {'':<13}  {'saved for backward':>18} {'ms per step':>12} {'quartiles':>18} {'loss ≠ eager by':>16}")
     for name, run in runs.items():
         low, middle, high = (1e3 * q for q in quartiles(run.seconds))
-        apart = max(abs(a - b) for a, b in zip(run.losses, runs["eager"].losses, strict=True))
-        kept, spread = f"{run.saved / 2**20:.2f} MiB", f"{low:.1f} … {high:.1f}"
-        print(f"  {name:<13}  {kept:>18} {middle:>12.1f} {spread:>18} {apart:>16.1e}")
+        difference = max(abs(a - b) for a, b in zip(run.losses, runs["eager"].losses, strict=True))
+        saved, spread = f"{run.saved / 2**20:.2f} MiB", f"{low:.1f} … {high:.1f}"
+        print(f"  {name:<13}  {saved:>18} {middle:>12.1f} {spread:>18} {difference:>16.1e}")
     print("\nagainst torch.compile")
     for name, run in runs.items():
         if name.startswith("fused"):
             print(verdict(name, run, runs["torch.compile"]))
     print(f"""
-fused         keeps what upstream's activation_memory_budget=0.99 keeps of MLPs (--budget shows it)
-fp8, input    keep less than 0.99 does: fp8 rounds gradients, input multiplies again (lower budgets: attention, too)
+fused         saves as few of the MLPs' activations as activation_memory_budget=0.99 (add it with --budget)
+fp8, input    save less: fp8 rounds gradients, input recomputes GEMMs (lower budgets also recompute attention)
 the tail      {lost_tail()}
 float8        options={{"gemm": "fp8"}}, on an H100 or H200
 will it fit?  python -m torch_fused_ops plan your_module:make_model --gpu H100 --memory 72GiB""")

@@ -1,12 +1,12 @@
-"""The quickstart's GPT with MLPs that several processes hold together.
+"""Train the quickstart's GPT with tensor-parallel MLPs, and compare it with training in one process.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-gloo on CPUs, nccl where each process has a GPU. Each MLP becomes a ``torch_fused_ops.nn.MLP``, and its weights are
-shared out by ``parallelize_module``: of the first linear's, each process holds rows (with ``--mlp swiglu`` its gate
-rows and its up rows), of the second's, the columns that meet them. All else every process has whole. Beside it, the
-plain GPT is trained in one process on the same batches. At the end, what was trained together is saved, loaded by one
-process, and must go on as if nothing had happened.
+The backend is gloo on CPUs, and nccl if each process has a GPU. Each MLP becomes a ``torch_fused_ops.nn.MLP``, and
+``parallelize_module`` shards its weights. Each process has rows of the first linear layer (with ``--mlp swiglu``, of
+both gate and up) and the matching columns of the second. All other parameters are replicated. The plain GPT trains on
+the same batches in one process. At the end, the sharded model is saved, and one process loads it and must compute the
+same loss.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -56,7 +56,7 @@ class BlockMLP(nn.Module):
 
 
 def with_our_mlps(model: GPT) -> GPT:
-    """A copy of the model, its MLPs ours."""
+    """Return a copy of the model with this library's MLPs."""
     model = copy.deepcopy(model)
     for block in model.blocks:
         block.mlp = BlockMLP(block.mlp).to(next(model.parameters()).device)
@@ -113,7 +113,7 @@ def main() -> None:
     pairs = [(model, optimizer(model)) for model in (alone, shared)]
     step_of = {alone: alone, shared: torch.compile(shared, backend="fused") if args.compile else shared}
     say(f"  step        one process    {ranks} processes")
-    apart = 0.0
+    difference = 0.0
     for step in range(1, args.steps + 1):
         tokens, targets = batch()
         losses = []
@@ -123,10 +123,10 @@ def main() -> None:
             loss.backward()
             of_model.step()
             losses.append(loss.item())
-        apart = max(apart, abs(losses[0] - losses[1]))
+        difference = max(difference, abs(losses[0] - losses[1]))
         say(f"  {step:<4} {losses[0]:>18.6f} {losses[1]:>14.6f}")
-    say(f"\nlosses    differ by {apart:.1e} at most")
-    assert apart < 1e-3, "tensor parallelism has changed what is computed"
+    say(f"\nlosses    differ by {difference:.1e} at most")
+    assert difference < 1e-3, "tensor parallelism has changed what is computed"
 
     with tempfile.TemporaryDirectory() as temporary:
         folders = [str(args.folder or Path(temporary) / "checkpoint")]
@@ -137,17 +137,17 @@ def main() -> None:
             expected = shared(tokens, targets).item()
         me = dist.new_group([0])
         if rank == 0:
-            one = with_our_mlps(GPT(config).to(device))
-            of_one = optimizer(one)
-            distributed.load(folders[0], one, of_one, process_group=me)
+            single = with_our_mlps(GPT(config).to(device))
+            of_one = optimizer(single)
+            distributed.load(folders[0], single, of_one, process_group=me)
             with torch.no_grad():
-                found = one(tokens, targets).item()
-            whole = one.blocks[0].mlp.mlp.linear_fc1.weight
+                actual = single(tokens, targets).item()
+            loaded = single.blocks[0].mlp.mlp.linear_fc1.weight
             part = weight.to_local()
-            rows = whole.unflatten(0, (2 if args.mlp == "swiglu" else 1, -1)).chunk(ranks, 1)[0].flatten(0, 1)
+            rows = loaded.unflatten(0, (2 if args.mlp == "swiglu" else 1, -1)).chunk(ranks, 1)[0].flatten(0, 1)
             assert torch.equal(rows, part), "the checkpoint has other numbers"
-            say(f"saved     by {ranks}, loaded by 1, bit for bit; the next loss is {found:.6f} and {expected:.6f}")
-            assert abs(found - expected) < 1e-4
+            say(f"saved     by {ranks}, loaded by 1, bit for bit; the next loss is {actual:.6f} and {expected:.6f}")
+            assert abs(actual - expected) < 1e-4
         dist.barrier()
     dist.destroy_process_group()
 

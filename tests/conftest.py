@@ -1,4 +1,4 @@
-"""What every test gets: compile caches of the tests' own, the activation table as it was, a limit of processor time."""
+"""Set up every test: private compile caches, a restored activation table, and a count of processor time."""
 
 import atexit
 import gc
@@ -18,20 +18,20 @@ from typing import Any
 import pytest
 import torch
 
-# So that no run is served what another run compiled. A run's processes share one: they precompile C++ headers once.
+# A new cache for each run. Its processes share the cache, so they precompile C++ headers once.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torch_fused_ops_tests_")
 
-# Which of the processor's vector instructions compiler and system know is otherwise tried out by every process that
-# compiles C++, for 8 s of processor time. With "" it is tried out, with "0" none are used.
+# Otherwise every process that compiles C++ tests which vector instructions the compiler and the system support. That
+# takes 8 s of processor time. The value "" runs that test, and "0" disables vector instructions.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# Every process that compiles starts others for a GPU's kernels, for 4 s of processor time: not where there is no GPU.
+# Without a GPU, do not start Inductor's pool of processes for GPU kernels. It takes 4 s of processor time.
 if not torch.cuda.is_available():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# Dynamo looks for garbage after each graph: a seventh of a small capture's time. ``pytest_collection_finish`` says when
-# it is looked for here.
+# Dynamo collects garbage after each graph, a seventh of a small capture's time. ``pytest_collection_finish`` sets the
+# collector instead.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import processor_time
@@ -39,32 +39,33 @@ import processor_time
 import torch_fused_ops
 from torch_fused_ops import activations
 
-# Dynamo times each graph's guards, once, with the processor's caches flushed: 40 of a small capture's 140 ms.
+# Dynamo times each graph's guards once, with flushed processor caches. That is 40 of a small capture's 140 ms.
 if hasattr(torch._C._dynamo.guards, "profile_guard_manager"):
     torch._C._dynamo.guards.profile_guard_manager = lambda *args: 0.0
 
-# To seed devices that are not there torch writes down three times from where: 0.5 ms. It keeps the texts for ever.
+# Without an accelerator, torch.manual_seed records three stack traces for the missing devices. They take 0.5 ms and are
+# never freed.
 if not torch.accelerator.is_available():
     torch.random._manual_seed_impl = lambda seed: torch.default_generator.manual_seed(int(seed))
 
-# pytest adds its handlers to each logger that does not propagate, and so hears what torch has for TORCH_TRACE, which is
-# made where somebody hears it: a twentieth of the time of compiling. Torch's own handler is there by now.
+# Torch formats records for TORCH_TRACE only if their logger has a handler. Pytest would add one, since this logger does
+# not propagate, and the records would take a twentieth of the compile time. Torch has added its own handler already.
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The whole suite, plain ``pytest``, runs in up to four processes.
+    """Run the whole suite, plain ``pytest``, in up to four processes.
 
-    A file goes to one of them: what its tests share, estimated figures above all, is compiled once. On a GPU they share
-    its memory, but for their contexts, and the pools that compile its kernels have a process for each processor in all.
+    All tests of a file run in one process, so that they share compiled estimates. On a GPU, a free process takes the
+    next test. The processes divide the GPU's memory and the processors that compile its kernels.
     """
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
-    if whole and config.pluginmanager.hasplugin("xdist") and config.getoption("numprocesses") is None:
+    is_whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    if is_whole_suite and config.pluginmanager.hasplugin("xdist") and config.getoption("numprocesses") is None:
         processors = os.cpu_count() or 1
         config.option.numprocesses = workers = min(processors, 4)
         config.option.dist = "worksteal" if torch.cuda.is_available() else "loadfile"
-        settings = {"OMP_NUM_THREADS": f"{processors // workers}"}  # for the workers: threads spin
+        settings = {"OMP_NUM_THREADS": f"{processors // workers}"}  # more threads would only spin
         if torch.cuda.is_available():
             settings["TORCHINDUCTOR_COMPILE_THREADS"] = f"{processors // workers}"
             settings["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{0.9 / workers:.3f}"
@@ -73,13 +74,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What CONTRIBUTING.md says of them."""
+    """Add the options that CONTRIBUTING.md explains."""
     parser.addoption("--record-compatibility", action="store_true", help="write what passes to docs/compatibility.json")
     parser.addoption("--processor-time", metavar="FILE", help="write each test's processor time in seconds to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A meter in every process that runs tests; what reports on all tests in the one that hears of them."""
+    """Register a meter in every process that runs tests, and the reports in the main process."""
     config.pluginmanager.register(processor_time.Meter(), "processor-time-meter")
     if hasattr(config, "workerinput"):
         return
@@ -89,21 +90,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is looked for among what tests make, and seldom: it is a tenth of a compilation's time otherwise.
+    """Collect garbage seldom, and only among objects of tests: otherwise it takes a tenth of a compilation's time.
 
-    At the end pytest looks for it five times; then all goes, or Triton's bindings list what they find left.
+    At exit, unfreeze all objects. Otherwise Triton's bindings print a list of leaked objects.
     """
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
     atexit.register(gc.unfreeze)
-    _leave_out()
+    _skip_unread_logs()
 
 
-def _leave_out() -> None:
-    """What torch computes for logs, tables and caches that nobody reads here, and what takes long: a fiftieth of all.
+def _skip_unread_logs() -> None:
+    """Skip work of torch for logs and caches that tests do not read: a fiftieth of the suite's time.
 
-    Dynamo takes a file apart to name a line's function, and writes all settings as JSON for each graph. For its caches
-    Inductor has all of Triton hashed by each process, 500 MB; ours are of this run.
+    Dynamo parses a file to name a line's function, and writes all settings as JSON for each graph. Each process hashes
+    Triton's 500 MB for Inductor's cache keys; this run has a cache of its own.
     """
     for module, name in (
         ("torch._dynamo.symbolic_convert", "get_funcname"),
@@ -117,7 +118,7 @@ def _leave_out() -> None:
 
 @pytest.fixture(scope="session")
 def inductor() -> Any:
-    """Inductor's compile_fx, imported at nobody's expense: it takes 3 s of whichever test is first."""
+    """Return Inductor's compile_fx. Its import takes 3 s, which count for no test."""
     from torch._inductor import compile_fx
 
     return compile_fx
@@ -125,16 +126,16 @@ def inductor() -> Any:
 
 @pytest.fixture
 def only_new_garbage() -> None:
-    """``gc.collect`` goes through what the test makes, not through 0.5 s of what is there already."""
+    """Let ``gc.collect`` skip the objects that exist already, which take 0.5 s."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If "interpreted": Inductor with all its passes and lowerings, but for generated code the graph, run by torch.
+    """Run all passes and lowerings of Inductor, and with "interpreted" no generated code: torch runs the graph.
 
-    A C++ compiler takes 1.5 to 4 seconds a graph, this 0.1. What the code *computes* is then not tested: tests marked
-    ``codegen_is_slow`` run both ways, the generated code under ``-m slow``.
+    A C++ compiler takes 1.5 to 4 seconds a graph, this 0.1. The values of generated code are then not tested. Tests
+    marked ``codegen_is_slow`` run both ways, with generated code under ``-m slow``.
     """
     if getattr(request, "param", "generated") == "generated":
         return
@@ -158,7 +159,7 @@ def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def interpreted(gm: Any, inputs: Sequence[Any], is_inference: bool) -> Any:
-    """What Inductor makes of a graph before it generates code, run call by call."""
+    """Return the graph after Inductor's passes, as a function that runs it call by call."""
     from harness import after_passes
     from torch._inductor.output_code import OutputCode
 
@@ -167,12 +168,12 @@ def interpreted(gm: Any, inputs: Sequence[Any], is_inference: bool) -> Any:
     class Interpreted(OutputCode):
         def __init__(self) -> None:
             super().__init__()
-            self._boxed_call = True  # of the instance: wrappers copy its attributes
+            self._boxed_call = True  # on the instance: wrappers copy its attributes
 
         def __call__(self, inputs: list[Any]) -> Any:
-            given = list(inputs)
-            inputs.clear()  # they are handed over: what is read no more is freed
-            return runs(*given)
+            arguments = list(inputs)
+            inputs.clear()  # the caller passes ownership: an input is freed after its last read
+            return runs(*arguments)
 
         def post_compile(self, *args: Any) -> None:
             pass
@@ -184,9 +185,9 @@ def interpreted(gm: Any, inputs: Sequence[Any], is_inference: bool) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests marked ``codegen_is_slow``: with the graphs run by torch, and, under ``-m slow``, with generated code.
+    """Run tests marked ``codegen_is_slow`` with interpreted graphs, and under ``-m slow`` with generated code.
 
-    In a file that is marked as a whole, ``codegen_is_slow(False)`` takes out a test that is about generated code.
+    If a whole file has the mark, ``codegen_is_slow(False)`` exempts a test of generated code.
     """
     mark = metafunc.definition.get_closest_marker("codegen_is_slow")
     if mark and mark.args != (False,) and not metafunc.definition.get_closest_marker("slow"):
@@ -194,51 +195,51 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("inductor_code", ["interpreted", generated], indirect=True)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m takes tests out
+@pytest.hookimpl(tryfirst=True)  # before -m deselects tests
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Marks as slow what ``covering(n, *names)`` and ``covering(every=n)`` leave out of the default suite.
+    """Mark as slow the cases that ``covering(n, *names)`` and ``covering(every=n)`` do not select.
 
-    Every n values that parameters (``names``, or all) take together in some case, they take in one of the cases that
-    stay. n = 2 is pairwise testing, n = 1 has every value once. With ``every`` one case in n stays, by a hash of its
-    id: a case that is added takes at most one other's place.
+    ``covering(n)`` selects cases that cover every combination of n values of the parameters (``names``, or all). n = 2
+    is pairwise testing, n = 1 has every value once. ``every=n`` selects one case in n by a hash of its id, so an
+    additional case replaces at most one other.
     """
     products: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("covering") and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
-            device = str(item.callspec.params.get("device"))  # every device that is there gets all
+            device = str(item.callspec.params.get("device"))  # each device has its own selection
             products[item.nodeid.partition("::")[0], item.originalname, device].append(item)
     for cases in products.values():
         mark = cases[0].get_closest_marker("covering")
-        stay = _covering(cases, *mark.args) if mark.args else _one_in(mark.kwargs["every"], cases)
+        selected = _covering(cases, *mark.args) if mark.args else _one_in(mark.kwargs["every"], cases)
         for i, case in enumerate(cases):
-            if i not in stay:
+            if i not in selected:
                 case.add_marker(pytest.mark.slow)
 
 
 def _one_in(every: int, cases: list[Any]) -> list[int]:
-    """The cases whose ids have the lowest hashes."""
+    """Return one case in ``every``: those whose ids have the lowest hashes."""
     by_hash = sorted(range(len(cases)), key=lambda i: zlib.crc32(cases[i].callspec.id.encode()))
     return by_hash[: -(-len(cases) // every)]
 
 
 def _covering(cases: list[Any], strength: int, *names: str) -> set[int]:
-    """Which cases cover all: greedily, the first of those that cover most of what is left."""
+    """Return indices of cases that cover all combinations, greedily: next comes the case with the most new ones."""
     names = names or tuple(name for name in cases[0].callspec.params if name not in ("inductor_code", "device"))
     values = [[(name, repr(case.callspec.params[name])) for name in names] for case in cases]
-    together = [set(itertools.combinations(each, min(strength, len(names)))) for each in values]
-    left, stay = set().union(*together), set()
-    while left:
-        best = max(range(len(cases)), key=lambda i: len(together[i] & left))
-        left -= together[best]
-        stay.add(best)
-    return stay
+    covered_by = [set(itertools.combinations(case, min(strength, len(names)))) for case in values]
+    uncovered, selected = set().union(*covered_by), set()
+    while uncovered:
+        best = max(range(len(cases)), key=lambda i: len(covered_by[i] & uncovered))
+        uncovered -= covered_by[best]
+        selected.add(best)
+    return selected
 
 
 # ---- docs/compatibility.json, from which docs/generate.py writes the table of docs/compatibility.md -----------------
 
 
 class _Record:
-    """Counts (passed, failed, skipped) for each file."""
+    """Count (passed, failed, skipped) for each file."""
 
     def __init__(self, tests: Path) -> None:
         self.tests = tests
@@ -250,7 +251,7 @@ class _Record:
             self.counts[report.nodeid.partition("::")[0].removeprefix("tests/")][place] += 1
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Adds to what is there for other versions; files that did not run now keep their counts."""
+        """Update this version's counts. Other versions, and files that did not run, stay unchanged."""
         import torch
 
         numbers = torch.__version__.partition("+")[0]
@@ -266,7 +267,7 @@ class _Record:
 
 @pytest.fixture(autouse=True)
 def activation_table() -> Iterator[None]:
-    """Takes out what a test registers, so that no other test recognizes it. Names must still differ between tests."""
+    """Remove the activations that a test registers. Names must still differ between tests."""
     before = dict(activations._TABLE)
     yield
     if before != activations._TABLE:
@@ -278,7 +279,7 @@ def activation_table() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """The same random numbers for each test; Dynamo has compiled nothing before, and afterwards pick-up is off."""
+    """Start each test with the same random numbers and an empty Dynamo, and end it with fusion disabled."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield

@@ -1,4 +1,4 @@
-"""Models and verbs that test files share: MLPs, a step of training and what it saves, compilation by a policy."""
+"""Models and functions that test files share: MLPs, training steps, saved tensors, compilation with a policy."""
 
 import copy
 import functools
@@ -33,12 +33,12 @@ GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """As CLIP has it."""
+    """CLIP's activation."""
     return x * torch.sigmoid(1.702 * x)
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))); an activation of ``halves`` = 2 halves the features."""
+    """down(activation(up(x))). With ``halves`` = 2 the activation halves the number of features."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Llama's: down(silu(gate(x)) · up(x))."""
+    """Llama's MLP: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, width: int, hidden: int, linear: Callable[[int, int], nn.Module] = WITHOUT_BIAS) -> None:
         super().__init__()
@@ -69,17 +69,17 @@ class SwiGLU(nn.Module):
 
 
 def named(name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """A function with some of its arguments, which ids of tests call so."""
-    made = functools.partial(fn, *args, **kwargs)
-    made.__name__ = name  # type: ignore[attr-defined]
-    return made
+    """Bind some arguments of a function. The name appears in ids of tests."""
+    bound = functools.partial(fn, *args, **kwargs)
+    bound.__name__ = name  # type: ignore[attr-defined]
+    return bound
 
 
 GeluMLP = named("GeluMLP", MLP, activation=GELU_TANH)
 
 
 def of_halves(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The activation of the first half of the features times the second half."""
+    """Return a GLU: it activates the first half of the features and multiplies by the second half."""
 
     def glu(h: Tensor) -> Tensor:
         gate, up = h.chunk(2, -1)
@@ -89,7 +89,7 @@ def of_halves(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
 
 
 class Net(nn.Module):
-    """body(self, x, ...), with members for it to use: modules, parameters, buffers."""
+    """body(self, x, ...), with members: modules, parameters and buffers."""
 
     def __init__(self, body: Callable[..., Any], **members: Any) -> None:
         super().__init__()
@@ -100,12 +100,12 @@ class Net(nn.Module):
             else:
                 setattr(self, name, member)
 
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return self.body(self, x, *rest)
+    def forward(self, x: Tensor, *args: Any) -> Any:
+        return self.body(self, x, *args)
 
 
 def conv1d(width: int, hidden: int) -> nn.Module:
-    """As GPT-2's: addmm with a weight of (in, out), and the residual behind."""
+    """GPT-2's MLP in transformers: addmm with weights of (in, out), and a residual add at the end."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         h = torch.addmm(s.b, x.view(-1, x.size(-1)), s.w).view(*x.shape[:-1], hidden)
@@ -117,7 +117,7 @@ def conv1d(width: int, hidden: int) -> nn.Module:
 
 
 class Stack(nn.Module):
-    """Layers one after the other, each added to its input if ``residual``; what is made of the last one's result."""
+    """Layers in sequence, each added to its input if ``residual``. ``end`` is applied to the last layer's result."""
 
     def __init__(
         self, layers: Iterable[nn.Module], residual: bool = False, end: Callable[[Tensor], Tensor] | None = None
@@ -132,27 +132,27 @@ class Stack(nn.Module):
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False) -> Tensor:
-    """A tensor of no memory."""
+    """Return a tensor without memory."""
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
 def on_meta(make: Callable[..., nn.Module], *args: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A module of no memory."""
+    """Return a module without memory."""
     with torch.device("meta"):
         return make(*args).to(dtype)
 
 
-def selective(*keeps: Any) -> Callable[[], Any]:
-    """A ``context_fn`` of checkpoints that keep what these operators compute."""
+def selective(*saved: Any) -> Callable[[], Any]:
+    """Return a ``context_fn`` of checkpoints that save these operators' results."""
 
     def decide(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return functools.partial(create_selective_checkpoint_contexts, decide)
 
 
 class Calls(TorchDispatchMode):
-    """The calls of operators: (operator, arguments, keyword arguments, result)."""
+    """Records calls of operators: (operator, arguments, keyword arguments, result)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,12 +164,12 @@ class Calls(TorchDispatchMode):
         return result
 
     def of(self, operator: Any) -> list[tuple[Any, ...]]:
-        """The arguments of each call of an operator."""
+        """Return the arguments of an operator's calls."""
         return [args for func, args, *_ in self.made if func is operator]
 
 
 class Ran(TorchDispatchMode):
-    """How often operators ran, the sizes of matrix products, and what is still there of all that was computed."""
+    """Counts calls of operators, and records the sizes of GEMMs and the storages of results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,21 +181,21 @@ class Ran(TorchDispatchMode):
         self.counted[func.overloadpacket] += 1
         if func.overloadpacket is torch.ops.aten.mm:
             self.gemms.append((*args[0].shape, args[1].shape[1]))
-        given = {t.untyped_storage()._cdata for t in args if type(t) in (Tensor, nn.Parameter)}
+        of_arguments = {t.untyped_storage()._cdata for t in args if type(t) in (Tensor, nn.Parameter)}
         result = func(*args, **(kwargs or {}))
         for t in tree_leaves(result):
-            if type(t) is Tensor and (storage := t.untyped_storage())._cdata not in given:
+            if type(t) is Tensor and (storage := t.untyped_storage())._cdata not in of_arguments:
                 self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
-    def alive(self, *but: Tensor) -> int:
-        """The bytes of what was made and is still there, but for these tensors'."""
-        others = {t.untyped_storage()._cdata for t in but}
-        return sum(n for at, (ref, n) in self.made.items() if at not in others and not ref.expired())
+    def alive(self, *except_for: Tensor) -> int:
+        """Return the bytes of results that are still in memory, without these tensors."""
+        excluded = {t.untyped_storage()._cdata for t in except_for}
+        return sum(n for key, (ref, n) in self.made.items() if key not in excluded and not ref.expired())
 
 
 def kernel_of(operator: str) -> Callable[..., Any]:
-    """What an operator, or a backward one, calls on a GPU."""
+    """Return the function that runs a forward or backward operator on a GPU."""
     families = {"dropout_add": "families.dropout.kernels", "scaled_masked_softmax": "families.softmax.kernels"}
     family = families.get(operator.removesuffix("_backward"))
     module = importlib.import_module(f"torch_fused_ops.{family or 'kernels.activation'}")
@@ -203,7 +203,7 @@ def kernel_of(operator: str) -> Callable[..., Any]:
 
 
 def interpreting() -> Any:
-    """While it is open, Triton's interpreter runs what would be launched on a GPU."""
+    """Return a context in which Triton's interpreter runs the kernels that a GPU would run."""
     from torch_fused_ops import virtual_gpu
     from torch_fused_ops.kernels import launching
 
@@ -214,15 +214,15 @@ def interpreting() -> Any:
 
 
 def without_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-    """A backend: Inductor's passes, AOTAutograd and its partitioner; the graphs then run as they are."""
+    """Compile with Inductor's passes, AOTAutograd and its partitioner, but run the graphs without generated code."""
     from functorch.compile import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, inner_compile=lambda gm, *args, **rest: make_boxed_func(gm.forward))
+    return compile_fx(gm, example_inputs, inner_compile=lambda gm, *args, **kwargs: make_boxed_func(gm.forward))
 
 
 def after_passes(gm: torch.fx.GraphModule, inputs: Sequence[Any], is_inference: bool, lower: bool = True) -> Any:
-    """What Inductor makes of a graph before it generates code, which runs call by call; ``lower``: lower it, too."""
+    """Return the graph after Inductor's passes, which runs call by call. ``lower``: also run the lowerings."""
     from torch._dynamo.utils import detect_fake_mode
     from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext
@@ -246,89 +246,89 @@ def after_passes(gm: torch.fx.GraphModule, inputs: Sequence[Any], is_inference: 
 
 
 def python(*arguments: object, cwd: Path | None = None, quiet: bool = False, **environment: str) -> str:
-    """What a new Python process prints, which ends well; if ``quiet``, with nothing on stderr but torch's own log."""
+    """Run a new Python process and return its output. It must succeed, if ``quiet`` with only torch's log on stderr."""
     command, env = [sys.executable, "-W", "ignore", *map(str, arguments)], {**os.environ, **environment}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
-    said = [line for line in done.stderr.splitlines() if quiet and not re.match(r"[IW]\d{4} ", line)]
-    assert done.returncode == 0 and not said, done.stdout[-3000:] + done.stderr[-3000:]
+    errors = [line for line in done.stderr.splitlines() if quiet and not re.match(r"[IW]\d{4} ", line)]
+    assert done.returncode == 0 and not errors, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 def kept_by(call: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-    """A call's result, and the tensors that autograd saves of it."""
-    kept: list[Tensor] = []
+    """Return a call's result, and the tensors that autograd saves."""
+    saved: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
-        kept.append(t)
+        saved.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        return call(), kept
+        return call(), saved
 
 
 def nbytes(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
-    """The memory of tensors: each once, and none of others'."""
+    """Return the bytes of the tensors' storages, each counted once. Storages of ``besides`` do not count."""
     excluded = {t.untyped_storage()._cdata for t in besides}
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(n for key, n in storages.items() if key not in excluded)
 
 
 def saving(call: Callable[[], Any], besides: Iterable[Tensor] = ()) -> tuple[Any, int]:
-    """A call's result, and the bytes that autograd saves of it: each memory once, and none of these tensors'."""
-    result, kept = kept_by(call)
-    return result, nbytes(kept, besides)
+    """Return a call's result, and the bytes that autograd saves, as ``nbytes`` counts them."""
+    result, saved = kept_by(call)
+    return result, nbytes(saved, besides)
 
 
 def step_of(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """(a function's result and its inputs' gradients, the tensors that autograd saves)."""
-    out, kept = kept_by(lambda: fn(*inputs))
+    """Return (a function's result and its inputs' gradients, the tensors that autograd saves)."""
+    out, saved = kept_by(lambda: fn(*inputs))
     tangent = normal(*out.shape, dtype=out.dtype, seed=1).detach()
-    wanted = [t for t in inputs if t.requires_grad]
-    return [out.detach(), *(torch.autograd.grad(out, wanted, tangent) if wanted else ())], kept
+    leaves = [t for t in inputs if t.requires_grad]
+    return [out.detach(), *(torch.autograd.grad(out, leaves, tangent) if leaves else ())], saved
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """A leaf, the same for each shape and seed, of rows of length one."""
+    """Return a random leaf whose rows have norm one on average. A shape and a seed always give the same numbers."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     x = torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
     return x.to(dtype).requires_grad_()
 
 
-def distances(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> list[float]:
-    """In the 2-norm, relative."""
-    pairs = zip(got, wanted, strict=True)
+def distances(got: Iterable[Tensor], expected: Iterable[Tensor]) -> list[float]:
+    """Return the tensors' relative errors in the 2-norm."""
+    pairs = zip(got, expected, strict=True)
     return [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs]
 
 
-def saving_step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *rest: Tensor) -> tuple[list[Tensor], int]:
-    """A step's result and gradients, and the bytes that it saves besides the module's tensors.
+def saving_step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *args: Tensor) -> tuple[list[Tensor], int]:
+    """Return a step's result and gradients, and the bytes that it saves, without the module's tensors.
 
     Args:
-        fn: the module, or what computes the same with its parameters.
-        module: its parameters that require gradients have theirs, behind the input's.
+        fn: the module, or a function that uses its parameters.
+        module: its parameters' gradients follow the input's gradient.
         x: the input.
-        rest: further arguments.
+        args: further arguments.
     """
     x = x.detach().clone().requires_grad_()
-    y, saved = saving(lambda: fn(x, *rest), module.state_dict().values())
+    y, saved = saving(lambda: fn(x, *args), module.state_dict().values())
     tangent = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     trained = [p for p in module.parameters() if p.requires_grad]
     return [y.detach(), *torch.autograd.grad(y, [x, *trained], tangent)], saved
 
 
-def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *rest: Tensor) -> list[Tensor]:
-    """A step's result and gradients."""
-    return saving_step(fn, module, x, *rest)[0]
+def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *args: Tensor) -> list[Tensor]:
+    """Return a step's result and gradients."""
+    return saving_step(fn, module, x, *args)[0]
 
 
 def output(mlp: Callable[..., Any], *args: Any) -> Tensor:
-    """The result of a call of Megatron's MLP, whose bias comes beside it."""
+    """Call Megatron's MLP, which returns (result, bias), and return their sum."""
     y, bias = mlp(*args)
     return y if bias is None else y + bias  # type: ignore[no-any-return]
 
 
 def compiled(module: Callable[..., Any], policy: FusionPolicy, **settings: Any) -> Any:
-    """A module compiled with a policy, anew; settings are torch.compile's."""
+    """Reset Dynamo and compile a module with a policy. ``settings`` are passed to torch.compile."""
     torch._dynamo.reset()
     return torch.compile(module, backend="fused", options={"policy": policy}, **settings)
 
@@ -336,16 +336,16 @@ def compiled(module: Callable[..., Any], policy: FusionPolicy, **settings: Any) 
 def captured(
     fn: Callable[..., Any], *args: Any, each: Callable[[torch.fx.GraphModule], Any] = lambda gm: gm, **settings: Any
 ) -> tuple[Any, list[Any]]:
-    """(the result of a call, what ``each`` makes of its graphs by Dynamo), which run as ``each`` leaves them."""
-    found = []
+    """Return a call's result, and ``each(graph)`` of every Dynamo graph. ``each`` may modify graphs before they run."""
+    results = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        found.append(each(gm))
+        results.append(each(gm))
         gm.recompile()
         return gm.forward
 
     torch._dynamo.reset()
-    return torch.compile(fn, backend=backend, **settings)(*args), found
+    return torch.compile(fn, backend=backend, **settings)(*args), results
 
 
 def raises(
@@ -355,7 +355,7 @@ def raises(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The error that a call raises; its message matches the words, a regular expression."""
+    """Return the error that a call raises. Its message must match ``words``, a regular expression."""
     with pytest.raises(error, match=words) as caught:
         call(*args, **kwargs)
     return caught.value

@@ -1,4 +1,4 @@
-"""The arithmetic of a tensor-parallel MLP: each rank's saved bytes, collectives and GEMMs."""
+"""Compute by hand what a tensor-parallel MLP saves, sends and multiplies on each rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ class MLPFigures(NamedTuple):
     """One training step of an MLP, on one of its ranks.
 
     Attributes:
-        weights: bytes of its shards of both weights.
+        weights: bytes of the rank's shards.
         saved: bytes saved for backward, excluding weights.
-        collectives: (name, bytes of the whole tensor) of each, forward, then backward.
-        sent: bytes that a rank sends in them, as rings send them: (p-1)/p of the tensor, an all-reduce twice as much.
-        gemms: (m, k, n) of each GEMM of m×k and k×n matrices: two forward, one recomputed with memory="input", four
-            backward.
+        collectives: (name, bytes of the whole tensor), forward, then backward.
+        sent: bytes that a rank sends with ring algorithms: (p-1)/p of a tensor, twice that for an all-reduce.
+        gemms: sizes (m, k, n): two forward, one recomputed with memory="input", four backward.
     """
 
     weights: int

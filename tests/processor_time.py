@@ -1,7 +1,7 @@
-"""Processor time, of this process and of those it waited for: what the suite costs on any machine, busy or not.
+"""Measure the processor time of tests, in this process and its children. Unlike time, it hardly depends on the load.
 
-It is counted from the test's setup on, without the setup of fixtures that several tests share and without imports,
-which whichever test comes first would pay.
+A test's count starts with its setup. Imports and the setup of shared fixtures do not count, as the first test would pay
+for all.
 """
 
 import json
@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 
-def seconds(*whose: int) -> float:
-    """Processor time so far, by default of this process and of its children."""
-    used = (resource.getrusage(who) for who in whose or (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+def seconds(*processes: int) -> float:
+    """Return the processor time so far, by default of this process and its children."""
+    used = (resource.getrusage(who) for who in processes or (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 class Meter:
-    """In every process that runs tests: each report carries the processor time of its phase."""
+    """Adds the processor time of a phase to its report, in every process that runs tests."""
 
     def __init__(self) -> None:
         self.since = 0.0
-        self.shared = 0.0  # of the phase: what belongs to several tests
+        self.shared = 0.0  # seconds of the phase spent in shared fixtures
 
     def pytest_runtest_logstart(self) -> None:
         self.since, self.shared = seconds(), 0.0
@@ -52,7 +52,7 @@ class Meter:
 
 
 class Table:
-    """In the process that hears of all tests: the sum of all processes, and, if asked for, a file of each test's."""
+    """Prints the sum over all processes, and optionally writes each test's time to a file. Runs in the main process."""
 
     def __init__(self, file: str | None) -> None:
         self.file = file
@@ -69,11 +69,11 @@ class Table:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.tests:
             return
-        # Workers say what they took: as this process's children they may have been waited for by now, or not.
-        whole = self.workers + seconds(resource.RUSAGE_SELF) if self.workers else seconds()
+        # Workers report their own time, since this process may not have waited for them yet.
+        total = self.workers + seconds(resource.RUSAGE_SELF) if self.workers else seconds()
         dearest = sorted(self.tests.items(), key=lambda pair: -pair[1])
         terminalreporter.write_line(
-            f"processor time: {whole:.0f} s, {sum(self.tests.values()):.0f} s of it in tests, the rest in imports and "
+            f"processor time: {total:.0f} s, {sum(self.tests.values()):.0f} s of it in tests, the rest in imports and "
             f"in collecting them; the dearest: {dearest[0][1]:.1f} s, {dearest[0][0]}"
         )
         if self.file:

@@ -1,4 +1,4 @@
-"""Documentation: every Python block runs, generated pages are up to date, every message and every link is there."""
+"""Pages: every Python block runs, generated pages are up to date, every message is explained, every link works."""
 
 import ast
 import dataclasses
@@ -22,7 +22,7 @@ from torch_fused_ops import FusionPolicy
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# What a page's blocks take as given: names that stand for the reader's own.
+# Names that a page's blocks use and the reader defines.
 GIVEN = {
     "migrate.md": """
         from types import SimpleNamespace
@@ -85,21 +85,21 @@ GIVEN = {
         model, TrainingArguments = Trainer, Trainer
     """,
 }
-# Which block: what changes before it.
+# By page and block: a line to run before the block.
 BEFORE = {
     "distributed.md": {1: "import torch; torch.set_default_device('cpu')"},
     "largest-batch.md": {1: "exec('with torch.device(\"meta\"): make_model()')"},
 }
-TORCH = {"verify.md": "2.13"}  # the page's figures are of this version
+TORCH = {"verify.md": "2.13"}  # this version printed the page's figures
 # The other pages' blocks run under -m slow.
 DEFAULT = {"README.md": ()}
 MARK = "---- the block ends ----"
 
 
 def blocks(page: Path) -> list[tuple[int, str, str | None]]:
-    """(line, code, what the page says it prints) of each block that is marked as Python.
+    """Return (line, code, printed text or None) of each block that is marked as Python.
 
-    One line of text may lead from the code to what it prints. The page on reports has a test of its own.
+    One line of text may separate the code from its output. The page on reports has a test of its own.
     """
     text = page.read_text(encoding="utf-8")
     pattern = r"^```python\n(.*?)^```(?:\n+(?:[^\n]+:\n+)?```(?:text)?\n(.*?)^```)?"
@@ -107,7 +107,7 @@ def blocks(page: Path) -> list[tuple[int, str, str | None]]:
 
 
 def write_program(page: Path, folder: Path) -> Path:
-    """A page's blocks as a program, each line where the page has it, that imports what the page takes as given."""
+    """Write a page's blocks as a program with the same line numbers, which imports the page's ``GIVEN`` names."""
     name = page.stem.replace("-", "_")
     (folder / f"given_{name}.py").write_text("# mypy: ignore-errors\n" + textwrap.dedent(GIVEN.get(page.name, "")))
     lines = [""] * (page.read_text(encoding="utf-8").count("\n") + 1)
@@ -120,7 +120,7 @@ def write_program(page: Path, folder: Path) -> Path:
     return script
 
 
-def test_there_are_blocks_to_run() -> None:
+def test_pages_have_at_least_15_blocks() -> None:
     assert sum(len(blocks(page)) for page in PAGES) >= 15
 
 
@@ -130,19 +130,19 @@ def test_there_are_blocks_to_run() -> None:
     ids=lambda page: page.name,
 )
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
-    """One after the other, in one process, they print what follows them; a traceback has the page's lines."""
+    """A page's blocks run in one process and print the page's text. A traceback has the page's line numbers."""
     script = write_program(page, tmp_path)
     if page.name in ("modules.md", "out-of-memory.md", "largest-batch.md"):
         pytest.importorskip("transformers")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    found = python(script, cwd=tmp_path, PYTHONPATH=path)
-    for (line, _, shown), printed in zip(blocks(page), found.split(f"{MARK}\n"), strict=False):
-        if shown is not None and torch.__version__.startswith(TORCH.get(page.name, "")):
-            assert comparable(printed, line) == comparable(shown), f"{page.name}:{line}"
+    outputs = python(script, cwd=tmp_path, PYTHONPATH=path).split(f"{MARK}\n")
+    for (line, _, expected), printed in zip(blocks(page), outputs, strict=False):
+        if expected is not None and torch.__version__.startswith(TORCH.get(page.name, "")):
+            assert comparable(printed, line) == comparable(expected), f"{page.name}:{line}"
 
 
 def comparable(text: str, before: int = 0) -> str:
-    """Without rounding errors, 5.4e-08, which are a processor's own; a line's number is the block's."""
+    """Remove rounding errors such as 5.4e-08, which differ between processors, and count lines from the block."""
     text = re.sub(r"\d\.\de[+-]\d\d", "", text)
     return re.sub(r"\bline (\d+)", lambda number: f"line {int(number[1]) - before}", text)
 
@@ -163,13 +163,13 @@ def test_generated_pages_are_what_is_generated(
 @pytest.mark.slow
 def test_the_example_of_a_report_is_what_is_printed(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
-    program, shown = re.findall(r"```(?:python)?\n(.*?)```", page.partition("## An example")[2], re.S)[:2]
+    program, expected = re.findall(r"```(?:python)?\n(.*?)```", page.partition("## An example")[2], re.S)[:2]
     (tmp_path / "small_gpt.py").write_text(program, encoding="utf-8")
-    assert python("small_gpt.py", cwd=tmp_path) == shown
+    assert python("small_gpt.py", cwd=tmp_path) == expected
 
 
 def test_the_readme_and_is_it_for_me_state_results() -> None:
-    """Figures outside of generated tables; test_precision.py has GELU's tail, benchmarks/test_on_paper.py losses."""
+    """Figures outside of generated tables are those of the results. test_precision.py checks GELU's tail."""
     from torch_fused_ops.benchmarks.laboratory import coverage
 
     results = ROOT / "benchmarks" / "results"
@@ -179,16 +179,16 @@ def test_the_readme_and_is_it_for_me_state_results() -> None:
         if case["facts"]["width"] <= 512:  # larger cases have at most ten rounds
             ratio = case["ways"]["fused-free"]["ratio_to"]["compile"]["median"]
             ratios.setdefault(case["facts"]["mlp"], []).append(ratio)
-    steps = [f"{min(found):.2f} to {max(found):.2f}" for found in (ratios["gelu_tanh"], ratios["swiglu"])]
-    built = [each for each in coverage.load(coverage.RESULTS) if "modes" in each]
+    steps = [f"{min(values):.2f} to {max(values):.2f}" for values in (ratios["gelu_tanh"], ratios["swiglu"])]
+    built = [result for result in coverage.load(coverage.RESULTS) if "modes" in result]
     outcomes = [coverage.outcome(site) for result in built for site in coverage.sites_of(result)]
     share = 100 * outcomes.count("fused") / (outcomes.count("fused") + outcomes.count("not fused"))
     for page in (readme, questions):
         assert all(step in page for step in steps), steps
         assert f"{len(built)}" in page and f"{share:.1f} %" in page
     trained = json.loads((results / "long_training.json").read_text())["summary"]["GELU"]["differences"]
-    apart = [f"{trained[f'{way} − eager']['root_mean_square']:.5f}" for way in ("nudged", "compile", "fused")]
-    assert f"| root mean square difference from eager | {' | '.join(apart)} |" in questions
+    differences = [f"{trained[f'{way} − eager']['root_mean_square']:.5f}" for way in ("nudged", "compile", "fused")]
+    assert f"| root mean square difference from eager | {' | '.join(differences)} |" in questions
 
 
 def test_the_page_on_memory_states_the_roofline() -> None:
@@ -207,11 +207,11 @@ def test_the_page_on_memory_states_the_roofline() -> None:
         ways = ("compile", "fused-free", "fused-fp8", "fused-input")
         works = {way: mlp.works(kind, size, torch.bfloat16, way, True) for way in ways}
         all_works.append(works)
-        plain, *others = map(rates.seconds, works.values())
+        plain, *fused = map(rates.seconds, works.values())
         gemms = sum(work.flop for work in works["compile"]) / rates.flop
         shares.setdefault(width, set()).add(f"{100 * gemms / plain:.0f}")
-        assert stated == [f"{other / plain:.3f}" for other in others], name
-        narrow += [others[0] / plain - 1] if size.width <= 2048 else []
+        assert stated == [f"{step / plain:.3f}" for step in fused], name
+        narrow += [fused[0] / plain - 1] if size.width <= 2048 else []
     assert shares == {"1024": {"86", "87"}, "2048": {"93"}, "4096": {"96"}}
     assert "86 to 87 % of plain's step at width 1024, 93 % at 2048 and 96 % at 4096" in text
     assert f"costs {100 * min(narrow):.0f} to {100 * max(narrow):.1f} % of an MLP's step" in text
@@ -232,8 +232,8 @@ def test_every_item_of_the_compatibility_page_has_its_tests(generate: Any) -> No
             assert (ROOT / "tests" / file).exists(), (name, file)
 
 
-# Errors that name an argument carry their cure; refusals are in recognition.md and reports; the rest is for users of
-# the command line, or inside.
+# Only these errors need an explanation on the page. Errors that name an argument say what is accepted, recognition.md
+# and reports explain rejections, and other errors are for users of the command line, or internal.
 WITH_A_CURE = {
     "RuntimeError",
     "ImportError",
@@ -245,13 +245,13 @@ WITH_A_CURE = {
 WARNINGS = {"warnings.warn", "internals.warn", "log.warning"}
 LAST_NAMES = {name.rpartition(".")[2] for name in WITH_A_CURE | WARNINGS}
 INSIDE = {
-    "torch_fused_ops/testing/check.py",  # what `python -m torch_fused_ops check` prints
-    "torch_fused_ops/reports/figures.py",  # the compiler's own message, handed on
+    "torch_fused_ops/testing/check.py",  # output of `python -m torch_fused_ops check`
+    "torch_fused_ops/reports/figures.py",  # the compiler's message, passed on
 }
 
 
 def messages() -> Iterator[tuple[str, list[str]]]:
-    """(place, fixed parts) of each message that does not say by itself what to do."""
+    """Yield (place, fixed parts) of each message that troubleshooting.md must explain."""
     for path in sorted([*(ROOT / "torch_fused_ops").rglob("*.py"), *(ROOT / "lowerings").rglob("*.py")]):
         name = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -272,17 +272,17 @@ def messages() -> Iterator[tuple[str, list[str]]]:
 
 
 def _words(text: str) -> str:
-    """Without quotes and line ends, and from one word to the next."""
+    """Remove quotes, line ends, and punctuation at both ends."""
     return " ".join(re.sub(r"[`'\">]", "", text).split()).strip(" .,:;()")
 
 
 def test_every_warning_and_error_is_in_troubleshooting() -> None:
     page = _words((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
-    found = list(messages())
-    assert len(found) >= 15
+    places = list(messages())
+    assert len(places) >= 15
     ends = lambda part: (" ".join(part.split()[:5]), " ".join(part.split()[-5:]))  # noqa: E731
     missing = [
-        f"{place}: {parts}" for place, parts in found if not any(e in page for part in parts for e in ends(part))
+        f"{place}: {parts}" for place, parts in places if not any(e in page for part in parts for e in ends(part))
     ]
     assert not missing, "\n".join(missing)
 
@@ -293,7 +293,7 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), (page.name, target)
-        if page.name == "compatibility.md":  # its paths begin in tests/, and are looked at above
+        if page.name == "compatibility.md":  # its paths begin in tests/, and another test checks them
             continue
         for path in re.findall(r"`((?:docs|tests|benchmarks|examples|lowerings|torch_fused_ops)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), (page.name, path)
@@ -314,14 +314,14 @@ def test_the_python_api_has_every_public_name() -> None:
 
 @pytest.mark.slow
 def test_the_site_is_built(tmp_path: Path) -> None:
-    """Links and anchors that lead nowhere are errors (with --quiet mkdocs would not count its warnings)."""
+    """Broken links and anchors are errors (with --quiet mkdocs would not count its warnings)."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     python("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path, cwd=ROOT)
     assert "levels.png" in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
-if __name__ == "__main__":  # for .ci/types
+if __name__ == "__main__":  # .ci/types calls it
     (samples := Path(sys.argv[1])).mkdir()
     for page in filter(blocks, PAGES):
         write_program(page, samples)

@@ -1,8 +1,8 @@
-"""Mutation tests: each check that keeps a rewrite sound is removed or inverted, and a default test must fail.
+"""Mutation tests: remove or invert a check that a correct rewrite needs. A default test must then fail.
 
 ``mutants.txt`` is the table. By default only its rows are checked: each still fits its file. ``.ci/slow mutants``
-applies each mutant in a copy of the tree. There it runs the default tests that the row names, then those that the
-file's section names, to the first failure. If all of them pass, the mutant survives, and its case fails.
+applies each mutant in a copy of the tree. It runs the row's default tests, then the tests of the file's section, up to
+the first failure. If all of them pass, the mutant survives, and its case fails.
 """
 
 import importlib.util
@@ -25,14 +25,14 @@ class Mutant(NamedTuple):
     file: str
     original: list[str]
     mutated: list[str]
-    tests: list[list[str]]  # the row's, then the section's
+    tests: list[list[str]]  # tests of the row, then tests of the section
     equivalent: str
 
     def __str__(self) -> str:
         return f"{Path(self.file).stem}: {' '.join(map(str.strip, self.mutated or ['not', *self.original]))}"
 
-    def of(self, source: str) -> str:
-        """The file's text with the mutated lines; the original ones must be there exactly once."""
+    def apply(self, source: str) -> str:
+        """Return the file's text with the mutated lines. It must have the original lines exactly once."""
         lines, original = source.splitlines(keepends=True), [line.strip() for line in self.original]
         stripped, n = [line.strip() for line in lines], len(original)
         places = [i for i in range(len(lines)) if stripped[i : i + n] == original]
@@ -62,9 +62,9 @@ CHECKED = sorted({mutant.file for mutant in MUTANTS})
 
 @pytest.mark.parametrize("file", CHECKED)
 def test_every_row_fits_its_file(file: str) -> None:
-    """The original lines are in it once, no two rows make the same file, and the tests named exist."""
+    """The file has the original lines once, no two rows give the same text, and the tests exist."""
     source, mutants = (ROOT / file).read_text(), [mutant for mutant in MUTANTS if mutant.file == file]
-    assert len({source, *(mutant.of(source) for mutant in mutants)}) == len(mutants) + 1
+    assert len({source, *(mutant.apply(source) for mutant in mutants)}) == len(mutants) + 1
     for mutant in mutants:
         assert mutant.equivalent or mutant.tests[0], f"{mutant}: no test is named"
         for test in itertools.chain(*mutant.tests):
@@ -74,7 +74,7 @@ def test_every_row_fits_its_file(file: str) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree, from which a process started there imports the package."""
+    """Copy the tree. A process that starts in the copy imports the package from it."""
     folder = tmp_path_factory.mktemp("mutants") / "tree"
     hidden = shutil.ignore_patterns(".git", ".environments", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, folder, symlinks=True, ignore=hidden)
@@ -93,7 +93,7 @@ def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def fails(folder: Path, tests: list[str]) -> str:
-    """The default test that fails first, or "" if all pass."""
+    """Return the first default test that fails, or "" if all pass."""
     done = run(folder, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--tb=no", *tests)
     assert done.returncode in (0, 1), done.stdout[-3000:] + done.stderr[-3000:]
     return "" if done.returncode == 0 else next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
@@ -101,10 +101,10 @@ def fails(folder: Path, tests: list[str]) -> str:
 
 @pytest.fixture
 def mutated(tree: Path, mutant: Mutant) -> Iterator[Path]:
-    """The tree with the mutant in its file; no bytecode of another text of the file is left."""
+    """Put the mutant into the tree's file, and remove bytecode of the original file."""
     file = tree / mutant.file
     source = file.read_text()
-    for text in (mutant.of(source), source):
+    for text in (mutant.apply(source), source):
         file.write_text(text)
         Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
         if text is not source:

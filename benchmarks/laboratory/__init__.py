@@ -1,14 +1,14 @@
-"""Scripts behind the figures of the pages: a folder of a clone that is not installed.
+"""Scripts behind figures of the pages, in a clone only.
 
 python -m torch_fused_ops.benchmarks.laboratory.NAME --help
 
 on_paper           estimates of six blocks for an H200
 plans              ``plan`` of four models
-coverage           which MLPs of transformers' architectures are fused
-fp8_recipes        float8 recipes beside torchao's
+coverage           fused MLPs in the architectures of transformers
+fp8_recipes        float8 recipes of this library and of torchao
 training           losses after training, by memory level and recipe
-paper_and_devices  times and peaks that others measured, beside the virtual GPU's
-training_steps     peaks of training steps that others measured, beside ``plan``
+paper_and_devices  published times and peaks, and the virtual GPU's estimates
+training_steps     published peaks of training steps, and ``plan``'s estimates
 gpu                all measurements of a GPU in three commands; gpu_tests is its pytest plug-in
 """
 
@@ -27,23 +27,23 @@ def run_script(
     text: str,
     options: Sequence[str],
     arguments: Sequence[str] | None = None,
-    **more: dict[str, Any],
+    **extra_options: dict[str, Any],
 ) -> int:
-    """Run a script that takes some of the options of ``bench``; returns the exit code.
+    """Run a script with some of ``bench``'s options; returns the exit code.
 
     Args:
         main: the script.
         text: its docstring.
         options: their names.
-        arguments: the command line, by default the program's.
-        more: options of its own, as ``add_argument`` takes them.
+        arguments: the command line, by default that of the program.
+        extra_options: further options, with their arguments of ``add_argument``.
     """
     from torch_fused_ops.benchmarks.harness import UsageError
     from torch_fused_ops.tools.arguments import add_bench_options
 
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_bench_options(parser, options)
-    for name, option in more.items():
+    for name, option in extra_options.items():
         parser.add_argument(f"--{name}", **option)
     try:
         return main(parser.parse_args(arguments))

@@ -38,13 +38,13 @@ from torch_fused_ops.lowerings import recognize
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.jsonl"
-SECONDS = 240  # of processor time for one architecture, both modes; ten times as long on the clock
+SECONDS = 240  # limit of an architecture's processor time; ten times as long on the clock
 MODES = ("train", "eval")
-LARGEST = 200_000_000  # parameters; what cannot be made smaller is left out
+LARGEST = 200_000_000  # parameters; larger models are not built
 
 # ---- every architecture, tiny ----------------------------------------------------------------------------------------
 
-# What the configurations call the same things. Only names that a configuration has are set.
+# Names of settings in configurations. Only names that a configuration has are set.
 _NAMES: dict[int, str] = {
     1: "n_group topk_group num_expert_groups",
     2: """num_hidden_layers n_layer num_layers encoder_layers decoder_layers n_layers num_decoder_layers
@@ -77,8 +77,8 @@ _NAMES: dict[int, str] = {
     256: "vocab_size text_vocab_size entity_vocab_size vocab_size_per_layer_input",
 }
 SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name in names.split()}
-# Tried in turn, until the model builds and runs: what is set on top of SIZES. None takes a name out; "unset" sets what
-# the configuration leaves at None, too.
+# Changes to SIZES, tried in turn until the model builds and runs. None removes a name. "unset" also sets names whose
+# default is None.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4, "n_head_kv": 4},
@@ -95,7 +95,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     ),  # the published sizes, two layers
 )
 SPECIAL = {"attention_types": [[["global", "local"], 1]]}  # GPT-Neo's
-LISTS = {  # lists keep their length
+LISTS = {  # values of lists, whose length does not change
     "depths": 1,
     "layer_depths": 1,
     "num_blocks": 1,
@@ -106,7 +106,7 @@ LISTS = {  # lists keep their length
 
 
 def architectures() -> dict[str, tuple[str, str]]:
-    """Each architecture's configuration and model class: the bare model, or else the first head that there is."""
+    """Return each architecture's configuration and model class: the bare model, or else its first head."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -115,18 +115,18 @@ def architectures() -> dict[str, tuple[str, str]]:
     tables += sorted(
         n for n in dir(auto) if n.startswith("MODEL_FOR") and n.endswith("_MAPPING_NAMES") and n not in tables
     )
-    found: dict[str, tuple[str, str]] = {}
+    classes: dict[str, tuple[str, str]] = {}
     for table in tables:
         for name, model in getattr(auto, table).items():
             if name in CONFIG_MAPPING_NAMES:
-                found.setdefault(name, (CONFIG_MAPPING_NAMES[name], model if isinstance(model, str) else model[0]))
+                classes.setdefault(name, (CONFIG_MAPPING_NAMES[name], model if isinstance(model, str) else model[0]))
     for name, config in CONFIG_MAPPING_NAMES.items():  # parts of others: text and vision towers
-        found.setdefault(name, (config, config.removesuffix("Config") + "Model"))
-    return dict(sorted(found.items()))
+        classes.setdefault(name, (config, config.removesuffix("Config") + "Model"))
+    return dict(sorted(classes.items()))
 
 
 def _settings(config: Any, variant: dict[str, Any]) -> dict[str, Any]:
-    """What to build the configuration with: SIZES for the names that it has, its parts' likewise."""
+    """Return the arguments of a configuration: SIZES for the names that it and its parts have."""
     from transformers import PretrainedConfig
 
     sizes = {**SIZES, **variant}
@@ -152,7 +152,7 @@ def _settings(config: Any, variant: dict[str, Any]) -> dict[str, Any]:
 
 
 def _models(config_name: str, model_name: str) -> Iterator[Any]:
-    """The model in every variant that can be built."""
+    """Yield the model in every variant, or the error of a variant that cannot be built."""
     import transformers
 
     config_class, model_class = getattr(transformers, config_name), getattr(transformers, model_name)
@@ -185,7 +185,7 @@ def _image(config: Any) -> tuple[int, int, int]:
 
 
 def _inputs(model: Any) -> dict[str, Any]:
-    """What the model's ``forward`` asks for, as far as it goes by names."""
+    """Return inputs for the model's ``forward``, chosen by the names of its parameters."""
     config = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or 256
@@ -214,11 +214,11 @@ def _inputs(model: Any) -> dict[str, Any]:
         makers |= {"pixel_values": lambda: patches}
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     main = getattr(model, "main_input_name", None)
-    wanted = [*required, main]
+    names = [*required, main]
     if getattr(config, "is_encoder_decoder", False):
-        wanted.append("decoder_input_ids")
-    wanted += [n for n in ("input_ids", "attention_mask", "pixel_values", "bbox") if "input_ids" in parameters]
-    chosen = {n: makers[n]() for n in wanted if n in parameters and n in makers}
+        names.append("decoder_input_ids")
+    names += [n for n in ("input_ids", "attention_mask", "pixel_values", "bbox") if "input_ids" in parameters]
+    chosen = {n: makers[n]() for n in names if n in parameters and n in makers}
     if "inputs_embeds" in required:
         chosen["inputs_embeds"] = torch.randn(batch, length, text.hidden_size)
     if "hidden_states" in required and "hidden_states" not in makers:
@@ -245,8 +245,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _calls(model: Any) -> dict[str, Any]:
-    """Arguments that the model runs on."""
-    given, main = _inputs(model), getattr(model, "main_input_name", None)
+    """Return arguments with which the model runs."""
+    inputs, main = _inputs(model), getattr(model, "main_input_name", None)
     first: Exception | None = None
     for without in (
         () if main == "pixel_values" else ("pixel_values",),
@@ -256,7 +256,7 @@ def _calls(model: Any) -> dict[str, Any]:
         ("input_ids", "attention_mask"),
         ("attention_mask", "use_cache"),
     ):
-        arguments = {k: v for k, v in given.items() if k not in without}
+        arguments = {k: v for k, v in inputs.items() if k not in without}
         try:
             with torch.no_grad():
                 model.eval()(**arguments)
@@ -267,7 +267,7 @@ def _calls(model: Any) -> dict[str, Any]:
 
 
 def capture(config_name: str, model_name: str) -> dict[str, Any]:
-    """Build, run and explain one architecture; ``{"error": …}`` where it cannot be done."""
+    """Build, run and explain one architecture. If none of its variants runs, return ``{"error": …}``."""
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64
     errors: list[str] = []
@@ -297,7 +297,7 @@ def capture(config_name: str, model_name: str) -> dict[str, Any]:
 
 
 def _plain(site: dict[str, Any]) -> dict[str, Any]:
-    """As JSON has it, without this machine's paths."""
+    """Prepare a site for JSON, without paths of this machine."""
     site["kind"] = site["kind"] and site["kind"].name
     site["location"] = site["location"].rpartition("/transformers/")[2] or site["location"].rpartition("/")[2]
     return site
@@ -312,7 +312,7 @@ def _line(error: Exception) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What results depend on."""
+    """Return the versions that results depend on."""
     import transformers
 
     sources = [activations.__file__, *Path(recognize.__file__).parent.glob("*.py")]
@@ -324,7 +324,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def _one(classes: tuple[str, str], out: Any) -> None:
+def _capture_in_child(classes: tuple[str, str], out: Any) -> None:
     import resource
 
     os.setpgid(0, 0)
@@ -336,11 +336,11 @@ def _one(classes: tuple[str, str], out: Any) -> None:
         result = {"error": f"{type(error).__name__}: {error}"}
     out.send(result)
     out.close()
-    os._exit(0)  # no teardown: some models' hangs
+    os._exit(0)  # without teardown, which hangs for some models
 
 
 def _warm_up() -> None:
-    """Have Dynamo load what it loads at its first capture (2 s), once and not in every process."""
+    """Capture a model once before forking: Dynamo's first capture loads modules for 2 s."""
     torch.set_num_threads(1)  # a forked process cannot use its parent's threads
     with _quiet():
         tfo.explain(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4)), torch.ones(4))
@@ -359,7 +359,7 @@ def run(names: Iterable[str], out: Path, jobs: int) -> None:
         while waiting and len(running) < jobs:
             name = waiting.pop()
             receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=_one, args=(every[name], send), daemon=True)
+            process = context.Process(target=_capture_in_child, args=(every[name], send), daemon=True)
             process.start()
             send.close()
             running[receive] = (name, process)
@@ -382,16 +382,16 @@ FIELDS = ("op", "activation", "reason", "kind", "spelling")
 
 
 def counted(sites: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sites as records, each with its ``count``, in the order in which they were first seen."""
-    found: dict[str, dict[str, Any]] = {}
+    """Merge equal sites to records with a ``count``, in the order of their first site."""
+    records: dict[str, dict[str, Any]] = {}
     for site in sites:
         record = {field: site[field] for field in FIELDS}
-        found.setdefault(json.dumps(record), {**record, "count": 0})["count"] += 1
-    return list(found.values())
+        records.setdefault(json.dumps(record), {**record, "count": 0})["count"] += 1
+    return list(records.values())
 
 
 def load(path: Path) -> list[dict[str, Any]]:
-    """The results written so far."""
+    """Read the results of earlier runs."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -408,7 +408,7 @@ def outcome(site: dict[str, Any]) -> str:
 
 
 def sites_of(result: dict[str, Any], *modes: str) -> Iterator[dict[str, Any]]:
-    """Yield an architecture's sites, by default in both modes, without dropouts, which reports list too."""
+    """Yield an architecture's sites without dropouts, by default in both modes."""
     for mode in modes or MODES:
         for site in result["modes"].get(mode, {}).get("sites", ()):
             if site["activation"] != DROPOUT:

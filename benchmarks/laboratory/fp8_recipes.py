@@ -1,11 +1,11 @@
-"""Float8 recipes for an MLP, ours and torchao's: kernels, bytes and saved tensors of a training step on an H200.
+"""Compare float8 recipes of this library and torchao: kernels, bytes and saved tensors of an MLP's step on an H200.
 
     python -m torch_fused_ops.benchmarks.laboratory.fp8_recipes [--out FILE]
 
 All are compiled without a device. *plain* is torch.compile in bfloat16. torchao's recipes use its own
 ``convert_to_float8_training`` under plain torch.compile.
 
-Kernels and bytes are of everything but the GEMMs. The time is a roofline that assumes one rate for all float8 GEMMs.
+GEMMs are not counted among kernels and bytes. The time is a roofline that assumes one rate for all float8 GEMMs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -32,12 +32,12 @@ from torch_fused_ops.virtual_gpu import GPU, H200, GeneratedGraph, PaperCompilat
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
 TOKENS, WIDTH = 8192, 4096
-# torch's products and ours.
+# GEMMs of torch and of this library.
 PRODUCTS = ("mm", "addmm", "_scaled_mm", "scaled_mm", "scaled_mm_tiled", "_grouped_mm", "scaled_grouped_mm")
 
 
 class GELUMLP(models.GELUMLP):
-    """With GELU itself, not its approximation by tanh."""
+    """The MLP with exact GELU instead of tanh's approximation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
@@ -50,7 +50,7 @@ MLPS: dict[str, tuple[type[nn.Module], float]] = {  # hidden ÷ width
 
 
 class Experts(nn.Module):
-    """A mixture's, as transformers has them: rows sorted by expert, gate and up packed."""
+    """Experts as in transformers: rows sorted by expert, gate and up packed."""
 
     ends: Tensor
 
@@ -65,13 +65,13 @@ class Experts(nn.Module):
         return F.grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs=self.ends)
 
 
-EXPERTS = (8, 4096, 14336)  # Mixtral 8x7B's; two of them take each of 8192 tokens
-OURS = tuple(name for name, (scaling, _) in RECIPES.items() if (9, 0) in scaling.sm)  # an H200's
+EXPERTS = (8, 4096, 14336)  # as in Mixtral 8x7B, which sends each of 8192 tokens to two experts
+OURS = tuple(name for name, (scaling, _) in RECIPES.items() if (9, 0) in scaling.sm)  # runs on an H200
 WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in variants.TORCHAO))
 
 
 def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
-    """The matrix products of a graph, and whether each multiplies float8."""
+    """Yield a graph's GEMMs, with True if a GEMM multiplies float8."""
     for node in graph.graph.graph.nodes:
         name = getattr(node.target, "__name__", "").removesuffix(".default")
         if node.op == "call_function" and name in PRODUCTS:
@@ -79,16 +79,16 @@ def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
 
 
 def bytes_besides_products(graph: GeneratedGraph) -> int:
-    """Bytes that everything but matrix products moves."""
-    moved = graph.bytes_moved
+    """Return the bytes that a graph moves, without its GEMMs."""
+    nbytes = graph.bytes_moved
     for node, _ in products(graph):
-        moved -= roofline.nbytes_of_node(node)
-        moved += _bytes_of_wide_scales(node)
-    return moved
+        nbytes -= roofline.nbytes_of_node(node)
+        nbytes += _bytes_of_wide_scales(node)
+    return nbytes
 
 
 def _bytes_of_wide_scales(node: fx.Node) -> int:
-    """What a product in blocks of 32 does not read of its graph's scales: it is lowered to one with 8 bits each."""
+    """Return the bytes of scales that an MXFP8 GEMM does not read: it is lowered to one with 8-bit scales."""
     if node.target is not torch.ops.fused.scaled_mm.default:
         return 0
     a, *scales = (node.args[i].meta["val"] for i in (0, 1, 3))  # type: ignore[union-attr]
@@ -98,21 +98,21 @@ def _bytes_of_wide_scales(node: fx.Node) -> int:
 
 
 def kernels_besides_products(graph: GeneratedGraph) -> int:
-    """Launches of generated kernels, and calls that are no matrix products: our kernels, one launch each."""
+    """Count launches of generated kernels, and calls of our kernels, which launch one each."""
     calls = [name.rpartition(".")[2] for name in graph.extern]
     return sum(kernel.launches for kernel in graph.kernels) + sum(name not in PRODUCTS for name in calls)
 
 
 def flop(graph: GeneratedGraph) -> dict[str, int]:
-    """FLOP of the matrix products, by what they multiply."""
-    found = {"bf16": 0, "fp8": 0}
+    """Return the GEMMs' FLOP by the dtype of their operands."""
+    total = {"bf16": 0, "fp8": 0}
     for node, fp8 in products(graph):
-        found["fp8" if fp8 else "bf16"] += int(roofline.flops_of_node(node))
-    return found
+        total["fp8" if fp8 else "bf16"] += int(roofline.flops_of_node(node))
+    return total
 
 
 def compiled(mlp: str, way: str, width: int = WIDTH, tokens: int = TOKENS, gpu: GPU = H200) -> PaperCompilation:
-    """Compile a training step of one of ``MLPS`` in one of ``WAYS``, without a device.
+    """Compile a training step without a device. ``mlp`` is a name of ``MLPS``, and ``way`` of ``WAYS``.
 
     Raises:
         harness.Unavailable: torchao cannot be imported.
@@ -135,7 +135,7 @@ def _on_paper(module: nn.Module, x: Tensor, way: str, gpu: GPU = H200) -> PaperC
 
 
 def compiled_experts(way: str, rows: int = 2 * TOKENS) -> PaperCompilation:
-    """A training step of ``EXPERTS``, compiled on paper; ``way``: "plain", "bf16" or "fp8-rowwise"."""
+    """Compile a training step of ``EXPERTS`` without a device. ``way`` is "plain", "bf16" or "fp8-rowwise"."""
     torch._dynamo.reset()
     with torch.device("meta"):
         module = Experts(*EXPERTS).bfloat16()
@@ -144,40 +144,40 @@ def compiled_experts(way: str, rows: int = 2 * TOKENS) -> PaperCompilation:
 
 
 def figures(paper: PaperCompilation) -> dict[str, Any]:
-    """What a step launches, moves and keeps, and the roofline of its time."""
+    """Count a step's kernels, bytes and saved bytes, and estimate its time by the roofline."""
     rates = on_paper.RATES
-    found: dict[str, Any] = {"saved_bytes": paper.saved_bytes()}
+    result: dict[str, Any] = {"saved_bytes": paper.saved_bytes()}
     total = {"bf16": 0, "fp8": 0}
     for name, graph in paper.graphs.items():
-        found[name] = {
+        result[name] = {
             "kernels": kernels_besides_products(graph),
             "products": sum(1 for _ in products(graph)),
             "bytes": bytes_besides_products(graph),
         }
-        for kind, each in flop(graph).items():
-            total[kind] += each
-    moved = sum(found[name]["bytes"] for name in paper.graphs)
-    found["flop"] = total
-    found["seconds"] = total["bf16"] / rates.flop + total["fp8"] / FLOAT8_FLOP + moved / rates.nbytes
-    return found
+        for kind, flops_of_kind in flop(graph).items():
+            total[kind] += flops_of_kind
+    nbytes = sum(result[name]["bytes"] for name in paper.graphs)
+    result["flop"] = total
+    result["seconds"] = total["bf16"] / rates.flop + total["fp8"] / FLOAT8_FLOP + nbytes / rates.nbytes
+    return result
 
 
 def case(mlp: str) -> dict[str, Any]:
     """Return all variants of an MLP, or the reason why a variant is unavailable."""
-    found: dict[str, Any] = {"mlp": mlp, "width": WIDTH, "hidden": int(MLPS[mlp][1] * WIDTH), "ways": {}}
+    result: dict[str, Any] = {"mlp": mlp, "width": WIDTH, "hidden": int(MLPS[mlp][1] * WIDTH), "ways": {}}
     for way in WAYS:
         try:
-            found["ways"][way] = figures(compiled(mlp, way))
+            result["ways"][way] = figures(compiled(mlp, way))
         except harness.Unavailable as reason:
-            found["ways"][way] = {"unavailable": str(reason)}
-        print(f"{mlp} {way}: {found['ways'][way]}", flush=True)
-    return found
+            result["ways"][way] = {"unavailable": str(reason)}
+        print(f"{mlp} {way}: {result['ways'][way]}", flush=True)
+    return result
 
 
 def versions() -> dict[str, str]:
-    """What the figures depend on."""
-    there = importlib.util.find_spec("torchao") is not None
-    return {**on_paper.versions(), "torchao": importlib.metadata.version("torchao") if there else "not installed"}
+    """Return the versions that the figures depend on."""
+    has_torchao = importlib.util.find_spec("torchao") is not None
+    return {**on_paper.versions(), "torchao": importlib.metadata.version("torchao") if has_torchao else "not installed"}
 
 
 def default_out() -> Path:

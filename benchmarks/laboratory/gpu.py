@@ -25,7 +25,7 @@ from torch_fused_ops.benchmarks import harness
 from torch_fused_ops.benchmarks.harness import UsageError
 from torch_fused_ops.benchmarks.laboratory import run_script
 
-ROOT = Path(__file__).resolve().parents[2]  # of a clone, where the tests are
+ROOT = Path(__file__).resolve().parents[2]  # the root of a clone, which has the tests
 LIMIT = 540.0  # seconds of a part
 FEWEST = 10.0  # seconds below which a step does not start
 PARTS = ("correctness", "kernels", "steps")
@@ -68,10 +68,10 @@ def steps(part: str, device: str, quick: bool) -> list[Step]:
             Step("operators", "command", ("check", "--device", device, "--quick"), 1.5),
         ]
     if part == "kernels":
-        some = ("operators", "compile", "fused", "megatron", "copy")
+        variants = ("operators", "compile", "fused", "megatron", "copy")
         return [
             Step("operators", "bench", ("pointwise", *main, "--ways", "operators", "copy"), 4.0),
-            Step("compared", "bench", ("pointwise", *compared, "--ways", *some), 1.0),
+            Step("compared", "bench", ("pointwise", *compared, "--ways", *variants), 1.0),
         ]
     several = ("compile", "fused-off", "fused-free", "fused-fp8", "gemms")
     return [
@@ -128,7 +128,7 @@ class Part:
         return result
 
     def process(self, command: list[str], seconds: float, **variables: str) -> tuple[str, str]:
-        """Run a command; returns "passed", "failed" or "cut", and its output, which the log gets too."""
+        """Run a command; returns "passed", "failed" or "cut", and its output, which is also logged."""
         began, start = time.monotonic(), self.log.stat().st_size
         with self.log.open("ab") as sink:
             # A group of its own, so that its children end with it.
@@ -189,12 +189,12 @@ class Part:
         # Otherwise each worker would start as many compilers and threads as there are cores.
         alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
         status, output = self.process(command, seconds, **alone)
-        found = outcomes(output)
-        return {"status": "failed" if found["failures"] else status, "tests": found}
+        counts = outcomes(output)
+        return {"status": "failed" if counts["failures"] else status, "tests": counts}
 
 
 def folder() -> Path:
-    """The clone, or the current folder if there is no clone."""
+    """Return the clone, or the current folder without a clone."""
     return ROOT if (ROOT / "tests").is_dir() else Path.cwd()
 
 
@@ -208,12 +208,12 @@ def outcomes(output: str) -> dict[str, Any]:
     failures = [name for outcome, name in lines if outcome in ("FAILED", "ERROR")]
     failures += re.findall(r"^worker '\w+' crashed while running '(.+)'$", output, re.M)
     collected = re.findall(r"^\d+ workers? \[(\d+) items?\]", output, re.M)
-    counts = {kind.lower(): sum(each == kind for each, _ in lines) for kind in ("PASSED", "SKIPPED")}
+    counts = {kind.lower(): sum(outcome == kind for outcome, _ in lines) for kind in ("PASSED", "SKIPPED")}
     return {"collected": int(collected[0]) if collected else 0, **counts, "failures": sorted(set(failures))}
 
 
 def outcome(entry: dict[str, Any]) -> str:
-    """A step's result in a few lines."""
+    """Describe a step's result in a few lines."""
     lines = [f"{entry['name']}: {entry['status']}{', ' + entry['reason'] if entry.get('reason') else ''}"]
     if tests := entry.get("tests"):
         lines.append(f"  {tests['passed']} passed, {tests['skipped']} skipped of {tests['collected']}")
@@ -234,7 +234,7 @@ def main(arguments: Namespace) -> int:
         raise UsageError("--out DIR is needed: the folder for PART.json and PART.log")
     device = arguments.device or "cuda"
     if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {device} is not there; --device cpu --quick shows that everything runs")
+        raise UsageError(f"--device {device} was not found; --device cpu --quick checks that everything runs")
     if device == "cpu" and not arguments.quick:
         raise UsageError("--device cpu needs --quick: the figures are of a GPU")
     limit = LIMIT if arguments.limit is None else arguments.limit

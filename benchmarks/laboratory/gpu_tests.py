@@ -1,4 +1,4 @@
-"""A pytest plug-in: a test that loses the GPU ends its worker, and pytest-xdist goes on in a new one.
+"""A pytest plug-in: a test that loses the GPU ends its worker, and pytest-xdist starts another worker.
 
 pytest -n 4 -p torch_fused_ops.benchmarks.laboratory.gpu_tests
 

@@ -126,8 +126,8 @@ def _mixtral() -> Made:
 
 
 def _mlp(kind: str) -> Made:
-    made = {"gelu": models.GELUMLP, "swiglu": models.SwiGLUMLP}[kind]
-    return made(4096, 16384), (tensor(8192, 4096),)
+    make = {"gelu": models.GELUMLP, "swiglu": models.SwiGLUMLP}[kind]
+    return make(4096, 16384), (tensor(8192, 4096),)
 
 
 BLOCKS: dict[str, Callable[[], Made]] = {
@@ -157,7 +157,7 @@ def block_figures(name: str, ways: Sequence[str] = BLOCK_WAYS) -> dict[str, Any]
 
 
 def versions() -> dict[str, str]:
-    """What the figures depend on."""
+    """Return the versions that the figures depend on."""
     import triton
 
     return {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
@@ -172,7 +172,7 @@ def main(arguments: Namespace) -> int:
     blocks = [b for b in BLOCKS if all(t in b for t in arguments.only)][: 1 if arguments.quick else None]
     if not blocks:
         raise UsageError(f"--only {' '.join(arguments.only)} leaves no block; there are: {'; '.join(BLOCKS)}")
-    # A part does not replace the whole.
+    # Results of some blocks do not replace the complete file.
     out = arguments.out or (None if arguments.quick or arguments.only else default_out())
     result: dict[str, Any] = {"benchmark": "on-paper", "schema": harness.SCHEMA, "gpu": H200.name, "arch": H200.arch}
     result |= {"versions": versions()}

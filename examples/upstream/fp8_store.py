@@ -23,8 +23,8 @@ def off(**store: bool) -> float:
     torch._dynamo.reset()
     expected = gradients(model)
     with torch._inductor.config.patch(post_grad_fusion_options={NAME: {"size_in_mb": 0, **store}}):
-        found = gradients(torch.compile(model, backend="aot_eager_decomp_partition"))  # or "inductor"
-    return float((found - expected).norm() / expected.norm())
+        actual = gradients(torch.compile(model, backend="aot_eager_decomp_partition"))  # or "inductor"
+    return float((actual - expected).norm() / expected.norm())
 
 
 assert off() > 100  # scaled in forward, and not back

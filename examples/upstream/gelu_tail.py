@@ -10,7 +10,7 @@ x = bits[(bits >= -10) & (bits <= -3)]
 
 
 def off(y: torch.Tensor, exact: torch.Tensor) -> float:
-    """The share of results that are off by more than a unit in the last place."""
+    """Return the share of results with an error above one unit in the last place."""
     nearest = exact.bfloat16().abs()
     ulp = torch.nextafter(nearest, torch.tensor(math.inf).bfloat16()).double() - nearest.double()
     return ((y.double() - exact).abs() > ulp).double().mean().item()
@@ -23,7 +23,7 @@ for approximate, truth in exact.items():
     assert off(F.gelu(x, approximate=approximate), truth) >= 0.6
     assert off(torch.compile(F.gelu, backend="aot_eager_decomp_partition")(x, approximate=approximate), truth) >= 0.6
 
-# The same functions, spelled so that nothing cancels, in float32 as F.gelu computes them.
+# Formulas without cancellation, in float32, which F.gelu also uses.
 narrow = x.float()
 v = math.sqrt(2 / math.pi) * (narrow + 0.044715 * narrow**3)
 assert off((0.5 * narrow * torch.erfc(-narrow / math.sqrt(2))).bfloat16(), exact["none"]) == 0

@@ -1,4 +1,4 @@
-"""What the min-cut saves, and what the budget does about it (docs/upstream.md)."""
+"""The min-cut saves two tensors of an MLP, and the budget one (docs/upstream.md)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,35 +11,35 @@ from torch._dynamo.backends.common import aot_autograd
 
 
 def graphs(module: nn.Module, x: Tensor, budget: float) -> list[torch.fx.GraphModule]:
-    """Forward's and backward's, as the partitioner makes them."""
-    found: list[torch.fx.GraphModule] = []
+    """Return the forward and backward graphs after partitioning."""
+    partitioned: list[torch.fx.GraphModule] = []
 
     def keep(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.append(gm)
+        partitioned.append(gm)
         return make_boxed_func(gm.forward)
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     torch._dynamo.reset()
     with config.patch(activation_memory_budget=budget):
         torch.compile(module, backend=backend)(x).sum().backward()
-    return found
+    return partitioned
 
 
-def kept(forward: torch.fx.GraphModule) -> int:
+def saved_bytes(forward: torch.fx.GraphModule) -> int:
     (output,) = forward.graph.find_nodes(op="output")
     return sum(node.meta["val"].nbytes for node in output.args[0][1:])
 
 
-def products(graph: torch.fx.GraphModule) -> int:
+def gemms(graph: torch.fx.GraphModule) -> int:
     return sum(node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) for node in graph.graph.nodes)
 
 
 x, wide = torch.randn(512, 64), 512 * 256 * 4
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 (plain, _), (budget, backward) = (graphs(mlp, x, b) for b in (1.0, 0.99))
-assert kept(plain) - kept(budget) == wide, "one of two tensors of that size"
-assert products(backward) == 3, "and nothing but pointwise work is done again"
+assert saved_bytes(plain) - saved_bytes(budget) == wide, "one of two tensors of that size"
+assert gemms(backward) == 3, "backward recomputes only pointwise work"
 
 linears = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
 (_, plain), (_, budget) = (graphs(linears, x, b) for b in (1.0, 0.99))
-assert (products(plain), products(budget)) == (7, 8), "the budget computes a matrix product again"
+assert (gemms(plain), gemms(budget)) == (7, 8), "the budget recomputes a GEMM"

@@ -16,15 +16,15 @@ def gradients(fn: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
     x, up, down = (torch.linspace(-1, 1, n * m).view(n, m).sin().requires_grad_() for n, m in ((8, 4), (4, 6), (6, 4)))
     y, hidden = fn(x, up, down)
     with torch.no_grad():
-        hidden.add_(1.0)  # eager mode allows it: autograd has kept relu's result
+        hidden.add_(1.0)  # eager mode allows it: autograd has saved relu's result
     return torch.cat([grad.flatten() for grad in torch.autograd.grad(y.sum(), (x, up, down))])
 
 
 def off(backend: str) -> float:
     torch._dynamo.reset()
-    wanted = gradients(model)
-    return float((gradients(torch.compile(model, backend=backend)) - wanted).norm() / wanted.norm())
+    expected = gradients(model)
+    return float((gradients(torch.compile(model, backend=backend)) - expected).norm() / expected.norm())
 
 
-assert off("inductor") > 0.1  # and "aot_eager_decomp_partition", which partitions the same way
+assert off("inductor") > 0.1  # "aot_eager_decomp_partition" has the same partitioner
 assert off("fused") < 1e-5

@@ -1,7 +1,7 @@
-"""Autocast: dtypes exactly as PyTorch's own spelling gives them, values within the precision contract.
+"""Autocast: operators have the dtypes of the same functions in PyTorch, and values within the precision contract.
 
-One difference is on purpose: a result has the *first* tensor's dtype (dropout_add's: its residual's), where PyTorch's
-type promotion would widen it to a later tensor's, a float32 bias that meets a bfloat16 product.
+One difference is on purpose. A result has the dtype of the *first* tensor (for dropout_add, of the residual). PyTorch's
+type promotion would widen it if a later tensor is wider, such as a float32 bias after a bfloat16 GEMM.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ LOW = (BF16, FP16)
 
 @contextlib.contextmanager
 def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """``torch.autocast``, which without a GPU switches "cuda"'s off by itself; None disables."""
+    """``torch.autocast`` that also works for "cuda" without a GPU. If ``dtype`` is None, autocast is disabled."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, dtype is not None)
     if dtype is not None:
@@ -45,14 +45,14 @@ def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-# ---- the operators' formulas -----------------------------------------------------------------------------------------
+# ---- the operators ---------------------------------------------------------------------------------------------------
 
 
 class Formula(NamedTuple):
-    ours: Callable[..., Tensor]
-    theirs: Callable[..., Tensor]
-    vector: bool = True  # the second tensor is a vector over the last axis
-    result: int = 0  # whose dtype the result has
+    fused: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
+    vector: bool = True  # whether the second tensor is a vector over the last axis
+    result: int = 0  # index of the tensor whose dtype the result has
 
 
 FORMULAS = {
@@ -83,12 +83,12 @@ def arguments(vector: bool, first: torch.dtype, second: torch.dtype, device: str
 
 
 def checked(formula: Formula, run: Callable[..., Tensor], args: list[Tensor]) -> None:
-    """Result and gradients of ``run``: dtypes, and values against the formula in float64."""
+    """Check dtypes of ``run``'s result and gradients, and compare values with the formula in float64."""
     leaves = [a.clone().requires_grad_() for a in args]
     out = run(*leaves)
     assert out.dtype == args[formula.result].dtype
     wide = [a.double().requires_grad_() for a in args]
-    truth = formula.theirs(*wide)
+    truth = formula.plain(*wide)
     assert precision.error(out.detach(), truth.detach()).max() <= precision.LIMITS["forward", out.dtype]
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
     truths = torch.autograd.grad(truth, wide, torch.ones_like(truth))
@@ -123,26 +123,26 @@ def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
     formula = FORMULAS[name]
     for first, second in itertools.product((FP32, low), repeat=2):
         args = arguments(formula.vector, first, second)
-        run = within("cpu", REGIONS[region](low), formula.ours)
+        run = within("cpu", REGIONS[region](low), formula.fused)
         checked(formula, run, args)
         with torch.no_grad():
-            assert torch.equal(run(*args), formula.ours(*args)), "autocast changes nothing"
-            theirs = within("cpu", REGIONS[region](low), formula.theirs)(*args)
+            assert torch.equal(run(*args), formula.fused(*args)), "autocast changes nothing"
+            plain = within("cpu", REGIONS[region](low), formula.plain)(*args)
         expected = args[formula.result].dtype
         promoted = torch.promote_types(first, second)
-        assert theirs.dtype == promoted and (theirs.dtype == expected or expected == low), "the difference on purpose"
+        assert plain.dtype == promoted and (plain.dtype == expected or expected == low), "the difference on purpose"
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
-    """All of them in one graph, inside the region and around the call."""
+    """One graph has all operators, with the autocast region inside the graph or around its call."""
     combinations = list(itertools.product(FORMULAS.items(), (FP32, low), (FP32, low)))
     args = [arguments(f.vector, first, second) for (_, f), first, second in combinations]
 
     def every(args: list[list[Tensor]]) -> list[Tensor]:
-        return [f.ours(*a) for ((_, f), _, _), a in zip(combinations, args, strict=True)]
+        return [f.fused(*a) for ((_, f), _, _), a in zip(combinations, args, strict=True)]
 
     def inside(args: list[list[Tensor]]) -> list[Tensor]:
         with torch.autocast("cpu", low):
@@ -158,14 +158,14 @@ def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_softmax_on_cpus(low: torch.dtype) -> None:
-    """Neither on CPUs is softmax on autocast's list of what widens: the input's dtype, as for torch.softmax."""
+    """On CPUs autocast does not widen softmax: our result and torch.softmax's have the input's dtype."""
     for dtype in (FP32, low):
         x = torch.randn(2, 3, 4).to(dtype).requires_grad_()
         with torch.autocast("cpu", low):
-            ours, theirs = FF.scaled_masked_softmax(x), torch.softmax(x, -1)
-            (g,) = torch.autograd.grad(ours.square().sum(), x)
-        assert ours.dtype == theirs.dtype == g.dtype == dtype
-        torch.testing.assert_close(ours, theirs)
+            fused_result, plain = FF.scaled_masked_softmax(x), torch.softmax(x, -1)
+            (g,) = torch.autograd.grad(fused_result.square().sum(), x)
+        assert fused_result.dtype == plain.dtype == g.dtype == dtype
+        torch.testing.assert_close(fused_result, plain)
 
 
 # ---- CUDA's lists, on fake tensors -----------------------------------------------------------------------------------
@@ -182,12 +182,12 @@ def test_operators_on_gpus(low: torch.dtype, region: str) -> None:
     for (name, formula), first, second in itertools.product(ON_GPUS.items(), (FP32, low), (FP32, low)):
         with FakeTensorMode():
             args = arguments(formula.vector, first, second, "cuda")
-            ours, theirs = (within("cuda", REGIONS[region](low), f)(*args) for f in formula[:2])
+            fused_result, plain = (within("cuda", REGIONS[region](low), f)(*args) for f in formula[:2])
         expected = args[formula.result].dtype
-        assert ours.dtype == expected and ours.device.type == "cuda", name
-        assert theirs.dtype in (expected, torch.promote_types(first, second)), name
+        assert fused_result.dtype == expected and fused_result.device.type == "cuda", name
+        assert plain.dtype in (expected, torch.promote_types(first, second)), name
         if first == second:
-            assert theirs.dtype == ours.dtype, name
+            assert plain.dtype == fused_result.dtype, name
 
 
 ATTENTION = megatron.FusedScaleMaskSoftmax(
@@ -207,25 +207,25 @@ INSIDE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
 }
 
 
-BACKWARDS = ("grad", "vmap of grad")  # whose engine asks CUDA for streams: see test_gradients_on_gpus
+BACKWARDS = ("grad", "vmap of grad")  # autograd's engine needs CUDA streams: see test_gradients_on_gpus
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("inside", [k for k in INSIDE if k not in BACKWARDS])
 @pytest.mark.parametrize("name", [name for name in SOFTMAXES if name not in SLICED])
 def test_softmax_on_gpus(name: str, inside: str) -> None:
-    """float32 of whatever is not float64, as torch.softmax; under transforms, too.
+    """The result is float32, or float64 for float64 inputs, as for torch.softmax, also under transforms.
 
-    vmap takes torch.softmax apart before autocast sees it, and it keeps its dtype: vmap(f)(x)[i] is not f(x[i]). Of
-    ours it is.
+    vmap decomposes torch.softmax before autocast sees it, so its dtype stays: vmap(f)(x)[i] differs from f(x[i]). For
+    our operator both are equal.
     """
 
     for low, region, dtype in itertools.product(LOW, REGIONS, (*LOW, FP32, FP64)):
         with FakeTensorMode():
             x, s = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((2, 3, 4), (2,)))
-            ours = within("cuda", REGIONS[region](low), INSIDE[inside](SOFTMAXES[name]))(x, s)
+            result = within("cuda", REGIONS[region](low), INSIDE[inside](SOFTMAXES[name]))(x, s)
             expected = within("cuda", REGIONS[region](low), lambda x: torch.softmax(x, -1))(x)
-        assert (ours.dtype, ours.shape[-3:]) == (expected.dtype, x.shape), (low, region, dtype)
+        assert (result.dtype, result.shape[-3:]) == (expected.dtype, x.shape), (low, region, dtype)
 
 
 @pytest.mark.parametrize(
@@ -233,18 +233,18 @@ def test_softmax_on_gpus(name: str, inside: str) -> None:
     [(d, k) for d in ("cpu", "cuda") for k in INSIDE if k != "call" and not (d == "cuda" and k in BACKWARDS)],
 )
 def test_transforms_in_a_region(device: str, inside: str) -> None:
-    """There the reference runs, of which autocast sees every step: dtypes stay, and on CPUs values."""
+    """Under transforms the reference runs, and autocast sees its steps. Dtypes do not change, nor values on CPUs."""
     for name, formula in (FORMULAS if device == "cpu" else ON_GPUS).items():
         for first, second in itertools.product((FP32, BF16), repeat=2):
             with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
                 args = arguments(formula.vector, first, second, device)
-                fn = INSIDE[inside](formula.ours)
+                fn = INSIDE[inside](formula.fused)
                 got, plain = within(device, [BF16], fn)(*args), fn(*args)
             assert got.dtype == plain.dtype, name
             assert device == "cuda" or torch.equal(got, plain), name
 
 
-# ---- picked up -------------------------------------------------------------------------------------------------------
+# ---- fused -----------------------------------------------------------------------------------------------------------
 
 
 SIZES = ((8, 16), (8, 16), (16, 8))
@@ -253,7 +253,7 @@ SIZES = ((8, 16), (8, 16), (16, 8))
 @pytest.mark.slow
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_gradients_on_gpus(low: torch.dtype) -> None:
-    """Compiled on paper: the dtypes of results and gradients."""
+    """Code compiled for a GPU, without a device, has the right dtypes of results and gradients."""
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
     def dtypes(fn: Callable[..., Tensor], *args: Tensor) -> list[torch.dtype]:
@@ -277,7 +277,7 @@ def test_gradients_on_gpus(low: torch.dtype) -> None:
 
 
 def Net(body: Callable[[Any, Tensor], Tensor], dtype: torch.dtype) -> nn.Module:
-    """Linears in float32 or ``dtype``, and ``body(self, x)`` between."""
+    """Return a module with linear layers of ``dtype`` that calls ``body(self, x)``."""
     torch.manual_seed(0)
     a, b, c = (nn.Linear(*sizes, dtype=dtype) for sizes in SIZES)
     return harness.Net(body, a=a, b=b, c=c, bias=nn.Parameter(torch.randn(16, dtype=dtype)))
@@ -308,30 +308,30 @@ def step(net: Callable[..., Tensor], parameters: list[Tensor], x: Tensor, low: t
     return [y, *torch.autograd.grad(y.float().square().sum(), [x, *parameters], allow_unused=True)]
 
 
-def picked_up_cases() -> Iterator[Any]:
+def fused_cases() -> Iterator[Any]:
     for name, weights, low in itertools.product(NETS, ("float32", "low"), LOW):
         quick = low is BF16 and weights == "float32" and name in ("gelu, bias apart", "relu, squared by pow", "swiglu")
         yield pytest.param(name, weights, low, marks=[] if quick else [pytest.mark.slow], id=f"{name}-{weights}-{low}")
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.parametrize(("name", "weights", "low"), picked_up_cases())
-def test_picked_up_on_cpus(name: str, weights: str, low: torch.dtype) -> None:
-    """backend="fused" against eager PyTorch: every dtype the same, values as near to float64 as eager's."""
+@pytest.mark.parametrize(("name", "weights", "low"), fused_cases())
+def test_fused_mlps_on_cpus(name: str, weights: str, low: torch.dtype) -> None:
+    """backend="fused" gives eager PyTorch's dtypes, and values about as near to float64 as eager's values."""
     dtype = FP32 if weights == "float32" else low
     net = Net(NETS[name], dtype)
     exact = Net(NETS[name], dtype).double()
     exact.load_state_dict(net.state_dict())
-    for given in (FP32, low):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(given).requires_grad_()
+    for dtype_of_x in (FP32, low):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(dtype_of_x).requires_grad_()
         torch.compiler.reset()
         parameters = list(net.parameters())
-        theirs = step(net, parameters, x, low)
-        ours = step(torch.compile(net, backend="fused", fullgraph=True), parameters, x, low)
+        eager = step(net, parameters, x, low)
+        fused_step = step(torch.compile(net, backend="fused", fullgraph=True), parameters, x, low)
         wide = x.detach().double().requires_grad_()
         y = exact(wide)
         truth = [y, *torch.autograd.grad(y.square().sum(), [wide, *exact.parameters()], allow_unused=True)]
-        for o, t, e in zip(ours, theirs, truth, strict=True):
+        for o, t, e in zip(fused_step, eager, truth, strict=True):
             assert (o is None) == (t is None)
             if o is not None:
                 assert o.dtype == t.dtype
@@ -358,9 +358,9 @@ class Linear(NamedTuple):
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("name", [n for n in NETS if "off" not in n])
-def test_picked_up_on_gpus(name: str, low: torch.dtype) -> None:
-    """The graph before and after: with CUDA's lists, every dtype that anything else reads is the same."""
-    for weights, given in itertools.product((FP32, low), repeat=2):
+def test_fused_graphs_on_gpus(name: str, low: torch.dtype) -> None:
+    """Under CUDA's autocast lists, the rewritten graph has the same result dtype as the original."""
+    for weights, dtype_of_x in itertools.product((FP32, low), repeat=2):
 
         def net(x: Tensor, bias: Tensor, *parts: Tensor) -> Tensor:
             a, b, c = (Linear(*parts[i : i + 2]) for i in (0, 2, 4))
@@ -368,10 +368,10 @@ def test_picked_up_on_gpus(name: str, low: torch.dtype) -> None:
 
         shapes = [(16,), *itertools.chain(*(((n, m), (n,)) for m, n in SIZES))]
         with FakeTensorMode(), autocast("cuda", low):
-            x = torch.empty(4, 8, dtype=given, device="cuda")
+            x = torch.empty(4, 8, dtype=dtype_of_x, device="cuda")
             args = x, *(torch.empty(shape, dtype=weights, device="cuda") for shape in shapes)
             names = ", ".join(f"t{i}" for i in range(len(args)))
-            graph = torch.fx.symbolic_trace(eval(f"lambda {names}: net({names})", {"net": net}))  # no *args for fx
+            graph = torch.fx.symbolic_trace(eval(f"lambda {names}: net({names})", {"net": net}))  # fx rejects *args
             before = Recorder(graph).run(*args)
             sites = rewrite(graph.graph, tfo.FusionPolicy())
             graph.recompile()
@@ -380,11 +380,11 @@ def test_picked_up_on_gpus(name: str, low: torch.dtype) -> None:
         assert any(site.op for site in sites) == (name not in ("softmax", "the result of an activation")), sites
 
 
-# ---- weight casts, the user's own functions --------------------------------------------------------------------------
+# ---- weight casts, backward inside a region --------------------------------------------------------------------------
 
 
-def test_casts_of_weights_are_cached_as_without_us() -> None:
-    """One cast of each weight in a region, however often it is used; none of a bias that the operator adds."""
+def test_weights_are_cast_once() -> None:
+    """Autocast casts a weight once per region, and never a bias that the operator adds."""
     w, v, b = (torch.randn(s, requires_grad=True) for s in ((16, 8), (8, 16), (16,)))
     counts = []
     for act in (lambda h: F.gelu(h + b), lambda h: FF.bias_gelu(h, b)):
@@ -397,14 +397,14 @@ def test_casts_of_weights_are_cached_as_without_us() -> None:
     assert counts[1] == [1, 1, 0] and counts[0][:2] == [1, 1]
 
 
-def test_backward_inside_a_region() -> None:
-    """Backward is the same, whether the region is still open or not."""
+def test_backward_may_run_inside_a_region() -> None:
+    """Backward gives the same inside and outside of the region."""
     for formula in FORMULAS.values():
         args = [a.requires_grad_() for a in arguments(formula.vector, BF16, FP32)]
-        outside = torch.autograd.grad(formula.ours(*args).float().sum(), args)
+        outside = torch.autograd.grad(formula.fused(*args).float().sum(), args)
         with torch.autocast("cpu", BF16):
-            within = torch.autograd.grad(formula.ours(*args).float().sum(), args)
-            double = torch.autograd.grad(formula.ours(*args).float().sum(), args, create_graph=True)
+            within = torch.autograd.grad(formula.fused(*args).float().sum(), args)
+            double = torch.autograd.grad(formula.fused(*args).float().sum(), args, create_graph=True)
         for a, b, c in zip(outside, within, double, strict=True):
             assert torch.equal(a, b) and a.dtype == c.dtype
             torch.testing.assert_close(a, c.detach(), rtol=2e-2, atol=1e-2)

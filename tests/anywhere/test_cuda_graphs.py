@@ -1,4 +1,4 @@
-"""CUDA graphs: nothing of ours waits for the device, or leaves it; on a GPU, captured graphs replay bit for bit."""
+"""CUDA graphs: our operators never wait for the device, and captured graphs replay bit for bit on a GPU."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +22,7 @@ virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs t
 
 
 class Waits(TorchDispatchMode):
-    """Fails for what makes the host wait for a device: reading a number, copying to another device, counting."""
+    """Fails if an operator makes the host wait: reads a number, copies to another device, or counts elements."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -35,13 +35,13 @@ class Waits(TorchDispatchMode):
 
 
 def _launches(op: str, args: tuple[Any, ...]) -> Iterator[str]:
-    """The kernels that a call on a GPU launches, none of them carried out."""
-    there = [
+    """Yield the kernels that a call on a GPU launches, without running them."""
+    on_meta = [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t
         for t in args
     ]
     with launching.recorded() as launches, Waits():
-        kernel_of(op)(*there)
+        kernel_of(op)(*on_meta)
     yield from (launch.kernel.__name__ for launch in launches)
 
 
@@ -54,7 +54,7 @@ def test_no_launch_waits_for_the_device(op: str, backward: bool) -> None:
     assert launched > 10
 
 
-def test_the_test_above_sees_a_wait() -> None:
+def test_waits_are_detected() -> None:
     with Waits():
         x = torch.empty(3, device="meta")
         for wait in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.nonzero(), lambda: bool(x.any())):
@@ -77,24 +77,24 @@ def operators(s: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("body", [dropped, operators])
 def test_compiled_graphs_can_be_captured(body: Callable[..., Tensor], training: bool, memory: str) -> None:
-    """Inductor's own conditions for ``mode="reduce-overhead"``: one device, no operator that a capture forbids."""
+    """Graphs meet Inductor's conditions for "reduce-overhead": one device, only operators that allow capture."""
     from torch._inductor import cudagraph_utils
     from torch._inductor.graph import GraphLowering
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     if body is operators and memory != "free":
-        pytest.skip("nothing here is of a linear layer")
+        pytest.skip("the graph has no linear layer")
     graphs: list[GraphLowering] = []
     codegen = GraphLowering.codegen
 
-    def noting(self: GraphLowering) -> Any:
+    def recording_codegen(self: GraphLowering) -> Any:
         graphs.append(self)
         return codegen(self)
 
     x = torch.empty(512, 256, dtype=torch.bfloat16, device="meta", requires_grad=training)
     with torch.device("meta"):
         model = Net(body, up=nn.Linear(256, 1024), down=nn.Linear(1024, 256)).to(torch.bfloat16).train(training)
-    with mock.patch.object(GraphLowering, "codegen", noting):
+    with mock.patch.object(GraphLowering, "codegen", recording_codegen):
         virtual_gpu.compile_on_paper(
             model, x, training=training, config=compile_options(FusionPolicy(memory=memory, strict=True))
         )
@@ -114,7 +114,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("op", OPERATORS)
 def test_captured_operators_replay_to_the_same_bits(op: str) -> None:
     for sample in samples(op, "cuda", core=True):
-        wanted = sample()
+        expected = sample()
         sample()  # compiled
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -129,19 +129,19 @@ def test_captured_operators_replay_to_the_same_bits(op: str) -> None:
                 out.detach().zero_()
         graph.replay()
         torch.cuda.synchronize()
-        for a, b in zip(tree_leaves(captured), tree_leaves(wanted), strict=True):
+        for a, b in zip(tree_leaves(captured), tree_leaves(expected), strict=True):
             if isinstance(a, Tensor):
                 torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.codegen_is_slow
 @gpu
-def test_reduce_overhead_trains_as_without() -> None:
+def test_reduce_overhead_gives_the_same_gradients() -> None:
     model = nn.Sequential(fnn.FusedMLP(256, 1024), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
     x = torch.randn(512, 256, device="cuda")
-    wanted = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
     compiled = torch.compile(model, backend="fused", mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
-        found = [g.clone() for g in torch.autograd.grad(compiled(x).square().mean(), list(model.parameters()))]
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+        actual = [g.clone() for g in torch.autograd.grad(compiled(x).square().mean(), list(model.parameters()))]
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)

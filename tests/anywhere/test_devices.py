@@ -1,4 +1,4 @@
-"""Devices: plain PyTorch on those that we have no kernels for, no mixtures, meta and fake ones."""
+"""Devices: plain PyTorch runs on devices without our kernels, mixed devices raise, meta and fake tensors work."""
 
 import warnings
 from collections.abc import Callable
@@ -40,36 +40,36 @@ def _float(t: Tensor) -> bool:
     return t.is_floating_point()
 
 
-def test_every_operator_has_a_kernel_for_every_kind_of_device() -> None:
+def test_every_operator_has_a_kernel_for_every_device() -> None:
     packets = [getattr(torch.ops.fused, name) for name in dir(torch.ops.fused)]
     operators = [packet.default for packet in packets if isinstance(packet, torch._ops.OpOverloadPacket)]
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    one_kernel = "fused::with_saved"  # an identity in plain torch, for every device
+    one_kernel = "fused::with_saved"  # an identity that runs plain torch on every device
     kernels = [op for op in operators if not op.has_kernel_for_dispatch_key(composite) and op.name() != one_kernel]
     assert len(kernels) >= 16
     for op in kernels:
         for key in ("CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "PrivateUse1", "Meta"):
             assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), key), (op, key)
-        for key in ("CPU", "CUDA", "XPU"):  # ours, which no wrapper of custom_op stands around
+        for key in ("CPU", "CUDA", "XPU"):  # registered directly, without custom_op's wrapper
             assert op.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, key)), (op, key)
 
 
 @pytest.mark.slow
-def test_plain_pytorch_where_we_have_no_kernels() -> None:
-    """In a process of its own: a device's name is given once."""
+def test_other_devices_run_plain_pytorch() -> None:
+    """Run it in a new process, since a device can be named only once."""
     ran = python(__file__, PYTHONPATH=str(Path(__file__).parents[1])).strip().splitlines()[-1].split()
     assert {"fused::bias_act", "fused::bias_act_backward", "fused::glu_backward",
             "fused::dropout_add_backward", "fused::scaled_masked_softmax_backward"} <= set(ran)  # fmt: skip
 
 
 def _elsewhere() -> None:
-    """Each call on tensors of a device that has kernels for aten's operators and none of ours."""
+    """Run each call on a device that has kernels for aten's operators only."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend("elsewhere")
 
     class Elsewhere(Tensor):
-        """Its numbers are on the CPU, in ``raw``, where the device's kernels find them."""
+        """A tensor of that device. Its kernels compute on ``raw``, a CPU tensor."""
 
         @staticmethod
         def __new__(cls, raw: Tensor) -> Any:
@@ -96,25 +96,25 @@ def _elsewhere() -> None:
             if known and not op._schema.is_mutable and not op.has_kernel_for_dispatch_key(composite):
                 implement(op)
 
-    # Autograd's engine knows no devices that Python has made, so backward operators are called as it would.
+    # Autograd's engine does not support devices made in Python, so backward operators are called directly.
     with Calls() as every:
         for fn, args in CALLS.values():
             fn(*(t.clone().requires_grad_(_float(t)) for t in args)).sum().backward()
     calls = [call for call in every.made if call[0].namespace == "fused"]
-    there = lambda t: Elsewhere(t.detach().clone()) if isinstance(t, Tensor) else t  # noqa: E731
+    on_device = lambda t: Elsewhere(t.detach().clone()) if isinstance(t, Tensor) else t  # noqa: E731
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        for func, args, kwargs, wanted in calls:
-            found = func(*tree_map(there, args), **tree_map(there, kwargs))
-            assert all(isinstance(t, Elsewhere) for t in tree_leaves(found) if isinstance(t, Tensor)), func
-            for a, b in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+        for func, args, kwargs, expected in calls:
+            actual = func(*tree_map(on_device, args), **tree_map(on_device, kwargs))
+            assert all(isinstance(t, Elsewhere) for t in tree_leaves(actual) if isinstance(t, Tensor)), func
+            for a, b in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
                 if isinstance(a, Tensor):
                     exact = {"atol": 0, "rtol": 0} if a.element_size() == 1 else {"atol": 1e-6, "rtol": 1e-5}
                     torch.testing.assert_close(a.raw, b.detach(), **exact)
                 else:
                     assert a == b
-    told = [str(w.message) for w in seen if "torch_fused_ops has no kernels for 'elsewhere'" in str(w.message)]
-    assert len(told) == 1, told
+    messages = [str(w.message) for w in seen if "torch_fused_ops has no kernels for 'elsewhere'" in str(w.message)]
+    assert len(messages) == 1, messages
     print(*sorted({func._schema.name for func, *_ in calls}))
 
 
@@ -122,37 +122,37 @@ def _elsewhere() -> None:
 @pytest.mark.parametrize("kind", ["meta", "fake cuda"])
 def test_tensors_on_two_devices_are_rejected(name: str, kind: str) -> None:
     fn, args = CALLS[name]
-    for at in range(1, len(args)):
-        for first in (False, True):  # which of them is elsewhere
+    for index in range(1, len(args)):
+        for first in (False, True):  # True: the first argument is on the other device
             with FakeTensorMode(allow_non_fake_inputs=True) if kind == "fake cuda" else torch.no_grad():
                 device = "cuda" if kind == "fake cuda" else "meta"
-                moved = [
+                mixed = [
                     torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-                    if (i == 0) == first and (first or i == at)
+                    if (i == 0) == first and (first or i == index)
                     else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
                     for i, t in enumerate(args)
                 ]
-                raises((ValueError, RuntimeError), r"is on device \w+(:0)?; accepted: ", fn, *moved)
+                raises((ValueError, RuntimeError), r"is on device \w+(:0)?; accepted: ", fn, *mixed)
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("device", ["meta", "cuda", "xpu"])
-def test_meta_and_fake_tensors_forward_and_backward(name: str, device: str) -> None:
+def test_meta_and_fake_results_have_the_right_layout(name: str, device: str) -> None:
     fn, args = CALLS[name]
-    wanted = fn(*args)
-    # Autograd ends the process at a fake tensor of a device that torch was not built for, or raises where there is none
-    # (2.15), F.gelu's too.
+    expected = fn(*args)
+    # Autograd aborts the process for a fake tensor of a device that torch was not built for. In 2.15 it raises if the
+    # device is missing. F.gelu behaves in the same way.
     train = device == "meta" or (device == "cuda" and torch.cuda.is_available())
     with FakeTensorMode() if device != "meta" else nullcontext():
-        theirs = [
+        inputs = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).requires_grad_(train and _float(t))
             for t in args
         ]
-        y = fn(*theirs)
+        y = fn(*inputs)
         if train:
             y.sum().backward()
-    assert (y.shape, y.stride(), y.dtype, y.device.type) == (wanted.shape, wanted.stride(), wanted.dtype, device)
-    for t in theirs:
+    assert (y.shape, y.stride(), y.dtype, y.device.type) == (expected.shape, expected.stride(), expected.dtype, device)
+    for t in inputs:
         if t.requires_grad:
             assert t.grad is not None and t.grad.shape == t.shape and t.grad.device.type == device
 

@@ -1,4 +1,4 @@
-"""Export: operators stay in the graph, become aten when asked, and leave for AOTInductor, ONNX and TorchScript."""
+"""Export: graphs contain our operators or their decompositions, and run in AOTInductor, ONNX and TorchScript."""
 
 import io
 import itertools
@@ -24,7 +24,7 @@ ROWS = torch.export.Dim("rows", min=2, max=64)
 
 
 class Everything(nn.Module):
-    """Every operator, by its typed name; in float8 what can be, and a FusedMLP."""
+    """Calls every operator by its typed name, and a FusedMLP. ``memory`` is the level of each call that has levels."""
 
     def __init__(self, memory: str = "free") -> None:
         super().__init__()
@@ -66,7 +66,7 @@ PLAIN = {f"fused.{name}.default" for name in (*OPERATORS, "make_viewless")}
 def test_every_operator_stays_in_the_graph(memory: str, strict: bool) -> None:
     model = Everything(memory)
     program = export(model, strict)
-    assert set(fused_calls(program.graph)) == PLAIN, "an exported graph keeps nothing for a backward of its own"
+    assert set(fused_calls(program.graph)) == PLAIN, "an exported graph saves nothing for backward"
     for rows in (6, 11):
         args = inputs(rows)
         torch.testing.assert_close(program.module()(*args), model(*args), rtol=0, atol=0)
@@ -78,7 +78,7 @@ def test_fused_mlp_exports_at_every_memory_level(strict: bool, level: str) -> No
     mlp, x = FusedMLP(8, 32, memory=level), torch.randn(5, 8)
     program = torch.export.export(mlp, (x,), dynamic_shapes=({0: ROWS},), strict=strict)
     assert fused_calls(program.graph) == ["fused.bias_act.default"]
-    mlp.memory = "free"  # which has the exact gradient: a level is eager mode's, and the graph has none
+    mlp.memory = "free"  # its gradient is exact: levels apply in eager mode, not in the exported graph
     x = torch.randn(9, 8, requires_grad=True)
     outs = [module(x) for module in (program.module(), mlp)]
     torch.testing.assert_close(*outs)
@@ -95,18 +95,18 @@ RTOL = {
 
 
 def every_sample() -> Iterator[Any]:
-    """The core samples; all of them but a few of each operator's are slow."""
-    for op, both in itertools.product(OPERATORS, (samples, backward_samples)):
-        for i, sample in enumerate(both(op, core=True)):
+    """Yield the core samples. One in eight runs by default, the others are slow."""
+    for op, sample_kind in itertools.product(OPERATORS, (samples, backward_samples)):
+        for i, sample in enumerate(sample_kind(op, core=True)):
             yield pytest.param(sample, id=str(sample), marks=[pytest.mark.slow] * (i % 8 != 0))
 
 
 def call_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
-    """The sample as a function of its tensors, and those."""
+    """Return the sample as a function of its tensors, and the tensors."""
 
     def call(*tensors: Tensor) -> Any:
-        rest = iter(tensors)
-        return sample.overload(*(next(rest) if isinstance(a, Tensor) else a for a in sample.args))
+        remaining = iter(tensors)
+        return sample.overload(*(next(remaining) if isinstance(a, Tensor) else a for a in sample.args))
 
     return call, [a.detach() for a in sample.args if isinstance(a, Tensor)]
 
@@ -114,13 +114,13 @@ def call_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
 @pytest.mark.covering(every=6)
 @pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.parametrize("sample", every_sample())
-def test_every_operator_decomposes_into_what_it_computes(sample: Sample, differentiable: bool) -> None:
-    """Values, dtypes, strides and which gradients there are."""
+def test_decompositions_compute_the_same(sample: Sample, differentiable: bool) -> None:
+    """Decompositions have the operator's values, dtypes and strides, and compute the same gradients."""
     call, tensors = call_of(sample)
     gm = make_fx(call, decomposition_table=tfo.decompositions(differentiable=differentiable))(*tensors)
     assert not fused_calls(gm.graph)
-    found, wanted = (out if isinstance(out, tuple) else (out,) for out in (gm(*tensors), call(*tensors)))
-    for a, b in zip(found, wanted, strict=True):
+    actual, expected = (out if isinstance(out, tuple) else (out,) for out in (gm(*tensors), call(*tensors)))
+    for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
@@ -128,13 +128,13 @@ def test_every_operator_decomposes_into_what_it_computes(sample: Sample, differe
             torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=rtol / 10, equal_nan=True)
 
 
-def test_the_table_is_complete() -> None:
+def test_every_operator_has_a_decomposition() -> None:
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fused::")}
-    marks = {"fused::keep_fp8", "fused::with_saved"}  # identities, which no exported graph has
+    marks = {"fused::keep_fp8", "fused::with_saved"}  # identities that exported graphs never contain
     assert {op.name() for op in tfo.decompositions()} == registered - marks
 
 
-def test_registered_activations_decompose_and_nothing_is_aliased() -> None:
+def test_decomposed_results_do_not_alias_inputs() -> None:
     tfo.register_activation("itself_decomposed", lambda x: x)
 
     def twice(x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def test_registered_activations_decompose_and_nothing_is_aliased() -> None:
         torch.testing.assert_close(make_fx(twice, decomposition_table=table)(x)(x.clone()), 3 * x)
 
 
-def test_decompositions_refuse_what_the_operators_refuse() -> None:
+def test_decompositions_raise_the_operators_errors() -> None:
     with pytest.raises(ValueError, match=r"bias has shape \(1,\)"):
         make_fx(lambda x, b: FF.bias_gelu(x, b), decomposition_table=tfo.decompositions())(
             torch.ones(3, 4), torch.ones(1)
@@ -157,7 +157,7 @@ def test_decompositions_refuse_what_the_operators_refuse() -> None:
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", tfo.activations.names())
 def test_a_decomposed_program_may_be_trained(name: str) -> None:
-    """At 0, too, where formulas with |x| have no derivative; and twice."""
+    """First and second gradients are right, also at 0, where formulas with |x| have no derivative."""
     act = Net(lambda s, x: torch.ops.fused.bias_act(x, None, None, name))
     x = torch.tensor([-9.0, -1.5, -0.0, 0.0, 0.7, 9.0], requires_grad=True)
     program = torch.export.export(act, (x,)).run_decompositions({**tfo.decompositions()}).module()
@@ -186,13 +186,13 @@ assert not hasattr(torch.ops.fused, "bias_act")
 """
 
 
-def spelled() -> nn.Module:
-    """An MLP that has never heard of us, then the same by our operators."""
+def plain_and_fused() -> nn.Module:
+    """Return an MLP in plain PyTorch, followed by a FusedMLP."""
     return nn.Sequential(MLP(8, 32), FusedMLP(8, 32, "silu", gated=True))
 
 
 def packaged(program: torch.export.ExportedProgram, path: Path, how: str) -> str:
-    """The package, compiled with pick-up by ``how``; it calls no custom operator, but may name one in a check."""
+    """Compile and package a program with fusion by ``how``. The package must not call a custom operator."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         if how == "options":
@@ -211,32 +211,32 @@ def packaged(program: torch.export.ExportedProgram, path: Path, how: str) -> str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("options", marks=pytest.mark.slow), "enabled"])
-def test_what_runs_where_we_never_were(how: str, tmp_path: Path) -> None:
-    """A decomposed program; an AOTInductor package of a plain MLP and a FusedMLP, in the slow run of every operator."""
+def test_packages_run_without_this_library(how: str, tmp_path: Path) -> None:
+    """A decomposed program and AOTInductor packages run in a process that does not import the package."""
     model: nn.Module = Everything()
     program = export(model)
     torch.export.save(program.run_decompositions({**tfo.decompositions()}), path := tmp_path / "decomposed.pt2")
     cases: list[tuple[str, nn.Module, Path | str, int]] = [("program", model, path, 3)]
     if how == "options":
         cases.append(("package", model, packaged(program, tmp_path / "everything.pt2", how), 3))
-    model = spelled()
+    model = plain_and_fused()
     with tfo.record() as report:
         program = torch.export.export(model, inputs(6)[:1], dynamic_shapes=SIZES[:1])
         cases.append(("package", model, packaged(program, tmp_path / "mlp.pt2", how), 1))
     assert {site.activation for site in report.sites if site.op} >= {"gelu"}
     with torch.no_grad():
         runs = [
-            (kind, str(path), args := [inputs(rows)[:count] for rows in (6, 13)], [model(*one) for one in args])
+            (kind, str(path), batches := [inputs(n)[:count] for n in (6, 13)], [model(*batch) for batch in batches])
             for kind, model, path, count in cases
         ]
     torch.save(runs, tmp_path / "runs.pt")
     python("-c", WITHOUT_US, tmp_path / "runs.pt")
 
 
-@pytest.mark.filterwarnings("ignore")  # deprecated since torch 2.9, and still there in 2.15
+@pytest.mark.filterwarnings("ignore")  # deprecated since torch 2.9, but 2.15 still has it
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input"])
-def test_jit_trace(level: str) -> None:
-    """Traced, saved and loaded; other sizes; and the gradient of what was traced."""
+def test_jit_trace_of_modules(level: str) -> None:
+    """A trace is saved and loaded, accepts other sizes, and has the module's gradient."""
     model = nn.Sequential(FusedMLP(8, 32, memory=level), FusedMLP(8, 32, "silu", gated=True, memory=level))
     traced = torch.jit.trace(model, (torch.randn(4, 8),))
     file = io.BytesIO()
@@ -244,15 +244,15 @@ def test_jit_trace(level: str) -> None:
     file.seek(0)
     loaded = torch.jit.load(file)
     assert "fused::bias_act" in str(loaded.inlined_graph)
-    for rows in (4, 4, 9):  # the second and third call run what TorchScript has optimized
+    for rows in (4, 4, 9):  # TorchScript optimizes after the first call
         x = torch.randn(rows, 8, requires_grad=True)
-        wanted = model(x)
+        expected = model(x)
         for module in (traced, loaded):
-            found = module(x)
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-            if level != "fp8":  # the level is Python's; a traced graph keeps what the operators keep
-                wanted_grad, grad = (torch.autograd.grad(o.sum(), x, retain_graph=True)[0] for o in (wanted, found))
-                torch.testing.assert_close(grad, wanted_grad)
+            actual = module(x)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+            if level != "fp8":  # a trace does not contain the level, so its gradient is exact
+                grads = (torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in (actual, expected))
+                torch.testing.assert_close(*grads)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -265,8 +265,8 @@ def test_jit_trace_of_every_operator() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_jit_script_takes_the_operators_and_not_the_typed_names() -> None:
-    # By source, as scripting reads this file, whose annotations are strings.
+def test_jit_script_accepts_operators_but_not_typed_names() -> None:
+    # From source: scripting cannot resolve this file's annotations, which are strings.
     source = """
 def f(x, b):
     y = torch.ops.fused.bias_act(x, b, None, "gelu")
@@ -280,8 +280,8 @@ def f(x, b):
             torch.jit.script(refused)
 
 
-def test_symbolic_trace() -> None:
-    """torch.fx's own tracer, which shows proxies to Python: dropout's seed is drawn anew at each call."""
+def test_symbolic_trace_contains_every_operator() -> None:
+    """torch.fx traces with proxies. The traced dropout draws a new seed at each call."""
 
     class Model(Everything):
         def forward(self, x: Tensor, residual: Tensor, seed: Tensor) -> Tensor:  # type: ignore[override]
@@ -292,9 +292,9 @@ def test_symbolic_trace() -> None:
     names = {node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"}
     assert names >= {*OPERATORS, "make_viewless_tensor"}
     torch.manual_seed(1)
-    wanted = model(*args)
+    expected = model(*args)
     torch.manual_seed(1)
-    torch.testing.assert_close(traced(*args), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(traced(*args), expected, rtol=0, atol=0)
 
 
 def test_symbolic_trace_at_every_memory_level() -> None:
@@ -312,17 +312,17 @@ def test_make_fx_keeps_the_operators(symbolic: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_onnx() -> None:
-    """Through decompositions, dropout's mask bit for bit; run by onnx's own reference evaluator."""
+def test_onnx_program_is_right() -> None:
+    """ONNX's reference evaluator computes the decomposed program with the same dropout mask."""
     pytest.importorskip("onnxscript")
     reference = pytest.importorskip("onnx.reference")
     model = Everything()
     table = {**torch.export.default_decompositions(), **tfo.decompositions(differentiable=False)}
     program = torch.onnx.export(export(model).run_decompositions(table), dynamo=True, verbose=False)
     assert program is not None
-    assert not {"Erf", "Gelu"} & {node.op_type for node in program.model_proto.graph.node}  # they lose the tail
+    assert not {"Erf", "Gelu"} & {node.op_type for node in program.model_proto.graph.node}  # these lose GELU's tail
     session = reference.ReferenceEvaluator(program.model_proto)
     for rows in (6, 11):
         args = inputs(rows)
-        (found,) = session.run(None, dict(zip(session.input_names, (t.numpy() for t in args), strict=True)))
-        torch.testing.assert_close(torch.from_numpy(found), model(*args).detach(), rtol=1e-4, atol=1e-5)
+        (actual,) = session.run(None, dict(zip(session.input_names, (t.numpy() for t in args), strict=True)))
+        torch.testing.assert_close(torch.from_numpy(actual), model(*args).detach(), rtol=1e-4, atol=1e-5)

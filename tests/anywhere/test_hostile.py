@@ -1,8 +1,8 @@
-"""Hostile calls: any strides, memory, values and dtypes; in eager mode, compiled, and by Triton's kernels, interpreted.
+"""Operators are precise for any strides, values and dtypes: eager, compiled, and as interpreted GPU kernels.
 
-A case is drawn once and goes through ``testing.precision``'s measure, which compares with the float64 reference. Values
-are ordinary numbers and, here and there, ones at which something happens: NaN, infinities, denormals, zeros of either
-sign, the largest finite numbers, where activations saturate, a clamp's bound and its neighbors.
+Hypothesis draws a call, and ``testing.precision`` compares it with the float64 reference. Some values are
+special: NaN, infinities, denormals, zeros of either sign, the largest finite numbers, numbers at which activations
+saturate, a clamp's bound and its neighbors.
 """
 
 import functools
@@ -31,13 +31,13 @@ CLAMPS = (None, 0.5, 7.0)
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
-# Where activations turn (0), saturate in one dtype or another, or have a derivative of 0; and the clamps.
+# Numbers at which an activation turns (0), saturates in some dtype or has a derivative of 0, and the clamps' bounds.
 TURNING = (0.0, 0.5, 0.7517, 1.0, 1.2784, 3.0, 5.5, 7.0, 8.3, 9.3, 14.0, 17.4, 38.5, 88.8, 104.0, 710.0, 746.0)
 
 
 @functools.cache
 def special(dtype: torch.dtype) -> Tensor:
-    """The values of interest, of either sign, each with its two neighbors; then what is not finite."""
+    """Return the special values with both signs and both neighbors, then NaN, infinities and -0."""
     finfo = torch.finfo(dtype)
     points = [*TURNING, finfo.max, finfo.max / 2, math.sqrt(finfo.max), finfo.tiny, finfo.smallest_normal * finfo.eps]
     wide = torch.tensor(points, dtype=torch.float64).to(dtype)
@@ -47,10 +47,10 @@ def special(dtype: torch.dtype) -> Tensor:
 
 
 def step(t: Tensor, by: int) -> Tensor:
-    """The next numbers of t's dtype, up or down in size."""
+    """Return the neighbors of t in its dtype, larger or smaller in size."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize]
-    moved = t.view(bits) + by
-    return torch.where(t == 0, t.new_full((), torch.finfo(t.dtype).tiny), moved.view(t.dtype))
+    neighbors = t.view(bits) + by
+    return torch.where(t == 0, t.new_full((), torch.finfo(t.dtype).tiny), neighbors.view(t.dtype))
 
 
 def values(count: int, dtype: torch.dtype, seed: int, kind: str) -> Tensor:
@@ -59,7 +59,7 @@ def values(count: int, dtype: torch.dtype, seed: int, kind: str) -> Tensor:
     if kind == "ordinary" or not count:
         return t
     pool = special(dtype)
-    if kind == "finite":  # so that no product of up to four of them leaves float32's range, above or below
+    if kind == "finite":  # products of up to four stay within float32's range
         pool = pool[pool.abs() <= 18]
     chosen = pool[torch.randint(len(pool), (count,), generator=g)]
     return torch.where(torch.rand(count, generator=g) < 0.4, chosen, t)
@@ -72,10 +72,10 @@ MEMORY = ("contiguous", "permuted", "stepped", "expanded", "overlapping", "far a
 
 @st.composite
 def tensors(draw: Any, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
-    """A tensor of this shape, laid out in memory as drawn; a leaf that may require a gradient."""
+    """Draw a leaf of this shape, its memory layout, and whether it requires a gradient."""
     make = functools.partial(values, dtype=dtype, seed=draw(st.integers(0, 1000)), kind=kind)
     count, layout, offset = math.prod(shape), draw(st.sampled_from(MEMORY)), draw(st.sampled_from((0, 0, 1, 3, 7)))
-    if layout == "overlapping":  # as unfold's windows: neighbors share elements along every axis
+    if layout == "overlapping":  # like unfold's windows: neighbors share elements along every axis
         strides = [draw(st.sampled_from((1, 1, 2, 3))) for _ in shape]
     elif layout == "far apart":
         strides = [draw(st.sampled_from((1, 17, 1009))) for _ in shape]
@@ -96,8 +96,8 @@ def tensors(draw: Any, shape: tuple[int, ...], dtype: torch.dtype, kind: str) ->
         return leaf(draw, torch._neg_view(make(count).view(shape)))
     else:
         return leaf(draw, make(count + offset)[offset:].view(shape))
-    room = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if count else 0
-    return leaf(draw, make(room + offset).as_strided(shape, strides, offset))
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if count else 0
+    return leaf(draw, make(extent + offset).as_strided(shape, strides, offset))
 
 
 def leaf(draw: Any, t: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def calls(
     else:
         shapes = (shape, shape if op == "glu" else shape[-1:], shape[:-1])
     optional = (False, op != "glu", True)
-    given = [
+    arguments = [
         None if o and draw(st.booleans()) else draw(tensors(s, d, kind))
         for s, d, o in zip(shapes, dtypes, optional, strict=True)
     ]
@@ -144,7 +144,7 @@ def calls(
             scalars.append(draw(st.sampled_from(reference.LAYOUTS)))
         if op != "bias_act":
             scalars += [draw(st.sampled_from((0.0, 1.0, -0.5))), draw(st.sampled_from(CLAMPS))]
-    return Sample(op, kind, (*given, *scalars))
+    return Sample(op, kind, (*arguments, *scalars))
 
 
 @st.composite
@@ -166,21 +166,21 @@ def softmaxes(draw: Any, shape: tuple[int, ...], dtypes: list[torch.dtype], kind
 
 
 def raw(t: Tensor) -> list[int]:
-    """Every bit of the memory that t lies in, whatever its strides, and how often it was written."""
+    """Return t's version counter and all bytes of its storage."""
     bytes_of = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
     return [t._version, *bytes_of.tolist()]
 
 
 def as_kernels(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
-    """Result and gradients of the operator, through autograd."""
+    """Return the operator's result and gradients, through autograd."""
     out = sample()
-    required = [t for t, wanted in zip(sample.tensors, mask, strict=False) if wanted and t is not None]
-    found = iter(torch.autograd.grad(out, required, grad, materialize_grads=True) if required else ())
-    return out.detach(), [next(found) if wanted else None for wanted in mask]
+    required = [t for t, requested in zip(sample.tensors, mask, strict=False) if requested and t is not None]
+    grads = iter(torch.autograd.grad(out, required, grad, materialize_grads=True) if required else ())
+    return out.detach(), [next(grads) if requested else None for requested in mask]
 
 
 def as_reference(sample: Sample, grad: Tensor, mask: list[bool], *, wide: bool) -> Any:
-    """The same by plain torch, in what the operator computes in, or in float64: the truth."""
+    """Return the result and gradients of plain torch, in the operator's compute dtype, or in float64 if ``wide``."""
     args = [a.detach() if isinstance(a, Tensor) else a for a in sample.args]
     if wide:
         args = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
@@ -195,11 +195,11 @@ def as_reference(sample: Sample, grad: Tensor, mask: list[bool], *, wide: bool) 
 def gradients(
     backward: Callable[..., Any], op: str, grad: Tensor, args: list[Any], out: Tensor, mask: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of an operator's first three arguments, by a function with the signature of its backward operator."""
+    """Return gradients of an operator's first three arguments. ``backward`` has its backward operator's signature."""
     if op == "dropout_add":
         x, bias, _, seed, p = args
-        found = backward(grad, seed, p, x.dtype, None if bias is None else bias.dtype, mask[:2])
-        return [*found, grad if mask[2] else None]
+        grads = backward(grad, seed, p, x.dtype, None if bias is None else bias.dtype, mask[:2])
+        return [*grads, grad if mask[2] else None]
     if op == "scaled_masked_softmax":
         sink_dtype = None if args[2] is None else args[2].dtype
         d_x, d_sink = backward(grad, out, *args[3:], sink_dtype, (mask[0], mask[2]))
@@ -208,9 +208,10 @@ def gradients(
 
 
 def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None:
-    """Where infinities, NaN and overflow are about: each element within the contract of the float64 reference, or,
-    where float32 itself overflows or underflows on the way, of the same formulas in plain torch. Sums, which depend on
-    their order there, only where nothing overflows.
+    """Check a call with infinities, NaN or overflow.
+
+    Each element must be near the float64 reference, or near the same formulas in plain torch, which overflow and
+    underflow as float32 does. Sums depend on their order then, so they are checked only if nothing overflows.
     """
     mask = [t is not None and t.requires_grad for t in sample.tensors[:3]]
     with torch.no_grad():
@@ -220,54 +221,58 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
     plain, plain_grads = as_reference(sample, grad, mask, wide=False)
     truth, true_grads = as_reference(sample, grad, mask, wide=True)
 
-    def check(what: str, got: Tensor, near: Tensor | None, *wanted: Tensor) -> None:
-        limit, near = precision.LIMITS[what, got.dtype], None if near is None else near.nan_to_num(0.0)
-        worst = torch.minimum(*(precision.error(got, one.double(), near) for one in wanted))
-        assert got.dtype == wanted[0].dtype and got.shape == wanted[0].shape
-        assert not (worst > limit).any(), (what, got[worst > limit][:3], [one[worst > limit][:3] for one in wanted])
+    def check(kind: str, got: Tensor, terms_of: Tensor | None, *accepted: Tensor) -> None:
+        limit, terms_of = precision.LIMITS[kind, got.dtype], None if terms_of is None else terms_of.nan_to_num(0.0)
+        worst = torch.minimum(*(precision.error(got, value.double(), terms_of) for value in accepted))
+        assert got.dtype == accepted[0].dtype and got.shape == accepted[0].shape
+        assert not (worst > limit).any(), (
+            kind,
+            got[worst > limit][:3],
+            [value[worst > limit][:3] for value in accepted],
+        )
 
     terms: Tensor | None = None  # that cancel
     if sample.op == "dropout_add":
         terms = dropout._absolute(sample, precision._cast(sample.args[:3], torch.float64, "cpu") + sample.args[3:])
         x, _, residual, seed, p = sample.args
         dropped = reference.dropout_add(torch.ones(x.shape), None, None, seed, p) == 0
-        kept_from = torch.zeros(()) if residual is None else residual.detach()
-        truth = torch.where(dropped & truth.isnan(), kept_from.double(), truth)  # what is dropped may be forgotten
+        residual_or_0 = torch.zeros(()) if residual is None else residual.detach()
+        truth = torch.where(dropped & truth.isnan(), residual_or_0.double(), truth)  # dropping an element removes NaN
         # A fused multiply-add does not overflow where the product alone would, and float64 has no wider oracle.
         widest = x.detach().isfinite() & (reference.compute_dtype(*sample.tensors[:3]) == torch.float64)
-        plain = torch.where(widest & plain.isinf() & kept_from.isfinite() & got.isfinite(), got, plain)
-        truth = torch.where(widest & truth.isnan() & kept_from.isinf(), kept_from.double(), truth)
+        plain = torch.where(widest & plain.isinf() & residual_or_0.isfinite() & got.isfinite(), got, plain)
+        truth = torch.where(widest & truth.isnan() & residual_or_0.isinf(), residual_or_0.double(), truth)
     nears: tuple[Tensor | None, ...] = (None,) * 3
     if sample.op in ACTIVATION_OPERATORS:
         (terms,), nears = precision.near_of(sample), precision.near_of(sample, grad.double())
         if got.dtype != torch.float64:
-            # What is less than float32 holds is 0 to some roundings, of which a factor of infinity makes NaN.
+            # Some roundings flush a number below float32's range to 0, and a factor of infinity then makes it NaN.
             args = [a.detach().double() if isinstance(a, Tensor) else a for a in sample.args]
             alone = getattr(reference, sample.op)(*args[:2], None, *args[3:])
             lost = (alone != 0) & (alone.abs() < torch.finfo(torch.float32).tiny)
             truth = torch.where(lost & truth.isinf() & got.isnan(), got.double(), truth)
     check("forward", got, terms, plain, truth)
     sums = {"glu": (2,), "scaled_masked_softmax": (2,), "dropout_add": (1,)}.get(sample.op, (1, 2))
-    for i, (one, by_plain, true) in enumerate(zip(grads, plain_grads, true_grads, strict=True)):
-        if one is None:
+    for i, (computed, by_plain, true) in enumerate(zip(grads, plain_grads, true_grads, strict=True)):
+        if computed is None:
             continue
         if i in sums:
-            assert one.shape == sample.tensors[i].shape and one.dtype == sample.tensors[i].dtype
-            finite = true.isfinite() & (true.abs() < torch.finfo(one.dtype).max / 4)
-            assert one[true.isnan() & by_plain.isnan()].isnan().all()  # NaN goes through
-            assert sample.name == "any" or one[finite].isfinite().all()
-        elif sample.op != "scaled_masked_softmax":  # its gradient's unit is the row's largest: the measure's business
-            if nears[i] is not None:  # a derivative that float32 does not hold, by a factor that overflows
-                by_plain = torch.where(one.isnan() & by_plain.isinf() & (nears[i] != 0), one, by_plain)
-            check("gradient", one, nears[i], by_plain, true)
+            assert computed.shape == sample.tensors[i].shape and computed.dtype == sample.tensors[i].dtype
+            finite = true.isfinite() & (true.abs() < torch.finfo(computed.dtype).max / 4)
+            assert computed[true.isnan() & by_plain.isnan()].isnan().all()  # NaN propagates
+            assert sample.name == "any" or computed[finite].isfinite().all()
+        elif sample.op != "scaled_masked_softmax":  # precision.measure checks it, relative to a row's maximum
+            if nears[i] is not None:  # a derivative below float32's range times a factor that overflows
+                by_plain = torch.where(computed.isnan() & by_plain.isinf() & (nears[i] != 0), computed, by_plain)
+            check("gradient", computed, nears[i], by_plain, true)
         else:
-            assert torch.equal(one.isnan(), by_plain.isnan())
+            assert torch.equal(computed.isnan(), by_plain.isnan())
 
 
 def holds_the_contract(sample: Sample) -> None:
-    """Result and gradients within the contract, results fresh and contiguous, inputs as they were, bit by bit."""
-    given = [t for t in sample.args if isinstance(t, Tensor)]
-    before = [raw(t.detach()) for t in given]
+    """Check precision, that the result is contiguous in new memory, and that inputs do not change."""
+    arguments = [t for t in sample.args if isinstance(t, Tensor)]
+    before = [raw(t.detach()) for t in arguments]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if sample.name == "any":
@@ -277,13 +282,13 @@ def holds_the_contract(sample: Sample) -> None:
             assert all(e <= precision.LIMITS[key] for key, e in errors.items()), errors
         out = sample()
     assert out.is_contiguous() and not out.is_neg()
-    assert all(out.untyped_storage()._cdata != t.untyped_storage()._cdata for t in given)
-    assert [raw(t.detach()) for t in given] == before, "an input was written"
+    assert all(out.untyped_storage()._cdata != t.untyped_storage()._cdata for t in arguments)
+    assert [raw(t.detach()) for t in arguments] == before, "an input was written"
 
 
-def quietly(examples: int, **more: Any) -> Any:
+def quietly(examples: int, **options: Any) -> Any:
     checks = list(HealthCheck)
-    return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=checks, **more)
+    return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=checks, **options)
 
 
 @quietly(200, derandomize=True)
@@ -299,12 +304,12 @@ def test_10000_calls_keep_the_precision_contract(sample: Sample) -> None:
     holds_the_contract(sample)
 
 
-# ---- other ways to the same operators --------------------------------------------------------------------------------
+# ---- compiled and interpreted ----------------------------------------------------------------------------------------
 
 
 @functools.cache
 def compiled(op: str) -> Callable[..., Tensor]:
-    """One compiled function for every call of an operator: sizes, strides and offsets are seen to be dynamic."""
+    """Return one compiled function for all calls of an operator. Its sizes, strides and offsets must become dynamic."""
     return torch.compile(lambda *args: getattr(fused, op)(*args), dynamic=True)
 
 
@@ -317,8 +322,8 @@ def compiled(op: str) -> Callable[..., Tensor]:
         pytest.param("bias_glu", torch.float16, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_calls_are_as_in_torch(op: str, dtype: torch.dtype) -> None:
-    """Many shapes through one compiled function, and few graphs."""
+def test_compiled_calls_match_the_reference(op: str, dtype: torch.dtype) -> None:
+    """One compiled function serves many shapes with at most four graphs."""
     compiled.cache_clear()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -331,8 +336,8 @@ def test_compiled_calls_are_as_in_torch(op: str, dtype: torch.dtype) -> None:
         is_as_in_torch(sample, run)
 
     calls_of()
-    made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-    assert 0 < made <= 4, f"{made} graphs: sizes were not dynamic"
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert 0 < graphs <= 4, f"{graphs} graphs: sizes were not dynamic"
 
 
 class Compiled(Sample):
@@ -342,20 +347,20 @@ class Compiled(Sample):
 
 @st.composite
 def of_one_kind(draw: Any, op: str, dtype: torch.dtype) -> Sample:
-    """Calls of one rank, with every tensor there, and all that a graph is specialized to the same."""
+    """Draw calls that need one graph only: one rank, all tensors present, the same scalars."""
     rows, n = (draw(st.integers(2, 9)) for _ in range(2))
     shape = (rows, 2 * n if op == "bias_glu" else n)
     shapes = (shape, shape if op == "glu" else shape[-1:], shape[:-1])
     parts = []
-    for one in shapes:
-        t = values(math.prod(one) * 2, dtype, draw(st.integers(0, 1000)), "any").view(*one[:-1], 2 * one[-1])
+    for size in shapes:
+        t = values(math.prod(size) * 2, dtype, draw(st.integers(0, 1000)), "any").view(*size[:-1], 2 * size[-1])
         parts.append(t[..., ::2].detach().requires_grad_())
     scalars = {"bias_act": ("gelu_tanh",), "glu": ("silu", 1.0, 7.0), "bias_glu": ("gelu", "interleaved", 0.0, None)}
     return Sample(op, "any", (*parts, *scalars[op]))
 
 
 def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
-    """Result and gradients by the GPU's kernels, in Triton's interpreter; what the dispatcher does first is done."""
+    """Return the GPU kernels' result and gradients in Triton's interpreter. The dispatcher would resolve_neg first."""
     args = [a.detach().resolve_neg() if isinstance(a, Tensor) else a for a in sample.args]
     forward, backward = kernel_of(sample.op), kernel_of(f"{sample.op}_backward")
     with interpreting():
@@ -366,17 +371,17 @@ def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, l
 @pytest.mark.slow
 @quietly(1000, phases=(Phase.generate, Phase.shrink))
 @given(calls())
-def test_1000_of_triton_s_calls_are_as_in_torch(sample: Sample) -> None:
+def test_1000_calls_of_gpu_kernels_match_the_reference(sample: Sample) -> None:
     pytest.importorskip("triton")
-    given = [t for t in sample.args if isinstance(t, Tensor)]
-    before = [raw(t.detach()) for t in given]
+    arguments = [t for t in sample.args if isinstance(t, Tensor)]
+    before = [raw(t.detach()) for t in arguments]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NumPy's, of infinities
+        warnings.simplefilter("ignore")  # NumPy warns about infinities
         is_as_in_torch(sample, by_triton)
-    assert [raw(t.detach()) for t in given] == before, "an input was written"
+    assert [raw(t.detach()) for t in arguments] == before, "an input was written"
 
 
-# ---- gradients that are no numbers -----------------------------------------------------------------------------------
+# ---- gradients with NaN and infinity ---------------------------------------------------------------------------------
 
 RELUS = {"relu": torch.relu, "relu2": lambda x: torch.relu(x).square()}
 STOPPED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
@@ -397,36 +402,36 @@ STOPPED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     ("way", "dtype"),
     [
         *(("eager", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)),
-        ("picked up", torch.float32),
-        pytest.param("operator compiled", torch.bfloat16, marks=pytest.mark.slow),
+        ("fused", torch.float32),
+        pytest.param("compiled operator", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("op", STOPPED)
 @pytest.mark.parametrize("activation", RELUS)
-def test_a_relu_stops_gradients_that_are_no_numbers(activation: str, op: str, dtype: torch.dtype, way: str) -> None:
-    """Where it is 0, infinity and NaN come out as 0, as of PyTorch's threshold_backward; where x is NaN they pass."""
-    ours, theirs = STOPPED[op]
+def test_a_relu_stops_nan_and_infinite_gradients(activation: str, op: str, dtype: torch.dtype, way: str) -> None:
+    """A ReLU of 0 turns infinite and NaN gradients into 0, as threshold_backward does. If x is NaN, they propagate."""
+    fused_fn, plain = STOPPED[op]
     values = torch.tensor([-1.0, -0.0, 0.0, 1.0, math.nan, -math.inf, math.inf, 2.0])
     x = torch.stack([values.roll(i) for i in range(8)]).repeat(1, 2).to(dtype)
     x[:, 8:] = torch.where(x[:, 8:].isfinite(), x[:, 8:], 3.0)
     grad = torch.tensor([math.inf, -math.inf, math.nan, 1.0, -2.0, 0.0, 3.0, math.inf]).to(dtype).expand(8, 8)
     fn = {
-        "eager": ours,
-        "operator compiled": torch.compile(ours, fullgraph=True),
-        "picked up": torch.compile(theirs, backend="fused", fullgraph=True),
+        "eager": fused_fn,
+        "compiled operator": torch.compile(fused_fn, fullgraph=True),
+        "fused": torch.compile(plain, backend="fused", fullgraph=True),
     }[way]
     x.requires_grad_()
-    (wanted,) = torch.autograd.grad(theirs(activation, x), x, grad)
+    (expected,) = torch.autograd.grad(plain(activation, x), x, grad)
     (got,) = torch.autograd.grad(fn(activation, x), x, grad)
-    assert wanted.isnan().any() and (wanted[:, :8] == 0).any()
-    torch.testing.assert_close(got, wanted, equal_nan=True)
+    assert expected.isnan().any() and (expected[:, :8] == 0).any()
+    torch.testing.assert_close(got, expected, equal_nan=True)
 
 
-# ---- memory that is written meanwhile --------------------------------------------------------------------------------
+# ---- writes between forward and backward -----------------------------------------------------------------------------
 
 X, N8, ROWS = (3, 8), (8,), (3,)
 HEADS = (2, 3, 8)
-# Shapes of the tensor arguments, the call, the arguments that backward needs as they were, whether it needs the result.
+# Shapes of the tensor arguments, the call, the arguments that backward reads, and whether backward reads the result.
 WRITTEN: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor], set[int], bool]] = {
     "bias_act": ((X, N8, ROWS), lambda *t: fused.bias_act(*t, "gelu"), {0, 1, 2}, False),
     "bias_act, recorded": ((X,), lambda x: fused.bias_act(x, None, None, "silu"), {0}, False),
@@ -440,34 +445,34 @@ WRITTEN: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor], set
     "dropout_add": ((X, N8, X), lambda *t: fused.dropout_add(*t, torch.tensor([5]), 0.5), set(), False),
     "softmax": ((HEADS, (2,)), lambda x, s: fused.scaled_masked_softmax(x, None, s, 0.5), set(), True),
 }
-WRITES = {"itself": lambda t: t, "a view": lambda t: t[...], "what detach gives": lambda t: t.detach()}
+WRITES = {"itself": lambda t: t, "a view": lambda t: t[...], "a detached alias": lambda t: t.detach()}
 
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", WRITTEN)
-def test_writes_before_backward_raise_where_it_matters(name: str, write: str) -> None:
-    """As for PyTorch's own functions: an error where backward needs what was there, else the right gradient."""
-    shapes, call, kept, keeps_result = WRITTEN[name]
+def test_writes_raise_if_backward_reads_the_tensor(name: str, write: str) -> None:
+    """A write raises if backward reads the tensor, and otherwise changes no gradient, as for PyTorch's functions."""
+    shapes, call, saved, keeps_result = WRITTEN[name]
 
     def gradients(written: int | None) -> list[Tensor]:
         torch.manual_seed(0)
         leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
-        given = [t.clone() for t in leaves]
-        out = call(*given)
+        arguments = [t.clone() for t in leaves]
+        out = call(*arguments)
         if written is not None:
             with torch.no_grad():
-                WRITES[write]([*given, out][written]).add_(1.0)
+                WRITES[write]([*arguments, out][written]).add_(1.0)
         return list(torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
-    wanted = gradients(None)
+    expected = gradients(None)
     for i in range(len(shapes) + 1):
-        if i in kept or (i == len(shapes) and keeps_result):
+        if i in saved or (i == len(shapes) and keeps_result):
             raises(RuntimeError, "modified by an inplace operation", gradients, i)
         else:
-            assert all(map(torch.equal, gradients(i), wanted)), f"argument {i}"
+            assert all(map(torch.equal, gradients(i), expected)), f"argument {i}"
 
 
-def test_a_seed_that_is_written_before_backward_raises() -> None:
+def test_writing_the_seed_before_backward_raises() -> None:
     seed, x = torch.tensor([5]), torch.ones(3, 8, requires_grad=True)
     out = fused.dropout_add(x, None, None, seed, 0.5)
     seed.add_(1)

@@ -1,4 +1,4 @@
-"""At the limits: graphs that take long to read, constants at the end of float64, tensors past 2**31 elements."""
+"""Limits: graphs that could take exponential time, constants at the end of float64, tensors past 2**31 elements."""
 
 import itertools
 import math
@@ -20,11 +20,11 @@ from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.lowerings.recognize import prove, symbolic
 from torch_fused_ops.lowerings.recognize.symbolic import Ref
 
-# ---- graphs that could take for ever ---------------------------------------------------------------------------------
+# ---- work on large graphs --------------------------------------------------------------------------------------------
 
 
 class Built:
-    """A graph as Dynamo would record it, all of whose values are (8, 8); built by hand, since capturing is slow."""
+    """A graph as Dynamo records it. All values are (8, 8). It is built by hand, since capturing is slow."""
 
     def __init__(self) -> None:
         self.graph = Graph()
@@ -37,23 +37,23 @@ class Built:
         return node
 
     def __call__(self, name: str | Callable[..., Any], *args: Any, inplace: bool = False) -> Node:
-        """A call of torch's function of this name; one that works in place shares its first argument's memory."""
+        """Add a call of torch's function of this name. An in-place call shares its first argument's memory."""
         target = getattr(torch, name) if isinstance(name, str) else name
         return self._placed(self.graph.call_function(target, args), args[0] if inplace else None)
 
     def view(self, source: Node, *of: Node) -> Node:
-        """A view of source; shaped as another tensor, whose values do not matter."""
+        """Add a view of source, with ``of`` by ``view_as`` another tensor's shape."""
         name, args = ("view_as", of) if of else ("view", (8, 8))
         return self._placed(self.graph.call_method(name, (source, *args)), source)
 
     def read(self, *h: Node) -> Graph:
-        """The graph, closed by GEMMs that read these values."""
-        self.graph.output(tuple(self("matmul", one, self.w) for one in h))
+        """Return the graph, with GEMMs at the end that read these values."""
+        self.graph.output(tuple(self("matmul", value, self.w) for value in h))
         return self.graph
 
 
 def chain(step: Callable[[Built, Node], Node], begin: Any = None, end: Any = None) -> Callable[[int], Graph]:
-    """Graphs of n steps, behind a function and before another."""
+    """Return a function of n that builds a graph: ``begin``, n steps, ``end``."""
 
     def build(n: int) -> Graph:
         g = Built()
@@ -66,7 +66,7 @@ def chain(step: Callable[[Built, Node], Node], begin: Any = None, end: Any = Non
 
 
 def views_above(n: int, rejoined: bool = False) -> Graph:
-    """GELU's result through n views; each shaped as another view of the one before, if they are to join again."""
+    """Build GELU and n views of its result. With ``rejoined``, each view has two paths to the previous view."""
     g = Built()
     h = g(F.gelu, g.h)
     for _ in range(n):
@@ -75,7 +75,7 @@ def views_above(n: int, rejoined: bool = False) -> Graph:
 
 
 def views_below(n: int, rejoined: bool = False) -> Graph:
-    """silu(a)·b, where both are the same tensor through n views of its own."""
+    """Build silu(a)·b, where a and b are n views each of the same tensor."""
     g = Built()
     sides = [g.h, g.h]
     for _ in range(n):
@@ -84,7 +84,7 @@ def views_below(n: int, rejoined: bool = False) -> Graph:
 
 
 def many_aliases(n: int) -> Graph:
-    """An activation in place, and n views of its result."""
+    """Build an in-place activation, and n views of its result."""
     g = Built()
     views = [g("relu_", g.h, inplace=True)]
     for _ in range(n):
@@ -93,13 +93,13 @@ def many_aliases(n: int) -> Graph:
 
 
 def wide(n: int) -> Graph:
-    """One activation, n GEMMs."""
+    """Build one activation with n GEMMs."""
     g = Built()
     return g.read(*[g(F.gelu, g.h)] * n)
 
 
 def shared_bodies(n: int) -> Graph:
-    """Higher-order operators whose body calls the next one twice: 2**n calls for who follows each."""
+    """Build nested higher-order operators. Each body calls the next body twice: 2**n calls in all."""
     below: torch.fx.GraphModule | None = None
     for _ in range(n):
         graph = Graph()
@@ -120,12 +120,12 @@ def shared_bodies(n: int) -> Graph:
     return torch.fx.GraphModule({"body": below}, g.graph).graph
 
 
-# What each ends in: fused, or the beginning of its reason; None where there is no site.
+# The expected outcome: fused, the beginning of a reason, or None if the graph has no site.
 FUSED = "fused"
 CALLS = "more than 64 pointwise calls lie between the GEMMs"
 GRAPHS: dict[str, tuple[Callable[[int], Graph], str | None]] = {
-    "a subgraph of n functions": (chain(lambda g, h: g("sin", h)), CALLS),
-    "a subgraph of activations": (chain(lambda g, h: g(F.gelu, h)), CALLS),
+    "n functions": (chain(lambda g, h: g("sin", h)), CALLS),
+    "n activations": (chain(lambda g, h: g(F.gelu, h)), CALLS),
     "n times where": (chain(lambda g, h: g("where", g("gt", h, 0), h, g("sin", h))), CALLS),
     "x·sin(x) of itself": (chain(lambda g, h: g("mul", h, g("sin", h))), CALLS),
     "doubled n times": (chain(lambda g, h: g("add", h, h)), None),  # linear in a GEMM's result
@@ -146,7 +146,7 @@ class TooMuchWork(Exception):
 
 
 def work(run: Callable[[], Any], most: int) -> tuple[int, Any]:
-    """How many lines of the recognizer are executed, and what it returns: exact, and the same on every machine.
+    """Count the recognizer's lines that ``run`` executes, the same on every machine. Return the count and the result.
 
     Raises:
         TooMuchWork: more than ``most``.
@@ -161,7 +161,7 @@ def work(run: Callable[[], Any], most: int) -> tuple[int, Any]:
         return local
 
     before = sys.gettrace()
-    sys.settrace(lambda frame, *rest: local(frame, *rest) if frame.f_code.co_filename.startswith(folder) else None)
+    sys.settrace(lambda frame, *args: local(frame, *args) if frame.f_code.co_filename.startswith(folder) else None)
     try:
         result = run()
     finally:
@@ -174,38 +174,38 @@ def sites(graph: Graph) -> Any:
     return recognize.rewrite(graph, tfo.FusionPolicy(), apply=False)
 
 
-def ends_in(found: Any, wanted: str | None) -> bool:
-    if wanted is None:
-        return not found
-    return bool(found) and all(s.op if wanted == FUSED else s.reason.startswith(wanted) for s in found)
+def ends_in(sites: Any, expected: str | None) -> bool:
+    if expected is None:
+        return not sites
+    return bool(sites) and all(s.op if expected == FUSED else s.reason.startswith(expected) for s in sites)
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_work_is_linear_in_the_graph(name: str) -> None:
-    """Twice as large a graph, twice as much work: no chain is walked for each of its nodes, no join doubles it."""
-    build, wanted = GRAPHS[name]
-    sites(build(3))  # what is worked out once a process
+    """Twice as large a graph takes twice as much work: no chain is walked again for each of its nodes."""
+    build, expected = GRAPHS[name]
+    sites(build(3))  # fills the process's caches
     prove._prove.cache_clear()
-    (small, _), (large, found) = (work(lambda: sites(g), most=1_000_000) for g in (build(100), build(200)))  # noqa: B023
-    assert ends_in(found, wanted), found
+    (small, _), (large, result) = (work(lambda: sites(g), most=1_000_000) for g in (build(100), build(200)))  # noqa: B023
+    assert ends_in(result, expected), result
     assert large <= 2.2 * small
 
 
 @pytest.mark.covering(every=16)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_of_5000_is_read(name: str) -> None:
-    """No recursion over a graph's depth, none over its width."""
-    build, wanted = GRAPHS[name]
-    assert ends_in(sites(build(5000 if name not in ("n layers", "a sum of n products") else 2500)), wanted)
+    """The recognizer does not recurse over a graph's depth or width."""
+    build, expected = GRAPHS[name]
+    assert ends_in(sites(build(5000 if name not in ("n layers", "a sum of n products") else 2500)), expected)
 
 
-def test_bodies_that_share_bodies_are_read_once() -> None:
-    (small, _), (large, found) = (work(lambda: sites(g), 1_000_000) for g in (shared_bodies(20), shared_bodies(40)))  # noqa: B023
-    assert ends_in(found, FUSED) and large <= 2.2 * small
+def test_shared_bodies_are_read_once() -> None:
+    (small, _), (large, result) = (work(lambda: sites(g), 1_000_000) for g in (shared_bodies(20), shared_bodies(40)))  # noqa: B023
+    assert ends_in(result, FUSED) and large <= 2.2 * small
 
 
-# As many calls as a subgraph may have, each of which makes the expression's text or its terms twice as long.
+# Each step doubles the length of the expression's text, or its number of terms.
 STEPS: dict[str, Callable[[Built, Node], Node]] = {
     "x·sin(x)": lambda g, h: g("mul", h, g("sin", h)),
     "sin + cos": lambda g, h: g("add", g("sin", h), g("cos", h)),
@@ -224,8 +224,8 @@ STEPS: dict[str, Callable[[Built, Node], Node]] = {
 @pytest.mark.covering(every=6)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_expressions_that_double_are_refused(name: str, gated: bool) -> None:
-    found = ()
+def test_doubling_expressions_are_rejected(name: str, gated: bool) -> None:
+    unfused = ()
     for n in range(1, 65):
         g = Built()
         h, up = g.h, g("matmul", g.x, g.w)
@@ -235,21 +235,21 @@ def test_expressions_that_double_are_refused(name: str, gated: bool) -> None:
             break
         graph = g.read(g("mul", h, up) if gated else g("cos", h))
         if n % 4 == 0 or n == 1:
-            _, found = work(lambda: sites(graph), 3_000_000)  # noqa: B023
-            assert len(found) == 1 and found[0].op is None and 0 < len(found[0].reason) < 400
-    assert found
+            _, unfused = work(lambda: sites(graph), 3_000_000)  # noqa: B023
+            assert len(unfused) == 1 and unfused[0].op is None and 0 < len(unfused[0].reason) < 400
+    assert unfused
 
 
-def test_a_long_custom_function_is_refused() -> None:
-    """A custom autograd.Function is one call, whatever is in it."""
+def test_a_long_custom_function_is_rejected() -> None:
+    """A custom autograd.Function is one call of the graph, but each step counts."""
     steps = tuple(("sin", (Ref("value", i - 1) if i else Ref("operand", 0),), ()) for i in range(5000))
     verdict = prove.prove(steps, Ref("value", 4999), 1)
     assert verdict.activation is None
     assert str(verdict.reason) == f"cannot be proved: more than {symbolic.MAX_STEPS} calls"
 
 
-def test_a_derivative_is_not_as_deep_as_its_function() -> None:
-    """Of log(log(… x)), 400 levels: a recursion of three calls for each would be past Python's limit."""
+def test_derivatives_do_not_recurse_over_depth() -> None:
+    """Differentiate 400 nested logs: three recursive calls per level would exceed Python's limit."""
     algebra = symbolic.Algebra()
     x = p = algebra.variable("x")
     for _ in range(400):
@@ -258,11 +258,11 @@ def test_a_derivative_is_not_as_deep_as_its_function() -> None:
     assert (len(factors), coefficient) == (400, 1.0)  # 1/x · 1/log(x) · …
     assert algebra.names(p) == 401
     s = algebra.sigmoid(x)
-    wanted = algebra.mul(algebra.mul(s, algebra.sub(1.0, s)), 0.5)
-    assert algebra.same(algebra.derivative(algebra.mul(s, 0.5), x), wanted)
+    expected = algebra.mul(algebra.mul(s, algebra.sub(1.0, s)), 0.5)
+    assert algebra.same(algebra.derivative(algebra.mul(s, 0.5), x), expected)
 
 
-def test_algebra_is_cut_off_where_it_takes_long() -> None:
+def test_algebra_has_a_limit_of_steps() -> None:
     algebra = symbolic.Algebra()
     p = algebra.add(algebra.variable("x"), 1.0)
     with pytest.raises(symbolic.Unprovable, match=f"more than {symbolic.MAX_WORK} steps of algebra"):
@@ -279,7 +279,7 @@ def test_algebra_is_cut_off_where_it_takes_long() -> None:
     assert algebra.work < symbolic.MAX_WORK / 100, "an activation is far from the limit"
 
 
-# Constants that a graph may hold, and that float64 does not: each a reason, none an error of Python's.
+# Constants and results beyond float64's range. Each gives a reason instead of a Python error.
 CONSTANTS = {
     "a product past the range": lambda g: g("relu", g("mul", g("mul", g.h, 1e200), 1e200)),
     "a quotient past the range": lambda g: g("sigmoid", g("div", g("div", g.h, 1e-200), 1e-200)),
@@ -299,7 +299,7 @@ CONSTANTS = {
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_constants_at_the_end_of_float64_are_refused(name: str) -> None:
+def test_constants_beyond_float64_are_rejected(name: str) -> None:
     g = Built()
     (site,) = sites(g.read(CONSTANTS[name](g)))
     assert site.op is None and site.reason
@@ -313,11 +313,11 @@ EVERYTHING = (True, True, True)
 
 
 def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[str, tuple[Any, ...]]:
-    """A call of each family's kernels, forward and backward, whose data are ``view``'s."""
+    """Return arguments for each operator's kernels, forward and backward. ``view`` makes their data."""
     pytest.importorskip("triton")
     x, packed, bias, packed_bias, scale = view(rows, n), view(rows, 2 * n), meta(n), meta(2 * n), meta(rows)
     seed = meta(1, dtype=torch.int64)
-    rest = ("silu", "interleaved", 0.0, None)
+    scalars_of_glu = ("silu", "interleaved", 0.0, None)
     hidden = view(rows, n).to(torch.bool).unsqueeze(0) if view is meta else meta(1, rows, n, dtype=torch.bool)
     scalars, mask = (1.0, True, -1, -1), (True, True)
     return {
@@ -325,8 +325,8 @@ def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[
         "bias_act_backward": (x, x, bias, scale, "gelu", EVERYTHING),
         "glu": (x, x, scale, "silu"),
         "glu_backward": (x, x, x, scale, "silu", 0.0, None, EVERYTHING),
-        "bias_glu": (packed, packed_bias, scale, *rest),
-        "bias_glu_backward": (x, packed, packed_bias, scale, *rest, EVERYTHING),
+        "bias_glu": (packed, packed_bias, scale, *scalars_of_glu),
+        "bias_glu_backward": (x, packed, packed_bias, scale, *scalars_of_glu, EVERYTHING),
         "dropout_add": (x, bias, x, seed, 0.1),
         "dropout_add_backward": (x, seed, 0.1, BF16, BF16, mask),
         "scaled_masked_softmax": (x.unsqueeze(0), hidden, meta(1), *scalars),
@@ -335,21 +335,21 @@ def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[
 
 
 def launches(operator: str, args: tuple[Any, ...]) -> list[Any]:
-    """What a call would launch."""
+    """Return the launches of a call, without running them."""
     from torch_fused_ops.kernels import launching
 
-    with launching.recorded() as found:
+    with launching.recorded() as recorded:
         kernel_of(operator)(*args)
-    return found
+    return recorded
 
 
 def reach(t: Tensor) -> int:
-    """The largest offset, in elements, at which the tensor has one."""
+    """Return the tensor's largest element offset."""
     return sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def far_rows(rows: int, n: int) -> Tensor:
-    """Few elements, far apart: rows of a large tensor, as ``x[:, ::2**20]`` of an expanded one would have them."""
+    """Return few elements whose rows are far apart in memory."""
     return torch.empty(0, dtype=BF16, device="meta").as_strided((rows, n), (2**31 // (rows - 1) + n, 1))
 
 
@@ -367,24 +367,24 @@ FAR = {
 
 
 @pytest.mark.parametrize("size", FAR)
-def test_kernels_count_in_64_bits_where_they_must(size: str) -> None:
-    """Every family, float8 and dropout among them. Strides alone are enough, however few elements there are."""
+def test_large_offsets_have_64_bits(size: str) -> None:
+    """Kernels of every family use 64-bit offsets for large strides too, however few elements there are."""
     for name, call in FAR[size]().items():
-        for kernel, grid, given, _, constants in launches(name, call):
-            far = any(reach(t) > INT32_MAX for t in given if t is not None)
-            # What adds up partial sums reads these alone, which are short.
+        for kernel, grid, tensors, _, constants in launches(name, call):
+            far = any(reach(t) > INT32_MAX for t in tensors if t is not None)
+            # Kernels that add partial sums read only these sums, which are short.
             assert constants.get("WIDE", False) or not far, (name, kernel)
             assert grid[0] <= INT32_MAX and max(grid[1:]) <= 65535, (name, grid)
         assert launches(name, call)[0].constants["WIDE"], name
 
 
 @pytest.mark.parametrize("size", NEAR)
-def test_kernels_count_in_32_bits_where_they_can(size: str) -> None:
+def test_small_offsets_have_32_bits(size: str) -> None:
     for name, call in NEAR[size]().items():
         assert not any(constants.get("WIDE") for *_, constants in launches(name, call)), name
 
 
-def test_operators_on_paper_past_2_to_the_31() -> None:
+def test_meta_operators_past_2_to_the_31() -> None:
     x, up, seed = meta(2**21, 2**11), meta(2**21, 2**11, dtype=torch.float32), meta(1, dtype=torch.int64)
     ops = torch.ops.fused
     for out, shape in (
@@ -402,10 +402,10 @@ def test_operators_on_paper_past_2_to_the_31() -> None:
 
 @pytest.fixture(scope="module")
 def ocean() -> Tensor:
-    """A bfloat16 tensor of 3·2**30 + 64 elements, of which memory holds what is touched."""
+    """Return a bfloat16 tensor of 3·2**30 + 64 elements in reserved memory, of which only touched pages are used."""
     if sys.platform != "linux" or sys.maxsize < 2**33:
         pytest.skip("needs memory that is reserved and not held")
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE; Python 3.13 names it
     try:
         return torch.frombuffer(mmap.mmap(-1, 2 * (3 * 2**30 + 64), flags=flags), dtype=BF16)
     except (OSError, OverflowError) as e:
@@ -414,26 +414,26 @@ def ocean() -> Tensor:
 
 @pytest.mark.parametrize("strides", [(2**30, 1), (7, 2**28 + 5)], ids=["rows", "columns"])
 @pytest.mark.parametrize("way", ["operators", "kernels"])
-def test_elements_past_2_to_the_31_are_found(way: str, strides: tuple[int, int], ocean: Tensor) -> None:
-    """The numbers are right: by the CPU's operators, and by the GPU's kernels in the interpreter."""
+def test_elements_past_2_to_the_31_are_right(way: str, strides: tuple[int, int], ocean: Tensor) -> None:
+    """Results equal those for contiguous tensors, on the CPU and in Triton's interpreter."""
     far = ocean.as_strided((4, 8), strides)
     far.copy_(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
-    near, seed, packed = far.contiguous(), torch.tensor([3]), ("silu", "halves", 1.0, 7.0)
+    contiguous, seed, packed = far.contiguous(), torch.tensor([3]), ("silu", "halves", 1.0, 7.0)
     assert reach(far) > INT32_MAX or strides[0] == 7
     calls: list[tuple[str, Callable[[Tensor], tuple[Any, ...]]]] = [
-        ("bias_act", lambda x: (x, near[0], near[:, 0], "gelu")),
-        ("bias_act_backward", lambda x: (x, x, near[0], near[:, 0], "gelu", EVERYTHING)),
+        ("bias_act", lambda x: (x, contiguous[0], contiguous[:, 0], "gelu")),
+        ("bias_act_backward", lambda x: (x, x, contiguous[0], contiguous[:, 0], "gelu", EVERYTHING)),
         ("glu", lambda x: (x, x, None, "silu", 0.0, None)),
-        ("bias_glu", lambda x: (x, near[0], None, *packed)),
-        ("bias_glu_backward", lambda x: (near[:, :4], x, near[0], None, *packed, (True, True, False))),
-        ("dropout_add", lambda x: (x, near[0], x, seed, 0.5)),
+        ("bias_glu", lambda x: (x, contiguous[0], None, *packed)),
+        ("bias_glu_backward", lambda x: (contiguous[:, :4], x, contiguous[0], None, *packed, (True, True, False))),
+        ("dropout_add", lambda x: (x, contiguous[0], x, seed, 0.5)),
         ("dropout_add_backward", lambda x: (x, seed, 0.5, BF16, BF16, (True, True))),
         ("scaled_masked_softmax", lambda x: (x, x.bool(), None, 0.5, True, -1, -1)),
-        ("scaled_masked_softmax_backward", lambda x: (x, near, 0.5, False, -1, -1, None, (True, False))),
+        ("scaled_masked_softmax_backward", lambda x: (x, contiguous, 0.5, False, -1, -1, None, (True, False))),
     ]
     for name, args in calls:
-        for got, wanted in zip(*(tensors(by(way, name)(*args(x))) for x in (far, near)), strict=True):
-            assert torch.equal(got, wanted), name
+        for got, expected in zip(*(tensors(by(way, name)(*args(x))) for x in (far, contiguous)), strict=True):
+            assert torch.equal(got, expected), name
 
 
 def by(way: str, name: str) -> Callable[..., Any]:

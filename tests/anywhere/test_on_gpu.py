@@ -1,8 +1,7 @@
-"""Picked-up MLPs compiled for a GPU and run there: every memory level, with and without CUDA graphs, against float64.
+"""Fused MLPs run on a GPU at every memory level, with and without CUDA graphs, and are compared with float64.
 
-float64 is eager PyTorch's on the CPU, so nothing is compared with a kernel of its own kind. Where there is no GPU its
-cases are skipped, and a few run on the CPU, their graphs interpreted: that the tests themselves are right is then known
-before there is a GPU to run them on.
+The reference is eager PyTorch in float64 on the CPU, so no kernel is compared with itself. Without a GPU its cases are
+skipped. A few cases run on the CPU with interpreted graphs, so that the tests are known to work before a GPU is there.
 """
 
 import copy
@@ -31,7 +30,7 @@ class GELU(MLP):
 
 
 class Dropout(GELU):
-    """A dropout at the end whose mask its zeros show, and ours, with a seed that stays, around the MLP."""
+    """The MLP between our dropout, with a fixed seed, and a dropout whose zeros show its mask."""
 
     seed: Tensor
 
@@ -39,13 +38,13 @@ class Dropout(GELU):
         super().__init__()
         self.register_buffer("seed", torch.tensor([-3141592653589793238]))
 
-    def forward(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         y = super().forward(FF.dropout_add(x, None, x, seed=self.seed, p=P))
-        return F.dropout(y, P, self.training) if kept is None else y * kept / (1 - P)
+        return F.dropout(y, P, self.training) if mask is None else y * mask / (1 - P)
 
 
 class Attention(GELU):
-    """Scores, masked softmax and values in front of the MLP."""
+    """Attention with our softmax, then the MLP."""
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (HEADS, -1)).transpose(0, 1)
@@ -62,19 +61,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "softmax": Attention,
 }
 MODES = ("default", "reduce-overhead")
-# One of each mode, and of the levels but "free", which other tests of this file have.
+# Both modes, and every level except "free", which this file's other tests use.
 ON_CPU = [("gelu", "fp8", "default"), ("swiglu", "input", "reduce-overhead"), ("dropout", "off", "default")]
 
 
 def on(device: str, *values: Any, slow: bool = False) -> Any:
-    """A case of a device: on the CPU its graphs are interpreted."""
+    """Return a case for a device. On the CPU, graphs are interpreted."""
     marks = [pytest.mark.skipif(device == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")]
     marks += [pytest.mark.slow] * slow
     how = "interpreted" if device == "cpu" else "generated"
     return pytest.param(how, device, *values, marks=marks, id="-".join((device, *map(str, values))))
 
 
-def everywhere(
+def on_devices(
     *names: str, gpu: list[tuple[Any, ...]], cpu: list[tuple[Any, ...]], slow: bool = False
 ) -> Callable[[Any], Any]:
     cases = [*(on("cuda", *case) for case in gpu), *(on("cpu", *case, slow=slow) for case in cpu)]
@@ -82,27 +81,27 @@ def everywhere(
 
 
 def inputs(rows: int, device: str) -> list[Tensor]:
-    """An input and the gradient that comes in; drawn on the CPU, so that they are the same everywhere."""
+    """Return an input and an output gradient, drawn on the CPU so that all devices get the same numbers."""
     return [torch.randn(rows, WIDTH).to(BF16).to(device) for _ in range(2)]
 
 
-def step(run: Callable[..., Tensor], model: nn.Module, x: Tensor, tangent: Tensor, *more: Tensor) -> list[Tensor]:
-    """The result, and the gradients of the input and of each parameter; copies, as CUDA graphs write them again."""
+def step(run: Callable[..., Tensor], model: nn.Module, x: Tensor, tangent: Tensor, *args: Tensor) -> list[Tensor]:
+    """Return copies of the result and all gradients, since CUDA graphs overwrite them."""
     leaf = x.detach().clone().requires_grad_()
-    out = run(leaf, *more)
+    out = run(leaf, *args)
     gradients = torch.autograd.grad(out, [leaf, *model.parameters()], tangent.to(out.dtype))
     return [t.detach().clone() for t in (out, *gradients)]
 
 
-def exact(model: nn.Module, x: Tensor, tangent: Tensor, *more: Tensor) -> list[Tensor]:
-    """The same in float64 on the CPU."""
+def exact(model: nn.Module, x: Tensor, tangent: Tensor, *args: Tensor) -> list[Tensor]:
+    """Return the step's result and gradients in float64 on the CPU."""
     double = copy.deepcopy(model).cpu().double()
-    return step(double, double, *(t.cpu().double() for t in (x, tangent, *more)))
+    return step(double, double, *(t.cpu().double() for t in (x, tangent, *args)))
 
 
-def assert_exact(found: list[Tensor], wanted: list[Tensor], memory: str, gemm: str = "bf16") -> None:
+def assert_exact(actual: list[Tensor], expected: list[Tensor], memory: str, gemm: str = "bf16") -> None:
     allowed = max(harness.LIMIT[BF16], *(ways.LOOSE.get(way, 0.0) for way in (f"fused-{memory}", f"gemm-{gemm}")))
-    assert harness.relative_error([t.cpu() for t in found], wanted) <= allowed
+    assert harness.relative_error([t.cpu() for t in actual], expected) <= allowed
 
 
 def check(
@@ -114,27 +113,27 @@ def check(
     gemm: str = "bf16",
     **settings: Any,
 ) -> None:
-    """Steps of a model, each of other inputs; with CUDA graphs the first warms up, one records, the last replays."""
+    """Check steps with different inputs. With CUDA graphs, the first warms up, one records, and the last replays."""
     model = MODELS[name]().to(BF16).to(device)
     compiled = ways.ours(memory, mode, gemm=gemm)(model, fullgraph=True, **settings)
     for count in rows:
         x, tangent = inputs(count, device)
         torch.compiler.cudagraph_mark_step_begin()
-        found = step(compiled, model, x, tangent)
-        kept = [(found[0] != 0).to(BF16)] if name == "dropout" else []
-        if kept:
-            assert abs(float(kept[0].float().mean()) - (1 - P)) < 0.02
-        assert_exact(found, exact(model, x, tangent, *kept), memory, gemm)
+        actual = step(compiled, model, x, tangent)
+        mask = [(actual[0] != 0).to(BF16)] if name == "dropout" else []
+        if mask:
+            assert abs(float(mask[0].float().mean()) - (1 - P)) < 0.02
+        assert_exact(actual, exact(model, x, tangent, *mask), memory, gemm)
 
 
-@everywhere(
+@on_devices(
     "name", "memory", "mode", gpu=[(n, memory, mode) for n in MODELS for memory in MEMORY for mode in MODES], cpu=ON_CPU
 )
-def test_a_training_step(inductor_code: None, device: str, name: str, memory: str, mode: str) -> None:
+def test_a_training_step_is_right(inductor_code: None, device: str, name: str, memory: str, mode: str) -> None:
     check(name, memory, mode, device, dynamic=False)
 
 
-@everywhere(
+@on_devices(
     "name",
     "memory",
     "mode",
@@ -142,27 +141,27 @@ def test_a_training_step(inductor_code: None, device: str, name: str, memory: st
     cpu=[("glu", "free", "default")],
     slow=True,
 )
-def test_products_in_float8(inductor_code: None, device: str, name: str, memory: str, mode: str) -> None:
+def test_float8_gemms(inductor_code: None, device: str, name: str, memory: str, mode: str) -> None:
     check(name, memory, mode, device, rows=(ROWS, 200, 200), gemm="fp8", dynamic=False)
 
 
-@everywhere("name", gpu=[("gelu",)], cpu=[("gelu",)], slow=True)
-def test_max_autotune(inductor_code: None, device: str, name: str) -> None:
+@on_devices("name", gpu=[("gelu",)], cpu=[("gelu",)], slow=True)
+def test_max_autotune_is_right(inductor_code: None, device: str, name: str) -> None:
     check(name, "free", variants.AUTOTUNE, device, dynamic=False)
 
 
-@everywhere("name", "memory", gpu=[("gelu", "free"), ("swiglu", "fp8"), ("glu", "input")], cpu=[("gelu", "free")])
-def test_one_program_for_all_batches(inductor_code: None, device: str, name: str, memory: str) -> None:
+@on_devices("name", "memory", gpu=[("gelu", "free"), ("swiglu", "fp8"), ("glu", "input")], cpu=[("gelu", "free")])
+def test_dynamic_batches(inductor_code: None, device: str, name: str, memory: str) -> None:
     check(name, memory, "default", device, rows=(ROWS, 200, 8), dynamic=True)
 
 
-@everywhere("name", gpu=[("swiglu",)], cpu=[("swiglu",)])
-def test_a_wrong_result_is_found(inductor_code: None, device: str, name: str) -> None:
+@on_devices("name", gpu=[("swiglu",)], cpu=[("swiglu",)])
+def test_a_changed_result_raises(inductor_code: None, device: str, name: str) -> None:
     model = MODELS[name]().to(BF16).to(device)
     x, tangent = inputs(8, device)
-    wanted = exact(model, x, tangent)
-    assert_exact(wanted, wanted, "off")
-    wrong = [*wanted[:-1], wanted[-1] * 1.05]
+    expected = exact(model, x, tangent)
+    assert_exact(expected, expected, "off")
+    changed = [*expected[:-1], expected[-1] * 1.05]
     with pytest.raises(AssertionError):
-        assert_exact(wrong, wanted, "off")
+        assert_exact(changed, expected, "off")
     assert FusionPolicy().memory in MEMORY

@@ -1,4 +1,4 @@
-"""What is pickled, copied, cached and shared: other processes, threads, start methods, imports and exits."""
+"""Modules, policies and caches are pickled, copied and shared with processes and threads; imports may repeat."""
 
 import copy
 import functools
@@ -48,9 +48,9 @@ def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
 
-def through_a_file(what: Any, weights_only: bool) -> Any:
+def through_a_file(value: Any, weights_only: bool) -> Any:
     file = io.BytesIO()
-    torch.save(what, file)
+    torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
 
@@ -64,30 +64,30 @@ def test_modules_are_copied_pickled_and_saved(name: str) -> None:
         assert type(twin).__name__ == type(module).__name__
         torch.testing.assert_close(first(twin(x)), expected, rtol=0, atol=0)
         assert repr(twin) == repr(module) and twin.state_dict().keys() == module.state_dict().keys()
-    for twin in twins:  # of their own
+    for twin in twins:  # they do not share the module's parameters
         with torch.no_grad():
             [p.zero_() for p in twin.parameters()]
     torch.testing.assert_close(first(module(x)), expected, rtol=0, atol=0)
     for twin in twins:
         twin.load_state_dict(through_a_file(module.state_dict(), True))
-        first(twin(x)).sum().backward()  # and trains
+        first(twin(x)).sum().backward()  # copies can be trained
         torch.testing.assert_close(first(twin(x)), expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
-def test_modules_load_in_a_process_that_has_not_imported_us(tmp_path: Path) -> None:
+def test_modules_load_without_an_import_of_the_package(tmp_path: Path) -> None:
     x = torch.randn(3, 8)
     modules = [make().eval() for make in MODULES.values()]
     torch.save([(m, x, m(x)) for m in modules], tmp_path / "modules.pt")
     quietly("-c", LOADS, tmp_path / "modules.pt")
 
 
-def test_policies_reports_and_configs() -> None:
+def test_policies_reports_and_configs_are_copied() -> None:
     policy = tfo.FusionPolicy(memory={"a.*": "fp8", "*": "input"}, exclude=("b",), strict=True)
     report = tfo.explain(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(2, 8))
     assert report.sites
     config = MLPConfig(8, activation_func="silu", gated_linear_unit=True)
-    for twin in (copy.copy, copy.deepcopy, lambda what: pickle.loads(pickle.dumps(what))):
+    for twin in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
         assert twin(policy) == policy and hash(twin(policy)) == hash(policy)
         assert twin(report).sites == report.sites and twin(report).to_json() == report.to_json()
         assert twin(config) == config
@@ -131,16 +131,16 @@ print(*found)
 
 
 @pytest.mark.slow  # it compiles five times, in two processes
-def test_cache_artifacts_serve_another_process_and_no_other_meaning(tmp_path: Path) -> None:
-    """A hit for the same; a miss for another policy; never another definition of an activation of the same name."""
+def test_cache_artifacts_serve_another_process(tmp_path: Path) -> None:
+    """The same policy hits the cache. Another policy misses, and so does another activation of the same name."""
 
-    def run(what: str, factor: float, caches: str) -> list[str]:
+    def run(mode: str, factor: float, caches: str) -> list[str]:
         settings = {
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / caches),
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
             "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         }
-        return quietly("-c", CACHES, what, tmp_path / "artifacts", factor, **settings).split()
+        return quietly("-c", CACHES, mode, tmp_path / "artifacts", factor, **settings).split()
 
     assert run("save", 1.0, "first") == ["miss", "miss"]
     assert run("load", 3.0, "second") == ["hit", "miss", "miss"]
@@ -165,7 +165,7 @@ def spelled(x):
 compiled = torch.compile(spelled, backend="fused", options={"policy": tfo.FusionPolicy(strict=True)})
 
 def child(queue, module):
-    # As loaders' workers do: OpenMP's threads do not come along through fork, and F.gelu alone waits for them forever.
+    # OpenMP's threads do not survive a fork, and even F.gelu would wait for them forever. Loaders' workers do the same.
     torch.set_num_threads(1)
     x, seed = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([3])
     with torch.no_grad():
@@ -200,9 +200,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_start_methods(tmp_path: Path) -> None:
-    """Operators, shared modules, loaders' workers, and what the parent has compiled."""
-    (tmp_path / "program.py").write_text(PROCESSES)  # a file: what spawn imports again
+def test_children_of_every_start_method_compute_the_same(tmp_path: Path) -> None:
+    """Child processes run operators, shared modules, data loaders, and functions that the parent compiled."""
+    (tmp_path / "program.py").write_text(PROCESSES)  # a file, which spawned children import
     assert quietly(tmp_path / "program.py").split() == ["fork", "forkserver", "spawn"]
 
 
@@ -231,7 +231,7 @@ def everywhere(run):
 outs = [None] * COUNT
 
 def first_use(i):
-    '''The first import, and the first call of everything, at once.'''
+    '''All threads import and call for the first time at once.'''
     barrier.wait()
     import torch_fused_ops as tfo
     from torch_fused_ops import functional as FF
@@ -255,7 +255,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
 
 def registers(i):
-    '''Some register, one name all of them; all call, compile nothing.'''
+    '''Every thread registers names, one of them shared, and calls.'''
     act = {0: torch.relu, 1: torch.tanh}
     barrier.wait()
     for n in range(6):
@@ -293,8 +293,8 @@ print("done")
 
 
 @pytest.mark.slow
-def test_threads() -> None:
-    """First import and first use at once; registering while others call; compiling in every thread."""
+def test_threads_do_not_interfere() -> None:
+    """Threads import, call, register and compile at the same time."""
     assert quietly("-c", THREADS) == "done\n"
 
 
@@ -320,13 +320,13 @@ print("ends")
 
 
 @pytest.mark.slow
-def test_reloaded_and_left_enabled_at_exit() -> None:
-    """The second import finds the operators there; the interpreter ends without a word."""
+def test_reloading_and_exiting_while_enabled() -> None:
+    """A reload finds the operators registered, and the interpreter exits without output."""
     assert quietly("-c", AGAIN) == "ends\n"
 
 
-def test_import_hook_is_passive() -> None:
-    """It stays among the finders: to take it out while another thread goes through them would hide one from it."""
+def test_import_hook_stays() -> None:
+    """The import hook is not removed: removal could hide a finder from a thread that iterates over sys.meta_path."""
     hooks = [f for f in sys.meta_path if type(f).__name__ == "_AfterImport"]
     assert hooks
     importlib.import_module("torch._inductor.lowering")

@@ -1,4 +1,4 @@
-"""Function transforms of every operator and every face of it, eager and compiled, against PyTorch's own spelling."""
+"""Function transforms of every operator, eager and compiled, compared with the same functions in plain PyTorch."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ F64 = torch.float64
 SEED = torch.tensor([7])
 
 
-# ---- what is called, and what PyTorch calls it -----------------------------------------------------------------------
+# ---- operators, and the same functions in PyTorch --------------------------------------------------------------------
 
 
 def bias_act(x: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def softmax(x: Tensor, sink: Tensor, mask: Tensor = HIDDEN) -> Tensor:
 
 
 def pulled(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """(grad, *arguments) → the arguments' gradients."""
+    """Return a function: (grad, *arguments) → the arguments' gradients."""
     return lambda g, *t: vjp(fn, *t)[1](g)
 
 
@@ -84,10 +84,10 @@ MLP_SHAPES = ((2, 3), (4, 3), (4,), (3, 4), (3,))
 
 
 class Case(NamedTuple):
-    ours: Callable[..., Any]
-    theirs: Callable[..., Any]
+    fused: Callable[..., Any]
+    reference: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
-    operator: bool = False  # called by its own name; the others are faces of one
+    operator: bool = False  # True if the case calls an operator directly
 
 
 ROWS = ((2, 4), (4,), (2,))
@@ -141,13 +141,13 @@ CASES = {
 
 
 def tensors(shapes: tuple[tuple[int, ...], ...], batch: tuple[tuple[int, ...], ...] = ()) -> tuple[Tensor, ...]:
-    """Numbers that float8 holds exactly beside their row's largest, 448/256: so memory="fp8" is exact, too."""
-    generator, found = torch.Generator().manual_seed(3), []
-    for shape, more in zip(shapes, batch or ((),) * len(shapes), strict=True):
-        t = torch.randn(*more, *shape, generator=generator).mul(150).clamp(-400, 400).to(reference.FP8).to(F64)
+    """Return numbers that float8 represents exactly, with 448/256 as a row's largest, so that "fp8" is exact."""
+    generator, tensors = torch.Generator().manual_seed(3), []
+    for shape, batch_shape in zip(shapes, batch or ((),) * len(shapes), strict=True):
+        t = torch.randn(*batch_shape, *shape, generator=generator).mul(150).clamp(-400, 400).to(reference.FP8).to(F64)
         largest = t.abs().argmax(-1, keepdim=True)
-        found.append(t.scatter(-1, largest, t.gather(-1, largest).sign() * 448) / 256)
-    return tuple(found)
+        tensors.append(t.scatter(-1, largest, t.gather(-1, largest).sign() * 448) / 256)
+    return tuple(tensors)
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -161,8 +161,8 @@ def assert_same(got: Any, expected: Any) -> None:
 Fn = Callable[..., Any]
 
 
-def one(f: Fn) -> Fn:
-    """f with one tensor for a result."""
+def single_output(f: Fn) -> Fn:
+    """Concatenate f's results to one tensor."""
 
     def fn(*t: Tensor) -> Tensor:
         outs = tree_leaves(f(*t))
@@ -172,7 +172,7 @@ def one(f: Fn) -> Fn:
 
 
 def loss(f: Fn) -> Fn:
-    return lambda *t: one(f)(*t).sin().sum()
+    return lambda *t: single_output(f)(*t).sin().sum()
 
 
 def total(outs: Any) -> Tensor:
@@ -180,7 +180,7 @@ def total(outs: Any) -> Tensor:
 
 
 def nested(f: Fn, t: tuple[Tensor, ...]) -> Any:
-    """The first argument is batched twice, of the others every second outside, and inside the rest."""
+    """Batch the first argument twice, and the others in turn in the outer and in the inner vmap."""
     inner, outer = (tuple(None if i and i % 2 == skip else 0 for i in every(t)) for skip in (1, 0))
     args = [stacked(stacked((a,)))[0] if i == 0 else stacked((a,))[0] for i, a in enumerate(t)]
     return vmap(vmap(f, inner), outer)(*args)
@@ -188,14 +188,14 @@ def nested(f: Fn, t: tuple[Tensor, ...]) -> Any:
 
 def pushed(f: Fn, t: tuple[Tensor, ...]) -> Any:
     out, push = linearize(f, *t)
-    return out, push(*turned(t))
+    return out, push(*tangents(t))
 
 
 def every(t: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(range(len(t)))
 
 
-def turned(t: Any) -> Any:
+def tangents(t: Any) -> Any:
     return tree_map(torch.cos, t)
 
 
@@ -209,10 +209,10 @@ def asking(t: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 TRANSFORMS: dict[str, Callable[[Fn, tuple[Tensor, ...]], Any]] = {
     "grad": lambda f, t: grad(loss(f), every(t))(*t),
-    "vjp": lambda f, t: (lambda out, pull: (out, pull(turned(out))))(*vjp(f, *t)),
-    "jvp": lambda f, t: jvp(f, t, turned(t)),
+    "vjp": lambda f, t: (lambda out, pull: (out, pull(tangents(out))))(*vjp(f, *t)),
+    "jvp": lambda f, t: jvp(f, t, tangents(t)),
     "jvp of each argument": lambda f, t: [
-        jvp(lambda a, i=i: f(*t[:i], a, *t[i + 1 :]), (t[i],), (turned(t[i]),)) for i in every(t)
+        jvp(lambda a, i=i: f(*t[:i], a, *t[i + 1 :]), (t[i],), (tangents(t[i]),)) for i in every(t)
     ],
     "jacrev": lambda f, t: jacrev(f, every(t))(*t),
     "jacfwd": lambda f, t: jacfwd(f, every(t))(*t),
@@ -220,16 +220,16 @@ TRANSFORMS: dict[str, Callable[[Fn, tuple[Tensor, ...]], Any]] = {
     "jacrev of jacrev": lambda f, t: jacrev(jacrev(loss(f), every(t)), every(t))(*t),
     "jacfwd of jacfwd": lambda f, t: jacfwd(jacfwd(loss(f), every(t)), every(t))(*t),
     "grad of grad": lambda f, t: grad(lambda *a: total(grad(loss(f), every(t))(*a)), every(t))(*t),
-    "grad of jvp": lambda f, t: grad(lambda *a: total(jvp(f, a, turned(t))), every(t))(*t),
-    "jvp of grad": lambda f, t: jvp(grad(loss(f), every(t)), t, turned(t)),
-    "jvp of jvp": lambda f, t: jvp(lambda *a: jvp(f, a, turned(t)), t, turned(t)),
+    "grad of jvp": lambda f, t: grad(lambda *a: total(jvp(f, a, tangents(t))), every(t))(*t),
+    "jvp of grad": lambda f, t: jvp(grad(loss(f), every(t)), t, tangents(t)),
+    "jvp of jvp": lambda f, t: jvp(lambda *a: jvp(f, a, tangents(t)), t, tangents(t)),
     "vmap of grad": lambda f, t: vmap(grad(loss(f), every(t)))(*stacked(t)),
     "grad of vmap": lambda f, t: grad(lambda *a: total(vmap(f)(*a)), every(t))(*stacked(t)),
-    "vmap of jvp": lambda f, t: vmap(lambda *a: jvp(f, a, turned(a)))(*stacked(t)),
-    "jvp of vmap": lambda f, t: jvp(vmap(f), stacked(t), turned(stacked(t))),
+    "vmap of jvp": lambda f, t: vmap(lambda *a: jvp(f, a, tangents(a)))(*stacked(t)),
+    "jvp of vmap": lambda f, t: jvp(vmap(f), stacked(t), tangents(stacked(t))),
     "vmap of tangents": lambda f, t: vmap(lambda *v: jvp(f, t, v))(*stacked(t)),
     "vmap of hessian": lambda f, t: vmap(hessian(loss(f), every(t)))(*stacked(t)),
-    "vmap of jvp of grad": lambda f, t: vmap(lambda *a: jvp(grad(loss(f), every(t)), a, turned(a)))(*stacked(t)),
+    "vmap of jvp of grad": lambda f, t: vmap(lambda *a: jvp(grad(loss(f), every(t)), a, tangents(a)))(*stacked(t)),
     "nested vmap of some": lambda f, t: nested(f, t),
     "nested vmap": lambda f, t: vmap(vmap(f), (1,) * len(t), 1)(*stacked(stacked(t))),
     "functionalize of grad": lambda f, t: functionalize(grad(loss(f), every(t)))(*t),
@@ -239,11 +239,11 @@ TRANSFORMS: dict[str, Callable[[Fn, tuple[Tensor, ...]], Any]] = {
 
 
 def of_graph(use: Callable[[Any, tuple[Tensor, ...]], Any]) -> Callable[[Fn, tuple[Tensor, ...]], Any]:
-    """A transform of the backward pass of a graph that autograd recorded outside."""
+    """Return a transform that uses a graph that autograd has recorded outside of it."""
 
     def transform(f: Fn, t: tuple[Tensor, ...]) -> Any:
         leaves = asking(t)
-        return use(one(f)(*leaves), leaves)
+        return use(single_output(f)(*leaves), leaves)
 
     return transform
 
@@ -258,19 +258,19 @@ def two(t: Tensor) -> Tensor:
 
 def dual_pull(out: Tensor, leaves: tuple[Tensor, ...]) -> Any:
     with fwAD.dual_level():
-        found = pull(out, leaves)(fwAD.make_dual(out.detach().cos(), out.detach().sin()))
-        return [tuple(fwAD.unpack_dual(g)) for g in found]
+        duals = pull(out, leaves)(fwAD.make_dual(out.detach().cos(), out.detach().sin()))
+        return [tuple(fwAD.unpack_dual(g)) for g in duals]
 
 
 def forward_over_reverse(f: Fn, t: tuple[Tensor, ...]) -> Any:
-    """Dual numbers without torch.func, with and without a graph of the gradients."""
-    found = []
+    """Use dual numbers without torch.func, with and without create_graph."""
+    duals = []
     for create_graph in (False, True):
         with fwAD.dual_level():
             leaves = tuple(fwAD.make_dual(a, a.detach().cos()) for a in asking(t))
             grads = torch.autograd.grad(loss(f)(*leaves), leaves, create_graph=create_graph)
-            found += [tuple(p.detach() for p in fwAD.unpack_dual(g)) for g in grads]
-    return found
+            duals += [tuple(p.detach() for p in fwAD.unpack_dual(g)) for g in grads]
+    return duals
 
 
 def twice(f: Fn, leaves: tuple[Tensor, ...], batched: bool = False) -> Any:
@@ -289,24 +289,24 @@ GRAPHS: dict[str, Callable[[Fn, tuple[Tensor, ...]], Any]] = {
     "forward over reverse": forward_over_reverse,
     "double backward": lambda f, t: twice(f, asking(t)),
     "batched double backward": lambda f, t: twice(f, asking(t), batched=True),
-    "jacobian by graph, vectorized": lambda f, t: jacobian(one(f), t, vectorize=True),
-    "jacobian forward": lambda f, t: jacobian(one(f), t, vectorize=True, strategy="forward-mode"),
+    "jacobian by graph, vectorized": lambda f, t: jacobian(single_output(f), t, vectorize=True),
+    "jacobian forward": lambda f, t: jacobian(single_output(f), t, vectorize=True, strategy="forward-mode"),
     "hessian by graph, vectorized": lambda f, t: hessian_by_graph(loss(f), t, vectorize=True),
     "hessian, forward over reverse": lambda f, t: hessian_by_graph(
         loss(f), t, vectorize=True, outer_jacobian_strategy="forward-mode"
     ),
-    "vhp": lambda f, t: vhp(loss(f), t, turned(t)),
-    "hvp": lambda f, t: hvp(loss(f), t, turned(t)),
+    "vhp": lambda f, t: vhp(loss(f), t, tangents(t)),
+    "hvp": lambda f, t: hvp(loss(f), t, tangents(t)),
 }
 ALL = {**TRANSFORMS, **GRAPHS}
 
-# ---- what does not work, and says so ---------------------------------------------------------------------------------
+# ---- each transform --------------------------------------------------------------------------------------------------
 
 FP8 = ("memory=fp8", "glu, memory=fp8")
 TWICE = ("double backward", "batched double backward", "hessian by graph, vectorized", "vhp", "hvp")
 REFUSED = RuntimeError, r"a second derivative through fused::\w+ with memory='fp8' is not accepted"
 RAISES: dict[tuple[str, str], tuple[type[Exception], str]] = dict.fromkeys(itertools.product(FP8, TWICE), REFUSED)
-# An operator, a backward operator, what stores float8, a seed, a mask, a view: the others share their rules with these.
+# One operator of each kind: with a backward operator, float8, a seed, a mask or a view. Others use the same rules.
 MECHANISMS = ("bias_glu", "bias_glu_backward", "memory=fp8", "dropout_add", "softmax", "make_viewless")
 SLOW_TRANSFORMS = {
     *("linearize", "linearize of grad", "jacrev of jacrev", "jacfwd of jacfwd", "vmap of hessian"),
@@ -318,9 +318,9 @@ FEW = ("vmap of grad", "nested vmap", "double backward")
 
 
 def pairs() -> Iterator[Any]:
-    """Every case under every transform: by default one operator of each mechanism under all but the dear ones.
+    """Yield all pairs of a case and a transform. By default, MECHANISMS run under all transforms that are not slow.
 
-    ReLU keeps its result, and modules have memory levels: they are under a few.
+    ReLU, which saves its result, and modules, which have memory levels, run under a few.
     """
     for (name, case), transform in itertools.product(CASES.items(), ALL):
         quick = (name in MECHANISMS and transform not in SLOW_TRANSFORMS) or (name, transform) in RAISES
@@ -331,13 +331,13 @@ def pairs() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("case", "transform"), pairs())
 def test_transform(case: str, transform: str) -> None:
-    ours, theirs, shapes, _ = CASES[case]
+    fused_fn, plain, shapes, _ = CASES[case]
     t = tensors(shapes)
     if (case, transform) in RAISES:
         error, text = RAISES[case, transform]
-        raises(error, text, ALL[transform], ours, t)
+        raises(error, text, ALL[transform], fused_fn, t)
         return
-    assert_same(ALL[transform](ours, t), ALL[transform](theirs, t))
+    assert_same(ALL[transform](fused_fn, t), ALL[transform](plain, t))
 
 
 # ---- vmap over every subset of the arguments -------------------------------------------------------------------------
@@ -348,17 +348,17 @@ def dropped_add(x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor) -> Tens
 
 
 def masks(*shape: int) -> Tensor:
-    """For three examples; no row is masked altogether."""
+    """Return masks of three examples. Each row has an unmasked element."""
     mask = torch.rand(3, *shape, generator=torch.Generator().manual_seed(0)) < 0.4
     mask[..., 0] = False
     return mask
 
 
 class Batch(NamedTuple):
-    ours: Fn
-    theirs: Fn
+    fused: Fn
+    reference: Fn
     shapes: tuple[tuple[int, ...], ...]
-    others: tuple[Tensor, ...] = ()  # that have no derivative, three examples of each
+    integers: tuple[Tensor, ...] = ()  # three examples of each argument without a derivative
 
 
 BATCHES = {
@@ -380,37 +380,38 @@ BATCHES = {
 INSIDE: dict[str, Callable[[Fn, int], Fn]] = {
     "call": lambda f, _: lambda *a: f(*a),
     "grad": lambda f, n: grad(loss(f), tuple(range(n))),
-    "jvp": lambda f, n: lambda *a: jvp(lambda *t: f(*t, *a[n:]), a[:n], turned(a[:n])),
+    "jvp": lambda f, n: lambda *a: jvp(lambda *t: f(*t, *a[n:]), a[:n], tangents(a[:n])),
 }
 
 
 @pytest.mark.covering(every=4)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", BATCHES)
-def test_vmap_is_every_example_s_own_call(name: str, inside: str, recwarn: pytest.WarningsRecorder) -> None:
-    """Every subset of the arguments along the first axis or the last, the results' along the second where all are."""
-    ours, theirs, shapes, others = BATCHES[name]
+def test_vmap_equals_a_loop_over_examples(name: str, inside: str, recwarn: pytest.WarningsRecorder) -> None:
+    """vmap gives each example's result, with any subset of the arguments batched along the first or the last axis."""
+    fused_fn, reference_fn, shapes, integers = BATCHES[name]
     n = len(shapes)
-    whole = *tensors(shapes, ((3,),) * n), *others
-    fn, plain = (INSIDE[inside](f, n) for f in (ours, theirs))
-    for dims in itertools.product((None, 0, -1), repeat=len(whole)):
+    batched = *tensors(shapes, ((3,),) * n), *integers
+    fn, plain = (INSIDE[inside](f, n) for f in (fused_fn, reference_fn))
+    for dims in itertools.product((None, 0, -1), repeat=len(batched)):
         if set(dims) == {None}:
             continue
-        args = [t[1] if d is None else t.movedim(0, d) for t, d in zip(whole, dims, strict=True)]
-        own = [[t[1 if d is None else i] for t, d in zip(whole, dims, strict=True)] for i in range(3)]
-        each = [tree_leaves(plain(*a)) for a in own]
-        out = 0 if None in dims else 1  # torch puts what is no batch at 0 alone
+        args = [t[1] if d is None else t.movedim(0, d) for t, d in zip(batched, dims, strict=True)]
+        examples = [[t[1 if d is None else i] for t, d in zip(batched, dims, strict=True)] for i in range(3)]
+        outputs = [tree_leaves(plain(*a)) for a in examples]
+        out = 0 if None in dims else 1  # torch accepts other positions only for batched results
         got = tree_leaves(vmap(fn, tuple(dims), out)(*args))
-        assert_same(got, [torch.stack(found, out) for found in zip(*each, strict=True)])
+        assert_same(got, [torch.stack(values, out) for values in zip(*outputs, strict=True)])
     assert not [w for w in recwarn if "performance drop" in str(w.message)]
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
-# Not here, as PyTorch's own functions fail there, too (2.13): "functionalize" (no proxy for what it makes), "linearize"
-# (skipped by Dynamo), "jacfwd of jacfwd", "vmap of hessian" and "jvp of jvp" (fake tensors' tangents: a · constant is
-# enough), the gradient of a view's jvp (likewise: x.view_as(x)), and what reads a graph outside, where "torch.compile
-# with aot_autograd does not currently support double backward", dual numbers are lost (of F.gelu, too) and vmap raises.
+# PyTorch's own functions fail under the other transforms (2.13). "functionalize" has no proxy for its result. Dynamo
+# skips "linearize". "jacfwd of jacfwd", "vmap of hessian" and "jvp of jvp" fail for fake tensors' tangents, even for
+# a · constant. The gradient of a view's jvp fails in the same way: x.view_as(x). If a transform reads a graph outside,
+# then "torch.compile with aot_autograd does not currently support double backward", dual numbers are lost (for F.gelu
+# also), and vmap raises.
 COMPILED = (
     *("grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "grad of grad", "grad of jvp", "jvp of grad"),
     *("vmap of grad", "grad of vmap", "vmap of jvp", "jvp of vmap", "vmap of tangents", "vmap of jvp of grad"),
@@ -433,35 +434,35 @@ def compilations() -> Iterator[Any]:
 @pytest.mark.covering(1, "transform")
 @pytest.mark.parametrize(("case", "transform", "backend"), compilations())
 def test_compiled_transform(case: str, transform: str, backend: str) -> None:
-    ours, theirs, shapes, _ = CASES[case]
+    fused_fn, plain, shapes, _ = CASES[case]
     t = tensors(shapes)
-    compiled = torch.compile(lambda *a: ALL[transform](ours, a), backend=backend, fullgraph=True)
-    assert_same(compiled(*t), ALL[transform](theirs, t))
+    compiled = torch.compile(lambda *a: ALL[transform](fused_fn, a), backend=backend, fullgraph=True)
+    assert_same(compiled(*t), ALL[transform](plain, t))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", COMPILED)
-def test_picked_up_or_left_alone_transforms_are_right(transform: str) -> None:
-    """backend="fused" of PyTorch's own spelling."""
+def test_transforms_of_a_compiled_mlp_are_right(transform: str) -> None:
+    """backend="fused" transforms a plain MLP correctly, fused or not."""
     t = tensors(MLP_SHAPES)
     got = torch.compile(lambda *a: ALL[transform](mlp, a), backend="fused", fullgraph=True)(*t)
     assert_same(got, ALL[transform](mlp, t))
 
 
-def test_batched_gradients_of_what_is_compiled() -> None:
-    """aot_eager's backward is operators, which the older vmap meets as they are."""
+def test_batched_gradients_of_compiled_operators() -> None:
+    """aot_eager's backward calls our operators under the older vmap."""
     for name in ("bias_act", "glu", "bias_glu", "dropout_add", "softmax"):
-        ours, theirs, shapes, _ = CASES[name]
+        fused_fn, plain, shapes, _ = CASES[name]
         t = tensors(shapes)
         torch.compiler.reset()
         assert_same(
-            GRAPHS["batched gradients"](torch.compile(ours, backend="aot_eager", fullgraph=True), t),
-            GRAPHS["batched gradients"](theirs, t),
+            GRAPHS["batched gradients"](torch.compile(fused_fn, backend="aot_eager", fullgraph=True), t),
+            GRAPHS["batched gradients"](plain, t),
         )
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_dropout_s_randomness_under_vmap_is_the_caller_s(backend: str) -> None:
+def test_dropout_follows_vmap_s_randomness(backend: str) -> None:
     x = torch.ones(3, 64, dtype=F64)
 
     def fn(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Torch as it is and as it may become: what we take from inside it is listed, probed, and may be missing."""
+"""Torch's versions: every private name that we use is listed, and fusion turns itself off if one is missing."""
 
 import ast
 import sys
@@ -16,11 +16,11 @@ from torch_fused_ops.lowerings import compat, internals
 
 SOURCES = sorted(Path(lowerings.__file__).parent.rglob("*.py"))
 
-# What only some versions have is asked for, not taken: lowerings/compat.py says which, and these lines say where.
+# Names that some versions lack. Code checks for them before use; lowerings/compat.py lists them.
 PROBED = {
     "torch._C",  # names of aten's functions, read with getattr
     "torch._dynamo.convert_frame.compile_lock",  # torch 2.11
-    "torch._dynamo.lookup_backend",  # where torch has no _TorchCompileInductorWrapper
+    "torch._dynamo.lookup_backend",  # used if torch has no _TorchCompileInductorWrapper
     "torch._inductor.config._post_fusion_custom_pass",
     "torch._inductor.config.cuda_backend",
     "torch._inductor.config.pre_grad_pass_timing",  # torch 2.13
@@ -36,7 +36,7 @@ def _private(name: str) -> bool:
 
 
 def _names(path: Path) -> Iterator[str]:
-    """module.name of everything private that a source file takes from torch."""
+    """Yield module.name of each private name of torch that a source file uses."""
     tree, modules = ast.parse(path.read_text()), {"torch": "torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -59,8 +59,8 @@ def _names(path: Path) -> Iterator[str]:
                 yield full
 
 
-def _taken() -> set[str]:
-    """The same, each as far as a module and the name in it."""
+def _used_names() -> set[str]:
+    """Return the private names that our sources use, shortened to a module and a name in it."""
     short = set()
     for name in {name for path in SOURCES for name in _names(path)}:
         parts = name.split(".")
@@ -70,33 +70,33 @@ def _taken() -> set[str]:
     return short
 
 
-# Taken by name: slots of passes, and a value that caches are keyed by.
+# Read by a computed name: slots of passes, and a value in cache keys.
 BY_NAME = {
     *(f"torch._inductor.config.{slot}" for slot in lowerings.load_passes().SLOTS),
     "torch.compiler.config.cache_key_tag",
 }
 
 
-def test_the_table_of_internals_is_what_the_sources_take() -> None:
+def test_the_table_of_internals_is_complete() -> None:
     for module in internals.INTERNALS:
         __import__(module)
     table = {f"{module}.{name}" for module, names in internals.INTERNALS.items() for name in names}
-    taken = {name for name in _taken() if not name.startswith("torch.ops.")} - PROBED
-    assert taken | BY_NAME - PROBED == table
+    used = {name for name in _used_names() if not name.startswith("torch.ops.")} - PROBED
+    assert used | BY_NAME - PROBED == table
 
 
-def test_nothing_is_missing_here() -> None:
+def test_this_torch_has_every_internal() -> None:
     assert internals.missing() == [] and lowerings.off() == ""
 
 
 def test_every_probe_is_in_compat() -> None:
-    """A version is asked for nowhere, and what versions differ in is asked for in one file."""
+    """Sources do not compare versions, and only compat.py checks what a version has."""
     for path in SOURCES:
         tree = ast.parse(path.read_text())
         versions = [
             node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "__version__"
         ]  # fmt: skip
-        allowed = {"passes.py", "__init__.py"}  # our own, in keys; torch's, in messages
+        allowed = {"passes.py", "__init__.py"}  # cache keys and messages
         assert not versions or path.name in allowed, path
     assert set(compat.features()) <= {
         line.split("  ")[0].strip() for line in (compat.__doc__ or "").splitlines() if "  " in line
@@ -148,19 +148,19 @@ print("done")
 
 TABLE = "import torch_fused_ops.lowerings.internals as i; i.INTERNALS['torch._inductor.{}'] {} ('Gone',)"
 MISSING = {
-    "a name of a module that is in early": ("", TABLE.format("ir", "+="), "torch._inductor.ir.Gone"),
-    "a name of a module that nobody has imported yet": (
+    "a name of an imported module": ("", TABLE.format("ir", "+="), "torch._inductor.ir.Gone"),
+    "a name of a module that is not imported": (
         "",
         TABLE.format("select_algorithm", "+="),
         "torch._inductor.select_algorithm.Gone",
     ),
     "a module": ("", TABLE.format("gone", "="), "torch._inductor.gone"),
-    "really": (
+    "a deleted name": (
         "import torch._inductor.compile_fx",
         "import torch._inductor.custom_graph_pass as c; del c.CustomPartitionerFn",
         "torch._inductor.custom_graph_pass.CustomPartitionerFn",
     ),
-    "something that no table knows": (
+    "an unlisted module": (
         "",
         "sys.modules['torch_fused_ops.lowerings.softmax'] = None",
         "lowerings.softmax",
@@ -170,29 +170,29 @@ MISSING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MISSING)
-def test_without_an_internal_pick_up_is_off_and_the_rest_works(case: str) -> None:
+def test_without_an_internal_fusion_is_off_and_operators_work(case: str) -> None:
     before, after, names = MISSING[case]
     assert "done" in python("-c", OFF.format(before=before, after=after, names=names), PYTHONPATH="")
 
 
 @pytest.mark.codegen_is_slow
-def test_the_backend_without_torchs_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_works_without_torchs_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)), torch.randn(4, 8)
-    wanted = model(x)
+    expected = model(x)
     monkeypatch.delattr(torch, "_TorchCompileInductorWrapper")
     with torch_fused_ops.record() as report:
         try:
-            found = torch.compile(model, backend="fused")(x)
-        except Exception as error:  # by the 2.15 Dynamo, which cannot do without it either
+            actual = torch.compile(model, backend="fused")(x)
+        except Exception as error:  # Dynamo 2.15 needs the wrapper itself
             if "_TorchCompileInductorWrapper" not in str(error):
                 raise
             pytest.skip(f"Dynamo itself needs it: {error}")
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, expected)
     assert [site.op for site in report.sites] == ["fused::bias_act"]
 
 
 @pytest.mark.slow
-def test_a_newer_torch_is_told_once_and_works() -> None:
+def test_a_newer_torch_warns_once_and_works() -> None:
     program = textwrap.dedent("""
             import warnings
             import torch
@@ -216,13 +216,13 @@ def test_a_newer_torch_is_told_once_and_works() -> None:
     ("version", "newer"),
     [("2.15.0+cu132", False), ("2.15.3", False), ("2.11.0", False), ("2.16.0.dev20270101", True), ("3.0.0", True)],
 )
-def test_which_versions_are_newer(version: str, newer: bool) -> None:
+def test_is_newer(version: str, newer: bool) -> None:
     assert internals.is_newer(version) is newer
 
 
-def test_this_torch_is_one_of_those() -> None:
+def test_this_torch_is_tested() -> None:
     numbers = tuple(int(n) for n in torch.__version__.split(".")[:2])
-    assert internals.TESTED[0] <= numbers <= internals.TESTED[1], f"{torch.__version__}: run the suite, then say so"
+    assert internals.TESTED[0] <= numbers <= internals.TESTED[1], f"{torch.__version__}: run the suite first"
     assert (
         f"{'.'.join(map(str, internals.TESTED[0]))}"
         in (Path(torch_fused_ops.__file__).parents[1] / "README.md").read_text()

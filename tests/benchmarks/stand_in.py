@@ -1,4 +1,4 @@
-"""A GPU's clock and memory without a GPU: what the benchmarks' harness uses of ``torch.cuda``, on the CPU."""
+"""Emulate the part of ``torch.cuda`` that the benchmarks' harness uses, on a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _sleep(cycles: int) -> None:
 
 
 PROPERTIES = SimpleNamespace(name="Stand-in 9000", total_memory=1 << 30, L2_cache_size=1 << 12)
-# Every name of it must be one of torch.cuda's.
+# torch.cuda must have every name of it.
 CUDA = SimpleNamespace(
     Event=Event,
     get_device_properties=lambda device: PROPERTIES,

@@ -1,4 +1,4 @@
-"""``python -m torch_fused_ops bench``: every benchmark from one end to the other, tiny; nothing here is about time."""
+"""``python -m torch_fused_ops bench``: tiny runs of every benchmark. These tests do not check times."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("only_new_garbage")
 
 
 def check(result: dict[str, Any], benchmark: str) -> None:
-    """The schema of results."""
+    """Check the results' schema."""
     assert (result["benchmark"], result["schema"]) == (benchmark, harness.SCHEMA)
     assert {"torch", "threads", "python"} <= result["machine"].keys() and {"type", "name"} <= result["device"].keys()
     assert result["ceilings"]["copy_bytes_per_s"] > 0 and result["seconds"] > 0 and result["not_run"] == []
@@ -52,7 +52,7 @@ def check(result: dict[str, Any], benchmark: str) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_end_to_end(
+def test_benchmarks_run_end_to_end(
     arguments: list[str], cases: int, compared: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "results.json"
@@ -65,32 +65,32 @@ def test_end_to_end(
     if arguments[0] in ("mlp", "model"):
         saved = {n: w["saved_bytes"] for n, w in result["cases"][0]["ways"].items() if n in compared - {"gemms"}}
         assert saved["fused-free"] < saved["compile"]
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]  # one file: a borrowed machine gives few back
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]  # a run writes one file only
 
 
-def arguments(*given: str) -> Namespace:
-    return parser().parse_args(["bench", *given])
+def arguments(*command: str) -> Namespace:
+    return parser().parse_args(["bench", *command])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "given",
+    "command",
     [
         ("pointwise", "--only", "glu silu forward", "--quick"),
         ("mlp", "--only", "gelu_tanh", "--quick", "--ways", "compile", "fused-free"),
     ],
-    ids=lambda given: given[0],
+    ids=lambda command: command[0],
 )
-def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulated_gpu_is_timed(command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "ceilings", lambda *a, **k: {"copy_bytes_per_s": 1e9, "matmul_flop_per_s": {}})
-    options = arguments(*given, "--out", str(tmp_path / "gpu.json"))
+    options = arguments(*command, "--out", str(tmp_path / "gpu.json"))
     options.rounds = 3
-    result = main.run(main.BENCHMARKS[given[0]], options, stand_in())
+    result = main.run(main.BENCHMARKS[command[0]], options, stand_in())
     assert result["device"]["name"] == "Stand-in 9000"
     for case in result["cases"]:
         assert case["sets"] > 1
         for name, way in case["ways"].items():
-            # On the CPU there is no Triton kernel for Inductor's autotuning to choose.
+            # Inductor's autotuning needs Triton kernels, which the CPU cannot run.
             if name in ("liger", "autotune", "fused-autotune"):
                 continue
             assert way["status"] == "measured", (name, way.get("reason"))
@@ -98,7 +98,7 @@ def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("command", "message"),
     [
         (["mlp", "--device", "toaster"], "--device toaster is not known; accepted: cpu, cuda, cuda:N"),
         (["mlp", "--device", "cuda:77"], "--device cuda:77 cannot be used"),
@@ -115,17 +115,17 @@ def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, mon
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_makes_no_sense_is_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["bench", *given]) == 2
+def test_invalid_arguments_are_rejected(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["bench", *command]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
 
 
-def test_results_are_written_to_the_current_folder_and_replace_nothing(
+def test_existing_results_are_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[Path | None] = []
-    monkeypatch.setattr(harness, "run", lambda *given: written.append(given[5]))
+    monkeypatch.setattr(harness, "run", lambda *args: written.append(args[5]))
     monkeypatch.chdir(tmp_path)
     bench = ["bench", "mlp", "--device", "cpu"]
     assert cli(bench) == cli([*bench, "--quick"]) == 0 and written == [Path("mlp_cpu.json"), None]
@@ -136,30 +136,30 @@ def test_results_are_written_to_the_current_folder_and_replace_nothing(
     assert cli([*bench, "--out", "mlp_cpu.json"]) == 0 and written[2:] == [Path("mlp_cpu.json")]
 
 
-def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for given in (["bench", "nonsense"], ["bench"], ["bench", "mlp", "--part"]):
+def test_unknown_benchmarks_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["bench", "nonsense"], ["bench"], ["bench", "mlp", "--part"]):
         with pytest.raises(SystemExit) as stopped:
-            cli(given)
+            cli(command)
         assert stopped.value.code == 2
     assert set(BENCHMARKS) == set(main.BENCHMARKS)
 
 
 @pytest.mark.parametrize("operator", pointwise.OPERATORS, ids=str)
-def test_plain_and_ours_are_the_same_function(operator: pointwise.Operator) -> None:
+def test_fused_operators_compute_the_plain_function(operator: pointwise.Operator) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [s for s in operator.shapes(5, 8) if s is not None]
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
-    plain, ours = operator.plain(*tensors), operator.ours(*tensors)
+    plain, fused_result = operator.plain(*tensors), operator.ours(*tensors)
     assert plain.shape == (5, 8)
-    torch.testing.assert_close(plain, ours)
+    torch.testing.assert_close(plain, fused_result)
     tangent = torch.randn(5, 8, generator=generator, dtype=torch.float64)
-    pair = [torch.autograd.grad(out, tensors, tangent) for out in (plain, ours)]
+    pair = [torch.autograd.grad(out, tensors, tangent) for out in (plain, fused_result)]
     torch.testing.assert_close(*pair)
 
 
 @pytest.mark.parametrize("operator", pointwise.OTHERS, ids=str)
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_rows_of_other_operators_are_right(operator: pointwise.AnyOperator, kind: str) -> None:
+def test_other_operators_match_float64(operator: pointwise.AnyOperator, kind: str) -> None:
     case = pointwise.case(kind, operator, 16, 32, torch.float32, harness.Device(), harness.Plan(1.0, quick=True))
     truth = case.truth()
     for way in ("eager", "operators"):
@@ -169,7 +169,7 @@ def test_rows_of_other_operators_are_right(operator: pointwise.AnyOperator, kind
             assert error <= case.loose.get(way, 1e-4), way
 
 
-def test_megatrons_derivative() -> None:
+def test_megatrons_derivative_is_right() -> None:
     x, b, g = (torch.randn(*s, dtype=torch.float64) for s in ((5, 8), (8,), (5, 8)))
     x.requires_grad_()
     (expected,) = torch.autograd.grad(pointwise.bias_gelu(x, b), x, g)
@@ -177,41 +177,41 @@ def test_megatrons_derivative() -> None:
 
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "swiglu"])
-def test_eager_operators_in_an_mlp(name: str) -> None:
+def test_an_mlp_of_eager_operators_is_right(name: str) -> None:
     weights, inputs, _ = mlp.tensors(name, mlp.Size(6, 8, 16), torch.float64, harness.Device(), 1, 0, grad=False)
     torch.testing.assert_close(mlp.MLPS[name](*inputs[0]), mlp.OPERATORS[name](*inputs[0]))
     assert all(w.shape in ((16, 8), (8, 16), (16,), (8,)) for w in weights)
 
 
 @pytest.mark.codegen_is_slow
-def test_every_memory_level_keeps_less_than_the_one_before() -> None:
-    """What is timed under a level's name is that level."""
+def test_each_memory_level_saves_less_than_the_previous() -> None:
+    """Each level's variant saves fewer bytes than the previous one."""
     case = mlp.case("swiglu", mlp.Size(64, 16, 64), torch.float32, False, harness.Device(), harness.Plan(1.0))
-    kept = []
+    saved = []
     for way in ("fused-off", "fused-free", "fused-fp8", "fused-input"):
         trial = case.ways[way]()
         assert trial.saved is not None
-        kept.append(trial.saved())
-    assert kept == sorted(set(kept), reverse=True) and kept[-1] == 64 * 16 * 4
+        saved.append(trial.saved())
+    assert saved == sorted(set(saved), reverse=True) and saved[-1] == 64 * 16 * 4
 
 
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
-def test_products_in_float8() -> None:
-    """They are timed only where they are named; within their bound, beyond bfloat16's; and keep fewer bytes."""
+def test_float8_variants_run_only_if_named() -> None:
+    """Float8 variants run only if named, stay within their own error bound, and save fewer bytes."""
     case = mlp.case("swiglu", mlp.QUICK[0], torch.bfloat16, False, harness.Device(), harness.Plan(1.0))
     assert set(ways.FLOAT8) == set(case.named_only) <= case.ways.keys() and not set(ways.FLOAT8) & set(ways.TRAINING)
-    truth, kept = case.truth(), []
+    truth, saved = case.truth(), []
     for way in ("fused-free", "gemm-fp8"):
         trial = case.ways[way]()
         assert trial.saved is not None
-        kept.append(trial.saved())
+        saved.append(trial.saved())
         error = harness.relative_error([t.detach() for t in trial.run(trial.prepare(0))], truth)
         assert (error <= harness.LIMIT[torch.bfloat16]) is (way == "fused-free") and error <= case.loose.get(way, 1.0)
-    assert kept[1] < kept[0]
+    assert saved[1] < saved[0]
 
 
-def test_where_products_in_float8_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_float8_variants_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = models.SwiGLUMLP(64, 200)
     with pytest.raises(harness.Unavailable, match=r"multiples of 128: the weight of gate is \(200, 64\)"):
         ways.COMPILED["gemm-fp8"](narrow)
@@ -226,8 +226,8 @@ def test_where_products_in_float8_are_not_there(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in ways.FLOAT8 if way.startswith("torchao-")])
-def test_torchao(way: str) -> None:
-    """It shares the parameters, leaves the module as it was, and is within its bound; sizes it refuses are named."""
+def test_torchao_s_copy_shares_parameters(way: str) -> None:
+    """torchao's copy shares parameters, leaves the module unchanged, is within its bound, and rejects other sizes."""
     pytest.importorskip("torchao")
     with pytest.raises(harness.Unavailable, match=r"multiples of 16: the weight of gate is \(200, 64\)"):
         ways.COMPILED[way](models.SwiGLUMLP(64, 200))
@@ -247,7 +247,7 @@ def test_torchao(way: str) -> None:
 @pytest.mark.parametrize(
     "way", ["compile", "fused-free", "fused-fp8", pytest.param("fused-input", marks=pytest.mark.slow)]
 )
-def test_the_roofline_of_an_mlp_counts_what_is_generated(way: str) -> None:
+def test_the_roofline_counts_the_generated_code(way: str) -> None:
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu")
     pytest.importorskip("triton")
     from torch_fused_ops.virtual_gpu import roofline
@@ -267,20 +267,20 @@ def test_the_roofline_of_an_mlp_counts_what_is_generated(way: str) -> None:
     assert sum(w.nbytes for w in works) == pytest.approx(sum(w.nbytes for w in counted), rel=1e-3)
 
 
-def test_work_of_an_mlp() -> None:
+def test_work_of_an_mlp_by_hand() -> None:
     size = mlp.Size(2, 3, 5)
     assert mlp.work("gelu_tanh", size, torch.bfloat16, backward=False)[0] == 2 * 2 * (2 * 3 * 5)
     assert mlp.work("swiglu", size, torch.bfloat16, backward=True)[0] == 3 * 3 * (2 * 2 * 3 * 5)
 
 
-def test_ways_have_caches_of_their_own() -> None:
+def test_variants_do_not_share_caches() -> None:
     fn = mlp.gelu_tanh
     copies = [ways.fresh(fn) for _ in range(2)]
     assert len({id(f.__code__) for f in (fn, *copies)}) == 3
     assert [ways.fresh(torch.nn.Identity())(3)] == [3]
 
 
-def test_models() -> None:
+def test_models_have_the_published_sizes() -> None:
     counted = {}
     for name, make, config in (("gpt2", models.GPT, models.GPT2), ("llama", models.Llama, models.LLAMA)):
         with torch.device("meta"):

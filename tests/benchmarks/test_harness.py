@@ -17,28 +17,28 @@ from torch_fused_ops.benchmarks.harness import Case, Device, Plan, Trial, Unavai
 pytestmark = pytest.mark.usefixtures("only_new_garbage")
 
 
-def test_summary() -> None:
+def test_summary_has_quartiles() -> None:
     assert harness.summary([3.0]) == {"minimum": 3.0, "median": 3.0, "quartiles": (3.0, 3.0)}
     assert harness.summary([2.0, 1.0, 4.0, 3.0, 5.0]) == {"minimum": 1.0, "median": 3.0, "quartiles": (2.0, 4.0)}
 
 
-def test_relative_error() -> None:
+def test_relative_error_is_the_largest() -> None:
     truth = [torch.tensor([3.0, 4.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
     assert harness.relative_error([torch.tensor([3.0, 4.5]), torch.zeros(2)], truth) == pytest.approx(0.1)
     assert harness.relative_error([torch.tensor([3.0, math.nan]), torch.zeros(2)], truth) == math.inf
     raises(ValueError, "shape", harness.relative_error, [torch.zeros(3), torch.zeros(2)], truth)
 
 
-def test_saved_bytes() -> None:
+def test_saved_bytes_exclude_parameters() -> None:
     x, w = torch.randn(8, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     assert harness.saved_bytes(lambda: (x @ w).tanh(), [w]) == 2 * 8 * 4 * 4  # x, and tanh's result
     assert harness.saved_bytes(lambda: (x @ w).tanh(), [w, x]) == 8 * 4 * 4
 
 
-def test_numbers() -> None:
+def test_numbers_reject_other_text() -> None:
     assert harness.numbers("8192x4096", (2, 3), "") == (8192, 4096)
-    for wrong in ("8192", "8x0", "axb", "1x2x3x4"):
-        raises(UsageError, "not accepted: it must be a size", harness.numbers, wrong, (2, 3), "a size")
+    for invalid in ("8192", "8x0", "axb", "1x2x3x4"):
+        raises(UsageError, "not accepted: it must be a size", harness.numbers, invalid, (2, 3), "a size")
 
 
 TRUTH = torch.arange(4.0, dtype=torch.float64)
@@ -62,8 +62,8 @@ def a_case(**ways: Callable[[], Trial]) -> Case:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [Device(), stand_in()], ids=["cpu", "gpu"])
-def test_every_way_is_reported(device: Device) -> None:
-    found = harness.measure(
+def test_every_variant_is_reported(device: Device) -> None:
+    result = harness.measure(
         a_case(
             mine=trial(lambda: TRUTH.float()),
             eager=trial(lambda: TRUTH.float() * 1.00001),
@@ -76,24 +76,24 @@ def test_every_way_is_reported(device: Device) -> None:
         device,
         Plan(0.05, quick=True, rounds=4),
     )
-    status = {name: way["status"] for name, way in found["ways"].items()}
+    status = {name: way["status"] for name, way in result["ways"].items()}
     assert status == {
         "mine": "measured", "eager": "measured", "wrong": "wrong", "nan": "wrong", "missing": "unavailable",
         "broken": "failed", "other": "measured",
     }  # fmt: skip
-    assert found["ways"]["missing"]["reason"] == "it is not installed"
-    assert found["ways"]["broken"]["reason"] == "RuntimeError: out of luck"
-    assert "relative error" in found["ways"]["wrong"]["reason"]
-    assert set(found["ways"]["mine"]["ratio_to"]) == {"eager", "other"} and "ratio_to" not in found["ways"]["eager"]
-    assert found["rounds"] >= 2
-    assert found["ways"]["mine"]["peak_bytes"] == (None if device.type == "cpu" else 250)
-    text = harness.table(found)
+    assert result["ways"]["missing"]["reason"] == "it is not installed"
+    assert result["ways"]["broken"]["reason"] == "RuntimeError: out of luck"
+    assert "relative error" in result["ways"]["wrong"]["reason"]
+    assert set(result["ways"]["mine"]["ratio_to"]) == {"eager", "other"} and "ratio_to" not in result["ways"]["eager"]
+    assert result["rounds"] >= 2
+    assert result["ways"]["mine"]["peak_bytes"] == (None if device.type == "cpu" else 250)
+    text = harness.table(result)
     for said in ("it is not installed", "out of luck", "mine / this", "wrong: ", "failed: "):
         assert said in text
 
 
-def test_results_read_where_memory_was_not_written() -> None:
-    """Memory of the results' size is NaN before each check: a way that leaves some of it is found out."""
+def test_unwritten_results_are_wrong() -> None:
+    """Each check fills memory with NaN first, so a variant that leaves elements unwritten is wrong."""
     big = torch.ones(1 << 16, dtype=torch.float64)
 
     def lazy() -> Tensor:
@@ -107,7 +107,7 @@ def test_results_read_where_memory_was_not_written() -> None:
 
 
 class Fragile(Device):
-    """A device that an illegal address takes along until the process ends."""
+    """A device that fails after an illegal address until the process ends."""
 
     gone = False
 
@@ -143,7 +143,7 @@ def test_resume_skips_the_case_that_lost_the_device(tmp_path: Path) -> None:
     raises(UsageError, "another device", harness.run, *arguments, before=before)
 
 
-def test_a_time_limit_lists_what_is_left(tmp_path: Path) -> None:
+def test_a_time_limit_lists_the_remaining_cases(tmp_path: Path) -> None:
     plan = Plan(0.01, limit=1e-6, quick=True)
     out = tmp_path / "results.json"
     make = lambda: a_case(mine=trial(lambda: TRUTH.float()))  # noqa: E731
@@ -153,21 +153,21 @@ def test_a_time_limit_lists_what_is_left(tmp_path: Path) -> None:
     assert ways["mine"]["status"] == "not run" and "limit" in ways["mine"]["reason"]
 
 
-def test_reading_what_is_no_result(tmp_path: Path) -> None:
+def test_other_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     raises(UsageError, "cannot be read", harness.read, path, "mlp")
     path.write_text('{"benchmark": "mlp", "schema": 0}')
     raises(UsageError, "holds no results", harness.read, path, "mlp")
 
 
-def test_the_stand_in_is_like_torch_cuda() -> None:
+def test_the_emulated_gpu_has_torch_cuda_s_names() -> None:
     for name in vars(CUDA):
         assert hasattr(torch.cuda, name), name
     for name in ("record", "elapsed_time"):
         assert hasattr(torch.cuda.Event, name)
 
 
-def test_input_sets_exceed_the_cache() -> None:
+def test_rotating_inputs_exceed_the_cache() -> None:
     gpu = stand_in()
     assert gpu.cache_bytes == 4 << 12
     for nbytes in (1, 1000, 1 << 14, 1 << 20):
@@ -176,14 +176,14 @@ def test_input_sets_exceed_the_cache() -> None:
     assert harness.sets_of(Device(), 1) == 1
 
 
-def test_ceilings() -> None:
+def test_ceilings_have_every_dtype() -> None:
     for device in (Device(), stand_in()):
-        found = harness.ceilings(device, [torch.float32, torch.bfloat16], small=True)
-        assert found["copy_bytes_per_s"] > 0 and set(found["matmul_flop_per_s"]) == {"float32", "bfloat16"}
+        rates = harness.ceilings(device, [torch.float32, torch.bfloat16], small=True)
+        assert rates["copy_bytes_per_s"] > 0 and set(rates["matmul_flop_per_s"]) == {"float32", "bfloat16"}
 
 
-def test_grids_for_gpus() -> None:
-    """Every combination has a name of its own, and the defaults span what is promised."""
+def test_grids_for_gpus_are_wide() -> None:
+    """Combinations have different names, and the defaults include small and large sizes, and all dtypes."""
     gpu = stand_in()
     for module, grid, name in (
         (mlp, mlp.grid, mlp.name_of),
@@ -192,7 +192,7 @@ def test_grids_for_gpus() -> None:
         (model, model.grid, model.name_of),
     ):
         chosen = grid(gpu, False, [], [])
-        names = [name(*each) for each in chosen]
+        names = [name(*combination) for combination in chosen]
         assert len(set(names)) == len(names) > 2, module
         assert any("bfloat16" in n for n in names)
     sizes = [size for _, size, _, _ in mlp.grid(gpu, False, [], [])]

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/laboratory start; slow: what is for a GPU, and on paper, runs from one end to the other."""
+"""The scripts of benchmarks/laboratory start. Slow tests run the GPU's parts on a CPU."""
 
 import runpy
 import sys
@@ -15,7 +15,7 @@ MODULES = {"gpu_tests"}  # a plug-in of pytest
 
 
 def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> int | str | None:
-    """A script as its command runs it, in this process; its exit status."""
+    """Run a script in this process, as its command would, and return the exit status."""
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     monkeypatch.delitem(sys.modules, f"{PACKAGE}.{script}", raising=False)  # else runpy warns
     with pytest.raises(SystemExit) as ended:
@@ -23,7 +23,7 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> int | 
     return ended.value.code
 
 
-def test_every_script_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_script_has_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(SCRIPTS) > MODULES
     for script in SCRIPTS:
         assert script in str(laboratory.__doc__), "the folder's list"
@@ -35,8 +35,8 @@ def test_every_script_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", gpu.PARTS)
-def test_a_part_for_a_gpu(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step runs on a CPU."""
+def test_gpu_parts_run_on_a_cpu(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of a part passes on a CPU."""
     options = ["--quick", "--device", "cpu", "--out", str(tmp_path), "--limit", "900"]
     assert run(monkeypatch, "gpu", "--part", part, *options) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{part}.json", f"{part}.log"]
@@ -44,7 +44,7 @@ def test_a_part_for_a_gpu(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(step["status"] == "passed" for step in result["steps"])
 
 
-def test_outcomes_of_a_run_that_was_cut() -> None:
+def test_outcomes_of_an_interrupted_run() -> None:
     output = """
 4 workers [5 items]
 [gw0] [ 20%] PASSED tests/a.py::test_a[x]
@@ -52,8 +52,7 @@ def test_outcomes_of_a_run_that_was_cut() -> None:
 [gw2] [ 60%] SKIPPED tests/a.py::test_c
 worker 'gw3' crashed while running 'tests/a.py::test_d'
 """
-    found = gpu.outcomes(output)
-    assert found == {
+    assert gpu.outcomes(output) == {
         "collected": 5,
         "passed": 1,
         "skipped": 1,

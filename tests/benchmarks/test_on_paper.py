@@ -1,4 +1,4 @@
-"""Estimates of blocks for an H200 are what is committed."""
+"""Estimates for an H200 reproduce the committed results."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from torch_fused_ops.benchmarks.laboratory import on_paper
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", ["GELU MLP 8192 4096→16384", "SwiGLU MLP 8192 4096→16384"])
-def test_blocks_are_what_is_committed(block: str) -> None:
+def test_blocks_reproduce_the_committed_results(block: str) -> None:
     committed = harness.read(on_paper.default_out(), "on-paper")
     if on_paper.versions() != committed["versions"]:
         pytest.skip(f"counted with {committed['versions']}")
