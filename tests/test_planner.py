@@ -234,6 +234,7 @@ def test_a_checkpoint_keeps_the_input_and_runs_again() -> None:
     assert found.seconds == pytest.approx(step.at({}).seconds + 6 * forward.seconds)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_choice_is_within_2_percent_of_the_best_of_all(seed: int, equal: bool) -> None:

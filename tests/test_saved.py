@@ -141,6 +141,7 @@ def test_off_lists_tensors_that_free_removes() -> None:
     assert row.advice == 'memory="free" recomputes it' and row.nbytes == LAYERS * 2 * TOKENS * HIDDEN * HALF
 
 
+@pytest.mark.slow
 def test_float8_tensors_are_rows() -> None:
     row = row_of(llama_saved(FusionPolicy(memory="fp8")), "layers.0,1.mlp.up", dtype="float8_e4m3fn")
     assert row.nbytes == LAYERS * 2 * TOKENS * HIDDEN and row.advice == 'memory="input" recomputes it'

@@ -56,6 +56,7 @@ def scores(sk: int, tensors: int) -> int:
     return tensors * BATCH * HEADS * QUERIES * sk * 2
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("way", "sk"), [*((w, 512) for w in WAYS if w.startswith("ours")), ("ours causal", 4096), ("ours everything", 4096)]
 )

@@ -83,6 +83,7 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input", "tiled:2"])
 def test_masked_rows_do_not_affect_results(level: str, mask: str) -> None:

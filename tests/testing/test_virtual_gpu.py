@@ -452,6 +452,7 @@ def gate_code(gpu=virtual_gpu.H100, signature=SIGNATURE, **options):
     return virtual_gpu.assemble(gate_kernel, gpu, signature=signature, block={"BLOCK": 1024}, **options)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("divisible", "wide"),
     [

@@ -39,6 +39,7 @@ def kinds(audit: virtual_gpu.Audit) -> list[str]:
     return [finding.kind for finding in audit.findings]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("warps", [1, 4, 8])
 @pytest.mark.parametrize("block", [64, 1024])
 def test_a_right_kernel_has_no_finding(block: int, warps: int) -> None:
