@@ -86,7 +86,7 @@ def cells() -> list[dict[str, Any]]:
 def test_the_tour_s_cells_ran_in_order() -> None:
     assert [cell["execution_count"] for cell in cells()] == list(range(1, len(cells()) + 1))
     outputs = [output for cell in cells() for output in cell["outputs"]]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
     assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
 
 
