@@ -24,9 +24,9 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -363,10 +363,10 @@ def run(names: Iterable[str], out: Path, jobs: int) -> None:
             process.start()
             send.close()
             running[receive] = (name, process)
-        for receive in wait(list(running)):
-            name, process = running.pop(receive)
+        for ready in cast("list[Connection[Any, Any]]", wait(list(running))):
+            name, process = running.pop(ready)
             try:
-                result = receive.recv()
+                result = ready.recv()
             except EOFError:
                 process.join()
                 result = {"error": f"the process ended with {process.exitcode}"}

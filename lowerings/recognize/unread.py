@@ -124,8 +124,9 @@ def _opaque_name(node: Node, call: Call) -> str:
         return "" if namespace in _KNOWN else f"torch.ops.{namespace}.{name}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         body = body_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-        in_function = target is torch.ops.higher_order.autograd_function_apply and body is not None
-        is_opaque = in_function and any(_opaque_name(inner, Call(inner)) for inner in body.graph.nodes)
+        is_opaque = False
+        if target is torch.ops.higher_order.autograd_function_apply and body is not None:
+            is_opaque = any(_opaque_name(inner, Call(inner)) for inner in body.graph.nodes)
         return shown(node) if is_opaque or shown(node).startswith("triton_kernel_wrapper") else ""
     if compat.traced_function(target) is not None:
         return shown(node)

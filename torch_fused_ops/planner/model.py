@@ -77,12 +77,13 @@ class CapturedModel:
         beside = beside_loss(gm)
         if not beside:
             return None
+        returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         with gm.graph.inserting_before(output):
-            results = [gm.graph.call_method("detach", (x,)) if x in beside else x for x in output.args[0]]
-        for x, result in zip(output.args[0], results, strict=True):
+            results = [gm.graph.call_method("detach", (x,)) if x in beside else x for x in returned]
+        for x, result in zip(returned, results, strict=True):
             if x in beside:
                 result.meta = {**x.meta, "example_value": x.meta["example_value"].detach()}
-        output.args = (tuple(results) if detach else tuple(x for x in output.args[0] if x not in beside),)
+        output.args = (tuple(results) if detach else tuple(x for x in returned if x not in beside),)
         gm.graph.eliminate_dead_code()
         gm.recompile()
         return replace(self, graphs=(*others, replace(capture, graph=replace(capture.graph, gm=gm))))

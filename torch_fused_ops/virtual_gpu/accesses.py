@@ -194,11 +194,11 @@ class _Storage:
                 (unordered, "in {0} thread {2}{4} loads and thread {3} stores, with no barrier between them"),
             ):
                 if bad.any():
-                    row = int(bad.nonzero()[0])
-                    copies = f" or another one of {load.threads[row]}" if load.threads[row] > 1 else ""
-                    programs = (self.grid.program(records.program[row]) for records in (load, store))
-                    text = text.format(*programs, load.first[row], store.first[row], copies)
-                    evidence = f"{text}; byte {load.address[row]:,} of the memory they share"
+                    first = int(bad.nonzero()[0])
+                    copies = f" or another one of {load.threads[first]}" if load.threads[first] > 1 else ""
+                    programs = (self.grid.program(records.program[first]) for records in (load, store))
+                    text = text.format(*programs, load.first[first], store.first[first], copies)
+                    evidence = f"{text}; byte {load.address[first]:,} of the memory they share"
                     yield "race", f"{a}, {b}", evidence
                     break
 

@@ -57,7 +57,7 @@ class Rates:
         )
 
 
-_MEASURED = Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)  # an H200's
+H200_RATES = Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)  # an H200's
 # The makers' data sheets: FLOP/s of dense bfloat16 products, bytes/s of memory, and bytes/s to the others of a node. It
 # is one way, so half of NVLink's 600, 900 and 1800 GB/s, and of seven Infinity Fabric links' 128 GB/s.
 _SHEETS: Mapping[str, tuple[float, float, float]] = {
@@ -94,7 +94,7 @@ def link_rate(gpu: GPU) -> float:
 
 def rates_of(gpu: GPU) -> Rates | None:
     """The measured rates of a GPU; None if it was not measured."""
-    return _MEASURED if gpu.name == H200.name else None
+    return H200_RATES if gpu.name == H200.name else None
 
 
 def estimated_rates(gpu: GPU) -> Rates | None:
@@ -105,7 +105,7 @@ def estimated_rates(gpu: GPU) -> Rates | None:
     if gpu.name not in _SHEETS or gpu.name == H200.name:
         return rates_of(gpu)
     (flop, nbytes, _), sheet = _SHEETS[gpu.name], _SHEETS[H200.name]
-    share = Rates(flop * _MEASURED.flop / sheet[0], nbytes * _MEASURED.nbytes / sheet[1])
+    share = Rates(flop * H200_RATES.flop / sheet[0], nbytes * H200_RATES.nbytes / sheet[1])
     return replace(share, **_FITTED.get(gpu.name, {}))
 
 
