@@ -23,7 +23,7 @@ from typing import Any
 DOCS = Path(__file__).parent
 RECORD = DOCS / "compatibility.json"
 RESULTS = DOCS.parent / "benchmarks" / "results"
-NOTE = "<!-- Written by `python docs/generate.py`; change that, not this page. -->\n"
+NOTE = "<!-- docs/generate.py writes this page. -->\n"
 
 # ---- compatibility.md ------------------------------------------------------------------------------------------------
 
@@ -203,18 +203,16 @@ def stub() -> str:
 
 # ---- recognition.md --------------------------------------------------------------------------------------------------
 
-BEGIN = "<!-- Written by `python docs/generate.py` from docs/reasons.json; change that, not this. -->\n"
-BEGIN_PLAN = (
-    "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
-)
-BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
-BEGIN_STEPS = "<!-- Written by `python docs/generate.py` from benchmarks/results/training_steps.json and .csv. -->\n"
-BEGIN_CPU = "<!-- Written by `python docs/generate.py` from benchmarks/results/pointwise_cpu.json. -->\n"
-BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
-BEGIN_COVERAGE = "<!-- Written by `python docs/generate.py` from benchmarks/results/coverage.jsonl; change that. -->\n"
-TABLE_OF = "torch_fused_ops/families/float8/recipes.py"
-BEGIN_TABLE = f"<!-- Written by `python docs/generate.py` from {TABLE_OF}; change that. -->\n"
-END = "<!-- What follows is written by hand. -->\n"
+# Marks around a generated part of a page. The first names the part's source.
+BEGIN, END = "<!-- docs/generate.py: {} -->\n", "<!-- end -->\n"
+REASONS = BEGIN.format("docs/reasons.json")
+PLANS = BEGIN.format("benchmarks/results/plans.json")
+ON_PAPER = BEGIN.format("benchmarks/results/on_paper.json")
+STEPS = BEGIN.format("benchmarks/results/training_steps.json")
+CPU = BEGIN.format("benchmarks/results/pointwise_cpu.json")
+FP8_RECIPES = BEGIN.format("benchmarks/results/fp8_recipes.json")
+COVERAGE = BEGIN.format("benchmarks/results/coverage.jsonl")
+RECIPE_TABLE = BEGIN.format("torch_fused_ops/families/float8/recipes.py")
 
 
 def _cell(text: str) -> str:
@@ -240,7 +238,7 @@ def recognition() -> str:
                 means = entry["means"] or "; ".join(entry["texts"])  # a report adds the hint itself
                 lines.append(f'* <a id="{kind.row.partition("#")[2]}"></a>`{kind.name}`: {means}')
         lines.append("")
-    return _between("recognition.md", BEGIN, lines)
+    return _between("recognition.md", REASONS, lines)
 
 
 def _between(page: str, mark: str, lines: list[str], text: str | None = None) -> str:
@@ -276,7 +274,7 @@ def plan() -> str:
             verdict = "fits" if each["fits"] else f"{size(each['missing'])} missing"
             cells = [name, limit, verdict, size(each["peak_bytes"]), _change(each["seconds"] / each["off_seconds"])]
             lines.append(f"| {' | '.join([*cells, _runs(each['choices'])])} |")
-    return _between("plan.md", BEGIN_PLAN, [*lines, ""])
+    return _between("plan.md", PLANS, [*lines, ""])
 
 
 def _at_level(plan: dict[str, Any], level: str) -> dict[str, Any] | None:
@@ -348,8 +346,8 @@ def readme() -> str:
             cells = (name or f'`"{row["level"]}"`', SAVES[row["level"]], f"{peak / 2**30:.0f} GiB")
             share = f"{100 * peak / H200.total_memory:.0f} %"
             lines.append(f"| {' | '.join(cells)} | {share} | {_change(row['seconds'] / plan['off_seconds'])} |")
-    page = _between("../README.md", BEGIN_PLAN, [*lines, ""])
-    return _between("../README.md", BEGIN_ON_PAPER, [*_budget(), ""], page)
+    page = _between("../README.md", PLANS, [*lines, ""])
+    return _between("../README.md", ON_PAPER, [*_budget(), ""], page)
 
 
 def _budget() -> list[str]:
@@ -406,7 +404,7 @@ def _on_a_cpu() -> list[str]:
 
 def benchmarks() -> str:
     """The page, with the times on a CPU."""
-    return _between("benchmarks.md", BEGIN_CPU, _on_a_cpu())
+    return _between("benchmarks.md", CPU, _on_a_cpu())
 
 
 # ---- fp8.md ----------------------------------------------------------------------------------------------------------
@@ -415,8 +413,8 @@ def benchmarks() -> str:
 def fp8() -> str:
     """The page, with our recipes, and torchao's beside them."""
     result = json.loads((RESULTS / "fp8_recipes.json").read_text())
-    page = _between("fp8.md", BEGIN_RECIPES, _kernels_and_bytes(result))
-    return _between("fp8.md", BEGIN_TABLE, _recipes(), page)
+    page = _between("fp8.md", FP8_RECIPES, _kernels_and_bytes(result))
+    return _between("fp8.md", RECIPE_TABLE, _recipes(), page)
 
 
 def _kernels_and_bytes(result: dict[str, Any]) -> list[str]:
@@ -489,7 +487,7 @@ def memory() -> str:
         plain = _seconds(figures[0])
         cells = [_saved(each) + f"; {_change(_seconds(each) / plain)}" * (each is not figures[0]) for each in figures]
         lines.append(f"| {block['name'].replace('GELU MLP', 'GELU (tanh) MLP')} | {' | '.join(cells)} |")
-    return _between("memory.md", BEGIN_ON_PAPER, [*lines, ""])
+    return _between("memory.md", ON_PAPER, [*lines, ""])
 
 
 # ---- paper-and-devices.md --------------------------------------------------------------------------------------------
@@ -518,7 +516,7 @@ def paper_and_devices() -> str:
     lines += ["| source | GPUs, model | max reserved | max allocated or active |", "|---|---|---|---|"]
     for key, figures in groups.items():
         lines.append(f"| {' | '.join([*key, *map(', '.join, figures.values())])} |")
-    return _between("paper-and-devices.md", BEGIN_STEPS, [*lines, ""])
+    return _between("paper-and-devices.md", STEPS, [*lines, ""])
 
 
 # ---- largest-batch.md ------------------------------------------------------------------------------------------------
@@ -527,7 +525,7 @@ def paper_and_devices() -> str:
 def largest_batch() -> str:
     """The page, with the largest batch of GPT-2 at each level."""
     case = json.loads((RESULTS / "plans.json").read_text())["GPT-2"]
-    return _between("largest-batch.md", BEGIN_PLAN, [*_largest(case["largest"]), ""])
+    return _between("largest-batch.md", PLANS, [*_largest(case["largest"]), ""])
 
 
 # ---- coverage.md -----------------------------------------------------------------------------------------------------
@@ -581,7 +579,7 @@ def coverage() -> str:
     ]
     for reason, names in sorted(architectures.items(), key=lambda item: -sum(item[1].values())):
         lines.append(_row(sum(names.values()), ", ".join(names), reason))
-    return _between("coverage.md", BEGIN_COVERAGE, [*lines, ""])
+    return _between("coverage.md", COVERAGE, [*lines, ""])
 
 
 def coverage_rows() -> str:
