@@ -57,12 +57,6 @@ __all__ = [
     "bias_geglu",
     "bias_gelu",
     "bias_glu",
-    "bias_quick_geglu",
-    "bias_quick_gelu",
-    "bias_reglu",
-    "bias_relu",
-    "bias_relu2",
-    "bias_silu",
     "bias_swiglu",
     "convert_glu_layout",
     "dropout_add",
@@ -72,9 +66,7 @@ __all__ = [
     "grouped_linear_fp8",
     "linear_fp8",
     "make_viewless_tensor",
-    "quick_geglu",
     "quick_gelu",
-    "reglu",
     "safely_set_viewless_tensor_data",
     "scaled_masked_softmax",
     "shard_seed",
@@ -324,34 +316,6 @@ def bias_gelu(
     return bias_act(input, bias, token_scale, activation=_gelu_name(approximate), memory=memory)
 
 
-def bias_silu(
-    input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None, memory: str = "free"
-) -> Tensor:
-    """``z · sigmoid(z)``, z = input + bias (SiLU or swish; arXiv:1702.03118). Otherwise as ``bias_act``."""
-    return bias_act(input, bias, token_scale, activation="silu", memory=memory)
-
-
-def bias_relu(
-    input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None, memory: str = "free"
-) -> Tensor:
-    """``max(input + bias, 0)``. Otherwise as ``bias_act``."""
-    return bias_act(input, bias, token_scale, activation="relu", memory=memory)
-
-
-def bias_relu2(
-    input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None, memory: str = "free"
-) -> Tensor:
-    """``max(input + bias, 0)²`` (squared ReLU: Primer, arXiv:2109.08668). Otherwise as ``bias_act``."""
-    return bias_act(input, bias, token_scale, activation="relu2", memory=memory)
-
-
-def bias_quick_gelu(
-    input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None, memory: str = "free"
-) -> Tensor:
-    """``z · sigmoid(1.702 z)``, z = input + bias (CLIP's GELU; arXiv:1606.08415). Otherwise as ``bias_act``."""
-    return bias_act(input, bias, token_scale, activation="quick_gelu", memory=memory)
-
-
 def gelu(input: Tensor, approximate: str = "none", *, memory: str = "free") -> Tensor:
     """``input · Φ(input)``, or its tanh form. As ``torch.nn.functional.gelu``, with the negative tail kept."""
     return bias_act(input, activation=_gelu_name(approximate), memory=memory)
@@ -404,32 +368,6 @@ def geglu(
     )
 
 
-def reglu(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None = None,
-    *,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
-) -> Tensor:
-    """``relu(gate) · up`` (arXiv:2002.05202). Arguments as ``glu``."""
-    return glu(gate, up, token_scale, activation="relu", up_offset=up_offset, clamp=clamp, memory=memory)
-
-
-def quick_geglu(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None = None,
-    *,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
-) -> Tensor:
-    """``quick_gelu(gate) · up``; gpt-oss's GLU is ``clamp=7.0, up_offset=1.0``. Arguments as ``glu``."""
-    return glu(gate, up, token_scale, activation="quick_gelu", up_offset=up_offset, clamp=clamp, memory=memory)
-
-
 # ---- gated linear units: gate and up packed in one tensor ------------------------------------------------------------
 
 
@@ -462,39 +400,6 @@ def bias_geglu(
 ) -> Tensor:
     """``geglu`` of the packed ``input + bias``. Arguments as ``bias_glu``, ``approximate`` as ``bias_gelu``."""
     activation = _gelu_name(approximate)
-    return bias_glu(
-        input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
-    )
-
-
-def bias_reglu(
-    input: Tensor,
-    bias: Tensor | None = None,
-    token_scale: Tensor | None = None,
-    *,
-    layout: str | int = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
-) -> Tensor:
-    """``reglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
-    return bias_glu(
-        input, bias, token_scale, activation="relu", layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
-    )
-
-
-def bias_quick_geglu(
-    input: Tensor,
-    bias: Tensor | None = None,
-    token_scale: Tensor | None = None,
-    *,
-    layout: str | int = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
-) -> Tensor:
-    """``quick_geglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
-    activation = "quick_gelu"
     return bias_glu(
         input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
     )

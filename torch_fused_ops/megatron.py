@@ -247,7 +247,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
     """``max(input, 0)² · weights``. Upstream's ``weighted_squared_relu_impl``, which takes 2 or 3 viewable axes."""
-    return functional.bias_relu2(input, token_scale=_token_scale(input, weights))
+    return functional.bias_act(input, token_scale=_token_scale(input, weights), activation="relu2")
 
 
 # ---- bias, dropout, residual (fused_bias_dropout) --------------------------------------------------------------------

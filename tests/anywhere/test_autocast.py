@@ -57,8 +57,8 @@ class Formula(NamedTuple):
 
 FORMULAS = {
     "bias_gelu": Formula(lambda x, b: FF.bias_gelu(x, b, "tanh"), lambda x, b: F.gelu(x + b, approximate="tanh")),
-    "bias_relu2": Formula(FF.bias_relu2, lambda x, b: F.relu(x + b) * F.relu(x + b)),
-    "bias_quick_gelu": Formula(FF.bias_quick_gelu, lambda x, b: quick_gelu(x + b)),
+    "relu2": Formula(lambda x, b: FF.bias_act(x, b, activation="relu2"), lambda x, b: F.relu(x + b) * F.relu(x + b)),
+    "quick_gelu": Formula(lambda x, b: FF.bias_act(x, b, activation="quick_gelu"), lambda x, b: quick_gelu(x + b)),
     "swiglu": Formula(FF.swiglu, lambda x, u: F.silu(x) * u, vector=False),
     "bias_geglu": Formula(
         FF.bias_geglu, lambda x, b: (lambda z: F.gelu(z[..., : z.shape[-1] // 2]) * z[..., z.shape[-1] // 2 :])(x + b)

@@ -132,7 +132,7 @@ CASES = {
     "glu, memory=fp8": Case(
         lambda *t: FF.swiglu(*t, up_offset=1.0, clamp=0.9, memory="fp8"), glu, ((2, 4), (2, 4), (2,))
     ),
-    "relu": Case(FF.bias_relu, lambda x, b: F.relu(x + b), ((2, 4), (4,))),
+    "relu": Case(lambda x, b: FF.bias_act(x, b, activation="relu"), lambda x, b: F.relu(x + b), ((2, 4), (4,))),
     **{
         f"nn.FusedMLP {memory}": Case(called(fused_nn.FusedMLP(3, 4, memory=memory), *PARAMETERS), mlp, MLP_SHAPES)
         for memory in ("off", "free", "input")

@@ -68,7 +68,10 @@ def test_only_where_it_is_true():
 def test_compiled_graphs_keep_what_torch_compile_keeps(bias):
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     saved = []
-    for act in ((lambda h, b: torch.relu(h + b if bias else h)), (lambda h, b: FF.bias_relu(h, b if bias else None))):
+    for act in (
+        (lambda h, b: torch.relu(h + b if bias else h)),
+        (lambda h, b: FF.bias_act(h, b if bias else None, activation="relu")),
+    ):
         x, w, v, b = (
             torch.empty(*s, dtype=torch.bfloat16, device="meta", requires_grad=True)
             for s in ((512, 256), (1024, 256), (256, 1024), (1024,))
