@@ -182,19 +182,6 @@ class PackedColwiseParallel(ColwiseParallel):
         return outputs.to_local() if use_local_output else outputs
 
 
-# Names of the linears before and after the activation; the first entry that a module has counts.
-_NAMES = (
-    (("linear_fc1",), "linear_fc2"),
-    (("fc1",), "fc2"),
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("gate_up_proj",), "down_proj"),
-    (("up_proj",), "down_proj"),
-    (("gate", "up"), "down"),
-    (("up",), "down"),
-    (("w1", "w3"), "w2"),
-)
-
-
 def tensor_parallel_plan(mlp: nn.Module, sequence_parallel: bool | None = None) -> dict[str, ParallelStyle]:
     """The plan for an MLP's linears that ``torch.distributed.tensor.parallel.parallelize_module`` takes.
 
@@ -204,32 +191,28 @@ def tensor_parallel_plan(mlp: nn.Module, sequence_parallel: bool | None = None) 
     up of the same columns.
 
     Args:
-        mlp: ``nn.MLP``, or a module whose children are two or three linears of usual names (fc1 and fc2; gate_proj,
-            up_proj and down_proj; …), and whose forward passes plain tensors between them.
+        mlp: ``nn.MLP``, or a module whose children ``fc1`` and ``fc2`` are ``nn.Linear``, such as ``nn.FusedMLP``, and
+            whose forward passes plain tensors between them.
         sequence_parallel: tokens are sharded along the first axis outside; the default is ``mlp.config``'s.
 
     Raises:
         ValueError: the module has no such children.
     """
-    children = dict(mlp.named_children())
-    for columns, rows in _NAMES:
-        if rows in children and all(name in children for name in columns):
-            break
-    else:
-        names = ", ".join(f"{name} ({type(child).__name__})" for name, child in children.items())
+    children: dict[str, Any] = dict(mlp.named_children())
+    names = ("linear_fc1", "linear_fc2") if "linear_fc1" in children else ("fc1", "fc2")
+    if not all(name in children for name in names):
+        listed = ", ".join(f"{name} ({type(child).__name__})" for name, child in children.items())
         raise ValueError(
-            f"{type(mlp).__name__} is not accepted: it must have an MLP's linears, and has {names or 'none'}"
+            f"{type(mlp).__name__} is not accepted: it must have children fc1 and fc2, and has {listed or 'none'}"
         )
     if sequence_parallel is None:
         sequence_parallel = getattr(getattr(mlp, "config", None), "sequence_parallel", None) or False
         if sequence_parallel not in (False, True):
             raise TypeError(f"sequence_parallel={sequence_parallel!r} is not accepted: it must be True or False")
-    if isinstance(children[rows], Shardable):
-        return {name: ShardedLinear(sequence_parallel) for name in (*columns, rows)}
+    first, second = (children[name] for name in names)
+    if isinstance(second, Shardable):
+        return {name: ShardedLinear(sequence_parallel) for name in names}
     outside: Any = Shard(0) if sequence_parallel else Replicate()
-    first: Any = children[columns[0]]
-    second: Any = children[rows]
-    packed = len(columns) == 1 and first.out_features == 2 * second.in_features
-    style = PackedColwiseParallel if packed else ColwiseParallel
-    plan: dict[str, ParallelStyle] = {name: style(input_layouts=outside) for name in columns}
-    return plan | {rows: RowwiseParallel(output_layouts=outside)}
+    packed = first.out_features == 2 * second.in_features
+    columns = PackedColwiseParallel if packed else ColwiseParallel
+    return {names[0]: columns(input_layouts=outside), names[1]: RowwiseParallel(output_layouts=outside)}
