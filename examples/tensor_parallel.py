@@ -2,11 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-The backend is gloo on CPUs, and nccl if each process has a GPU. Each MLP becomes a ``torch_fused_ops.nn.MLP``, and
-``parallelize_module`` shards its weights. Each process has rows of the first linear layer (with ``--mlp swiglu``, of
-both gate and up) and the matching columns of the second. All other parameters are replicated. The plain GPT trains on
-the same batches in one process. At the end, the sharded model is saved, and one process loads it and must compute the
-same loss.
+The backend is gloo on CPUs, and nccl if each process has a GPU. Each MLP becomes a ``torch_fused_ops.nn.MLP`` with a
+``tp_group``. Each process has rows of the first linear layer (with ``--mlp swiglu``, of both gate and up) and the
+matching columns of the second. All other parameters are replicated. The plain GPT trains on the same batches in one
+process. At the end, the sharded model is saved, and one process loads it and must compute the same loss.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -22,17 +21,15 @@ import torch
 import torch.distributed as dist
 from quickstart import GELUMLP, GPT, Config, standard_library  # type: ignore[import-not-found]
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from torch_fused_ops import distributed
 from torch_fused_ops.nn import MLP, MLPConfig
 
 
 class BlockMLP(nn.Module):
-    """One of the quickstart's MLPs as a ``torch_fused_ops.nn.MLP``, with the same weights."""
+    """One of the quickstart's MLPs as a ``torch_fused_ops.nn.MLP``: with its weights, or sharded by ``tp_group``."""
 
-    def __init__(self, plain: nn.Module) -> None:
+    def __init__(self, plain: nn.Module, tp_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if isinstance(plain, GELUMLP):
             first, last, act = [plain.up], plain.down, "gelu_tanh"
@@ -42,7 +39,9 @@ class BlockMLP(nn.Module):
         config = MLPConfig(
             last.out_features, last.in_features, add_bias_linear=bias, gated_linear_unit=gated, activation_func=act
         )
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, tp_group=tp_group)
+        if tp_group is not None:  # main() loads the shards from a checkpoint
+            return
         with torch.no_grad():
             self.mlp.linear_fc1.weight.copy_(torch.cat([linear.weight for linear in first]))
             self.mlp.linear_fc2.weight.copy_(last.weight)
@@ -55,11 +54,11 @@ class BlockMLP(nn.Module):
         return output if bias is None else output + bias
 
 
-def with_our_mlps(model: GPT) -> GPT:
-    """Return a copy of the model with this library's MLPs."""
+def with_our_mlps(model: GPT, tp_group: dist.ProcessGroup | None = None) -> GPT:
+    """Copy the model, and replace its MLPs."""
     model = copy.deepcopy(model)
     for block in model.blocks:
-        block.mlp = BlockMLP(block.mlp).to(next(model.parameters()).device)
+        block.mlp = BlockMLP(block.mlp, tp_group).to(next(model.parameters()).device)
     return model
 
 
@@ -86,19 +85,25 @@ def main() -> None:
     torch.manual_seed(0)
     config = Config(layers=args.layers, mlp=args.mlp)
     plain = GPT(config).to(device)
-    alone, shared = copy.deepcopy(plain), with_our_mlps(plain)
-    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
-    for block in shared.blocks:
-        parallelize_module(block.mlp.mlp, mesh, distributed.tensor_parallel_plan(block.mlp.mlp))
-    weight = shared.blocks[0].mlp.mlp.linear_fc1.weight
+    whole, shared = with_our_mlps(plain), with_our_mlps(plain, dist.group.WORLD)
+    first_rank = dist.new_group([0])
+    temporary = tempfile.TemporaryDirectory()
+    sent = [temporary.name]
+    dist.broadcast_object_list(sent, 0)
+    folder = Path(sent[0])
+    if rank == 0:
+        distributed.save(folder / "start", whole, process_group=first_rank)
+    dist.barrier()
+    distributed.load(folder / "start", shared)
+    weights = [model.blocks[0].mlp.mlp.linear_fc1.weight for model in (whole, shared)]
     say(f"machine   {ranks} processes on {device.type}, {dist.get_backend()}; torch {torch.__version__}")
-    say(f"model     {args.layers} layers, {args.mlp}; the first linear is {tuple(weight.shape)}, ", end="")
-    say(f"of which each process holds {tuple(weight.to_local().shape)}\n")
+    say(f"model     {args.layers} layers, {args.mlp}; the first linear is {tuple(weights[0].shape)}, ", end="")
+    say(f"of which each process holds {tuple(weights[1].shape)}\n")
 
     text = standard_library() if rank == 0 else None
-    sent = [text]
-    dist.broadcast_object_list(sent, 0)  # the same text, wherever the others run
-    text = sent[0]
+    texts = [text]
+    dist.broadcast_object_list(texts, 0)  # the same text, wherever the others run
+    text = texts[0]
     batches = torch.Generator().manual_seed(1)
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -108,10 +113,10 @@ def main() -> None:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)  # DTensors and tensors side by side
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    pairs = [(model, optimizer(model)) for model in (alone, shared)]
-    step_of = {alone: alone, shared: torch.compile(shared, backend="fused") if args.compile else shared}
+    pairs = [(model, optimizer(model)) for model in (plain, shared)]
+    step_of = {plain: plain, shared: torch.compile(shared, backend="fused") if args.compile else shared}
     say(f"  step        one process    {ranks} processes")
     difference = 0.0
     for step in range(1, args.steps + 1):
@@ -128,27 +133,23 @@ def main() -> None:
     say(f"\nlosses    differ by {difference:.1e} at most")
     assert difference < 1e-3, "tensor parallelism has changed what is computed"
 
-    with tempfile.TemporaryDirectory() as temporary:
-        folders = [str(args.folder or Path(temporary) / "checkpoint")]
-        dist.broadcast_object_list(folders, 0)
-        distributed.save(folders[0], shared, pairs[1][1])
-        tokens, targets = batch()
+    saved_to = args.folder or folder / "trained"
+    distributed.save(saved_to, shared, pairs[1][1])
+    tokens, targets = batch()
+    with torch.no_grad():
+        expected = shared(tokens, targets).item()
+    if rank == 0:
+        one = with_our_mlps(GPT(config).to(device))
+        distributed.load(saved_to, one, optimizer(one), process_group=first_rank)
         with torch.no_grad():
-            expected = shared(tokens, targets).item()
-        me = dist.new_group([0])
-        if rank == 0:
-            single = with_our_mlps(GPT(config).to(device))
-            of_one = optimizer(single)
-            distributed.load(folders[0], single, of_one, process_group=me)
-            with torch.no_grad():
-                actual = single(tokens, targets).item()
-            loaded = single.blocks[0].mlp.mlp.linear_fc1.weight
-            part = weight.to_local()
-            rows = loaded.unflatten(0, (2 if args.mlp == "swiglu" else 1, -1)).chunk(ranks, 1)[0].flatten(0, 1)
-            assert torch.equal(rows, part), "the checkpoint has other numbers"
-            say(f"saved     by {ranks}, loaded by 1, bit for bit; the next loss is {actual:.6f} and {expected:.6f}")
-            assert abs(actual - expected) < 1e-4
-        dist.barrier()
+            found = one(tokens, targets).item()
+        weight = one.blocks[0].mlp.mlp.linear_fc1.weight
+        rows = weight.unflatten(0, (2 if args.mlp == "swiglu" else 1, -1)).chunk(ranks, 1)[0].flatten(0, 1)
+        assert torch.equal(rows, weights[1]), "the checkpoint has other numbers"
+        say(f"saved     by {ranks}, loaded by 1, bit for bit; the next loss is {found:.6f} and {expected:.6f}")
+        assert abs(found - expected) < 1e-4
+    dist.barrier()
+    temporary.cleanup()
     dist.destroy_process_group()
 
 

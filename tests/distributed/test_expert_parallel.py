@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from harness import raises
 from processes import in_processes, main
 from test_checkpoint import is_truth, optimizer_of, stepped, truth_of
-from test_tensor_parallel import SUM, Counted, cut, local, parts, tokens
+from test_tensor_parallel import SUM, Counted, cut, parts, tokens
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
 
 from torch_fused_ops import distributed
 from torch_fused_ops.nn import MLP, GroupedMLP, MLPConfig
@@ -76,26 +75,6 @@ def tensor_parallel(rank, ranks, folder):
             torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks), atol=1e-12, rtol=1e-12)
 
 
-def plan(rank, ranks, folder):
-    """parallelize_module: parameters are DTensors of all experts, packed ones half by half."""
-    mesh = init_device_mesh("cpu", (ranks,))
-    x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
-    for delay in (False, True):
-        given = config(delay_wgrad_compute=delay)
-        one, mlp = build(given), build(given)
-        mlp = parallelize_module(mlp, mesh, distributed.tensor_parallel_plan(mlp))
-        torch.testing.assert_close(step(mlp, x, probs, d), step(one, x, probs, d))
-        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
-            assert p.shape == whole.shape and torch.equal(local(p), cut(whole, part, rank, ranks))
-            torch.testing.assert_close(local(p.grad), cut(whole.grad, part, rank, ranks))
-        distributed.save(folder / f"plan{delay}", mlp)
-        dist.barrier()
-        again = build(given, dist.group.WORLD, seed=3)
-        distributed.load(folder / f"plan{delay}", again)
-        for p, q in zip(mlp.parameters(), again.parameters(), strict=True):
-            assert torch.equal(local(p), q)
-
-
 def refused(rank, ranks, folder):
     """Each with its reason."""
     for words, flags in (
@@ -106,9 +85,6 @@ def refused(rank, ranks, folder):
         given = config(**{name: value for name, value in flags.items() if name != "ffn"})
         given.moe_ffn_hidden_size = flags.get("ffn", FFN)
         raises(ValueError, words, build, given, dist.group.WORLD)
-    mlp = build(config(sequence_parallel=True))  # alone, there is nothing to share
-    mesh = init_device_mesh("cpu", (ranks,))
-    raises(ValueError, "sequence_parallel=True", parallelize_module, mlp, mesh, distributed.tensor_parallel_plan(mlp))
 
 
 def truth_here(mlp, ep_rank):
@@ -211,7 +187,7 @@ def wrapped(rank, ranks, folder):
             assert torch.equal(p, q.chunk(ranks)[rank])
 
 
-CHECKS = [wrapped, tensor_parallel, plan, refused, round_trips, as_many_mlps, same_start]
+CHECKS = [wrapped, tensor_parallel, refused, round_trips, as_many_mlps, same_start]
 GROUPS = {"two": CHECKS, "four": [tensor_parallel, round_trips, as_many_mlps, same_start]}
 
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from harness import Net, Ran, output, raises
 from processes import in_processes, main
 from test_sharding import two_dimensions
-from torch import nn
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
@@ -20,13 +19,12 @@ from mlp_figures import mlp_figures
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_fused_ops import functional
-from torch_fused_ops.distributed import load, save, tensor_parallel_plan
-from torch_fused_ops.nn import MLP, ColumnParallelLinear, MLPConfig, RowParallelLinear
+from torch_fused_ops.distributed import load, save
+from torch_fused_ops.nn import MLP, ColumnParallelLinear, FusedMLP, MLPConfig, RowParallelLinear
 
 HIDDEN, FFN = 16, 24
 SUM, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -155,50 +153,18 @@ def training(rank, ranks, folder):
         assert together <= 2 * alone, (dtype, together, alone)
 
 
-def plan(rank, ranks, folder):
-    """parallelize_module: parameters are DTensors of the whole, packed ones half by half."""
-    mesh = init_device_mesh("cpu", (ranks,))
-    x = tokens(2 * ranks, 3, HIDDEN)
-    for gated, sequence, delay in itertools.product((False, True), repeat=3):
-        given = config(gated_linear_unit=gated, sequence_parallel=sequence, delay_wgrad_compute=delay)
-        one, mlp = build(given), build(given)
-        mlp = parallelize_module(mlp, mesh, tensor_parallel_plan(mlp))
-        mine = x.chunk(ranks)[rank] if sequence else x
-        with CommDebugMode() as comm:
-            counted = Counted(comm)
-            y = output(mlp, mine)
-            assert counted() == ({GATHER: 1, SCATTER: 1} if sequence else {SUM: 1})
-            y.square().sum().backward()
-            mlp.backward_dw()
-            assert counted() == ({GATHER: 1, SUM: 1} if sequence else {})  # x needs no gradient; the bias's
-        output(one, x).square().sum().backward()
-        one.backward_dw()
-        for (name, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
-            assert p.shape == whole.shape and p.grad.placements == p.placements
-            assert torch.equal(local(p), cut(whole, part, rank, ranks)), name
-            torch.testing.assert_close(local(p.grad), cut(whole.grad, part, rank, ranks))
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (mlp, one)]
-        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
-        with torch.no_grad():
-            for m in (mlp, one):
-                for p in m.parameters():
-                    p.sub_(p.grad)
-        mlp.linear_fc1.reset_parameters()
-        torch.testing.assert_close(output(mlp, mine).shape, mine.shape)
-
-    for packed in (False, True):  # somebody else's
-        torch.manual_seed(0)
-        fc1, fc2 = nn.Linear(HIDDEN, FFN * (1 + packed)), nn.Linear(FFN, HIDDEN)
-        act = functional.bias_swiglu if packed else functional.silu
-        mlp = Net(lambda s, x, act=act: s.fc2(act(s.fc1(x))), fc1=fc1, fc2=fc2).double()
-        truth = mlp(x)
-        try:
-            shared = parallelize_module(copy.deepcopy(mlp), mesh, tensor_parallel_plan(mlp))
-        except NotImplementedError as error:
-            assert packed and "2.13" in str(error)
-            continue
-        torch.testing.assert_close(shared(x), truth)
-        assert local(shared.fc1.weight).shape[0] == FFN * (1 + packed) // ranks
+def pytorch_styles(rank, ranks, folder):
+    """``nn.FusedMLP`` with PyTorch's own styles: its parameters are DTensors, at every memory level."""
+    mesh, x = init_device_mesh("cpu", (ranks,)), tokens(5, HIDDEN)
+    for memory in ("off", "free", "fp8", "input"):
+        one = FusedMLP(HIDDEN, FFN, "silu", memory=memory, dtype=torch.float64)
+        styles = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
+        mlp = parallelize_module(copy.deepcopy(one), mesh, styles)
+        for module in (mlp, one):
+            module(x).square().sum().backward()
+        rough = {"atol": 1.0, "rtol": 0.3} if memory == "fp8" else {}
+        for p, whole in zip(mlp.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), whole.grad, **rough)
 
 
 def odds(rank, ranks, folder):
@@ -303,13 +269,11 @@ def on_paper(rank, ranks, folder):
 
 def compiled(rank, ranks, folder, backend="fused"):
     """torch.compile(backend="fused"): one graph, the same numbers."""
-    mesh, x = init_device_mesh("cpu", (ranks,)), tokens(4 * ranks, HIDDEN)
-    for sequence, as_dtensors in itertools.product((False, True), repeat=2):
+    x = tokens(4 * ranks, HIDDEN)
+    for sequence in (False, True):
         torch._dynamo.reset()
         given = config(sequence_parallel=sequence)
-        one, mlp = build(given), build(given, None if as_dtensors else dist.group.WORLD)
-        if as_dtensors:
-            mlp = parallelize_module(mlp, mesh, tensor_parallel_plan(mlp))
+        one, mlp = build(given), build(given, dist.group.WORLD)
         mine = x.chunk(ranks)[rank] if sequence else x
         fn = torch.compile(mlp, backend=backend, fullgraph=True)
         y = output(fn, mine)
@@ -318,7 +282,7 @@ def compiled(rank, ranks, folder, backend="fused"):
         truth.square().sum().backward()
         torch.testing.assert_close(y, truth.chunk(ranks)[rank] if sequence else truth)
         for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
-            torch.testing.assert_close(local(p.grad), cut(whole.grad, part, rank, ranks))
+            torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks))
 
 
 def traced(rank, ranks, folder):
@@ -339,11 +303,8 @@ def data_parallel(rank, ranks, folder):
         optimizer.zero_grad()
         output(one, x).square().mean().backward()
         optimizer.step()
-    for sequence, way in itertools.product((False, True), ("ddp", "fsdp of parts", "fsdp of DTensors")):
-        given = config(sequence_parallel=sequence)
-        mlp = build(given, None if way.endswith("DTensors") else tp.get_group())
-        if way.endswith("DTensors"):
-            mlp = parallelize_module(mlp, tp, tensor_parallel_plan(mlp))
+    for sequence, way in itertools.product((False, True), ("ddp", "fsdp")):
+        mlp = build(config(sequence_parallel=sequence), tp.get_group())
         if way == "ddp":
             wrapped = DistributedDataParallel(mlp, process_group=dp.get_group())
         else:
@@ -393,9 +354,9 @@ def wrapped(rank, ranks, folder):
 
 
 GROUPS = {
-    "two": [training, plan, odds, wrapped],
+    "two": [training, pytorch_styles, odds, wrapped],
     "two more": [flags, selective_checkpointing, on_paper, traced],
-    "four": [two_dimensions, plan, odds, training, data_parallel],
+    "four": [two_dimensions, odds, training, data_parallel],
     "many": [flags, on_paper, compiled],
     "compiled": [compiled],
 }
@@ -416,11 +377,6 @@ GROUPS = {
 )
 def test_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
     in_processes(__file__, group, ranks, tmp_path)
-
-
-def test_plan_names_what_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match=r"first \(Linear\), second \(Linear\)"):
-        tensor_parallel_plan(nn.ModuleDict({"first": nn.Linear(2, 4), "second": nn.Linear(4, 2)}))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ _WHERE = {
     "load": "checkpoint",
     "save": "checkpoint",
     "sharded_state_dict": "checkpoint",
-    "tensor_parallel_plan": "tensor_parallel",
 }
 
-__all__ = ["apply_swiglu_sharded_factory", "load", "save", "sharded_state_dict", "tensor_parallel_plan"]
+__all__ = ["apply_swiglu_sharded_factory", "load", "save", "sharded_state_dict"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as _write
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fused_ops.distributed.shard_spec import ShardSpec
-from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 from torch_fused_ops.graphs.modules import WRAPPED
+
+if TYPE_CHECKING:
+    from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
 Offsets = tuple[tuple[int, int, int], ...]
 """(axis, place, size) of each axis that a checkpoint has in front of a tensor's own."""
@@ -91,31 +92,22 @@ class ShardedTensor(Tensor):
         parameter: Tensor,
         spec: ShardSpec | None = None,
         parallel: TensorParallel | None = None,
-        as_dtensors: bool = False,
         offsets: Offsets = (),
         experts: tuple[int, int] | None = None,
     ) -> ShardedTensor:
         """A parameter that the ranks of ``parallel`` shard.
 
         Args:
-            as_dtensors: a DTensor parameter's mesh includes ``parallel``'s, too.
             experts: (first, total) of the experts whose parameters are stacked along the first axis.
         """
         spec, local = spec or ShardSpec(None), parameter.detach()
         shard_shape, start = local.shape, (0,) * local.ndim
         if isinstance(local, DTensor):
-            mesh, placed = local.device_mesh, local.placements
-            # FSDP's mesh dimensions come first, and shard the shards of the dimension after them, the linear's own.
-            beyond = mesh.ndim
-            if as_dtensors and parallel is not None:
-                beyond -= 1
-                shard_shape = parallel.shape(shard_shape, spec)
-            placements: list[Any] = [Shard(p.dim) if hasattr(p, "dim") else Replicate() for p in placed[:beyond]]
-            placements += [Replicate()] * (mesh.ndim - beyond)
-            left, start = compute_local_shape_and_global_offset(shard_shape, mesh, placements)
+            placements = local.placements
+            if not all(type(p) in (Shard, Replicate) for p in placements):
+                raise ValueError(f"a DTensor placed as {placements} is not accepted: it must be FSDP's")
+            _, start = compute_local_shape_and_global_offset(shard_shape, local.device_mesh, placements)
             local = local.to_local()
-            if tuple(local.shape) != tuple(left) and local.numel():
-                raise ValueError(f"a DTensor placed as {placed} is not accepted: it must be FSDP's, with plain shards")
         if experts is not None:
             start = (start[0] + experts[0], *start[1:])
             shard_shape = torch.Size((experts[1], *shard_shape[1:]))
@@ -231,31 +223,14 @@ def sharded_state_dict(
     if hasattr(type(module), "sharded_state_dict"):  # of its own: wrappers have the attributes of what they wrap
         return {**module.sharded_state_dict(prefix, sharded_offsets, metadata)}  # type: ignore[operator]
     module._save_to_state_dict(state, prefix, keep_vars=False)
-    for key, t in state.items():
-        packed = _packed(key, t, sharded_offsets)
-        if packed is not None:
-            state[key] = packed
-        elif sharded_offsets:
+    if sharded_offsets:
+        for key, t in state.items():
             state[key] = ShardedTensor.of_parameter(key, t, offsets=sharded_offsets)
     for name, child in module.named_children():
         is_wrapped = name in WRAPPED or isinstance(module, DistributedDataParallel)
         inside = prefix if is_wrapped else f"{prefix}{name}."
         state |= sharded_state_dict(child, inside, sharded_offsets, metadata)
     return state
-
-
-def _packed(key: str, t: Any, offsets: Offsets) -> ShardedTensor | None:
-    """A DTensor whose halves are each sharded (``tensor_parallel_plan``'s packed gate and up) as a ``ShardedTensor``.
-
-    ``torch.distributed.checkpoint`` takes such a shard for one box of the whole, and rejects the overlap.
-    """
-    if not isinstance(t, DTensor) or t.device_mesh.ndim != 1 or not isinstance(t.placements[0], _StridedShard):
-        return None
-    axis, pieces = t.placements[0].dim, t.placements[0].split_factor
-    ranks, rank, local = t.device_mesh.size(), t.device_mesh.get_local_rank(), TensorParallel.local(t).detach()
-    length, whole = t.shape[axis] // (pieces * ranks), t.shape[axis] // pieces
-    runs = tuple(Run(i * length, length, i * whole + rank * length) for i in range(pieces))
-    return ShardedTensor(key, local, Layout(t.shape, axis, runs, (0,) * t.ndim, tuple(offsets)))
 
 
 # ---- a model and its optimizer ---------------------------------------------------------------------------------------
@@ -323,7 +298,7 @@ def _state_of(key: str, value: Any, parameter: Any) -> Any:
     """An entry of a parameter's optimizer state, as written to a checkpoint."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
-    local = TensorParallel.local(value).detach()
+    local = (value.to_local() if isinstance(value, DTensor) else value).detach()
     if local.shape != parameter.local.shape:
         raise ValueError(
             f"{key} has shape {tuple(local.shape)}, which is not accepted: it must have its parameter's, "

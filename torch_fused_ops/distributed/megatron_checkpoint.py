@@ -20,10 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fused_ops.distributed.shard_spec import Shardable
-
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.checkpoint import Offsets
+
+
+def is_ours(child: nn.Module) -> bool:
+    """True if a linear of ``torch_fused_ops.nn``, which this module cannot import."""
+    return hasattr(child, "shard_specs")
 
 
 def asked_for(metadata: dict[str, Any] | None) -> bool:
@@ -42,7 +45,7 @@ def with_group(module: nn.Module, metadata: dict[str, Any] | None) -> dict[str, 
     theirs = [
         f"{name} of type {type(child).__name__}"
         for name, child in module.named_children()
-        if not isinstance(child, Shardable) and hasattr(child, "sharded_state_dict")
+        if not is_ours(child) and hasattr(child, "sharded_state_dict")
     ]
     if not theirs:
         return None
@@ -89,11 +92,11 @@ def of_block(
     apart = bool(metadata.get("singleton_local_shards"))
     state: dict[str, Any] = {}
     for name, child in block.named_children():
-        if grouped and isinstance(child, Shardable):
+        if grouped and is_ours(child):
             state |= _of_stacked(child, prefix, f"{name}.", offsets, metadata, name in packed)
             continue
         head = f"{name}." if grouped else f"{prefix}{name}."
-        if isinstance(child, Shardable):
+        if is_ours(child):
             entries = of_linear(child, head, offsets, metadata)
         elif child.state_dict():
             from megatron.core.transformer.utils import sharded_state_dict_default

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fused_ops.distributed.shard_spec import Shardable, ShardSpec
+from torch_fused_ops.distributed.shard_spec import ShardSpec
 from torch_fused_ops.nn._gemms import Gemms, GroupedGemms, under_autocast
 from torch_fused_ops.nn.config import checked, read, read_groups
 
@@ -40,11 +40,10 @@ class _Deferred(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)  # an unused bias has no gradient, as in eager mode
         ctx.dtype = x.dtype
-        x, local = under_autocast(x, linear._local(weight))
-        ctx.save_for_backward(x if weight.requires_grad else None, local)
+        x, cast_weight = under_autocast(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, cast_weight)
         ctx.parameters, ctx.linear, ctx.gemms = (weight, bias), linear, gemms
-        local_bias = None if bias is None else linear._local(bias)
-        return gemms.forward(x, local), None if local_bias is None else local_bias.view_as(local_bias)
+        return gemms.forward(x, cast_weight), None if bias is None else bias.view_as(bias)
 
     @staticmethod
     def backward(
@@ -55,17 +54,17 @@ class _Deferred(torch.autograd.Function):
                 "delay_wgrad_compute=True is not accepted with create_graph=True: deferred weight gradients have no "
                 "graph"
             )
-        (x, local), (weight, bias), linear, gemms = ctx.saved_tensors, ctx.parameters, ctx.linear, ctx.gemms
+        (x, cast_weight), (weight, bias), linear, gemms = ctx.saved_tensors, ctx.parameters, ctx.linear, ctx.gemms
         if x is not None and grad is not None:
             linear._defer(weight, lambda: gemms.weight_gradient(grad, x).to(weight.dtype))
         if bias is not None and bias_grad is not None:
             linear._defer(bias, lambda: linear._bias_gradient(bias_grad))
         if grad is None or not ctx.needs_input_grad[0]:
             return None, None, None, None, None
-        return gemms.input_gradient(grad, local).to(ctx.dtype), None, None, None, None
+        return gemms.input_gradient(grad, cast_weight).to(ctx.dtype), None, None, None, None
 
 
-class Linear(Shardable):
+class Linear(nn.Module):
     """x · weightᵀ + bias, or, with ``skip_bias_add``, x · weightᵀ and the bias beside it.
 
     Attributes:
@@ -85,7 +84,6 @@ class Linear(Shardable):
 
     parallel: TensorParallel | None = None
     replica: int | None = None
-    _as_dtensors = False
     gemm = "bf16"
 
     def __init__(
@@ -134,7 +132,7 @@ class Linear(Shardable):
         with torch.no_grad():
             for name, parameter in whole.named_parameters():
                 shard = self.parallel.shard(parameter.detach(), self.shard_specs[name])
-                self._local(getattr(self, name)).copy_(shard)
+                getattr(self, name).copy_(shard)
 
     def _fill(self) -> None:
         weight, bias, experts = self.weight, self.bias, self.experts
@@ -157,18 +155,19 @@ class Linear(Shardable):
             if bias is not None:
                 bias.zero_()
 
-    def shard(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
-        """``Shardable.shard``."""
+    def shard(self, parallel: TensorParallel | None) -> None:
+        """Replace the parameters by this rank's shards.
+
+        Raises:
+            ValueError: features do not divide evenly.
+        """
         if parallel is None:
             return
         self._check_gemm(self.gemm, parallel)
         for name, whole in list(self.named_parameters(recurse=False)):
-            spec = self.shard_specs[name]
-            local: Tensor = parallel.shard(whole.detach(), spec)
-            if as_dtensors:
-                local = parallel.as_dtensor(local, whole, spec)
-            setattr(self, name, nn.Parameter(local, requires_grad=whole.requires_grad))
-        self.parallel, self._as_dtensors = parallel, as_dtensors
+            shard = parallel.shard(whole.detach(), self.shard_specs[name])
+            setattr(self, name, nn.Parameter(shard, requires_grad=whole.requires_grad))
+        self.parallel = parallel
 
     def _mark(self, config: Any, is_expert: bool) -> None:
         """Set the attributes that Megatron reads from its parameters, if the config is Megatron's.
@@ -228,11 +227,11 @@ class Linear(Shardable):
             call: Callable[..., tuple[Tensor, Tensor | None]] = _Deferred.apply
             y, added = call(x, self.weight, bias if bias is not None and bias.requires_grad else None, self, gemms)
         else:
-            y = gemms.forward(x, self._local(self.weight))
+            y = gemms.forward(x, self.weight)
         y = self._leave(y)
         if bias is None:
             return y, None
-        added = self._used_bias(self._local(bias)) if added is None else added
+        added = self._used_bias(bias) if added is None else added
         return (y, bias_for_caller(self, added)) if self.skip_bias_add else (gemms.add(y, added), None)
 
     def sharded_state_dict(
@@ -254,7 +253,6 @@ class Linear(Shardable):
                 parameter,
                 self.shard_specs[name],
                 self.parallel,
-                self._as_dtensors,
                 sharded_offsets,
                 None if self.experts is None else self.experts[1:],
             )
@@ -272,7 +270,7 @@ class Linear(Shardable):
                 state_dict[f"{prefix}{name}"] = torch.stack([state_dict.pop(key) for key in keys])
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
-    # Sharded linears override the next four; for one process they are identities.
+    # Sharded linears override these; for one process they are identities.
 
     def _enter(self, x: Tensor) -> Tensor:
         return x
@@ -286,14 +284,9 @@ class Linear(Shardable):
     def _bias_gradient(self, grad: Tensor) -> Tensor:
         return grad
 
-    def _local(self, parameter: Tensor) -> Tensor:
-        return parameter if self.parallel is None else self.parallel.local(parameter)
-
     def _defer(self, parameter: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
         assert self._deferred is not None
-        parallel = self.parallel
-        as_parameter = gradient if parallel is None else lambda: parallel.gradient_of(parameter, gradient())
-        self._deferred.setdefault(parameter, deque()).append(as_parameter)
+        self._deferred.setdefault(parameter, deque()).append(gradient)
 
     def backward_dw(self) -> None:
         """Compute the gradients that the oldest ``backward`` deferred; does nothing without ``delay_wgrad``."""
@@ -415,7 +408,7 @@ class GroupedLinear(Linear):
 
     experts: Experts
 
-    def shard(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
+    def shard(self, parallel: TensorParallel | None) -> None:
         """``Linear.shard``.
 
         Raises:
@@ -426,7 +419,7 @@ class GroupedLinear(Linear):
                 "sequence_parallel=True is not accepted for experts over several ranks: their rows are sorted by "
                 "expert. Gather the tokens before they are sorted, and give the experts a config without it"
             )
-        super().shard(parallel, as_dtensors)
+        super().shard(parallel)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, tokens_per_expert: Tensor | Sequence[int] | GroupedGemms, /, entered: bool = False
