@@ -49,15 +49,10 @@ def step(mlp, x, probs, d, counts=COUNTS):
 def tensor_parallel(rank, ranks, folder):
     """Every flag with every other: numbers, weights at the start, collectives."""
     x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
-    for gated, bias, delay, memory, blocks in itertools.product(
-        (False, True), (False, True), (False, True), ("off", "free", "input"), (None, 2)
+    for gated, bias, delay, memory in itertools.product(
+        (False, True), (False, True), (False, True), ("off", "free", "input")
     ):
-        if blocks and not gated:
-            continue
-        given = config(
-            gated_linear_unit=gated, add_bias_linear=bias, delay_wgrad_compute=delay, memory=memory,
-            moe_mlp_glu_interleave_size=blocks,
-        )  # fmt: skip
+        given = config(gated_linear_unit=gated, add_bias_linear=bias, delay_wgrad_compute=delay, memory=memory)
         one, mlp = build(given), build(given, dist.group.WORLD, seed=rank)
         own = x.clone().requires_grad_()
         with CommDebugMode() as comm:
@@ -80,7 +75,6 @@ def refused(rank, ranks, folder):
     for words, flags in (
         ("sequence_parallel=True .* Gather", {"sequence_parallel": True}),
         (r"ffn_hidden_size=25 .* tp_group", {"ffn": 25}),
-        (r"moe_mlp_glu_interleave_size=8 .* 3 blocks", {"moe_mlp_glu_interleave_size": 8}),
     ):
         given = config(**{name: value for name, value in flags.items() if name != "ffn"})
         given.moe_ffn_hidden_size = flags.get("ffn", FFN)
@@ -95,7 +89,7 @@ def truth_here(mlp, ep_rank):
 
 
 def round_trips(rank, ranks, folder):
-    """Saved by ep·tp ranks, loaded by others, bit for bit; packed, in two keys, in blocks, plain."""
+    """Saved by ep·tp ranks, loaded by others, bit for bit; packed, in two keys, plain."""
     sizes = [(ep, tp) for ep, tp in itertools.product((1, 2), repeat=2) if ep * tp <= ranks]
     layouts = {}
     for ep, tp in sizes:
@@ -107,7 +101,7 @@ def round_trips(rank, ranks, folder):
         ({"gated_linear_unit": False}, False),
         ({}, False),
         ({"params_dtype": torch.float32}, True),
-        ({"moe_mlp_glu_interleave_size": 4, "params_dtype": torch.bfloat16}, False),
+        ({"params_dtype": torch.bfloat16}, False),
     ):
         given, metadata = config(**flags), {"singleton_local_shards": apart}
         for (n, m), again in itertools.product(itertools.product(sizes, repeat=2), (False, True)):

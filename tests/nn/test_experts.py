@@ -319,41 +319,14 @@ def Glu(*, config):
     return Net(lambda s, x: glu(x))
 
 
-def in_blocks(t, n):
-    """Rows of gate and of up, (E, 2f, …), as blocks of n of each."""
-    return t.unflatten(1, (2, -1, n)).transpose(1, 2).flatten(1, 3)
-
-
-@pytest.mark.parametrize("n", [1, 4, FFN])
-@pytest.mark.parametrize("how", ["table", "spelled", "module"])
-def test_gate_and_up_in_blocks(n: int, how: str) -> None:
+def test_an_activation_module_computes_what_the_operator_does() -> None:
     counts, module = [2, 0, 3], {"submodules": GroupedMLPSubmodules(activation_func=Glu)}
-    flags = {"activation_func": F.mish} if how == "spelled" else {}
-    flags |= {"use_te_activation_func": True} if how == "module" else {}
-    arguments = module if how == "module" else {}
-    for bias, memory in itertools.product((False, True), ("free", "input")):
-        plain = build(config(add_bias_linear=bias, memory=memory, **flags), **arguments)
-        blocks = build(config(add_bias_linear=bias, memory=memory, moe_mlp_glu_interleave_size=n, **flags), **arguments)
-        with torch.no_grad():
-            for own, other in zip(blocks.linear_fc1.parameters(), plain.linear_fc1.parameters(), strict=True):
-                own.copy_(in_blocks(other, n))
-        x, probs, d = inputs(counts)
-        results = []
-        for mlp in (plain, blocks):
-            y, _ = mlp(x, counts, probs)
-            results.append([y, *gradients(y, d, mlp, x, probs)])
-        for at in (3, 4) if bias else (3,):  # fc1's
-            results[0][at] = in_blocks(results[0][at], n)
-        torch.testing.assert_close(*results)
-
-
-def test_blocks_are_not_copied() -> None:
-    grouped = build(config(moe_mlp_glu_interleave_size=4, add_bias_linear=False, params_dtype=torch.float32))
-    x, probs, _ = inputs([4, 0, 6], torch.float32)
-    counts = torch.tensor([4, 0, 6])
-    with Ran() as ran:
+    x, probs, d = inputs(counts)
+    results = []
+    for grouped in (build(config()), build(config(use_te_activation_func=True), **module)):
         y, _ = grouped(x, counts, probs)
-        assert ran.alive(x, probs, counts, y, *grouped.parameters()) == 10 * 4 * 2 * FFN + 4 * EXPERTS
+        results.append([y, *gradients(y, d, grouped, x, probs)])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -406,12 +379,8 @@ def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
     ("flags", "error", "words"),
     [
         ({"moe_ffn_hidden_size": None}, ValueError, "config.moe_ffn_hidden_size"),
-        ({"moe_mlp_glu_interleave_size": 5}, ValueError, "must divide the experts' ffn_hidden_size, 24"),
-        ({"moe_mlp_glu_interleave_size": 0}, ValueError, "moe_mlp_glu_interleave_size=0 .* integer from 1 on"),
-        ({"moe_mlp_glu_interleave_size": 2.0}, TypeError, "moe_mlp_glu_interleave_size=2.0 .* integer"),
         ({"moe_apply_probs_on_input": "no"}, TypeError, "moe_apply_probs_on_input='no' .* True or False"),
         ({"params_dtype": "bf16"}, TypeError, "params_dtype='bf16' is not accepted: it must be a torch.dtype"),
-        ({"moe_mlp_glu_interleave_size": 4, "gated_linear_unit": False}, ValueError, "without gated_linear_unit"),
         ({"moe_apply_probs_on_input": True}, ValueError, "moe_router_topk=2"),
         ({"use_te_activation_func": True}, ValueError, "GroupedMLPSubmodules.activation_func"),
         ({"memory": "all"}, ValueError, "memory='all'"),
@@ -451,12 +420,11 @@ def test_another_precision_is_refused(flags: dict, grouped_alone: bool) -> None:
     GroupedMLP(EXPERTS, SimpleNamespace(**vars(config()), fp8=None, moe_dispatch_fwd_dtype="bf16", fp4=False))
 
 
-def test_dense_mlps_do_not_read_what_is_for_experts_and_experts_refuse_blocks() -> None:
-    given = config(ffn_hidden_size=FFN, moe_mlp_glu_interleave_size=4)
-    plain, other = map(build_dense, (config(ffn_hidden_size=FFN), given))
-    x, _, _ = inputs([5])
-    assert torch.equal(plain(x)[0], other(x)[0])
-    raises(ValueError, "Megatron's MLP ignores it, GroupedMLP does not", MLP, given, is_expert=True)
+def test_experts_reject_interleaved_gate_and_up() -> None:
+    given = SimpleNamespace(**vars(config(ffn_hidden_size=FFN)), moe_mlp_glu_interleave_size=4)
+    MLP(given)  # dense MLPs ignore the flag, as in Megatron
+    for build_experts in (lambda: GroupedMLP(EXPERTS, given), lambda: MLP(given, is_expert=True)):
+        raises(ValueError, "moe_mlp_glu_interleave_size=4 is not accepted", build_experts)
     raises(ValueError, r"MLPSubmodules\.activation_func", MLP, config(use_te_activation_func=True), fnn.MLPSubmodules())
 
 
@@ -537,12 +505,6 @@ def test_checkpoints_are_as_many_mlps(gated: bool) -> None:
                     mine = found.pop((key, tuple(place[:n]), *place[n:]))
                     assert torch.equal(mine, box.reshape(mine.shape))
         assert not found
-    blocks = build(config(moe_mlp_glu_interleave_size=4), 2)
-    state = blocks.sharded_state_dict()
-    ((_, box),) = state["linear_fc1.weight"]._boxes()
-    assert torch.equal(box, blocks.linear_fc1.weight)
-    with pytest.raises(ValueError, match=r"singleton_local_shards=True .* moe_mlp_glu_interleave_size=4"):
-        blocks.sharded_state_dict(metadata={"singleton_local_shards": True})
 
 
 # ---- permute ---------------------------------------------------------------------------------------------------------
@@ -672,7 +634,7 @@ def layer(dtype, **flags):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_is_one_graph(dtype: torch.dtype, bias: bool) -> None:
     """Whatever goes where, and with gradients that are expanded."""
-    moe, x = layer(dtype, add_bias_linear=bias, moe_mlp_glu_interleave_size=4 if bias else None)
+    moe, x = layer(dtype, add_bias_linear=bias)
     fn = compare(moe, x, "aot_eager")
     other = (-x.detach()).requires_grad_()  # other tokens for other experts, in the same graph
     with torch._dynamo.config.patch(error_on_recompile=True):

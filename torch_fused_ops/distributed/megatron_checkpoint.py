@@ -34,32 +34,14 @@ def asked_for(metadata: dict[str, Any] | None) -> bool:
     return "dp_cp_group" in (metadata or {})
 
 
-def with_group(module: nn.Module, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The metadata with ``dp_cp_group`` if Megatron calls or one of the module's linears is Megatron's; else None.
-
-    Raises:
-        ValueError: a linear is Megatron's, and Megatron's global state has no such group.
-    """
-    if asked_for(metadata):
-        return metadata
-    theirs = [
-        f"{name} of type {type(child).__name__}"
-        for name, child in module.named_children()
-        if not is_ours(child) and hasattr(child, "sharded_state_dict")
-    ]
-    if not theirs:
-        return None
-    from megatron.core import parallel_state
-
-    try:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    except AssertionError as error:
-        raise ValueError(
-            f"metadata={metadata!r} is not accepted with {theirs[0]}, whose tensors are Megatron's: without "
-            "metadata['dp_cp_group'], the process group that holds the same parameters, its parallel state must be "
-            f"initialized ({error})"
-        ) from None
-    return {**(metadata or {}), "dp_cp_group": group}
+def check_linears(module: nn.Module) -> None:
+    """Raise ValueError if a linear is Megatron's, whose tensors ``torch.distributed.checkpoint`` does not support."""
+    for name, child in module.named_children():
+        if not is_ours(child) and hasattr(child, "sharded_state_dict"):
+            raise ValueError(
+                f"metadata without dp_cp_group is not accepted with {name} of type {type(child).__name__}, whose "
+                "tensors are Megatron's: dp_cp_group must be the process group that holds the same parameters"
+            )
 
 
 def of_linear(linear: Any, prefix: str, offsets: Offsets, metadata: Any) -> dict[str, Any]:

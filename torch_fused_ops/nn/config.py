@@ -38,8 +38,6 @@ class MLPConfig:
         use_te_activation_func: use the activation module that ``MLPSubmodules.activation_func`` builds.
         moe_ffn_hidden_size: the default of an expert's ffn_hidden_size.
         moe_latent_size: input and output size of an expert, if not hidden_size.
-        moe_mlp_glu_interleave_size: n: a gated ``GroupedMLP``'s fc1 computes n features of gate, n of up, and so on.
-            Dense MLPs ignore it. ``MLP`` as an expert rejects it, since Megatron's ignores it.
         moe_apply_probs_on_input: ``GroupedMLP`` multiplies its input, not the activation, by the probabilities.
         moe_router_topk: the number of experts of a token; moe_apply_probs_on_input needs 1.
         delay_wgrad_compute: backward computes only input gradients; ``backward_dw()`` computes the weights'.
@@ -63,7 +61,6 @@ class MLPConfig:
     use_te_activation_func: bool = False
     moe_ffn_hidden_size: int | None = None
     moe_latent_size: int | None = None
-    moe_mlp_glu_interleave_size: int | None = None
     moe_apply_probs_on_input: bool = False
     moe_router_topk: int = 2
     delay_wgrad_compute: bool = False
@@ -237,33 +234,23 @@ class Activation(NamedTuple):
     gated: bool
     up_offset: float = 0.0
     clamp: float | None = None
-    interleave: int | None = None  # n: n features of gate, n of up, and so on
 
     def __call__(self, h: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
         if self.name is not None and self.gated:
-            layout = "halves" if self.interleave is None else self.interleave
-            return functional.bias_glu(
-                h, bias, scale, activation=self.name, layout=layout, up_offset=self.up_offset, clamp=self.clamp
-            )
+            return functional.bias_glu(h, bias, scale, activation=self.name, up_offset=self.up_offset, clamp=self.clamp)
         if self.name is not None:
             return functional.bias_act(h, bias, scale, activation=self.name)
         return self._in_plain_torch(h if bias is None else h + bias, scale)
-
-    def halves(self, h: Tensor) -> Tensor:
-        """Convert interleaved blocks of h to [gate | up]."""
-        return h if self.interleave is None else functional.convert_glu_layout(h, self.interleave, "halves")
 
     def _in_plain_torch(self, h: Tensor, scale: Tensor | None) -> Tensor:
         """Compute the activation in PyTorch's own functions, which the fusion pass may still match."""
         act, y = self.function, h
         assert act is not None
         if self.gated:
-            n = self.interleave
-            gate, up = h.chunk(2, -1) if n is None else h.unflatten(-1, (-1, 2, n)).unbind(-2)
+            gate, up = h.chunk(2, -1)
             if self.clamp is not None:
                 gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
             y = act(gate) * (up + self.up_offset)
-            y = y if n is None else y.flatten(-2)
         else:
             y = act(y)
         return y if scale is None else (y * scale.unsqueeze(-1)).to(y.dtype)

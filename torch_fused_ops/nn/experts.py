@@ -132,23 +132,7 @@ class GroupedMLP(_Block):
         _check_divides(ffn, tp_group)
         width = "hidden_size" if read(config, "moe_latent_size") is None else "moe_latent_size"
         check_gemm(gemm, experts=True, **{width: output_size, "moe_ffn_hidden_size": ffn})
-        flag, self._probs_on_input = "moe_mlp_glu_interleave_size", read(config, "moe_apply_probs_on_input")
-        blocks: int | None = read(config, flag)
-        if blocks is not None:
-            if not self._activation.gated:
-                raise ValueError(f"{flag}={blocks!r} is not accepted without gated_linear_unit: only a GLU has it")
-            if ffn % blocks:
-                raise ValueError(
-                    f"{flag}={blocks!r} is not accepted: it must divide the experts' ffn_hidden_size, {ffn}"
-                )
-            ranks = 1 if tp_group is None else tp_group.size()
-            if blocks != ffn and ffn // blocks % ranks:
-                raise ValueError(
-                    f"{flag}={blocks} is not accepted with a tp_group of {ranks}: {ffn // blocks} blocks do not divide "
-                    "evenly"
-                )
-        blocks = None if blocks == ffn else blocks
-        self._activation = self._activation._replace(interleave=blocks)
+        self._probs_on_input = read(config, "moe_apply_probs_on_input")
         if self._probs_on_input and (topk := read(config, "moe_router_topk")) != 1:
             raise ValueError(
                 f"moe_apply_probs_on_input=True is not accepted with moe_router_topk={topk!r}: a token must have one "

@@ -143,14 +143,14 @@ class _Block(nn.Module):
         """
         config, (input_size, ffn, output_size) = self.config, sizes
         of_experts = (self.num_local_experts,) if self._grouped else ()
-        gated, blocks = self._activation.gated, self._activation.interleave
+        gated = self._activation.gated
         self.linear_fc1 = submodules.linear_fc1(
             *of_experts,
             input_size,
             ffn * 2 if gated else ffn,
             init_method=read(config, "init_method"),
             tp_comm_buffer_name="fc1",
-            stride=2 if gated and blocks is None else 1,
+            stride=2 if gated else 1,
             **first,
         )
         self.activation_func = None
@@ -207,7 +207,6 @@ class _Block(nn.Module):
         def activate(h: Tensor) -> Tensor:
             if self.activation_func is None:
                 return self._activation(h, biases["fc1"], scale)
-            h = self._activation.halves(h)
             y: Tensor = self.activation_func(h if biases["fc1"] is None else h + biases["fc1"])
             return y if scale is None else (y * scale.unsqueeze(-1)).to(y.dtype)
 
@@ -243,27 +242,20 @@ class _Block(nn.Module):
             sharded_offsets: (axis, place, size) for each axis in front of the parameters' own, if modules' parameters
                 are stacked in the checkpoint: ((0, layer, layers),).
             metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``. With
-                {"dp_cp_group": group}, as Megatron's layers call it, or with linears of Megatron's, the tensors are
-                those of its ``dist_checkpointing``, and so are a ``GroupedMLP``'s keys:
-                ``{prefix}experts.linear_fc1…``.
+                {"dp_cp_group": group}, as Megatron's layers call it, the tensors are those of its
+                ``dist_checkpointing``, and so are a ``GroupedMLP``'s keys: ``{prefix}experts.linear_fc1…``.
 
         Raises:
-            ValueError: for singleton_local_shards where gate and up are in blocks (moe_mlp_glu_interleave_size).
+            ValueError: a linear is Megatron's, and metadata has no dp_cp_group.
         """
         from torch_fused_ops.distributed import megatron_checkpoint
         from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
 
         apart = bool((metadata or {}).get("singleton_local_shards", False))
-        blocks = self._activation.interleave
-        if apart and blocks is not None:
-            raise ValueError(
-                f"singleton_local_shards=True is not accepted with moe_mlp_glu_interleave_size={blocks}: gate and up "
-                "are not two pieces of the weight"
-            )
-        packed = ("linear_fc1",) if self._activation.gated and blocks is None else ()
-        megatrons = megatron_checkpoint.with_group(self, metadata)
-        if megatrons is not None:
-            return megatron_checkpoint.of_block(self, prefix, sharded_offsets, megatrons, packed, self._grouped)
+        packed = ("linear_fc1",) if self._activation.gated else ()
+        if metadata is not None and megatron_checkpoint.asked_for(metadata):
+            return megatron_checkpoint.of_block(self, prefix, sharded_offsets, metadata, packed, self._grouped)
+        megatron_checkpoint.check_linears(self)
         state: dict[str, Any] = {}
         for name, module in self.named_children():
             shards = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
@@ -325,11 +317,6 @@ class MLP(_Block):
         tp_group = read_groups(config, is_expert, tp_group, pg_collection=pg_collection).tp
         _check_divides(ffn, tp_group)
         check_gemm(gemm, input_size=self.input_size, ffn_hidden_size=ffn, hidden_size=output_size)
-        if is_expert and (blocks := read(config, "moe_mlp_glu_interleave_size")) is not None:
-            raise ValueError(
-                f"moe_mlp_glu_interleave_size={blocks!r} is not accepted with is_expert: Megatron's MLP ignores it, "
-                "GroupedMLP does not, and so the same weights would give different results"
-            )
         common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "skip_bias_add": True}
         common |= {"is_expert": is_expert, "tp_group": tp_group}
         first = {"gather_output": False, **common, **_from_megatron(name, "linear_fc1", pg_collection)}
@@ -379,6 +366,11 @@ def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size
     latent = read(config, "moe_latent_size") if is_expert else None
     ffn = checked("ffn_hidden_size", ffn_hidden_size)
     ffn = ffn or read(config, "moe_ffn_hidden_size" if is_expert else "ffn_hidden_size")
+    if is_expert and (blocks := getattr(config, "moe_mlp_glu_interleave_size", None)) is not None:
+        raise ValueError(
+            f"moe_mlp_glu_interleave_size={blocks!r} is not accepted: fc1's rows are [gate; up]. "
+            'functional.convert_glu_layout(weight, size, "halves", dim=-2) converts a weight'
+        )
     if ffn is None and is_expert:
         raise ValueError(
             "moe_ffn_hidden_size=None is not accepted of an expert: config.ffn_hidden_size is for dense MLPs. Give "
