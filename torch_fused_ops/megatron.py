@@ -113,16 +113,6 @@ def fast_gelu(x: Tensor) -> Tensor:
     return functional.gelu(x, "tanh")
 
 
-def openai_gelu(x: Tensor) -> Tensor:
-    """``gelu_tanh(x)``. Upstream's ``openai_gelu``, with the negative tail."""
-    return functional.gelu(x, "tanh")
-
-
-def erf_gelu(x: Tensor) -> Tensor:
-    """``x · Φ(x)``. Upstream's ``erf_gelu`` divides by 1.41421 where √2 is meant; this is the function it means."""
-    return functional.gelu(x)
-
-
 # ---- GEGLU and quick GEGLU (fused_bias_geglu) ------------------------------------------------------------------------
 
 

@@ -118,7 +118,7 @@ def flags(rank, ranks, folder):
 
 
 def training(rank, ranks, folder):
-    """Ten steps of an optimizer: float64 to its last digits, float32 and bfloat16 no further off than one process."""
+    """Ten steps of an optimizer are those of one process, to float64's last digits."""
     for sequence in (False, True):
         given = config(sequence_parallel=sequence)
         one, mlp = build(given), build(given, dist.group.WORLD)
@@ -133,24 +133,6 @@ def training(rank, ranks, folder):
                 optimizer.step()
         for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
             torch.testing.assert_close(p, cut(whole, part, rank, ranks), atol=1e-11, rtol=1e-11)
-    for dtype in (torch.float32, torch.bfloat16):
-        given = config(params_dtype=dtype)
-        one, mlp = build(given), build(given, dist.group.WORLD)
-        true = copy.deepcopy(one).double()
-        results = {}
-        for module, kind in ((true, torch.float64), (one, dtype), (mlp, dtype)):
-            optimizer = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
-            ys = []
-            for step in range(10):
-                x = tokens(4, 3, HIDDEN, seed=step, dtype=kind)
-                y = output(module, x)
-                optimizer.zero_grad()
-                (y.float() if kind != torch.float64 else y).square().mean().backward()
-                optimizer.step()
-                ys.append(y.detach().double())
-            results[module] = torch.stack(ys)
-        alone, together = ((results[m] - results[true]).abs().max() for m in (one, mlp))
-        assert together <= 2 * alone, (dtype, together, alone)
 
 
 def pytorch_styles(rank, ranks, folder):

@@ -19,8 +19,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from harness import raises
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torch_fused_ops import distributed
 from torch_fused_ops.nn import MLP, ColumnParallelLinear, GroupedColumnParallelLinear, GroupedMLP, MLPSubmodules
@@ -125,72 +123,33 @@ def test_a_state_dict_of_megatrons_loads() -> None:
     raises(RuntimeError, r"Missing key.*linear_fc1.weight", experts.load_state_dict, theirs)
 
 
-class Boxes(torch.Tensor):
-    """A tensor as Megatron's ranks write it: in boxes of one size."""
-
-    whole: torch.Tensor
-    box: tuple[int, ...]
-
-    @staticmethod
-    def of(whole: torch.Tensor, box: tuple[int, ...]) -> Boxes:
-        boxes = whole.as_subclass(Boxes)
-        boxes.whole, boxes.box = whole, box
-        return boxes
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        counts = [n // own for n, own in zip(self.whole.shape, self.box, strict=True)]
-        places = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)).tolist()
-        properties = TensorProperties.create_from_tensor(self.whole)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(at)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(at), torch.Size(self.box)), properties, self.whole.shape
-                ),
-            )
-            for at in ([i * n for i, n in zip(place, self.box, strict=True)] for place in places)
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.whole[tuple(slice(at, at + n) for at, n in zip(index.offset, self.box, strict=True))].contiguous()
-
-
 def numbered(shape: tuple[int, ...], start: int) -> torch.Tensor:
     return torch.arange(start, start + math.prod(shape), dtype=torch.float32).reshape(shape)
 
 
 def test_a_checkpoint_in_megatrons_format_is_read(tmp_path: Path) -> None:
-    """Layers are stacked, experts are, too; of [gate; up] all gates come first, in boxes of two ranks' halves.
+    """Megatron stacks layers and experts, and stores [gate; up] with all gate rows first.
 
-    Keys and shapes as ``TransformerBlock``, ``MLP`` and ``TEGroupedMLP`` of Megatron core give them; boxes are those of
-    two tensor-parallel ranks. ``common_state``, extra states and other layers' tensors are there, too.
+    Keys and shapes are those of ``TransformerBlock``, ``MLP`` and ``TEGroupedMLP`` in Megatron core. A checkpoint also
+    has ``common_state`` and extra states.
     """
-    layers, at, tp = 3, 1, 2
+    layers, at = 3, 1
     mlp, experts = "decoder.layers.mlp.", "decoder.layers.mlp.experts.experts."
     page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text(encoding="utf-8")
     assert f'mlp.sharded_state_dict("{mlp}", ((0, layer, layers),))' in page and f'`"{experts}"`' in page
-    dense = {
-        "linear_fc1.weight": ((2 * FFN, HIDDEN), (FFN // tp, HIDDEN)),
-        "linear_fc1.bias": ((2 * FFN,), (FFN // tp,)),
-        "linear_fc2.weight": ((HIDDEN, FFN), (HIDDEN, FFN // tp)),
-        "linear_fc2.bias": ((HIDDEN,), (HIDDEN,)),
-    }
-    written, start = {}, 0
-    for key, (shape, box) in dense.items():
-        written[mlp + key] = Boxes.of(numbered((layers, *shape), start), (1, *box))
-        start += 10**6
-        written[experts + key] = Boxes.of(numbered((layers, EXPERTS, *shape), start), (1, 1, *box))
-        start += 10**6
+    shapes = {"linear_fc1.weight": (2 * FFN, HIDDEN), "linear_fc1.bias": (2 * FFN,)}
+    shapes |= {"linear_fc2.weight": (HIDDEN, FFN), "linear_fc2.bias": (HIDDEN,)}
+    written: dict[str, torch.Tensor] = {}
+    for key, shape in shapes.items():
+        for prefix, stacked in ((mlp, (layers,)), (experts, (layers, EXPERTS))):
+            written[prefix + key] = numbered((*stacked, *shape), 10**6 * len(written))
     rest = {"common_state/shard_0_1": {"args": 1}, f"{mlp}linear_fc1._extra_state/shard_1_3": b""}
     dcp.save({**written, **rest}, checkpoint_id=tmp_path)
 
-    ours, grouped = MLP(config()), GroupedMLP(EXPERTS, config())
-    for module, prefix in ((ours, mlp), (grouped, experts)):
+    for module, prefix in ((MLP(config()), mlp), (GroupedMLP(EXPERTS, config()), experts)):
         dcp.load(module.sharded_state_dict(prefix, ((0, at, layers),)), checkpoint_id=tmp_path)
         for name, p in module.named_parameters():
-            assert torch.equal(p, written[prefix + name].whole[at])
+            assert torch.equal(p, written[prefix + name][at])
 
 
 @dataclass

@@ -99,33 +99,6 @@ def test_what_is_kept_and_computed(memory: str, elements: int) -> None:
     report.restore()
 
 
-def test_later_changes_are_seen() -> None:
-    """Training flags, frozen weights, adapters in a layer's place, other weights."""
-    model, x = nn.Sequential(sequential(nn.ReLU()), nn.Dropout(1.0)), rows()
-    reference = copy.deepcopy(model)
-    replace_mlps(model, x)
-    assert_alike(model, reference, x)
-    torch.testing.assert_close(model.eval()(x), reference.eval()(x))
-
-    low_rank = {"a": nn.Linear(H, 2, bias=False), "b": nn.Linear(2, N, bias=False)}
-    adapter = Net(lambda s, x: s.base(x) + s.b(s.a(x)), base=model[0][0].requires_grad_(False), **low_rank)
-    reference[0][0] = copy.deepcopy(adapter)
-    model[0][0] = adapter
-    assert_alike(model, reference, x)
-
-
-@pytest.mark.parametrize("make", [Mlp, sequential])
-def test_a_forward_that_its_class_gets_later(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries of kernels patch models so. A class of torch's own, such as nn.Sequential, is compiled, too."""
-    model, x = make(), rows()
-    replace_mlps(model, x)
-    assert_alike(model, copy.deepcopy(model), x)
-    assert kept(model, x) == FREE
-    if make is Mlp:
-        monkeypatch.setattr(Mlp, "forward", lambda self, x: self.down(torch.relu(self.up(x))))
-        assert_alike(model, copy.deepcopy(model), x)
-
-
 def test_a_hook_that_comes_and_goes() -> None:
     model, x = Mlp(), rows()
     replace_mlps(model, x)
@@ -375,35 +348,3 @@ def test_random_numbers_and_buffers_stay() -> None:
     replace_mlps(model, x)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
-
-
-# ---- models ----------------------------------------------------------------------------------------------------------
-
-# Where an architecture has its MLPs.
-MODELS = {
-    "llama": "model.layers.{}.mlp",
-    "gpt2": "transformer.h.{}.mlp",
-    "bert": "bert.encoder.layer.{}",
-    "t5": "transformer.encoder.block.{}.layer.1.DenseReluDense",
-    "gpt_neox": "gpt_neox.layers.{}.mlp",
-    "opt": "model.decoder.layers.{}",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_transformers(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from architectures import made
-
-    two = {"gpt2": {"n_layer": 2}, "t5": {"num_layers": 2}}.get(name, {"num_hidden_layers": 2})
-    model, _, inputs = made(name, **two)
-    model, ids = model.eval(), inputs["input_ids"]
-    expected = model(ids)[0]
-    report = replace_mlps(model, ids)
-    assert list(report.replaced) == [MODELS[name].format(i) for i in range(2)], report
-    torch.testing.assert_close(model(ids)[0], expected, rtol=1e-4, atol=1e-4)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert is_as_it_was(loaded)
-    torch.testing.assert_close(loaded(ids)[0], expected)

@@ -81,8 +81,6 @@ _CALLABLES: dict[Any, str] = {
     megatron.quick_gelu: "quick_gelu",
     megatron.squared_relu: "relu2",
     megatron.fast_gelu: "gelu_tanh",
-    megatron.openai_gelu: "gelu_tanh",
-    megatron.erf_gelu: "gelu",
 }
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
