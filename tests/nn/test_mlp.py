@@ -135,6 +135,15 @@ def test_a_level_keeps_what_it_says_and_computes_no_product_twice_but_one(
         assert ran.alive(x, y, *mlp.parameters()) == 0 and len(ran.gemms) == 2
 
 
+@pytest.mark.parametrize("memory", ["free", "fp8", "input"])
+def test_relu_saves_its_result_alone(memory: str) -> None:
+    mlp = build(config(activation_func=F.relu, memory=memory, add_bias_linear=False, params_dtype=torch.float32))
+    x = tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()
+    with Ran() as ran:
+        y, _ = mlp(x)
+        assert ran.alive(x, y, *mlp.parameters()) == 10 * FFN * 4
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_parameter_counts_and_shapes(gated: bool) -> None:
     """Megatron's: 1212 weights for a hidden size of 12 and the ffn size four times that."""

@@ -173,10 +173,9 @@ def _storage_key(t: Tensor) -> Key | None:
 def _recompute(value: Tensor, recomputed: _Recomputed | None, named: Named) -> Iterator[set[Key]]:
     """Save ``recomputed``, unless it is None, instead of ``value``; yield the keys of all tensors that are saved.
 
-    A tensor with the key of ``value`` is that value, unless it or an input of its recomputation is written.
+    A tensor with the key of ``value`` is that value. If an input of the recomputation was written, it is saved itself.
     """
     outer_pack, outer_unpack = _outer_hooks()
-    original: _Saved | None = _Saved.of(value)
     key, keys = _storage_key(value), set[Key]()
 
     def pack(t: Tensor) -> Any:
@@ -184,9 +183,7 @@ def _recompute(value: Tensor, recomputed: _Recomputed | None, named: Named) -> I
         if saved_key is None:
             return outer_pack(t)
         keys.add(saved_key)
-        if recomputed is None or original is None or saved_key != key:
-            return outer_pack(t)
-        if not (original.is_unwritten() and recomputed.is_unwritten()):
+        if saved_key != key or recomputed is None or not recomputed.is_unwritten():
             return outer_pack(t)
         recomputed.saved()
         return _RecomputeHandle.of(recomputed, t)
@@ -201,7 +198,7 @@ def _recompute(value: Tensor, recomputed: _Recomputed | None, named: Named) -> I
         with saved_tensors_hooks(pack, unpack):
             yield keys
     finally:
-        original = None  # autograd holds ``pack`` until backward
+        recomputed = None  # autograd holds ``pack`` until backward
 
 
 class _Replay:
