@@ -1,34 +1,34 @@
 """The operators as typed Python functions.
 
-Thin calls of ``torch.ops.fused.*``: no computation here, so they trace without graph breaks, and ``torch.compile`` sees
-the operators themselves. What they add is names, annotations, documentation and errors naming the argument.
+These are thin calls of ``torch.ops.fused.*``. They compute nothing themselves, so they trace without graph breaks, and
+``torch.compile`` sees the operators. They add names, annotations, documentation, and errors that name the argument.
 
-Conventions shared by all of them:
+All of them share these conventions:
 
-* Shapes. ``n`` is the last axis; any number of axes stand in front of it. ``bias`` is a vector over the last axis,
-  added before the activation; ``token_scale``, shaped as the input without its last axis, is a factor for each row of
-  the result (an expert's routing weight). Results are contiguous.
-* Dtypes. float16, bfloat16, float32, float64, mixed as you like; the result has the dtype of the first tensor, also
-  where PyTorch would promote it to a wider one's (a bfloat16 product under autocast and a float32 bias give bfloat16).
-  Arithmetic is float32 (float64 if any tensor is float64), rounded once at the end. Autocast changes nothing, as for
-  PyTorch's own activations; of softmax, see there.
+* Shapes. ``n`` is the last axis, after any number of other axes. ``bias`` is a vector over the last axis, added before
+  the activation. ``token_scale`` has input's shape without the last axis; it multiplies each row of the result (an
+  expert's routing weight). Results are contiguous.
+* Dtypes. float16, bfloat16, float32 and float64, in any mixture. The result has the dtype of the first tensor, even if
+  PyTorch would promote it (under autocast a bfloat16 GEMM result plus a float32 bias gives bfloat16). Arithmetic is
+  float32 (float64 if any tensor is float64), rounded once at the end. As for PyTorch's activations, autocast changes
+  nothing; ``scaled_masked_softmax`` is an exception.
 * Gradients for every floating tensor argument, to any order, and under every ``torch.func`` transform.
-* Errors. TypeError for what is no tensor, string or number, or has a dtype that is not accepted; ValueError for shapes,
-  devices, names and ranges. Each names the argument, its value and what is accepted.
+* Errors. TypeError for a wrong type or dtype; ValueError for shapes, devices, names and ranges. Each message names the
+  argument, its value and the accepted values.
 * ``activation`` is one of ``torch_fused_ops.activations.names()``: relu, relu2, silu, gelu, gelu_tanh, quick_gelu,
-  sigmoid, tanh, and those added with ``register_activation``.
-* ``clamp``, above 0, is an upper bound of gate, and a bound of up on both sides; None does not clamp. ``up_offset``,
-  finite, is added to up afterwards.
-* ``memory`` is what autograd keeps of the tensors that the activation acts on: ``"free"`` the tensors themselves (of
-  ReLU its result, which the next linear keeps anyway), ``"fp8"`` their values in float8_e4m3fn with one float32 scale
-  for each row, half of bfloat16's bytes. Results are the same, bit for bit; gradients are the exact ones at the stored
-  values, each off by up to 2⁻⁴ of itself, or by 2⁻¹⁰/448 of its row's largest where that is more (twice that on GPUs
-  in eager mode, whose scales are powers of two). A row with an infinity or a NaN has NaN for its gradient. Bias and
-  token_scale are kept as they are. Second derivatives of a backward pass raise; ``torch.func`` transforms are exact, to
+  sigmoid, tanh, and names added with ``register_activation``.
+* ``clamp``, above 0, bounds gate from above and up on both sides; None does not clamp. ``up_offset``, finite, is added
+  to up afterwards.
+* ``memory`` decides how autograd saves the activation's inputs. ``"free"`` saves the tensors (for ReLU its result,
+  which the next linear saves anyway). ``"fp8"`` saves their values in float8_e4m3fn with one float32 scale per row, half
+  the bytes of bfloat16. Results do not depend on it. With ``"fp8"`` gradients are exact at the stored values. Each
+  stored value is off by up to 2⁻⁴ of its own size, or by 2⁻¹⁰/448 of its row's largest if that is more (twice as much
+  on GPUs in eager mode, where scales are powers of two). A row with an infinity or a NaN has NaN gradients. Bias and
+  token_scale are saved exactly. Second derivatives of a backward pass raise; ``torch.func`` transforms are exact, to
   any order.
-* GLU layouts of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``, and
-  ``"swapped"`` is ``[up | gate]``, as in ``F.glu``; a number b is b features of gate, b of up, and so on, which must
-  divide n. The activation acts on the *gate*. ``convert_glu_layout`` packs a weight anew.
+* ``layout`` of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``,
+  ``"swapped"`` is ``[up | gate]``, as in ``F.glu``. A number b, which must divide n, means b gate features, then b up
+  features, and so on. The activation acts on the *gate*. ``convert_glu_layout`` converts tensors.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _check_activation(activation: object) -> None:
 
 
 def _check_block(name: str, block: Any, size: int) -> Any:
-    """The number of adjacent features of gate, then of up, among ``size`` features."""
+    """Return a valid block size: the number of adjacent gate features in a packed axis of ``size``."""
     _check_number(name, block, "'halves', 'interleaved', 'swapped' or a number of features", int)
     if block < 1 or size % (2 * block):
         raise ValueError(
@@ -127,7 +127,7 @@ def _check_glu_scalars(up_offset: object, clamp: object) -> None:
 
 
 def _marked(memory: object, *tensors: Any) -> Any:
-    """The first tensor, marked where backward is to find it in float8: an exported graph keeps nothing."""
+    """Mark the first tensor to be saved in float8, if a tensor needs gradients; an exported graph saves nothing."""
     if memory != "fp8":
         raise ValueError(f"memory={memory!r} is not known; accepted: 'free', 'fp8'")
     needed = any(t is not None and (not isinstance(t, Tensor) or t.requires_grad) for t in tensors)
@@ -172,7 +172,7 @@ def bias_act(
         return bias_act(input.unsqueeze(0), activation=activation, memory=memory).squeeze(0)
     if memory != "free":
         marked = _marked(memory, input, bias, token_scale)
-        # Of ReLU nothing is kept that the next linear does not keep.
+        # ReLU saves only its result, which the next linear saves anyway.
         input = input if _keeps_result(input, bias, token_scale, activation) else marked
     out: Tensor = torch.ops.fused.bias_act(input, bias, token_scale, activation)
     return out
@@ -190,11 +190,11 @@ def glu(
 ) -> Tensor:
     """``act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]``, in one pass.
 
-    A gated linear unit (Shazeer 2020, arXiv:2002.05202) with gate and up in two tensors. gpt-oss's is
+    A gated linear unit (Shazeer 2020, arXiv:2002.05202) with gate and up in two tensors. gpt-oss uses
     ``activation="quick_gelu", up_offset=1.0, clamp=7.0``.
 
     Args:
-        gate: (..., n), what the activation acts on; the result has its shape and dtype.
+        gate: (..., n), the activation's input; the result has its shape and dtype.
         up: (..., n).
         token_scale: (...).
 
@@ -228,12 +228,11 @@ def bias_glu(
     """``glu`` of the packed ``input + bias``, in one pass and without copies of the halves.
 
     Args:
-        input: (..., 2n), gate and up packed as ``layout`` says.
-        bias: (2n,), packed likewise, added before clamping.
+        input: (..., 2n), gate and up packed in ``layout``.
+        bias: (2n,), packed in the same layout, added before clamping.
         token_scale: (...).
-        layout: "halves", "interleaved" or "swapped", or a number b: blocks of b features of gate, then of up. Those are
-            read as they lie; a bias is then added on its own first, rounded to input's dtype, and what ``memory="fp8"``
-            stores has a scale for each 2b features.
+        layout: "halves", "interleaved", "swapped", or a block size b. Blocks are not copied. Their bias is added
+            separately, rounded to input's dtype, and ``memory="fp8"`` stores a scale per 2b features.
 
     Returns:
         (..., n), in input's dtype.
@@ -249,13 +248,13 @@ def bias_glu(
         block = _check_block("layout", layout, input.shape[-1] if input.ndim else 0)
         layout = "interleaved" if block == 1 else "halves"
         if block > 1:
-            # A row of blocks is as many rows of halves.
+            # A block is a row of halves.
             h = input if bias is None else (input + bias).to(input.dtype)
             blocks = h.unflatten(-1, (-1, 2 * block))
             scales = token_scale if token_scale is None else token_scale.unsqueeze(-1).expand(blocks.shape[:-1])
             flags: Any = {"activation": activation, "up_offset": up_offset, "clamp": clamp, "memory": memory}
-            whole: Tensor = bias_glu(blocks, None, scales, **flags).flatten(-2)
-            return whole
+            rows_of_blocks: Tensor = bias_glu(blocks, None, scales, **flags)
+            return rows_of_blocks.flatten(-2)
     _check_glu_scalars(up_offset, clamp)
     if memory != "free":
         input = _marked(memory, input, bias, token_scale)
@@ -270,21 +269,21 @@ def convert_glu_layout(packed: Tensor, source: str | int, target: str | int, dim
 
     Args:
         packed: 2n along ``dim``.
-        source, target: as ``bias_glu`` takes them: "halves", "interleaved", "swapped", or a number that divides n.
+        source, target: layouts as in ``bias_glu``: "halves", "interleaved", "swapped", or a number that divides n.
 
     Returns:
-        A contiguous tensor of packed's shape, and its gradient; or packed itself where the layouts are the same.
+        A contiguous tensor of packed's shape, and its gradient; or packed itself if the layouts are equal.
 
     Raises:
-        TypeError, ValueError: for what is no layout, and for sizes that it does not divide.
+        TypeError, ValueError: an unknown layout, or a block size that does not divide the axis.
     """
     _check_tensor("packed", packed)
     if not -packed.ndim <= dim < packed.ndim:
         raise ValueError(f"dim={dim!r} is not accepted: packed has {packed.ndim} axes")
     size, dim = packed.shape[dim], dim % packed.ndim
-    whole = max(size // 2, 1)
+    half = max(size // 2, 1)
     before, after = (
-        _check_block(name, 1 if layout == "interleaved" else whole if layout in ("halves", "swapped") else layout, size)
+        _check_block(name, 1 if layout == "interleaved" else half if layout in ("halves", "swapped") else layout, size)
         for name, layout in (("source", source), ("target", target))
     )
     swapped, swap = source == "swapped", target == "swapped"
@@ -311,13 +310,13 @@ def bias_gelu(
 ) -> Tensor:
     """``gelu(input + bias)`` (arXiv:1606.08415); ``approximate`` as in ``torch.nn.functional.gelu``.
 
-    Keeps the negative tail, which PyTorch's own loses from x = -3 on. Shapes, dtypes and errors as ``bias_act``.
+    The negative tail is accurate; PyTorch's gelu loses it below x = -3. Shapes, dtypes and errors as ``bias_act``.
     """
     return bias_act(input, bias, token_scale, activation=_gelu_name(approximate), memory=memory)
 
 
 def gelu(input: Tensor, approximate: str = "none", *, memory: str = "free") -> Tensor:
-    """``input · Φ(input)``, or its tanh form. As ``torch.nn.functional.gelu``, with the negative tail kept."""
+    """``input · Φ(input)``, or its tanh form. As ``torch.nn.functional.gelu``, with an accurate tail."""
     return bias_act(input, activation=_gelu_name(approximate), memory=memory)
 
 
@@ -362,7 +361,7 @@ def geglu(
     clamp: float | None = None,
     memory: str = "free",
 ) -> Tensor:
-    """``gelu(gate) · up`` (arXiv:2002.05202); T5's and Gemma's is ``approximate="tanh"``. Arguments as ``glu``."""
+    """``gelu(gate) · up`` (arXiv:2002.05202); T5 and Gemma use ``approximate="tanh"``. Arguments as ``glu``."""
     return glu(
         gate, up, token_scale, activation=_gelu_name(approximate), up_offset=up_offset, clamp=clamp, memory=memory
     )
@@ -411,23 +410,24 @@ def bias_geglu(
 def dropout_add(
     input: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, seed: Tensor, p: float
 ) -> Tensor:
-    """``residual + dropout(input + bias)`` in one pass, with a mask that is a function of ``seed``; none is kept.
+    """``residual + dropout(input + bias)`` in one pass; ``seed`` determines the mask, which is not saved.
 
-    Backward makes the mask again. It depends on the seed, the element's row-major index and p alone: it is the same in
+    Backward recomputes the mask. It depends only on the seed, the element's row-major index and p: it is the same in
     eager mode and compiled, on CPUs and GPUs, in every run. Each element's 32 random bits are Philox4x32-10's (Salmon
     et al. 2011, doi:10.1145/2063384.2063405). Two calls with one seed drop the same elements: draw a seed for each
     call, as ``bias_dropout_add`` does.
 
     Args:
         input: (..., n).
-        bias: (n,), added before.
-        residual: (..., n), added afterwards.
-        seed: int64 with one element, on input's device. Whoever shards input by hand gives each shard
+        bias: (n,), added before dropout.
+        residual: (..., n), added after dropout.
+        seed: int64 with one element, on input's device. If input is one shard of a tensor, pass
             ``shard_seed(seed, coordinate)``.
-        p: the chance of being dropped, from 0 to 1; what is kept is divided by 1 - p.
+        p: the probability of dropping an element, from 0 to 1; other elements are divided by 1 - p.
 
     Returns:
-        (..., n), in residual's dtype, or input's if there is none; rounded once. Errors: see the module's conventions.
+        (..., n), in the dtype of residual (of input if residual is None); rounded once. Errors: see the module's
+        conventions.
     """
     _check_tensor("input", input)
     _check_optional("bias", bias)
@@ -441,25 +441,25 @@ def dropout_add(
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool = True
 ) -> Tensor:
-    """``residual + F.dropout(x + bias, p, training)``, in one pass and with no mask kept for backward.
+    """``residual + F.dropout(x + bias, p, training)``, in one pass, without saving a mask for backward.
 
-    A seed is drawn from torch's generator for x's device, on that device: ``torch.manual_seed`` decides, the host does
-    not wait, and under ``torch.func.vmap`` its ``randomness`` says whether examples share a mask. Which elements are
-    dropped differs from ``F.dropout``'s choice.
+    The seed is drawn from torch's generator on x's device: ``torch.manual_seed`` determines it, the host does not wait,
+    and under ``torch.func.vmap`` its ``randomness`` decides if examples share a mask. ``F.dropout`` drops
+    other elements.
 
-    A DTensor x is worked on shard by shard: the coordinate along every mesh dimension that shards x is mixed into the
-    seed, so that no two shards repeat a mask, and replicas have the same one. As with every random operator the
-    generators of all ranks must be in the same state (``torch.manual_seed`` with one number on all of them).
+    A DTensor x is processed shard by shard. The coordinate along every mesh dimension that shards x is mixed into the
+    seed, so no two shards repeat a mask, and replicas have the same mask. As for every random operator, the generators
+    of all ranks must be in the same state (``torch.manual_seed`` with the same number on all ranks).
 
     Args:
-        x: (..., n). With p = 0 or in evaluation, without bias and residual, it is returned as it is.
+        x: (..., n). With p = 0 or in evaluation, and without bias and residual, x itself is returned.
         bias: (n,) or None.
         residual: (..., n) or None.
-        p: the chance of being dropped, from 0 to 1.
-        training: False: nothing is dropped, and no seed is drawn.
+        p: the probability of dropping an element, from 0 to 1.
+        training: if False, nothing is dropped, and no seed is drawn.
 
     Returns:
-        (..., n), in residual's dtype, or x's if there is none. Errors: see the module's conventions.
+        (..., n), in the dtype of residual (of x if residual is None). Errors: see the module's conventions.
     """
     _check_tensor("x", x)
     _check_optional("bias", bias)
@@ -477,7 +477,7 @@ def bias_dropout_add(
     if not training or p == 0:
         if bias is None and residual is None:
             return x
-        p, seed = 0.0, torch.empty(1, dtype=torch.int64, device=x.device)  # which nothing reads
+        p, seed = 0.0, torch.empty(1, dtype=torch.int64, device=x.device)  # not read
     else:
         seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
     if isinstance(x, Tensor) and hasattr(x, "device_mesh"):  # a DTensor; torch.fx's proxies have every attribute
@@ -498,26 +498,26 @@ def scaled_masked_softmax(
     window_left: int = -1,
     window_right: int = -1,
 ) -> Tensor:
-    """``softmax(scale · input)`` over the keys that nothing masks, in one pass; for backward its result alone is kept.
+    """``softmax(scale · input)`` over the unmasked keys, in one pass; only the result is saved for backward.
 
-    Attention's scores → probabilities (Megatron-LM's ``FusedScaleMaskSoftmax``, with exact masks in place of −10000).
-    ``mask``, ``causal`` and the window apply together. A row that they mask altogether is all zeros, and so is its
-    gradient; −∞ in input counts as masked, NaN and +∞ make their row NaN. Under autocast on GPUs the result is float32,
-    on CPUs autocast changes nothing: both as for ``torch.softmax``.
+    Attention's scores → probabilities (Megatron-LM's ``FusedScaleMaskSoftmax``, with exact masks instead of −10000).
+    ``mask``, ``causal`` and the window apply together. A fully masked row is all zeros, and so is its gradient. −∞ in
+    input counts as masked, NaN and +∞ make their row NaN. As for ``torch.softmax``, autocast makes the result float32
+    on GPUs and changes nothing on CPUs.
 
     Args:
         input: (..., sq, sk), queries and keys.
-        mask: bool, True where a score is masked out; broadcasts to input's shape. An additive mask is made one with
+        mask: bool, True where a score is masked out; broadcasts to input's shape. Convert an additive mask with
             ``mask < 0`` or ``mask.isneginf()``.
-        sink: (heads,), heads = input.shape[-3]: a logit for each head that stands in the denominator alone, unscaled
-            (gpt-oss; "softmax off by one" is a sink of zeros).
+        sink: (heads,), heads = input.shape[-3]: a logit per head that joins only the denominator, unscaled (gpt-oss;
+            "softmax off by one" is a sink of zeros).
         scale: a finite factor of the scores.
-        causal: query i sees key j where j <= i + sk - sq: aligned at the last query and key.
-        window_left, window_right: query i sees i + sk - sq - window_left <= j <= i + sk - sq + window_right; -1 is no
-            bound.
+        causal: query i sees key j if j <= i + sk - sq: aligned at the last query and key.
+        window_left, window_right: query i sees i + sk - sq - window_left <= j <= i + sk - sq + window_right; -1 means
+            unbounded.
 
     Returns:
-        As input in shape and dtype. Errors: see the module's conventions.
+        A tensor like input in shape and dtype. Errors: see the module's conventions.
     """
     _check_tensor("input", input)
     _check_optional("mask", mask)
@@ -544,28 +544,29 @@ def linear_fp8(
     recipe: str = "fp8",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``input · weightᵀ + bias``, and its gradients, as products of float8 with a scale for each block, or row.
+    """``input · weightᵀ + bias``, and its gradients, as GEMMs in float8 with a scale per block, or row.
 
-    Before each product both operands are stored in float8 (e4m3) along the axis that it sums over, under scales that
-    are powers of two: by recipe "fp8" the one with the tokens' axis in blocks of (1, 128), the other in (128, 128)
-    (DeepSeek-V3, arXiv 2412.19437; TransformerEngine's ``Float8BlockScaling``). Sums are in float32. For backward the
-    input is kept in float8, a byte an element. On CPUs the same numbers are multiplied in the result's dtype; which
-    GPUs have such products is a recipe's matter (docs/fp8.md).
+    Before each GEMM both operands are stored in float8 (e4m3) along the axis that it sums over, under scales that are
+    powers of two. Recipe "fp8" has blocks of (1, 128) in the operand with the tokens' axis, and of (128, 128) in the
+    other (DeepSeek-V3, arXiv 2412.19437; TransformerEngine's ``Float8BlockScaling``). Sums are float32. The input is
+    saved for backward in float8, a byte per element. CPUs multiply the same numbers in the result's dtype; docs/fp8.md
+    lists the GPUs that each recipe needs.
 
     A block with an infinity or a NaN is NaN. Second derivatives raise, and so do ``torch.func`` transforms.
 
     Args:
         input: (..., in); bfloat16, float16 or float32.
-        weight: (out, in), both multiples of 128, of 16 in rows, of 32 by "mxfp8"; its gradient has its dtype.
+        weight: (out, in), both multiples of 128; "fp8-rowwise" needs multiples of 16, "mxfp8" multiples of 32. Its
+            gradient has its dtype.
         bias: (out,).
-        recipe: "fp8" for all three products; "fp8-wgrad-bf16" leaves the weight's gradient to a product in the result's
-            dtype, and keeps the input as it is for that. "fp8-rowwise": so, too, with a scale for each row, and one for
-            the weight's transpose (torchao's ``rowwise_with_gw_hp``). "mxfp8" and "mxfp8-wgrad-bf16": as the first two,
-            in blocks of (1, 32) of both operands (the Open Compute Project's Microscaling Formats).
-        dtype: the result's; input's by default.
+        recipe: "fp8" for all three GEMMs. "fp8-wgrad-bf16" computes the weight's gradient in the result's dtype, and
+            saves input unquantized for it. "fp8-rowwise" does the same with a scale per row, and one for the weight's
+            transpose (torchao's ``rowwise_with_gw_hp``). "mxfp8" and "mxfp8-wgrad-bf16" are the first two with blocks
+            of (1, 32) in both operands (the Open Compute Project's Microscaling Formats).
+        dtype: dtype of the result; by default input's dtype.
 
     Returns:
-        (..., out). Errors: see the module's conventions; ValueError for sizes that are no such multiples.
+        (..., out). Errors: see the module's conventions; ValueError for sizes that are not such multiples.
     """
     _check_tensor("input", input)
     _check_tensor("weight", weight)
@@ -581,22 +582,22 @@ def linear_fp8(
 def grouped_linear_fp8(input: Tensor, weight: Tensor, ends: Tensor, *, recipe: str = "fp8-rowwise") -> Tensor:
     """``input[t] · weight[e]``, e the expert of row t, and its gradients, in float8: a mixture's experts.
 
-    As ``linear_fp8`` without a bias, for rows that are sorted by expert, as ``torch.nn.functional.grouped_mm`` takes
-    them: a scale for each row, for each column of an expert's weight, and one for each expert's transpose. The weight's
-    gradient is a grouped product in bfloat16. (torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm`` has that in float8,
-    too, for which each expert's rows are padded to multiples of 16.) The host waits for nothing.
+    Like ``linear_fp8`` without a bias, for rows sorted by expert, as in ``torch.nn.functional.grouped_mm``. Each
+    row, each column of an expert's weight, and each expert's transposed weight has a scale. The weight's
+    gradient is a grouped GEMM in bfloat16. (torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm`` computes it in float8,
+    which pads each expert's rows to multiples of 16.) The host does not wait.
 
     Second derivatives raise, and so do ``torch.func`` transforms.
 
     Args:
-        input: (t, in), bfloat16; what rows behind the last expert's give is undefined.
-        weight: (experts, in, out), bfloat16, in and out multiples of 16; a parameter (experts, out, in) transposed is
+        input: (t, in), bfloat16. Results are undefined for rows after the last expert's end.
+        weight: (experts, in, out), bfloat16, in and out multiples of 16. A transposed parameter (experts, out, in) is
             not copied.
-        ends: (experts,), int32, on input's device: where each expert's rows end.
-        recipe: of those of docs/fp8.md that experts have.
+        ends: (experts,), int32, on input's device: the end of each expert's rows.
+        recipe: a recipe that docs/fp8.md lists for experts.
 
     Returns:
-        (t, out), bfloat16. Errors: see the module's conventions; ValueError for sizes that are no such multiples.
+        (t, out), bfloat16. Errors: see the module's conventions; ValueError for sizes that are not such multiples.
     """
     for name, t in (("input", input), ("weight", weight), ("ends", ends)):
         _check_tensor(name, t)
