@@ -75,7 +75,7 @@ _PARTS = {
     **{name: name for name in ("distributed", "lowerings", "megatron", "nn", "ops", "slapo", "testing", "virtual_gpu")},
     "reference": "operators.reference",
 }
-# What compiling does not need: the planner, the reports and verify.
+# The planner, the reports and verify: compiling does not need them.
 _TOOLS = {
     **dict.fromkeys(("Plan", "plan"), "planner.plan"),
     **dict.fromkeys(("Verification", "verify"), "tools.verify"),
@@ -150,11 +150,11 @@ def compile_options(
 
     Args:
         policy: by default ``FusionPolicy()``.
-        options: your own Inductor options. Their passes, or else those in Inductor's config now, run before ours.
+        options: your own Inductor options. Their passes, or else the passes now in Inductor's config, run before ours.
         fields: a policy's fields, instead.
 
     Raises:
-        TypeError: a field is not a policy's. An option of Inductor belongs in ``options``.
+        TypeError: a field does not belong to FusionPolicy. Pass an Inductor option in ``options``.
     """
     if inductor := {name: value for name, value in fields.items() if name not in FIELDS}:
         raise TypeError(
@@ -183,8 +183,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        ours = self.pending.pop(name, None)
-        if ours is None:
+        our_module = self.pending.pop(name, None)
+        if our_module is None:
             return None
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
@@ -193,13 +193,13 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            importlib.import_module(ours).register()
+            importlib.import_module(our_module).register()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path.insert(0, _AfterImport({name: ours for name, ours in _WHEN_LOADED.items() if name not in sys.modules}))
-for _name, _ours in _WHEN_LOADED.items():
+sys.meta_path.insert(0, _AfterImport({n: module for n, module in _WHEN_LOADED.items() if n not in sys.modules}))
+for _name, _module_name in _WHEN_LOADED.items():
     if _name in sys.modules:
-        importlib.import_module(_ours).register()
+        importlib.import_module(_module_name).register()

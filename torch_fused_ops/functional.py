@@ -20,8 +20,8 @@ All of them share these conventions:
 * ``clamp``, above 0, bounds gate from above and up on both sides; None does not clamp. ``up_offset``, finite, is added
   to up afterwards.
 * ``memory`` decides how autograd saves the activation's inputs. ``"free"`` saves the tensors (for ReLU its result,
-  which the next linear saves anyway). ``"fp8"`` saves their values in float8_e4m3fn with one float32 scale per row, half
-  the bytes of bfloat16. Results do not depend on it. With ``"fp8"`` gradients are exact at the stored values. Each
+  which the next linear saves anyway). ``"fp8"`` saves their values in float8_e4m3fn with one float32 scale per row,
+  half the bytes of bfloat16. Results do not depend on it. With ``"fp8"`` gradients are exact at the stored values. Each
   stored value is off by up to 2⁻⁴ of its own size, or by 2⁻¹⁰/448 of its row's largest if that is more (twice as much
   on GPUs in eager mode, where scales are powers of two). A row with an infinity or a NaN has NaN gradients. Bias and
   token_scale are saved exactly. Second derivatives of a backward pass raise; ``torch.func`` transforms are exact, to

@@ -1,12 +1,12 @@
-"""Megatron-LM's names for these operators: change the import, keep the calls.
+"""Megatron-LM's names for these operators: only the import changes.
 
     from torch_fused_ops.megatron import bias_swiglu_impl, get_bias_dropout_add, FusedScaleMaskSoftmax
 
-Names, signatures and return conventions are those of ``megatron.core.fusions`` (``fused_bias_gelu``,
+Names, signatures and return conventions come from ``megatron.core.fusions`` (``fused_bias_gelu``,
 ``fused_bias_geglu``, ``fused_bias_swiglu``, ``fused_weighted_squared_relu``, ``fused_bias_dropout``,
-``fused_softmax``), ``megatron.core.activations``, ``megatron.core.utils`` (viewless tensors) and, as far as softmax
-needs it, ``megatron.core.transformer.enums`` and ``.utils``. Read at commit d98e8a64; "upstream" below. Upstream's
-helpers of these functions (derivatives ``…_back``, Functions behind an ``…_impl``) are not provided.
+``fused_softmax``), ``megatron.core.activations``, ``megatron.core.utils`` (viewless tensors) and, for softmax,
+``megatron.core.transformer.enums`` and ``.utils``, at commit d98e8a64; "upstream" below. Upstream's helper functions
+(derivatives ``…_back``, Functions behind an ``…_impl``) are not provided.
 
 All of them, unlike upstream, take any number of axes and any strides; float16, bfloat16, float32 and float64, mixed,
 with float32 arithmetic rounded once and the result in the first data tensor's dtype. Frozen arguments cost no work.
@@ -19,7 +19,7 @@ axes, as upstream.
 * ``fp8_input_store``: save the input in float8_e4m3fn with a scale for each row (``memory="fp8"`` of
   ``torch_fused_ops.functional``). Upstream casts without a scale: values above 448 are lost.
 
-Errors are those of ``torch_fused_ops.functional`` (they name the argument, its value and the accepted values).
+Errors name the argument, its value and the accepted values, as in ``torch_fused_ops.functional``.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def weighted_bias_quick_geglu_impl(
     linear_offset: float | Tensor = 0.0,
     clamp_value: float | None = None,
 ) -> Tensor:
-    """``quick_gelu(min(gate, c)) · (clamp(up, ±c) + linear_offset) · weights`` of packed ``input + bias``: gpt-oss's.
+    """``quick_gelu(min(gate, c)) · (clamp(up, ±c) + linear_offset) · weights`` of packed ``input + bias``, as gpt-oss.
 
     Upstream's ``weighted_bias_quick_geglu_impl`` clamps the input before the bias is added, its unfused path after;
     this clamps the sum, always.
@@ -204,13 +204,13 @@ def bias_swiglu_impl(
         input: (…, 2n). bias: (2n,) or None.
         fp8_input_store: save the input in 8 bits for backward.
         cpu_offload_input: mark saved tensors with ``activation_offloading = True``, as upstream, for the saved-tensor
-            hooks that do the offloading (TransformerEngine's, or your own). Without hooks, and under ``torch.compile``,
-            it has no effect.
+            hooks that do the offloading (in TransformerEngine, or your own). Without hooks, and under
+            ``torch.compile``, it has no effect.
         clamp_value: c, above 0; None or 0 does not clamp.
 
     Upstream's ``bias_swiglu_impl`` takes 2 or 3 axes that ``view`` can flatten, and clamps nothing where clamp_value is
-    below 0, which is an error here. On a bound its clamp has derivative 1, ours what ``torch.clamp`` has: 1, and 0 from
-    torch 2.15 on.
+    below 0, which is an error here. On a bound upstream's derivative is 1; ours equals ``torch.clamp``'s, 1, and 0
+    from torch 2.15 on.
     """
     with _marked_for_offloading(cpu_offload_input):
         return _glu("silu", input, bias, clamp=clamp_value or None, fp8=fp8_input_store)
@@ -370,19 +370,19 @@ def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Ten
 
 
 def get_default_causal_mask(sq: int, device: torch.device | str | None = None) -> Tensor:
-    """(sq, sq), True above the diagonal. Upstream's is on "cuda" always; this on ``device``, or the default one."""
+    """(sq, sq), True above the diagonal, on ``device`` or the default device. Upstream always uses "cuda"."""
     return torch.ones(sq, sq, dtype=torch.bool, device=device).triu(1)
 
 
 def get_sliding_window_causal_mask(
     sq: int, skv: int, window_size: Sequence[int], device: torch.device | str | None = None
 ) -> Tensor:
-    """(sq, skv), False where ``−left ≤ j − i − (skv − sq) ≤ right``; −1 is no bound (for upstream it is one)."""
+    """(sq, skv), False where ``−left ≤ j − i − (skv − sq) ≤ right``; −1 means unbounded (upstream: a bound)."""
     left, right = _window(window_size)
-    apart = torch.arange(skv, device=device) - torch.arange(sq, device=device)[:, None] - (skv - sq)
-    seen = torch.ones_like(apart, dtype=torch.bool)
-    seen = seen if left < 0 else seen & (apart >= -left)
-    return ~(seen if right < 0 else seen & (apart <= right))
+    distance = torch.arange(skv, device=device) - torch.arange(sq, device=device)[:, None] - (skv - sq)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    visible = visible if left < 0 else visible & (distance >= -left)
+    return ~(visible if right < 0 else visible & (distance <= right))
 
 
 def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
@@ -400,8 +400,8 @@ class SoftmaxOne(nn.Module):
 
     Args:
         dim: None or the last axis. Upstream's takes any, and uses the last.
-        denominator_offset: a number is d itself, 0 for softmax; a tensor (heads,) holds, for each head (axis −3 of x),
-            the logit of d, so that zeros add 1, as upstream. Upstream's crashes on a number, its default among them.
+        denominator_offset: a number is d itself, 0 for softmax. A tensor (heads,) holds the logit of d for each head
+            (axis −3 of x), so zeros add 1, as upstream. Upstream crashes on numbers, including its default.
     """
 
     def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 1.0) -> None:
@@ -429,15 +429,15 @@ class FusedScaleMaskSoftmax(nn.Module):
     """``softmax(input · scale)`` under mask, causality and window: Megatron-LM's attention softmax.
 
     Args:
-        input_in_fp16, input_in_bf16: the model's dtype; at most one of them.
+        input_in_fp16, input_in_bf16: the model's dtype; at most one is True.
         attn_mask_type: AttnMaskType; the causal ones mask scores right of the diagonal that ends bottom right.
-        scaled_masked_softmax_fusion: changes only what ``is_kernel_available`` returns.
-        mask_func: None or ``attention_mask_func`` (any library's): nonzero in the mask is masked out. Any other
+        scaled_masked_softmax_fusion: changes only the result of ``is_kernel_available``.
+        mask_func: None or ``attention_mask_func`` (of any library): nonzero in the mask is masked out. Any other
             function is called as upstream does, ``mask_func(scores, mask)``, on a copy, before the operator.
-        softmax_in_fp32: validated as upstream; sets the result's dtype if the input's is not the flags'. Arithmetic is
-            always float32.
+        softmax_in_fp32: validated as upstream. If True, the flags set the result's dtype, even if the input has another
+            dtype. Arithmetic is always float32.
         scale: a number or None; a number requires softmax_in_fp32.
-        window_size: (left, right), a query's reach; −1 is no bound. None for no window.
+        window_size: (left, right), a query's reach; −1 means unbounded. None means no window.
 
     Raises:
         AssertionError: both half-precision flags; scale without softmax_in_fp32; an input without four axes.
@@ -489,7 +489,7 @@ class FusedScaleMaskSoftmax(nn.Module):
             softmax_offset: (np,), a logit for each head that joins the denominator only (a sink); or None.
 
         Returns:
-            (b, np, sq, sk), in the flags' dtype, or else input's.
+            (b, np, sq, sk), in the dtype that the flags name, otherwise in the input's dtype.
         """
         if input.dim() != 4:
             raise AssertionError(f"input has shape {tuple(input.shape)}; accepted: four axes, (b, np, sq, sk)")

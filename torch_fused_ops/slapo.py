@@ -1,10 +1,10 @@
-"""Slapo's names for these operators: change the import, keep the calls.
+"""Slapo's names for these operators: only the import changes.
 
     from torch_fused_ops.slapo import BiasGeLUFunction, bias_dropout, bias_new_gelu, new_gelu
 
-Names and signatures are those of ``slapo.op.fused_bias``, read at commit b80534a; "upstream" below. None of them needs
-Slapo. Its linear layers and MLP (``slapo.op.linear``, ``slapo.op.mlp``) are plain ``torch.nn.Linear`` and activations
-under ``torch.compile(backend="fused")``.
+Names and signatures come from ``slapo.op.fused_bias`` at commit b80534a; "upstream" below. Slapo is not needed.
+Instead of its linear layers and MLP (``slapo.op.linear``, ``slapo.op.mlp``), use plain ``torch.nn.Linear`` and
+activations under ``torch.compile(backend="fused")``.
 
 All of them, unlike upstream, have float32 arithmetic rounded once, GELU's negative tail, bias gradients of the bias's
 shape, no work for frozen arguments, ``torch.compile(fullgraph=True)``, double backward and ``torch.func``.
@@ -48,7 +48,7 @@ def bias_dropout(x: Tensor, bias: Tensor, p: float = 0.5, training: bool = True,
     """``dropout(x + bias)``, in x's dtype.
 
     Upstream's ``bias_dropout``. Backward recomputes the mask, which torch's generator determines, though not as for
-    ``torch.nn.functional.dropout``. ``inplace`` is accepted and has no effect: there is no intermediate tensor to save,
-    and x is never written.
+    ``torch.nn.functional.dropout``. ``inplace`` is accepted and has no effect: no intermediate tensor needs memory, and
+    x is never written.
     """
     return _bias_dropout_add_func((x, bias), None, p, training)

@@ -267,7 +267,7 @@ def test_storage_key_changes_with_elements() -> None:
 
 def test_versions_count_writes_of_what_a_subclass_wraps() -> None:
     wrapped, inner = TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(2)
-    saved = [_memory._Saved.of(t) for t in (wrapped, inner)]
+    saved = [_memory._Saved.from_tensor(t) for t in (wrapped, inner)]
     wrapped.a.add_(1)
     assert [s.is_unwritten() for s in saved] == [False, True]
     with torch.inference_mode():
@@ -277,7 +277,9 @@ def test_versions_count_writes_of_what_a_subclass_wraps() -> None:
 def test_a_recomputation_knows_whether_its_inputs_were_written() -> None:
     for written in (0, 1, None):
         x, w = torch.ones(2), torch.ones(2)
-        recomputed = _memory._Recomputed(torch.neg, _memory._Saved.of(x), reads=[_memory._Saved.of(w)])
+        recomputed = _memory._Recomputed(
+            torch.neg, _memory._Saved.from_tensor(x), reads=[_memory._Saved.from_tensor(w)]
+        )
         if written is not None:
             (x, w)[written].add_(1)
         assert recomputed.is_unwritten() == (written is None)
@@ -285,7 +287,7 @@ def test_a_recomputation_knows_whether_its_inputs_were_written() -> None:
 
 def test_a_recomputed_value_is_kept_for_its_savers_alone() -> None:
     calls: list[int] = []
-    recomputed = _memory._Recomputed(lambda x: (calls.append(1), x + 1)[1], _memory._Saved.of(torch.ones(2)))
+    recomputed = _memory._Recomputed(lambda x: (calls.append(1), x + 1)[1], _memory._Saved.from_tensor(torch.ones(2)))
     recomputed.saved()
     recomputed.saved()
     for done in (False, True):

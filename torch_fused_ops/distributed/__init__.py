@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-# Imported when they are asked for: DTensor and torch.distributed.checkpoint take their time.
+# Imported on first use: importing DTensor and torch.distributed.checkpoint is slow.
 _WHERE = {
     "apply_swiglu_sharded_factory": "checkpoint",
     "load": "checkpoint",

@@ -51,10 +51,10 @@ class Layout:
     """The boxes of a whole tensor that a rank holds.
 
     Attributes:
-        shape: the whole tensor's.
+        shape: shape of the whole tensor.
         axis: the sharded axis.
         runs: the rows of the whole tensor that make up a rank's shard.
-        start: the beginning of the local box in the shard, which FSDP may shard once more.
+        start: the local box's offset in the shard, because FSDP may shard the shard again.
         offsets: axes of the checkpoint in front of the tensor's own.
     """
 
@@ -81,9 +81,9 @@ class ShardedTensor(Tensor):
     @staticmethod
     def __new__(cls, key: str, local: Tensor, layout: Layout) -> ShardedTensor:
         size = torch.Size((*(size for _, _, size in sorted(layout.offsets)), *layout.shape))
-        whole: ShardedTensor = Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype, device=local.device)
-        whole.key, whole.local, whole.sharding = key, local, layout
-        return whole
+        tensor: ShardedTensor = Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype, device=local.device)
+        tensor.key, tensor.local, tensor.sharding = key, local, layout
+        return tensor
 
     @classmethod
     def of_parameter(
@@ -105,7 +105,7 @@ class ShardedTensor(Tensor):
         if isinstance(local, DTensor):
             placements = local.placements
             if not all(type(p) in (Shard, Replicate) for p in placements):
-                raise ValueError(f"a DTensor placed as {placements} is not accepted: it must be FSDP's")
+                raise ValueError(f"a DTensor placed as {placements} is not accepted: it must come from FSDP")
             _, start = compute_local_shape_and_global_offset(shard_shape, local.device_mesh, placements)
             local = local.to_local()
         if experts is not None:
@@ -178,15 +178,15 @@ def apply_swiglu_sharded_factory(
         {key: [gate_0 … gate_p, up_0 … up_p]}, or the two.
 
     Raises:
-        TypeError: for another kind of tensor, such as Megatron's.
+        TypeError: for another kind of tensor, such as a ShardedTensor of Megatron.
 
-    Source: the function of this name in ``megatron.core.transformer.mlp``, which returns a factory of such.
+    Source: the function of this name in ``megatron.core.transformer.mlp``, which returns a ``ShardedTensorFactory``.
     """
     if not isinstance(original_sh_ten, ShardedTensor):
         raise TypeError(
             f"original_sh_ten of type {type(original_sh_ten).__module__}.{type(original_sh_ten).__name__} is not "
             "accepted: it must be a torch_fused_ops.distributed.checkpoint.ShardedTensor. Megatron's function of this "
-            "name takes Megatron's"
+            "name accepts Megatron's tensors"
         )
     key, local = original_sh_ten.key, original_sh_ten.local
     layout = dataclasses.replace(original_sh_ten.sharding, offsets=tuple(sharded_offsets))
@@ -208,8 +208,8 @@ def sharded_state_dict(
 ) -> dict[str, Any]:
     """A model's state for ``torch.distributed.checkpoint``, by its modules' ``sharded_state_dict`` if they have one.
 
-    Other modules' tensors are as in ``state_dict``: tensors that every rank has, and DTensors. Keys have no names of
-    wrappers (``torch.compile``, DDP, checkpoint and offload wrappers), as those of PyTorch's ``get_model_state_dict``.
+    Other modules' tensors are as in ``state_dict``: tensors that every rank has, and DTensors. As in PyTorch's
+    ``get_model_state_dict``, keys omit wrappers (``torch.compile``, DDP, checkpoint and offload wrappers).
 
     Raises:
         TypeError: a module is wrapped in FSDP1, whose ranks hold parts of one flat parameter.
@@ -220,7 +220,7 @@ def sharded_state_dict(
             "are flat. Use fully_shard (FSDP2), or get_model_state_dict of torch.distributed.checkpoint.state_dict"
         )
     state: dict[str, Any] = {}
-    if hasattr(type(module), "sharded_state_dict"):  # of its own: wrappers have the attributes of what they wrap
+    if hasattr(type(module), "sharded_state_dict"):  # the type: wrappers have the wrapped module's attributes
         return {**module.sharded_state_dict(prefix, sharded_offsets, metadata)}  # type: ignore[operator]
     module._save_to_state_dict(state, prefix, keep_vars=False)
     if sharded_offsets:
@@ -251,7 +251,9 @@ def save(
         metadata: see ``MLP.sharded_state_dict``.
     """
     with _untouched(optimizer):
-        _write(_whole(model, optimizer, metadata)[0], checkpoint_id=checkpoint_id, process_group=process_group)
+        _write(
+            _checkpoint_state(model, optimizer, metadata)[0], checkpoint_id=checkpoint_id, process_group=process_group
+        )
 
 
 @contextlib.contextmanager
@@ -268,13 +270,13 @@ def _untouched(optimizer: Optimizer | None) -> Iterator[None]:
             optimizer.state.clear()
 
 
-def _whole(
+def _checkpoint_state(
     model: nn.Module, optimizer: Optimizer | None, metadata: dict[str, Any] | None
 ) -> tuple[dict[str, Any], Any]:
     """(the state as written to a checkpoint, the optimizer's by parameter names)
 
-    A tensor of a parameter's size is sharded as the parameter. A parameter that is two tensors in the checkpoint has
-    two states there.
+    A tensor of a parameter's size is sharded as the parameter. If the checkpoint has two tensors for a parameter, it
+    has two optimizer states for it.
     """
     of_model = sharded_state_dict(model, metadata=metadata)
     if optimizer is None:
@@ -301,7 +303,7 @@ def _state_of(key: str, value: Any, parameter: Any) -> Any:
     local = (value.to_local() if isinstance(value, DTensor) else value).detach()
     if local.shape != parameter.local.shape:
         raise ValueError(
-            f"{key} has shape {tuple(local.shape)}, which is not accepted: it must have its parameter's, "
+            f"{key} has shape {tuple(local.shape)}, which is not accepted: it must have its parameter's shape, "
             f"{tuple(parameter.local.shape)}"
         )
     return ShardedTensor(key, local, parameter.sharding)
@@ -318,11 +320,11 @@ def load(
     """Load a checkpoint of ``save``, with any number of processes.
 
     Raises:
-        CheckpointException: upstream's: a tensor is missing or has another size, and nothing was loaded; or a file is
-            missing or cannot be read.
+        CheckpointException: raised by PyTorch. A tensor is missing or has another size, and nothing was loaded; or a
+            file is missing or cannot be read.
     """
     with _untouched(optimizer):
-        state, of_optimizer = _whole(model, optimizer, metadata)
+        state, of_optimizer = _checkpoint_state(model, optimizer, metadata)
         _read(state, checkpoint_id=checkpoint_id, process_group=process_group)
     if optimizer is not None:
         of_optimizer["param_groups"] = state["optimizer"]["param_groups"]

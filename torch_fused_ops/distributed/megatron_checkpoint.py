@@ -3,11 +3,11 @@
 Megatron's layers call each module's ``sharded_state_dict`` with ``metadata["dp_cp_group"]``, and take Megatron's own
 ``ShardedTensor``: a rank's box of a whole tensor, counted in boxes of that size. A packed [gate; up] parameter is two
 boxes, and so a ``ShardedTensorFactory``, which splits a tensor of the parameter's shape and joins it again. Megatron's
-optimizers split their state likewise and look it up by the parameter itself. So an entry's ``data`` is the parameter,
-and experts that are stacked in one parameter are one entry.
+optimizers split their state in the same way and look it up by the parameter itself. So an entry's ``data`` is the
+parameter, and experts that are stacked in one parameter are one entry.
 
-Megatron is imported on first use. The checkpoints equal those of ``MLP`` and ``TEGroupedMLP`` of Megatron core (0.16,
-and its main branch of August 2026).
+Megatron is imported on first use. The checkpoints equal the checkpoints of Megatron core's ``MLP`` and
+``TEGroupedMLP`` (0.16, and its main branch of August 2026).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def asked_for(metadata: dict[str, Any] | None) -> bool:
 
 
 def check_linears(module: nn.Module) -> None:
-    """Raise ValueError if a linear is Megatron's, whose tensors ``torch.distributed.checkpoint`` does not support."""
+    """Raise ValueError for a linear of Megatron: ``torch.distributed.checkpoint`` does not support its tensors."""
     for name, child in module.named_children():
         if not is_ours(child) and hasattr(child, "sharded_state_dict"):
             raise ValueError(
-                f"metadata without dp_cp_group is not accepted with {name} of type {type(child).__name__}, whose "
-                "tensors are Megatron's: dp_cp_group must be the process group that holds the same parameters"
+                f"metadata without dp_cp_group is not accepted with {name} of type {type(child).__name__}, a linear of "
+                "Megatron: dp_cp_group must be the process group that holds the same parameters"
             )
 
 
@@ -71,7 +71,7 @@ def of_block(
     Args:
         packed: the children whose weight and bias are [gate; up].
     """
-    apart = bool(metadata.get("singleton_local_shards"))
+    separate_keys = bool(metadata.get("singleton_local_shards"))
     state: dict[str, Any] = {}
     for name, child in block.named_children():
         if grouped and is_ours(child):
@@ -88,7 +88,7 @@ def of_block(
             continue
         for key, entry in entries.items():
             if name in packed and re.search(r"\.(weight|bias)\d*$", key):
-                entry = gate_and_up(entry, apart=apart)
+                entry = gate_and_up(entry, separate_keys=separate_keys)
             if grouped:
                 key, entry.key = f"{prefix}{key}", f"{prefix}experts.{entry.key}"
             state[key] = entry
@@ -100,10 +100,10 @@ def _of_stacked(
 ) -> dict[str, Any]:
     """A grouped linear's state with one entry for all experts: stacked boxes of stacked tensors."""
     state: dict[str, Any] = {}
-    key, apart = f"{prefix}experts.{tail}", bool(metadata.get("singleton_local_shards"))
+    key, separate_keys = f"{prefix}experts.{tail}", bool(metadata.get("singleton_local_shards"))
     for name, p in linear.named_parameters(recurse=False):
         entry = _entry(linear, name, p, f"{key}{name}", offsets, metadata)
-        if apart:
+        if separate_keys:
             entry = _experts_apart(entry, linear.experts.first, f"{tail}{name}", packed)
         elif packed:
             entry = gate_and_up(entry, 1)
@@ -112,11 +112,11 @@ def _of_stacked(
 
 
 def _of_experts(linear: Any, key: str, offsets: Offsets, metadata: dict[str, Any]) -> list[tuple[str, Offsets]]:
-    """(key's prefix, place) of each local expert's tensors, or of the linear's; ``key``: "mlp.experts.linear_fc1." """
+    """(key's prefix, place) for each local expert, or for the linear; ``key``: "mlp.experts.linear_fc1." """
     experts = linear.experts
     if experts is None:
         return [(key, tuple(offsets))]
-    numbers = range(experts.first, experts.first + experts.here)
+    numbers = range(experts.first, experts.first + experts.local)
     if not metadata.get("singleton_local_shards"):
         return [(key, (*offsets, (len(offsets), n, experts.total))) for n in numbers]
     head, dot, name = key[:-1].rpartition(".")
@@ -124,10 +124,10 @@ def _of_experts(linear: Any, key: str, offsets: Offsets, metadata: dict[str, Any
 
 
 def _replica(linear: Any, metadata: dict[str, Any]) -> int:
-    """This process's number among those that hold the same parameters."""
+    """Return this process's number among the processes with the same parameters."""
     if linear.replica is not None:
         return int(linear.replica)
-    if linear.experts is not None and linear.experts.here < linear.experts.total:
+    if linear.experts is not None and linear.experts.local < linear.experts.total:
         raise ValueError(
             "an ep_group alone is not accepted where Megatron saves: pg_collection.expt_dp has the processes with the "
             "same experts; give pg_collection"
@@ -138,7 +138,7 @@ def _replica(linear: Any, metadata: dict[str, Any]) -> int:
 def _entry(
     linear: Any, name: str, parameter: Tensor, key: str, offsets: Offsets, metadata: Any, expert: int | None = None
 ) -> Any:
-    """This rank's box of a parameter, or of one expert's, whose place is the last of ``offsets``."""
+    """Return this rank's box of a parameter. With ``expert``, the last entry of ``offsets`` is that expert's place."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     if isinstance(parameter, DTensor):
@@ -147,9 +147,9 @@ def _entry(
     ranks, rank = (1, 0) if linear.parallel is None else (linear.parallel.size, linear.parallel.rank)
     fragments = [] if axis is None else [(front + axis - (expert is not None), rank, ranks)]
     data = parameter if expert is None else parameter[expert]
-    if linear.experts is not None and expert is None and linear.experts.total > linear.experts.here:
-        here = linear.experts.here
-        fragments.append((front, linear.experts.first // here, linear.experts.total // here))
+    if linear.experts is not None and expert is None and linear.experts.total > linear.experts.local:
+        local = linear.experts.local
+        fragments.append((front, linear.experts.first // local, linear.experts.total // local))
     replica = (0, rank if axis is None else 0, _replica(linear, metadata))
     return ShardedTensor.from_rank_offsets(key, data, *offsets, *fragments, replica_id=replica, prepend_axis_num=front)
 
@@ -168,7 +168,7 @@ def _extra_states(linear: Any, prefix: str, key: str, offsets: Offsets, metadata
 
 
 def _places(entry: Any) -> list[tuple[int, int, int]]:
-    """(axis, place, size) of each axis of an entry, those in front of its own first."""
+    """(axis, place, size) for each axis of an entry, starting with the prepended axes."""
     front = entry.prepend_axis_num
     places = [(i, entry.global_offset[i], entry.global_shape[i]) for i in range(front)]
     axes = enumerate(entry.local_shape, front)
@@ -188,20 +188,24 @@ def _factory(entry: Any, split: Callable[[str, Tensor], Iterable[Any]], merge: C
     return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id)
 
 
-def gate_and_up(entry: Any, axis: int = 0, apart: bool = False) -> Any:
+def gate_and_up(entry: Any, axis: int = 0, separate_keys: bool = False) -> Any:
     """A factory of gate and up from the entry of a packed [gate; up] parameter, whose shard is placed as one piece.
 
-    The whole of p ranks' shards is [gate_0 … gate_p, up_0 … up_p]; with ``apart`` there are two tensors, ``{key}_w``
-    and ``{key}_v``.
+    The shards of p ranks make up [gate_0 … gate_p, up_0 … up_p]; with ``separate_keys`` two tensors, ``{key}_w`` and
+    ``{key}_v``.
 
     Source: ``apply_swiglu_sharded_factory`` of ``megatron.core.transformer.mlp``.
     """
     places = _places(entry)
     along, rank, ranks = places.pop(entry.prepend_axis_num + axis)
-    gate, up = [(along, rank, ranks)] * 2 if apart else [(along, rank, 2 * ranks), (along, ranks + rank, 2 * ranks)]
+    gate, up = (
+        [(along, rank, ranks)] * 2 if separate_keys else [(along, rank, 2 * ranks), (along, ranks + rank, 2 * ranks)]
+    )
 
     def split(key: str, t: Tensor) -> Iterator[Any]:
-        for suffix, half, place in zip(("_w", "_v") if apart else ("", ""), t.chunk(2, axis), (gate, up), strict=True):
+        for suffix, half, place in zip(
+            ("_w", "_v") if separate_keys else ("", ""), t.chunk(2, axis), (gate, up), strict=True
+        ):
             yield f"{key}{suffix}", half, (*places, place)
 
     return _factory(entry, split, lambda t: torch.cat(t, axis))
@@ -215,7 +219,7 @@ def _experts_apart(entry: Any, first: int, tail: str, packed: bool) -> Any:
         tail: the key's part behind the expert's number: "linear_fc1.weight".
     """
     stacked = entry.prepend_axis_num  # the experts' axis, which an expert's tensor does not have
-    places = [(axis - (axis > stacked), at, n) for axis, at, n in _places(entry) if axis != stacked]
+    places = [(axis - (axis > stacked), place, n) for axis, place, n in _places(entry) if axis != stacked]
 
     def split(key: str, t: Tensor) -> Iterator[Any]:
         for number, expert in enumerate(t.unbind(), first):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ShardSpec(NamedTuple):
-    """A rank's shard of a parameter: a part of each of ``groups`` groups along ``axis``; all of it if axis is None."""
+    """A parameter's sharding: a rank has its part of each group along ``axis``. If axis is None, it has everything."""
 
     axis: int | None
     groups: int = 1  # 2: [gate | up] along the axis

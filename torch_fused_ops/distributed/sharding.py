@@ -1,10 +1,10 @@
 """DTensor sharding rules of the operators.
 
 ``register()`` puts ``rules()`` into DTensor's table; the first import of ``torch.distributed.tensor`` runs it (see
-``torch_fused_ops/__init__.py``). A rule lists the shardings in which every rank's shard of the result is the operator
-of its shards of the arguments; DTensor takes the one that moves least. Operators with results that may be None have no
-rules: DTensor (2.11 to 2.15) wraps none of a tuple whose first element is not always a tensor. ``_by_shards`` computes
-those, the backward operators. A family adds its rules to ``RULES``.
+``torch_fused_ops/__init__.py``). A rule lists the shardings in which each rank can apply the operator to its own
+shards; DTensor picks the sharding that moves the fewest bytes. Operators whose results may be None, the backward
+operators, have no rules: if the first element of a tuple is not always a tensor, DTensor (2.11 to 2.15) wraps none of
+its tensors. ``_by_shards`` computes these operators. A family adds its rules to ``RULES``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_fused_ops.declaration import OPERATORS, Signature
 Placements = Sequence[Any]  # one per tensor argument or result, None for other arguments
 Sharding = tuple[Placements, Placements]  # (results, arguments)
 
-RULES: dict[str, Callable[..., list[Sharding]]] = {}  # of the operators of families, by name
+RULES: dict[str, Callable[..., list[Sharding]]] = {}  # rules that families add, by operator name
 
 
 # ---- pointwise operators ---------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
         columns = Shard if "packed" not in kinds else _packed(args[kinds.index("packed")], args)
         requested = args[-1] if signature.is_backward else [True] * len(results)
 
-        def of(kind: str, axis: int | None, elsewhere: Any) -> Any:
+        def placement(kind: str, axis: int | None, elsewhere: Any) -> Any:
             along = axis == last
             if axis is None or kind == "seed":
                 return Replicate()
@@ -53,9 +53,12 @@ def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
             return columns(0 if kind == "per_column" else axis) if by_columns and columns else Shard(axis)
 
         def sharding(axis: int | None) -> Sharding:
-            outputs = [of(kind, axis, Partial()) if w else None for kind, w in zip(results, requested, strict=True)]
+            outputs = [
+                placement(kind, axis, Partial()) if is_requested else None
+                for kind, is_requested in zip(results, requested, strict=True)
+            ]
             inputs = [
-                None if not kind or arg is None else of(kind, axis, Replicate())
+                None if not kind or arg is None else placement(kind, axis, Replicate())
                 for kind, arg in zip(kinds, args, strict=False)
             ]
             return outputs, inputs
@@ -66,7 +69,7 @@ def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
 
 
 def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
-    """The placement by which each shard of packed columns holds gate and up of the same columns; None if there is none.
+    """Return a placement whose shards hold gate and up of the same columns, or None if no placement does.
 
     "interleaved" columns are sharded in whole pairs. Halves, in either order, are each sharded if they arrive so (from
     a linear with such a weight, torch 2.13 on); otherwise they are gathered.
@@ -107,13 +110,13 @@ def register() -> None:
             handlers[op] = _by_shards
             continue
         register_sharding(op)(rule)
-        # DTensor caches a call's sharding by the arguments that register_sharding counts: tensors, and integers and all
-        # behind them. Rules read layout, causal, …, too.
+        # DTensor caches a call's sharding by the arguments that register_sharding counts: tensors, and the arguments
+        # from the first integer on. Rules also read layout, causal, ….
         known[op].static_argnum = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
 
 
 def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A backward operator on DTensors; what forward saved, or else the gradient, keeps its placements.
+    """Run a backward operator on DTensors, with the placements of the saved tensor, or else of the gradient.
 
     DTensor dispatches below autograd, where DTensor.redistribute cannot run.
     """
@@ -121,26 +124,26 @@ def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
-    at = int(args[1].is_floating_point())  # else it is dropout's seed
-    data = args[at]
+    data_index = int(args[1].is_floating_point())  # otherwise args[1] is dropout's seed
+    data = args[data_index]
     mesh = data.device_mesh
     shardings = rules()[op._schema.name.removeprefix("fused::")](*(getattr(a, "_spec", a) for a in args))
-    chosen = [next((s for s in shardings if s[1][at] == here), shardings[0]) for here in data.placements]
+    chosen = [next((s for s in shardings if s[1][data_index] == p), shardings[0]) for p in data.placements]
 
     def local(i: int, a: Any) -> Any:
         if not isinstance(a, DTensor):
             return a
-        there = DTensorSpec(mesh, tuple(inputs[i] for _, inputs in chosen), tensor_meta=a._spec.tensor_meta)
+        target = DTensorSpec(mesh, tuple(inputs[i] for _, inputs in chosen), tensor_meta=a._spec.tensor_meta)
         t = a._local_tensor
-        return t if there.placements == a.placements else redistribute_local_tensor(t, a._spec, there)
+        return t if target.placements == a.placements else redistribute_local_tensor(t, a._spec, target)
 
-    def result(i: int, shard: Tensor | None, whole: Tensor | None) -> Any:
-        if shard is None or whole is None:
+    def result(i: int, shard: Tensor | None, on_meta: Tensor | None) -> Any:
+        if shard is None or on_meta is None:
             return None
-        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        meta = TensorMeta(on_meta.shape, on_meta.stride(), on_meta.dtype)
         spec = DTensorSpec(mesh, tuple(outputs[i] for outputs, _ in chosen), tensor_meta=meta)
         return DTensor(shard, spec, requires_grad=False)
 
-    on_meta = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
-    results = zip(op(*(local(i, a) for i, a in enumerate(args))), op(*on_meta), strict=True)
-    return tuple(result(i, shard, whole) for i, (shard, whole) in enumerate(results))
+    meta_args = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
+    results = zip(op(*(local(i, a) for i, a in enumerate(args))), op(*meta_args), strict=True)
+    return tuple(result(i, *shard_and_meta) for i, shard_and_meta in enumerate(results))

@@ -1,18 +1,18 @@
 """Tensor parallelism of two linears with an activation between them (Shoeybi et al. 2019, arXiv:1909.08053).
 
 Each rank holds rows of the first weight (gate rows and up rows of a packed [gate | up] weight) and the matching columns
-of the second. The activation needs no communication. DTensor does the rest: tensors become DTensors where they enter
-the first linear and leave the second, are redistributed, and become plain tensors again.
+of the second. The activation needs no communication. Before the first linear and after the second, a tensor becomes a
+DTensor, is redistributed, and becomes a plain tensor again.
 
     forward    nothing on entering            all-reduce on leaving
     backward   all-reduce                     nothing
 
-or, with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198), where tokens are sharded outside,
+With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) tokens are sharded outside the MLP:
 
     forward    all-gather                     reduce-scatter
     backward   reduce-scatter                 all-gather
 
-Backward also sums a per-token scale's gradient over ranks and, with sequence parallelism, the second bias's.
+Backward also sums the gradient of a per-token scale over ranks and, with sequence parallelism, of the second bias.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class TensorParallel:
         self.summed_outside = summed_outside
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, **arguments: bool) -> TensorParallel:
+    def from_group(cls, group: dist.ProcessGroup, **arguments: bool) -> TensorParallel:
         """Make the meshes of a process group."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        here = {"cpu", accelerator.type if accelerator is not None else "cpu"}
-        kinds = [device.type for device in group._device_types if device.type in here]
+        available = {"cpu", accelerator.type if accelerator is not None else "cpu"}
+        kinds = [device.type for device in group._device_types if device.type in available]
         return cls(*(DeviceMesh.from_group(group, kind) for kind in kinds), **arguments)
 
     def _any_mesh(self, t: Tensor) -> DeviceMesh:
@@ -78,30 +78,26 @@ class TensorParallel:
 
     # ---- parameters
 
-    def shard(self, whole: Tensor, spec: ShardSpec) -> Tensor:
-        """This rank's shard of a whole parameter; all ranks get it from the first rank, so seeds may differ."""
+    def shard(self, parameter: Tensor, spec: ShardSpec) -> Tensor:
+        """Return this rank's shard of a parameter; all ranks get it from the first rank, so seeds may differ."""
         if spec.axis is not None:
-            _check_divides(whole.shape[spec.axis], spec.groups, self.size)
-        shape = self.shape(whole.shape, spec)
-        if whole.is_meta:
-            return whole.new_empty(shape)
-        mesh = self._any_mesh(whole)
+            _check_divides(parameter.shape[spec.axis], spec.groups, self.size)
+        shape = [n // self.size if axis == spec.axis else n for axis, n in enumerate(parameter.shape)]
+        if parameter.is_meta:
+            return parameter.new_empty(shape)
+        mesh = self._any_mesh(parameter)
         if spec.axis is None:
-            shards = distribute_tensor(whole, mesh, [Replicate()])
+            shards = distribute_tensor(parameter, mesh, [Replicate()])
         else:
-            shards = distribute_tensor(whole.unflatten(spec.axis, (spec.groups, -1)), mesh, [Shard(spec.axis + 1)])
-        return shards.to_local().reshape(shape).to(whole.device)
-
-    def shape(self, whole: torch.Size, spec: ShardSpec) -> torch.Size:
-        """The shape of a rank's shard."""
-        return torch.Size(n // self.size if axis == spec.axis else n for axis, n in enumerate(whole))
+            shards = distribute_tensor(parameter.unflatten(spec.axis, (spec.groups, -1)), mesh, [Shard(spec.axis + 1)])
+        return shards.to_local().reshape(shape).to(parameter.device)
 
     def replicated(self, bias: Tensor) -> Tensor:
         """A bias that all ranks hold and add to their own tokens; backward sums the ranks' gradients."""
         return self._redistribute(bias, Replicate(), Replicate(), [Partial()]) if self.sequence_parallel else bias
 
     def replicated_gradient(self, grad: Tensor) -> Tensor:
-        """The sum of the ranks' gradients of a ``replicated`` bias."""
+        """Sum the ranks' gradients of a bias that was ``replicated``."""
         return self._redistribute(grad, Partial(), Replicate()) if self.sequence_parallel else grad
 
 

@@ -1,4 +1,4 @@
-"""Modules: Megatron core's MLP, its experts, a plain MLP, and that for models as they are (``replace_mlps``)."""
+"""Modules: Megatron core's MLP and experts, a plain MLP, and ``replace_mlps`` for existing models."""
 
 from torch_fused_ops.nn.config import MLPConfig
 from torch_fused_ops.nn.experts import (

@@ -56,7 +56,7 @@ def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def check_gemm(gemm: object, experts: bool = False, **sizes: int) -> None:
-    """Raise ValueError for an unknown recipe, one that ``experts`` do not support, and sizes that float8 does not."""
+    """Raise ValueError if the recipe is unknown, or if it does not support ``experts`` or one of the sizes."""
     check_known("gemm", gemm)
     if experts and gemm in RECIPES and not RECIPES[str(gemm)].scaling.grouped:
         accepted = ", ".join(("bf16", *(name for name, recipe in RECIPES.items() if recipe.scaling.grouped)))
@@ -116,9 +116,9 @@ _refuse_op.register_fake(_refuse)
 #     by_expert(x (T, k), weight (E, n, k), ends) → (T, n)     row t of expert e: weight[e] · x[t]
 #     sums(a (T, n), b (T, k), ends) → (E, n, k)               the sum of a[t] ⊗ b[t] over e's rows t
 #
-# Rows are sorted by expert; ends[e], int32 and on the tensors' device, is the end of e's rows. They are operators, as a
-# compiler cannot trace loops whose length is in a tensor, and as F.grouped_mm's own derivative rejects expanded
-# gradients, such as a sum's.
+# Rows are sorted by expert; ends[e], int32 and on the tensors' device, is the end of e's rows. Both GEMMs are
+# operators: a compiler cannot trace loops whose length is in a tensor, and F.grouped_mm's own derivative rejects
+# expanded gradients, such as the gradient of a sum.
 
 
 def _grouped(x: Tensor, n: int, k: int) -> bool:
@@ -175,8 +175,8 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     first, second, ends = inputs
-    of_first, of_second = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(first if of_second else None, second if of_first else None, ends)
+    needs_first, needs_second = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(first if needs_second else None, second if needs_first else None, ends)
 
 
 def _by_expert_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -247,7 +247,7 @@ class _Dense(torch.autograd.Function):
 
 
 def dense_gradient(y: Tensor) -> Tensor:
-    """Accept any gradient of ``by_expert``'s result; the operator does so by itself."""
+    """Return y, whose gradient may have any strides. Eager mode needs no help: there ``by_expert`` is our operator."""
     if not torch.compiler.is_compiling():
         return y
     same: Tensor = _Dense.apply(y)  # type: ignore[no-untyped-call]
@@ -255,7 +255,7 @@ def dense_gradient(y: Tensor) -> Tensor:
 
 
 def _expert_of_rows(rows: int, ends: Tensor) -> Tensor:
-    """Each row's expert; the last one for rows that no expert owns."""
+    """Return each row's expert; the last expert for rows that no expert owns."""
     places = torch.arange(rows, dtype=ends.dtype, device=ends.device)
     return torch.searchsorted(ends, places, right=True).clamp_max(ends.shape[0] - 1)
 
@@ -306,15 +306,15 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         bias, scale, ends = ctx.saved_tensors
-        _, of_bias, of_scale, _ = ctx.needs_input_grad
+        _, needs_bias, needs_scale, _ = ctx.needs_input_grad
         d_bias = d_scale = None
-        if of_bias:
+        if needs_bias:
             # Two of eight columns (16 bytes a row): a float32 scale's leading bits, and its remainder.
             first = grad.new_ones(grad.shape[0]) if scale is None else scale.to(grad.dtype)
             second = torch.zeros_like(first) if scale is None else (scale - first).to(grad.dtype)
             columns = F.pad(torch.stack([first, second], 1), (0, 6))
             d_bias = sums(columns, grad, ends)[:, :2].sum(1).to(bias.dtype)
-        if of_scale:
+        if needs_scale:
             rows = bias.index_select(0, _expert_of_rows(grad.shape[0], ends))
             d_scale = (grad.to(torch.promote_types(grad.dtype, scale.dtype)) * rows).sum(-1).to(scale.dtype)
         return grad, d_bias, d_scale, None
@@ -324,17 +324,17 @@ class GroupedGemms(Gemms):
     """The GEMMs of rows that are sorted by expert, with a weight (E, n, k) and a bias (E, n)."""
 
     def __init__(self, ends: Tensor, gemm: str = "bf16", *, checked: bool = False) -> None:
-        """``checked``: the last end is known to be the number of rows."""
+        """``checked``: True if the last end is known to equal the number of rows."""
         super().__init__(gemm)
         self.ends, self.checked = ends, checked
 
     @classmethod
-    def of(cls, x: Tensor, tokens_per_expert: Tensor | Sequence[int], experts: int) -> GroupedGemms:
+    def from_counts(cls, x: Tensor, tokens_per_expert: Tensor | Sequence[int], experts: int) -> GroupedGemms:
         """Make groups from the experts' numbers of rows, without waiting for a GPU.
 
         Raises:
-            TypeError, ValueError: they are not E numbers whose sum is x's number of rows. (The sum of a tensor is not
-                checked on a GPU, nor in compiled code: see ``zero_beyond``.)
+            TypeError, ValueError: they are not E numbers whose sum is the number of rows. (On a GPU and in compiled
+                code the sum of a tensor is not checked: see ``zero_beyond``.)
         """
         counts, rows = tokens_per_expert, x.shape[0]
         if isinstance(counts, Tensor):

@@ -24,12 +24,12 @@ class MLPConfig:
     """The attributes of Megatron's ``TransformerConfig`` that an MLP reads, with its defaults where it has any.
 
     Attributes:
-        hidden_size: the input's and output's.
-        ffn_hidden_size: between the two linears, of gate and of up separately; by default 4 · hidden_size.
+        hidden_size: size of input and output.
+        ffn_hidden_size: size between the two linears, for gate and up separately; by default 4 · hidden_size.
         add_bias_linear: the linears have biases.
         gated_linear_unit: act(gate) · (up + offset) instead of act(h); the first linear computes [gate | up].
         activation_func: F.gelu, F.silu, F.relu, F.sigmoid, torch.tanh, ``megatron.quick_gelu``, ``squared_relu``, a
-            module of torch.nn with one of these, a supported activation's name, or any other callable on tensors.
+            torch.nn module for such a function, a supported activation's name, or any other callable on tensors.
         activation_func_clamp_value: the upper bound of gate, and the bound of up on both sides. GLUs only.
         glu_linear_offset: added to up. GLUs only.
         bias_activation_fusion: has no effect on the formula. Megatron's fused gelu is the tanh form, its unfused one
@@ -39,12 +39,12 @@ class MLPConfig:
         moe_ffn_hidden_size: the default of an expert's ffn_hidden_size.
         moe_latent_size: input and output size of an expert, if not hidden_size.
         moe_apply_probs_on_input: ``GroupedMLP`` multiplies its input, not the activation, by the probabilities.
-        moe_router_topk: the number of experts of a token; moe_apply_probs_on_input needs 1.
+        moe_router_topk: experts per token; moe_apply_probs_on_input needs 1.
         delay_wgrad_compute: backward computes only input gradients; ``backward_dw()`` computes the weights'.
         sequence_parallel: with a tp_group, tokens are sharded along the first axis outside the MLP.
-        init_method, output_layer_init_method: fill the first and the second weight, in place; by default
-            ``nn.Linear``'s.
-        params_dtype: of weights and biases; by default torch's default dtype.
+        init_method, output_layer_init_method: fill the first and the second weight in place; by default as
+            ``nn.Linear``.
+        params_dtype: dtype of weights and biases; by default torch's default dtype.
         memory: eager autograd's memory level between the two linears: "off", "free", "fp8" or "input"
             (docs/memory.md).
     """
@@ -86,7 +86,7 @@ _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def activation_name(activation: Any, argument: str = "activation") -> str | None:
-    """The supported activation's name for a name, a function or a module; None for any other callable."""
+    """Return the supported activation's name for a name, a function or a module; None for any other callable."""
     if isinstance(activation, str):
         activations.get(activation, argument)  # ValueError for unknown names
         return activation
@@ -101,13 +101,13 @@ def activation_name(activation: Any, argument: str = "activation") -> str | None
 
 
 class _Accepted(NamedTuple):
-    of: Callable[[Any], bool]
-    what: str
+    is_accepted: Callable[[Any], bool]
+    description: str
 
 
 def _index(value: Any) -> int | None:
     try:
-        return operator.index(value)  # numpy's integers, too
+        return operator.index(value)  # also for numpy's integer types
     except TypeError:
         return None
 
@@ -149,14 +149,14 @@ def checked(name: str, value: Any, required: bool = False) -> Any:
     accepted = _ACCEPTED.get(name)
     if accepted is None or (value is None and not required):
         return value
-    if not accepted.of(value):
-        raise TypeError(f"{name}={value!r} is not accepted: it must be {accepted.what}")
+    if not accepted.is_accepted(value):
+        raise TypeError(f"{name}={value!r} is not accepted: it must be {accepted.description}")
     if accepted is _FLAG:
         return bool(value)
     if accepted is not _SIZE:
         return value
     if (size := operator.index(value)) < 1:
-        raise ValueError(f"{name}={value!r} is not accepted: it must be {accepted.what}")
+        raise ValueError(f"{name}={value!r} is not accepted: it must be {accepted.description}")
     return size
 
 
@@ -164,7 +164,7 @@ _DEFAULTS = {f.name: f.default for f in fields(MLPConfig)}
 
 
 def read(config: Any, name: str) -> Any:
-    """An attribute of the config, ours or Megatron's, or its default if missing or None.
+    """Return an attribute of our or Megatron's config, or its default if it is missing or None.
 
     Raises:
         TypeError, ValueError: as ``checked``.
@@ -177,9 +177,9 @@ class ParallelGroups(NamedTuple):
     """The process groups of a module.
 
     Attributes:
-        tp: the processes that shard a weight, or an expert.
-        ep: the processes that have the other experts.
-        expt_dp: the processes that have the same experts.
+        tp: processes that shard a weight, or an expert.
+        ep: processes that have the other experts.
+        expt_dp: processes that have the same experts.
     """
 
     tp: torch.distributed.ProcessGroup | None = None
@@ -195,7 +195,7 @@ def read_groups(
     pg_collection: Any = None,
     grouped: bool = False,
 ) -> ParallelGroups:
-    """The groups of a module's arguments, or of Megatron's ``ProcessGroupCollection``.
+    """Read a module's groups from its arguments, or from Megatron's ``ProcessGroupCollection``.
 
     Args:
         grouped: the module holds several experts, and so has an ep group.
@@ -227,7 +227,7 @@ def read_groups(
 class Activation(NamedTuple):
     """The activation between the linears: ``y = act(h + bias) · scale[..., None]``, or a GLU of packed [gate | up]."""
 
-    name: str | None  # a supported activation's; None: ``function``, in plain torch
+    name: str | None  # name of a supported activation; if None, ``function`` runs in plain torch
     function: Callable[[Tensor], Tensor] | None
     gated: bool
     up_offset: float = 0.0
@@ -313,11 +313,11 @@ _PRECISION_OF_EXPERTS = {**_PRECISION, "moe_dispatch_fwd_dtype": "bf16", "moe_co
 
 
 def check_precision(config: Any, experts: bool) -> None:
-    """Raise ValueError for a config with a GEMM precision of Megatron's."""
+    """Raise ValueError if the config sets one of Megatron's GEMM precisions."""
     for flag, accepted in (_PRECISION_OF_EXPERTS if experts else _PRECISION).items():
         value = getattr(config, flag, None)
         if value and value != accepted:
             raise ValueError(
-                f"{flag}={value!r} is not accepted: GEMMs run in the tensors' own dtypes, or autocast's. "
+                f"{flag}={value!r} is not accepted: GEMMs run in the tensors' dtypes, or in autocast's dtype. "
                 "memory='fp8' saves activations in float8"
             )

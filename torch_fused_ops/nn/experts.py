@@ -33,8 +33,8 @@ class GroupedLinearInterface(Protocol):
 class GroupedLinearBuilder(Protocol):
     """A builder of the experts' linears.
 
-    ``groups_and_stride``: tp_group and ep_group, or the MLP's pg_collection; the MLP's name, if it has one; the first
-    linear's stride, as ``LinearFc1Builder``'s.
+    ``groups_and_stride``: tp_group and ep_group, or the MLP's pg_collection; the MLP's name, if it has one; for the
+    first linear ``stride``, as in ``LinearFc1Builder``.
     """
 
     def __call__(
@@ -59,8 +59,8 @@ class GroupedMLPSubmodules:
     """The builders of a ``GroupedMLP``'s children.
 
     Attributes:
-        linear_fc1, linear_fc2: builders. The first linear adds its bias, the second returns it; the first gets
-            ``stride``, too, as ``LinearFc1Builder``.
+        linear_fc1, linear_fc2: builders. The first linear adds its bias, the second returns it. The first also gets
+            ``stride``, as ``LinearFc1Builder``.
         activation_func: builder of an activation module, used with ``config.use_te_activation_func`` alone.
     """
 
@@ -84,12 +84,12 @@ class GroupedMLP(_Block):
 
     Args:
         num_local_experts: this rank's number of experts.
-        config: as ``MLP``'s; ffn is ``moe_ffn_hidden_size``, and h ``moe_latent_size`` or ``hidden_size``.
+        config: as in ``MLP``; ffn is ``moe_ffn_hidden_size``, and h ``moe_latent_size`` or ``hidden_size``.
         submodules: builders of the linears; by default ours.
         pg_collection: Megatron's ``ProcessGroupCollection``: its ``expt_tp`` and ``ep`` are the next two's defaults,
             and Megatron's checkpoints need its ``expt_dp``.
-        name: as ``MLP``'s.
-        tp_group: the processes that shard each expert, as ``MLP``'s. All get the same rows, and the whole output; with
+        name: as in ``MLP``.
+        tp_group: the processes that shard each expert, as in ``MLP``. All get the same rows, and the whole output; with
             Megatron's config a summand of it, which Megatron's token dispatchers sum.
         ep_group: the processes that have the other experts; this one has those from rank · num_local_experts on. The
             caller brings rows to their experts' ranks. The same seed on all ranks gives one process's weights; in
@@ -102,7 +102,7 @@ class GroupedMLP(_Block):
         ValueError, TypeError: for incompatible flags, each with its reason; ``forward`` raises none of these.
 
     Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``, which has parameters weight0, weight1, …;
-    ``load_state_dict`` takes those, too.
+    ``load_state_dict`` also loads these.
     """
 
     _grouped = True
@@ -153,9 +153,9 @@ class GroupedMLP(_Block):
 
         Args:
             permuted_local_hidden_states: (T, h), sorted by expert.
-            tokens_per_expert: (num_local_experts,), each expert's number of rows: a tensor of integers, or integers.
-                Their sum is T. On a CPU another sum raises. On a GPU, whose values the host does not read, and in
-                compiled code, rows beyond the sum are 0 in the output, and their gradients are 0.
+            tokens_per_expert: (num_local_experts,), rows per expert: a tensor of integers, or integers. Their sum is T.
+                On a CPU another sum raises. On a GPU (the host does not read its values) and in compiled code, rows
+                beyond the sum are 0 in the output, and their gradients are 0.
             permuted_probs: (T,), a probability for each row, or None for 1.
 
         Raises:
@@ -165,13 +165,13 @@ class GroupedMLP(_Block):
         check_shape("permuted_local_hidden_states", x, (self.input_size,), "T")
         if probs is not None:
             check_shape("permuted_probs", probs, x.shape[:1])
-        groups = GroupedGemms.of(x, tokens_per_expert, self.num_local_experts)
+        groups = GroupedGemms.from_counts(x, tokens_per_expert, self.num_local_experts)
         x = groups.zero_gradient_beyond(x)
         probs = None if probs is None else groups.zero_gradient_beyond(probs)
         if self._probs_on_input and probs is not None:
             x, probs = (x * probs.unsqueeze(-1)).to(x.dtype), None
-        ours = isinstance(self.linear_fc1, GroupedLinear) and isinstance(self.linear_fc2, GroupedLinear)
-        output, bias = self._run(x, probs, groups if ours else tokens_per_expert)
+        take_groups = isinstance(self.linear_fc1, GroupedLinear) and isinstance(self.linear_fc2, GroupedLinear)
+        output, bias = self._run(x, probs, groups if take_groups else tokens_per_expert)
         output = dense_gradient(output)
         return groups.zero_beyond(output if bias is None else groups.add(output, bias, probs)), None
 

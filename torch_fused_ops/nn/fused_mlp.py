@@ -28,22 +28,22 @@ class FusedMLP(nn.Module):
     dtype. Gate and up are one GEMM; bias and activation are one kernel each way, dropout and the second bias another
     one. ``memory`` sets the memory level of eager autograd; under ``torch.compile`` ``FusionPolicy.memory`` does.
 
-    ``state_dict`` has ``fc1.weight`` (gate's rows over up's), ``fc1.bias``, ``fc2.weight`` and ``fc2.bias``.
-    ``functional.convert_glu_layout`` packs gate and up of other checkpoints.
+    ``state_dict`` has ``fc1.weight`` (gate rows, then up rows), ``fc1.bias``, ``fc2.weight`` and ``fc2.bias``.
+    ``functional.convert_glu_layout`` packs gate and up from other checkpoints.
 
     Args:
         hidden: size of input and output.
-        ffn: size between the linears; of gate and of up separately.
+        ffn: size between the linears, for gate and up separately.
         activation: a supported activation's name, or its function or module in torch.
         gated: act(gate) · up instead of act(h).
         bias: both linears have biases.
         dropout: the probability of dropping behind the second linear, in training. Backward recomputes the mask.
-        memory: "off" saves the activation's input and result, "free" its input (ReLU's: its result), "fp8" its input in
-            float8_e4m3fn with a scale per row, "input" neither: backward recomputes the first GEMM. Results do not
-            depend on the level, gradients only on "fp8". Under ``torch.compile`` the policy decides.
+        memory: "off" saves the activation's input and result, "free" its input (for ReLU its result), "fp8" its input
+            in float8_e4m3fn with a scale per row, "input" neither: backward recomputes the first GEMM. Results do not
+            depend on the level, and only "fp8" changes gradients. Under ``torch.compile`` the policy decides.
         gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, for sizes
             that ``functional.linear_fp8`` takes.
-        device, dtype: the parameters'.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
         ValueError, TypeError: for arguments that are not accepted.
@@ -105,7 +105,7 @@ class FusedMLP(nn.Module):
         fc1, fc2, memory, bias = self.fc1, self.fc2, self.memory, None
         first: Callable[[Tensor], Tensor] = fc1
         if type(fc1) is nn.Linear and untouched(fc1):
-            weight, bias = fc1.weight, fc1.bias  # forward's: functional_call's are gone in backward
+            weight, bias = fc1.weight, fc1.bias  # read now: functional_call restores its module before backward
             check_shape("x", x, weight.shape[1:], "...")
             first = lambda x: linear(self.gemm, x, weight)  # noqa: E731
         elif memory == "input":

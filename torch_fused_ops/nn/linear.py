@@ -21,15 +21,15 @@ if TYPE_CHECKING:  # importing DTensor takes 0.4 s
 
 
 class Experts(NamedTuple):
-    """The experts whose weights a linear holds: ``here`` experts, from number ``first`` on, of ``total``."""
+    """The experts whose weights a linear holds: ``local`` of ``total`` experts, starting with number ``first``."""
 
-    here: int
+    local: int
     first: int
     total: int
 
 
 class _Deferred(torch.autograd.Function):
-    """x · weightᵀ and the bias; backward computes x's gradient and defers the parameters'.
+    """Return x · weightᵀ and the bias; backward computes x's gradient and defers the parameters' gradients.
 
     The bias is returned unchanged: the kernel of the operator that adds it computes its gradient.
     """
@@ -65,19 +65,19 @@ class _Deferred(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """x · weightᵀ + bias, or, with ``skip_bias_add``, x · weightᵀ and the bias beside it.
+    """Return x · weightᵀ + bias, or, with ``skip_bias_add``, x · weightᵀ and the bias separately.
 
     Attributes:
         weight: (output_size, input_size), or this rank's shard.
         bias: (output_size,), or this rank's shard, or None.
         parallel: the processes that shard the weight, or None.
         gemm: the GEMM's precision, as ``FusionPolicy.gemm``: see ``multiply_in``.
-        replica: this process's number among those that have the same experts, or None if unknown.
+        replica: this process's number among the processes with the same experts, or None if unknown.
 
     Args:
-        skip_bias_add: return the bias to the caller, who adds it in a fused kernel.
-        delay_wgrad: ``backward`` computes only the input's gradient, ``backward_dw`` the weight's and the bias's.
-            Hooks on the parameters' gradients (DistributedDataParallel's, FSDP's) do not see those.
+        skip_bias_add: return the bias to the caller, to be added in a fused kernel.
+        delay_wgrad: ``backward`` computes only the input's gradient, ``backward_dw`` the gradients of weight and
+            bias, which hooks on parameters (from DistributedDataParallel or FSDP) do not see.
         init_method: fills the weight in place and zeroes the bias, as Megatron; by default as ``nn.Linear``.
         experts: stack a weight and a bias per expert along a first axis.
     """
@@ -103,10 +103,10 @@ class Linear(nn.Module):
         self.input_size = input_size = checked("input_size", input_size, required=True)
         self.output_size = output_size = checked("output_size", output_size, required=True)
         self.skip_bias_add, self.init_method, self.experts = skip_bias_add, checked("init_method", init_method), experts
-        stacked = () if experts is None else (experts.here,)
+        stacked = () if experts is None else (experts.local,)
         self.weight = nn.Parameter(torch.empty(*stacked, output_size, input_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(*stacked, output_size, device=device, dtype=dtype)) if bias else None
-        # Each parameter's gradients that ``backward`` has deferred, the oldest first.
+        # The gradients of each parameter that ``backward`` has deferred, oldest first.
         self._deferred: dict[nn.Parameter, deque[Callable[[], Tensor]]] | None = {} if delay_wgrad else None
         self.reset_parameters()
 
@@ -120,7 +120,7 @@ class Linear(nn.Module):
         if self.parallel is None:
             self._fill()
             return
-        whole = Linear(
+        unsharded = Linear(
             self.input_size,
             self.output_size,
             bias=self.bias is not None,
@@ -130,7 +130,7 @@ class Linear(nn.Module):
             experts=self.experts,
         )
         with torch.no_grad():
-            for name, parameter in whole.named_parameters():
+            for name, parameter in unsharded.named_parameters():
                 shard = self.parallel.shard(parameter.detach(), self.shard_specs[name])
                 getattr(self, name).copy_(shard)
 
@@ -140,11 +140,11 @@ class Linear(nn.Module):
             self._fill_matrix(weight, bias)
             return
         # Draw the numbers of all experts, so that with the same seed each starts as in one process.
-        others = torch.empty_like(weight[0]), None if bias is None else torch.empty_like(bias[0])
+        unused = torch.empty_like(weight[0]), None if bias is None else torch.empty_like(bias[0])
         for place in range(-experts.first, experts.total - experts.first):
-            local = 0 <= place < experts.here
+            local = 0 <= place < experts.local
             with torch.no_grad():
-                self._fill_matrix(*((weight[place], None if bias is None else bias[place]) if local else others))
+                self._fill_matrix(*((weight[place], None if bias is None else bias[place]) if local else unused))
 
     def _fill_matrix(self, weight: Tensor, bias: Tensor | None) -> None:
         if self.init_method is None:
@@ -164,16 +164,16 @@ class Linear(nn.Module):
         if parallel is None:
             return
         self._check_gemm(self.gemm, parallel)
-        for name, whole in list(self.named_parameters(recurse=False)):
-            shard = parallel.shard(whole.detach(), self.shard_specs[name])
-            setattr(self, name, nn.Parameter(shard, requires_grad=whole.requires_grad))
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            shard = parallel.shard(parameter.detach(), self.shard_specs[name])
+            setattr(self, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
         self.parallel = parallel
 
     def _mark(self, config: Any, is_expert: bool) -> None:
-        """Set the attributes that Megatron reads from its parameters, if the config is Megatron's.
+        """Set the attributes that Megatron reads from parameters, if the config comes from Megatron.
 
-        Its gradient clipping counts a parameter without ``tensor_model_parallel`` only on the first rank. Its DDP sums
-        a gradient over the ranks that have the same experts where ``allreduce`` is False.
+        Its gradient clipping counts a parameter without ``tensor_model_parallel`` only on the first rank. If
+        ``allreduce`` is False, its DDP sums the gradient over the ranks that have the same experts.
         """
         if not hasattr(config, "tensor_model_parallel_size"):
             return
@@ -181,10 +181,10 @@ class Linear(nn.Module):
             getattr(config, f"{kind}_parallel_size", None) or 1
             for kind in ("tensor_model", "expert_tensor", "expert_model")
         )
-        apart = is_expert and (experts > 1 or expert != tensor)
+        reduced_separately = is_expert and (experts > 1 or expert != tensor)
         for name, parameter in self.named_parameters(recurse=False):
             axis, groups = self.shard_specs[name]
-            marks: dict[str, Any] = {"allreduce": not apart}
+            marks: dict[str, Any] = {"allreduce": not reduced_separately}
             if axis is not None:
                 marks |= {"tensor_model_parallel": True, "partition_dim": axis, "partition_stride": groups}
             for mark, value in marks.items():
@@ -260,12 +260,12 @@ class Linear(nn.Module):
         }
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """Load Megatron's checkpoints, too: ignore ``_extra_state``, and stack grouped weight0, weight1, …."""
+        """Also load Megatron's checkpoints: ignore ``_extra_state``, and stack grouped weight0, weight1, …."""
         for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
             del state_dict[key]
-        here = 0 if self.experts is None else self.experts.here
-        for name in ("weight", "bias") if here else ():
-            keys = [f"{prefix}{name}{i}" for i in range(here)]
+        num_experts = 0 if self.experts is None else self.experts.local
+        for name in ("weight", "bias") if num_experts else ():
+            keys = [f"{prefix}{name}{i}" for i in range(num_experts)]
             if f"{prefix}{name}" not in state_dict and all(key in state_dict for key in keys):
                 state_dict[f"{prefix}{name}"] = torch.stack([state_dict.pop(key) for key in keys])
         super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -298,7 +298,7 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         ranks = "" if self.parallel is None else f", over {self.parallel.size} ranks"
-        experts = "" if self.experts is None else f", experts={self.experts.here} of {self.experts.total}"
+        experts = "" if self.experts is None else f", experts={self.experts.local} of {self.experts.total}"
         gemm = "" if self.gemm == "bf16" else f", gemm={self.gemm}"
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}{experts}{ranks}{gemm}"
 
@@ -399,7 +399,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class GroupedLinear(Linear):
-    """A linear of several experts: rows of x, sorted by expert, each with the expert's own weight and bias.
+    """A linear with a weight and a bias per expert, for rows of x that are sorted by expert.
 
     Attributes:
         weight: (num_local_experts, output_size, input_size), or this rank's shard.
@@ -412,7 +412,7 @@ class GroupedLinear(Linear):
         """``Linear.shard``.
 
         Raises:
-            ValueError: with sequence parallelism, too: shards of rows that are sorted by expert are not sorted.
+            ValueError: also with sequence parallelism: shards of rows sorted by expert are not sorted themselves.
         """
         if parallel is not None and parallel.sequence_parallel:
             raise ValueError(
@@ -432,7 +432,7 @@ class GroupedLinear(Linear):
         """
         gemms = tokens_per_expert
         if not isinstance(gemms, GroupedGemms):
-            gemms = GroupedGemms.of(x, gemms, self.experts.here)
+            gemms = GroupedGemms.from_counts(x, gemms, self.experts.local)
         return self._forward(x, entered, GroupedGemms(gemms.ends, self.gemm))
 
 
@@ -491,10 +491,10 @@ def _parallel(
 
     # Megatron's token dispatchers gather an expert's rows from the ranks that shard it, and sum its outputs.
     if not (is_expert and hasattr(config, "expert_tensor_parallel_size")):
-        return TensorParallel.of(group, sequence_parallel=read(config, "sequence_parallel"))
+        return TensorParallel.from_group(group, sequence_parallel=read(config, "sequence_parallel"))
     if bias:
         raise ValueError(
             f"add_bias_linear=True is not accepted with expert_tensor_parallel_size={group.size()}: Megatron's token "
             "dispatcher sums the ranks' outputs, and would add the bias on every rank"
         )
-    return TensorParallel.of(group, summed_outside=True)
+    return TensorParallel.from_group(group, summed_outside=True)

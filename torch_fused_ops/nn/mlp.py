@@ -234,24 +234,24 @@ class _Block(nn.Module):
         """This rank's shards of the parameters, for ``torch.distributed.checkpoint``: to be saved, and loaded in place.
 
         The checkpoint does not depend on the number of ranks: fc1's weight is [gate; up], (2n, h), as in one process's
-        ``state_dict``. A ``GroupedMLP``'s parameters are those of all experts, on all of ``ep_group``'s ranks, along
-        one axis more. As many ``MLP``s with sharded_offsets=((0, expert, experts),) save the same checkpoint.
+        ``state_dict``. A ``GroupedMLP`` adds an axis for all experts, on all ranks of ``ep_group``. An ``MLP`` per
+        expert, each with sharded_offsets=((0, expert, experts),), saves the same checkpoint.
 
         Args:
             prefix: of the keys.
             sharded_offsets: (axis, place, size) for each axis in front of the parameters' own, if modules' parameters
                 are stacked in the checkpoint: ((0, layer, layers),).
             metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``. With
-                {"dp_cp_group": group}, as Megatron's layers call it, the tensors are those of its
-                ``dist_checkpointing``, and so are a ``GroupedMLP``'s keys: ``{prefix}experts.linear_fc1…``.
+                {"dp_cp_group": group}, which Megatron's layers pass, the tensors belong to its ``dist_checkpointing``,
+                and a ``GroupedMLP`` has Megatron's keys: ``{prefix}experts.linear_fc1…``.
 
         Raises:
-            ValueError: a linear is Megatron's, and metadata has no dp_cp_group.
+            ValueError: a linear comes from Megatron, and metadata has no dp_cp_group.
         """
         from torch_fused_ops.distributed import megatron_checkpoint
         from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
 
-        apart = bool((metadata or {}).get("singleton_local_shards", False))
+        separate_keys = bool((metadata or {}).get("singleton_local_shards", False))
         packed = ("linear_fc1",) if self._activation.gated else ()
         if metadata is not None and megatron_checkpoint.asked_for(metadata):
             return megatron_checkpoint.of_block(self, prefix, sharded_offsets, metadata, packed, self._grouped)
@@ -261,7 +261,7 @@ class _Block(nn.Module):
             shards = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
             for key, shard in shards.items():
                 halves = name in packed
-                state |= apply_swiglu_sharded_factory(shard, sharded_offsets, apart) if halves else {key: shard}
+                state |= apply_swiglu_sharded_factory(shard, sharded_offsets, separate_keys) if halves else {key: shard}
         return state
 
 
@@ -270,7 +270,7 @@ class MLP(_Block):
 
     Hidden states (..., h) → (output (..., h), bias to be added to it or None). With ``gated_linear_unit`` fc1 is twice
     as wide and its output is [gate | up]. Bias, activation and scale are one kernel each way if the activation is
-    supported, whatever ``config.bias_activation_fusion``; no flag changes the formula.
+    supported. No flag changes the formula, not even ``config.bias_activation_fusion``.
 
     Args:
         config: an ``MLPConfig``, or any object with some of its attributes.
@@ -283,16 +283,16 @@ class MLP(_Block):
             (gate rows and up rows if gated) and columns of fc2's, as plain parameters, cut from one process's initial
             weights. Every rank gets the whole output, or its tokens' with ``config.sequence_parallel``.
         name, is_mtp_layer: accepted, as Megatron's ``TransformerLayer`` passes them; the linears get the name.
-        pg_collection: Megatron's ``ProcessGroupCollection``, whose ``tp`` (an expert's: ``expt_tp``) is the default
-            tp_group; the linears get it, too.
+        pg_collection: Megatron's ``ProcessGroupCollection``. Its ``tp`` (for an expert ``expt_tp``) is the default
+            tp_group; it is also passed to the linears.
         gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, in one
             process, for sizes that ``functional.linear_fp8`` takes.
 
     Raises:
         ValueError, TypeError: for incompatible flags, each with its reason; ``forward`` raises none of these.
 
-    Source: ``megatron.core.transformer.mlp.MLP``. There fc2 ignores ``ffn_hidden_size``, fused GELU is the tanh form,
-    the unfused one erf's, and some configurations raise in ``forward``.
+    Source: ``megatron.core.transformer.mlp.MLP``. In Megatron fc2 ignores ``ffn_hidden_size``, fused GELU is the tanh
+    form, unfused GELU the erf form, and some configurations raise in ``forward``.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Replacements(Report):
 
     @property
     def summary(self) -> str:
-        """One line: the number of MLPs, and of those in compiled modules."""
+        """One line: how many of the MLPs are in compiled modules."""
         fused = sum(site.op is not None for site in self.sites)
         return f"{fused} of {len(self.sites)} MLPs compiled in place"
 
@@ -74,20 +74,20 @@ def replace_mlps(
 
     Args:
         model: a module, in training or evaluation mode.
-        *args: arguments of the one call.
+        *args: the call's arguments.
         memory: as ``FusionPolicy.memory``; a mapping's module patterns match paths in ``model``.
         gemm: linear layers' precision, as ``FusionPolicy.gemm``.
         exclude: MLPs not to fuse, as ``FusionPolicy.exclude``.
-        dropout: as ``FusionPolicy``'s, in the compiled modules.
+        dropout: as in ``FusionPolicy``, for the compiled modules.
         strict: raise if an MLP is not compiled, now or in a later recompilation.
-        **kwargs: keyword arguments of the one call.
+        **kwargs: the call's keyword arguments.
 
     Returns:
         A report to print, with a site for each MLP. If nothing is compiled, a warning has the first reason.
 
     Raises:
         TypeError, ValueError: an argument is not accepted, including a pattern that matches no module.
-        UnfusedError: under ``strict``, an MLP is not fused, or there is none.
+        UnfusedError: under ``strict``, an MLP is not fused, or the model has no MLP.
         The model's own errors. In each case the model is unchanged.
     """
     if not isinstance(model, nn.Module):
@@ -100,8 +100,8 @@ def replace_mlps(
     lowerings.require()
     report = Replacements((), 0, title=type(getattr(model, "_orig_mod", model)).__name__)
     run_captured(model, args, kwargs, _Capture(model, modules, policy, report))
-    if wrong := unmatched(policy, report.sites, modules):
-        raise ValueError(wrong[0])
+    if notes := unmatched(policy, report.sites, modules):
+        raise ValueError(notes[0])
     report.sites, report.replaced = _choose(model, modules, policy, report.sites)
     missed = [site for site in report.sites if site.is_missed]
     reasons = [f"{site.source}: {site.reason}" for site in (*report.sites, *report.unread)] or [report.nothing]
@@ -123,8 +123,8 @@ def replace_mlps(
 class _Capture:
     """A backend for Dynamo: report a graph's MLPs when the graph runs, and run it unchanged.
 
-    Behind a graph break Dynamo's paths begin at another module than the model, and equal layers share a graph. The
-    parameters of each run tell which layer it is.
+    After a graph break, Dynamo's paths begin at a module inside the model, and equal layers share a graph. The
+    parameters of each run identify the layer.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _Capture:
         return run
 
     def add(self, gm: GraphModule, start: str | None) -> None:
-        """Report the MLPs of a graph whose paths begin at the module ``start``, or at one that is not known (None)."""
+        """Report a graph's MLPs. Its paths begin at the module ``start``; None means that the module is unknown."""
         policy, before = self.policy, self.report.sites
         if start is None:
             policy = FusionPolicy(dropout=policy.dropout)
@@ -213,8 +213,8 @@ def policy_within(policy: FusionPolicy, paths: Collection[str], module: nn.Modul
     """Translate a policy for the graph of one module, whose paths begin at that module.
 
     Args:
-        policy: its patterns match paths in the model.
-        paths: the module's, in the model.
+        policy: a policy whose patterns match paths in the model.
+        paths: the module's paths in the model.
         module: the module.
     """
     around = enclosing_modules(paths)
@@ -224,9 +224,9 @@ def policy_within(policy: FusionPolicy, paths: Collection[str], module: nn.Modul
         if names_module(pattern, around):
             yield "*"
         else:
-            yield from (name for name, whole in inner.items() if names_module(pattern, whole))
+            yield from (name for name, full_paths in inner.items() if names_module(pattern, full_paths))
 
-    def of(value: Any) -> Any:
+    def translate(value: Any) -> Any:
         if isinstance(value, str):
             return value
         levels: dict[str, str] = {}
@@ -236,4 +236,4 @@ def policy_within(policy: FusionPolicy, paths: Collection[str], module: nn.Modul
         return levels["*"] if next(iter(levels), "") == "*" else levels
 
     exclude = tuple(name for pattern in policy.exclude for name in within(pattern))
-    return replaced(policy, memory=of(policy.memory), gemm=of(policy.gemm), exclude=exclude)
+    return replaced(policy, memory=translate(policy.memory), gemm=translate(policy.gemm), exclude=exclude)
