@@ -1,4 +1,4 @@
-"""``nn.GroupedMLP`` in one process against as many ``nn.MLP``s, ``permute`` and ``unpermute``, and flags of experts."""
+"""``nn.GroupedMLP`` in one process against an ``nn.MLP`` per expert, ``permute`` and ``unpermute``, and flags."""
 
 import copy
 import itertools
@@ -23,13 +23,13 @@ LEVELS = ("off", "free", "fp8", "input")
 
 
 def config(**flags):
-    given = {"activation_func": F.silu, "gated_linear_unit": True, "params_dtype": torch.float64, **flags}
-    return MLPConfig(HIDDEN, **{"moe_ffn_hidden_size": FFN, **given})
+    defaults = {"activation_func": F.silu, "gated_linear_unit": True, "params_dtype": torch.float64, **flags}
+    return MLPConfig(HIDDEN, **{"moe_ffn_hidden_size": FFN, **defaults})
 
 
-def build(given, experts=EXPERTS, seed=0, **arguments):
+def build(mlp_config, experts=EXPERTS, seed=0, **arguments):
     torch.manual_seed(seed)
-    mlp = GroupedMLP(experts, given, **arguments)
+    mlp = GroupedMLP(experts, mlp_config, **arguments)
     with torch.no_grad():
         for p in mlp.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -38,33 +38,33 @@ def build(given, experts=EXPERTS, seed=0, **arguments):
 
 def separate(grouped, **flags):
     """An ``nn.MLP`` for each expert, with its weights."""
-    given = copy.copy(grouped.config)
+    expert_config = copy.copy(grouped.config)
     for name, value in flags.items():
-        setattr(given, name, value)
-    experts = [MLP(given, is_expert=True) for _ in range(grouped.num_local_experts)]
+        setattr(expert_config, name, value)
+    experts = [MLP(expert_config, is_expert=True) for _ in range(grouped.num_local_experts)]
     with torch.no_grad():
-        for place, one in enumerate(experts):
-            for own, stacked in zip(one.parameters(), grouped.parameters(), strict=True):
-                own.copy_(stacked[place])
+        for place, expert in enumerate(experts):
+            for parameter, stacked in zip(expert.parameters(), grouped.parameters(), strict=True):
+                parameter.copy_(stacked[place])
     return experts
 
 
 def run(experts, x, counts, probs):
     """Concatenate the results of an ``MLP`` per expert."""
     parts = [None] * len(counts) if probs is None else probs.split(counts)
-    outputs = (one(rows, part) for one, rows, part in zip(experts, x.split(counts), parts, strict=True))
+    outputs = (expert(rows, part) for expert, rows, part in zip(experts, x.split(counts), parts, strict=True))
     return torch.cat([y if bias is None else y + bias for y, bias in outputs])
 
 
-def gradients(y, d, grouped, *others):
+def gradients(y, d, grouped, *extra_inputs):
     """Gradients of a grouped MLP's parameters, or of its experts', stacked."""
     if isinstance(grouped, GroupedMLP):
-        return torch.autograd.grad(y, [*others, *grouped.parameters()], d)
-    wanted = [list(one.parameters()) for one in grouped]
-    found = torch.autograd.grad(y, [*others, *itertools.chain(*wanted)], d)
-    rest = iter(found[len(others) :])
-    of_experts = [[next(rest) for _ in one] for one in wanted]
-    return (*found[: len(others)], *map(torch.stack, zip(*of_experts, strict=True)))
+        return torch.autograd.grad(y, [*extra_inputs, *grouped.parameters()], d)
+    parameters = [list(expert.parameters()) for expert in grouped]
+    grads = torch.autograd.grad(y, [*extra_inputs, *itertools.chain(*parameters)], d)
+    remaining = iter(grads[len(extra_inputs) :])
+    of_experts = [[next(remaining) for _ in expert] for expert in parameters]
+    return (*grads[: len(extra_inputs)], *map(torch.stack, zip(*of_experts, strict=True)))
 
 
 def inputs(counts, dtype=torch.float64, scaled=True, seed=1):
@@ -81,30 +81,32 @@ COUNTS = [[2, 0, 3], [0, 5, 0], [4, 1, 2], [0, 0, 0], [1, 0, 0]]
 @pytest.mark.covering(every=5)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("counts", [*COUNTS, [7]], ids=str)
-def test_is_as_many_mlps(counts: list[int], dtype: torch.dtype) -> None:
-    """float64 expert by expert, float32 by grouped products."""
+def test_grouped_mlp_equals_an_mlp_per_expert(counts: list[int], dtype: torch.dtype) -> None:
+    """float64 runs expert by expert, float32 as grouped GEMMs."""
     close = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else {"atol": 2e-5, "rtol": 2e-5}
     for gated, bias, scaled, memory, as_tensor in itertools.product(
         (False, True), (False, True), (False, True), LEVELS, (False, True)
     ):
-        given = config(gated_linear_unit=gated, add_bias_linear=bias, memory=memory, params_dtype=dtype)
-        grouped = build(given, len(counts))
+        mlp_config = config(gated_linear_unit=gated, add_bias_linear=bias, memory=memory, params_dtype=dtype)
+        grouped = build(mlp_config, len(counts))
         x, probs, d = inputs(counts, dtype, scaled)
-        others = [x] if probs is None else [x, probs]
+        extra_inputs = [x] if probs is None else [x, probs]
         y, none = grouped(x, torch.tensor(counts) if as_tensor else counts, probs)
         truth = run(alone := separate(grouped), x, counts, probs)
         assert none is None
         torch.testing.assert_close(y, truth, **close)
-        found, expected = gradients(y, d, grouped, *others), gradients(truth, d, alone, *others)
+        actual, expected = gradients(y, d, grouped, *extra_inputs), gradients(truth, d, alone, *extra_inputs)
         # Rounded gradients: h is rounded with its bias, or without it.
         rough = {"atol": 0.3, "rtol": 0.3} if memory == "fp8" else close
-        torch.testing.assert_close(found, expected, **rough)
+        torch.testing.assert_close(actual, expected, **rough)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loop", [False, True])
-def test_is_no_further_from_the_truth_than_as_many_mlps(dtype: torch.dtype, loop: bool, monkeypatch) -> None:
-    """Gradients of 700 rows, the bias's, too: indexing's own derivative would round it 700 times."""
+def test_low_precision_errors_are_within_twice_those_of_separate_mlps(
+    dtype: torch.dtype, loop: bool, monkeypatch
+) -> None:
+    """Also the bias gradient of 700 rows: the derivative of indexing would round it 700 times."""
     if loop:
         monkeypatch.setattr(_gemms, "_grouped", lambda *args: False)
     counts = [300, 0, 700]
@@ -115,22 +117,22 @@ def test_is_no_further_from_the_truth_than_as_many_mlps(dtype: torch.dtype, loop
     y64 = run(alone := separate(exact, params_dtype=torch.float64), x64, counts, probs64)
     truth = [y64, *gradients(y64, d.double(), alone, x64, probs64)]
     errors = []
-    for one in (grouped, separate(grouped)):
-        y = one(x, torch.tensor(counts), probs)[0] if one is grouped else run(one, x, counts, probs)
-        found = [y, *gradients(y, d, one, x, probs)]
-        assert [t.dtype for t in found] == [dtype, dtype, torch.float32, *[dtype] * 4]
-        errors.append([(a.double() - b).norm() / b.norm() for a, b in zip(found, truth, strict=True)])
-    for mine, theirs in zip(*errors, strict=True):
-        assert mine <= 2 * theirs  # h is rounded without its bias, and with it
+    for module in (grouped, separate(grouped)):
+        y = module(x, torch.tensor(counts), probs)[0] if module is grouped else run(module, x, counts, probs)
+        actual = [y, *gradients(y, d, module, x, probs)]
+        assert [t.dtype for t in actual] == [dtype, dtype, torch.float32, *[dtype] * 4]
+        errors.append([(a.double() - b).norm() / b.norm() for a, b in zip(actual, truth, strict=True)])
+    for grouped_error, separate_error in zip(*errors, strict=True):
+        assert grouped_error <= 2 * separate_error  # h is rounded without its bias, and with it
 
 
-def test_products_are_grouped_where_they_can_be(monkeypatch) -> None:
+def test_aligned_gemms_are_grouped(monkeypatch) -> None:
     calls = []
     product = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or product(*args, **kwargs))
-    for dtype, ffn, bias, wanted in (
+    for dtype, ffn, bias, expected_calls in (
         (torch.float32, 24, False, (2, 4)),
-        (torch.float32, 24, True, (2, 6)),  # and the biases' gradients
+        (torch.float32, 24, True, (2, 6)),  # two more for bias gradients
         (torch.bfloat16, 24, False, (2, 4)),
         (torch.float32, 22, False, (1, 2)),  # rows of 88 bytes, in the second
         (torch.float64, 24, True, (0, 0)),
@@ -140,12 +142,12 @@ def test_products_are_grouped_where_they_can_be(monkeypatch) -> None:
         y, _ = grouped(x, torch.tensor([2, 0, 3]), probs)
         forward = len(calls)
         y.sum().backward()
-        assert (forward, len(calls) - forward) == wanted
+        assert (forward, len(calls) - forward) == expected_calls
         calls.clear()
 
 
-def test_rows_may_lie_anyhow() -> None:
-    """Grouped products want rows at multiples of 16 bytes, and say so."""
+def test_rows_may_have_any_strides() -> None:
+    """``F.grouped_mm`` rejects rows that do not start at multiples of 16 bytes."""
     grouped = build(config(params_dtype=torch.float32))
     base = torch.randn(6, HIDDEN + 1)
     transposed = torch.randn(HIDDEN, 5).t()
@@ -179,7 +181,7 @@ def test_gradients_of_gradients() -> None:
         )
 
 
-def test_the_operators_are_what_they_say() -> None:
+def test_grouped_operators_pass_opcheck() -> None:
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
     for dtype in (torch.float32, torch.float64):
         x, g = (torch.randn(5, n, dtype=dtype, requires_grad=True) for n in (8, 4))
@@ -188,7 +190,7 @@ def test_the_operators_are_what_they_say() -> None:
         torch.library.opcheck(torch.ops.fused_nn.grouped_outer_mm, (g, x, ends))
 
 
-def test_the_host_does_not_wait() -> None:
+def test_host_does_not_read_values() -> None:
     """Fake tensors have no values that anything could wait for."""
     with FakeTensorMode():
         grouped = GroupedMLP(EXPERTS, config(params_dtype=torch.bfloat16))
@@ -204,17 +206,17 @@ def test_the_host_does_not_wait() -> None:
 @pytest.mark.parametrize("how", [*LEVELS, "fp8-rowwise", "aot_eager"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_that_no_expert_owns_are_zero(how: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the output and in the gradients, whatever the memory of a GEMM's result held; other rows do not change."""
+    """Uninitialized memory of a GEMM's result reaches neither output nor gradients; other rows do not change."""
     dtype = torch.bfloat16 if how == "fp8-rowwise" else torch.float32
-    given = config(memory=how if how in LEVELS else "free", add_bias_linear=bias, params_dtype=dtype)
-    given.hidden_size = given.moe_ffn_hidden_size = 32
-    grouped = build(given, gemm="fp8-rowwise" if how == "fp8-rowwise" else "bf16")
+    mlp_config = config(memory=how if how in LEVELS else "free", add_bias_linear=bias, params_dtype=dtype)
+    mlp_config.hidden_size = mlp_config.moe_ffn_hidden_size = 32
+    grouped = build(mlp_config, gemm="fp8-rowwise" if how == "fp8-rowwise" else "bf16")
     counts, owned = torch.tensor([4, 0, 6]), 10
     x = torch.randn(owned + 5, 32, dtype=dtype).requires_grad_()
     probs, d = torch.rand(owned + 5, dtype=dtype).requires_grad_(), torch.randn(owned + 5, 32, dtype=dtype)
     y, _ = grouped(x[:owned], counts, probs[:owned])
     expected = [y, *gradients(y, d[:owned], grouped, x, probs)]
-    monkeypatch.setattr(_gemms, "readable", lambda t: False)  # as on a GPU
+    monkeypatch.setattr(_gemms, "readable", lambda t: False)  # GPU tensors are not read
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
     torch.use_deterministic_algorithms(True)
     try:
@@ -231,7 +233,7 @@ def test_rows_that_no_expert_owns_are_zero(how: str, bias: bool, monkeypatch: py
 @pytest.mark.parametrize("memory", LEVELS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_level_keeps_what_it_says(memory: str, bias: bool, gated: bool) -> None:
+def test_memory_levels_save_the_documented_bytes(memory: str, bias: bool, gated: bool) -> None:
     counts = torch.tensor([4, 0, 6])
     grouped = build(config(memory=memory, gated_linear_unit=gated, add_bias_linear=bias, params_dtype=torch.float32))
     x, probs, d = inputs([4, 0, 6], torch.float32)
@@ -239,9 +241,9 @@ def test_a_level_keeps_what_it_says(memory: str, bias: bool, gated: bool) -> Non
     between = {"off": 4 * (wide + FFN), "free": 4 * wide, "fp8": wide + 4, "input": 0}[memory]
     with Ran() as ran:
         y, _ = grouped(x, counts, probs)
-        kept = ran.alive(x, probs, counts, y, *grouped.parameters())
+        saved_bytes = ran.alive(x, probs, counts, y, *grouped.parameters())
         y.backward(d)
-    assert kept == 10 * between + 4 * EXPERTS  # where each expert's rows end
+    assert saved_bytes == 10 * between + 4 * EXPERTS  # plus the end of each expert's rows
     del y
     with Ran() as ran, torch.no_grad():
         y, _ = grouped(x, counts, probs)
@@ -251,12 +253,12 @@ def test_a_level_keeps_what_it_says(memory: str, bias: bool, gated: bool) -> Non
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_backward_dw_is_bit_for_bit_what_backward_would_have_added(grouped: bool, dtype: torch.dtype) -> None:
-    """Of three batches in flight, whose gradients add up in order: the oldest's come first."""
+    """Three batches are in flight: ``backward_dw`` adds the oldest batch's gradients first."""
     batches = [[2, 0, 3], [0, 4, 1], [0, 0, 2]]
     for gated, frozen, scaled in itertools.product((False, True), (None, "linear_fc1", "linear_fc2"), (False, True)):
         flags = {"gated_linear_unit": gated, "params_dtype": dtype, "ffn_hidden_size": FFN}
         trio = [(build if grouped else build_dense)(config(**flags, delay_wgrad_compute=i == 1)) for i in range(3)]
-        found = []
+        input_grads = []
         for mlp, these in zip(trio, (batches, batches, batches[:1]), strict=True):
             if frozen:
                 getattr(mlp, frozen).weight.requires_grad_(False)
@@ -266,16 +268,18 @@ def test_backward_dw_is_bit_for_bit_what_backward_would_have_added(grouped: bool
             ]
             for y, (_, _, d) in zip(outputs, given_inputs, strict=True):
                 y.backward(d)
-            found.append([t.grad for x, p, _ in given_inputs for t in (x, p) if t is not None])
+            input_grads.append([t.grad for x, p, _ in given_inputs for t in (x, p) if t is not None])
         undelayed, delayed, oldest = trio
-        assert all(map(torch.equal, *found[:2]))
+        assert all(map(torch.equal, *input_grads[:2]))
         assert all(p.grad is None for p in delayed.parameters())
         seen = []
         for name in ("linear_fc1", "linear_fc2"):
             linear = getattr(delayed, name)
-            own = linear.backward_dw
-            linear.backward_dw = lambda own=own, name=name, seen=seen: seen.append(name) or own()
-        for done in range(len(batches) + 1):  # once more than there is something left
+            backward_dw = linear.backward_dw
+            linear.backward_dw = lambda backward_dw=backward_dw, name=name, seen=seen: (
+                seen.append(name) or backward_dw()
+            )
+        for done in range(len(batches) + 1):  # the last call has nothing left to add
             delayed.backward_dw()
             for p, q in zip(oldest.parameters(), delayed.parameters(), strict=True):
                 assert done or not q.requires_grad or torch.equal(p.grad, q.grad)
@@ -288,7 +292,7 @@ def test_backward_dw_is_bit_for_bit_what_backward_would_have_added(grouped: bool
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_autocast(delay: bool, grouped: bool) -> None:
-    """Products in bfloat16, gradients in the parameters' dtype."""
+    """GEMMs run in bfloat16; gradients have the parameters' dtype."""
     counts = [2, 0, 3]
     mlp = build(config(params_dtype=torch.float32, delay_wgrad_compute=delay))
     experts = separate(mlp)
@@ -297,8 +301,8 @@ def test_autocast(delay: bool, grouped: bool) -> None:
         y = mlp(x, counts, probs)[0] if grouped else run(experts, x, counts, probs)
     assert y.dtype == torch.bfloat16
     y.backward(d.bfloat16())
-    for one in [mlp] if grouped else experts:
-        one.backward_dw()
+    for module in [mlp] if grouped else experts:
+        module.backward_dw()
     truth = run(alone := separate(mlp, delay_wgrad_compute=False), x, counts, probs)
     torch.testing.assert_close(y.float(), truth, atol=0.05, rtol=0.05)
     expected = gradients(truth, d, alone, x, probs)
@@ -342,35 +346,35 @@ def test_probabilities_on_the_input(bias: bool) -> None:
     torch.testing.assert_close(grouped(x, counts)[0], run(alone, x, counts, None))
 
 
-def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
-    asked = {}
+def test_custom_linears_get_megatrons_arguments() -> None:
+    calls = {}
 
     class First(fnn.GroupedColumnParallelLinear):
         def __init__(self, *sizes, **arguments):
-            asked["fc1"] = sizes, set(arguments), arguments["skip_bias_add"]
+            calls["fc1"] = sizes, set(arguments), arguments["skip_bias_add"]
             super().__init__(*sizes, **arguments)
 
     class Second(nn.Module):
-        """Somebody else's: expert by expert."""
+        """A user's linear, with one GEMM per expert."""
 
         def __init__(self, *sizes, **arguments):
             super().__init__()
-            asked["fc2"] = sizes, set(arguments), arguments["skip_bias_add"]
+            calls["fc2"] = sizes, set(arguments), arguments["skip_bias_add"]
             self.own = fnn.GroupedRowParallelLinear(*sizes, **arguments)
 
         def forward(self, x, tokens_per_expert):
-            asked["counts"] = tokens_per_expert
+            calls["counts"] = tokens_per_expert
             parts = [F.linear(a, w) for a, w in zip(x.split(tokens_per_expert), self.own.weight, strict=True)]
             return torch.cat(parts), self.own.bias
 
     grouped = build(config(), submodules=GroupedMLPSubmodules(First, Second))
     common = {"config", "init_method", "bias", "skip_bias_add", "is_expert", "tp_comm_buffer_name", "tp_group"}
-    assert asked["fc1"] == ((EXPERTS, HIDDEN, 2 * FFN), common | {"ep_group", "stride"}, False)
-    assert asked["fc2"] == ((EXPERTS, FFN, HIDDEN), common | {"ep_group"}, True)
+    assert calls["fc1"] == ((EXPERTS, HIDDEN, 2 * FFN), common | {"ep_group", "stride"}, False)
+    assert calls["fc2"] == ((EXPERTS, FFN, HIDDEN), common | {"ep_group"}, True)
     counts = [2, 0, 3]
     x, probs, _ = inputs(counts)
     y, _ = grouped(x, counts, probs)
-    assert asked["counts"] is counts
+    assert calls["counts"] is counts
     with torch.no_grad():
         torch.testing.assert_close(y, run(separate(grouped), x, counts, probs))
 
@@ -387,11 +391,11 @@ def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
         ({"activation_func": 3}, TypeError, "activation_func"),
     ],
 )
-def test_the_constructor_refuses(flags: dict, error: type, words: str) -> None:
+def test_constructor_rejects_incompatible_flags(flags: dict, error: type, words: str) -> None:
     raises(error, words, GroupedMLP, EXPERTS, config(**flags))
 
 
-def test_arguments_in_each_others_places_are_refused() -> None:
+def test_swapped_arguments_are_rejected() -> None:
     raises(TypeError, "config=8 is not accepted: it must be an MLPConfig", GroupedMLP, config(), 8)
     raises(TypeError, "submodules=8 is not accepted", GroupedMLP, 2, config(), 8)
     words = "num_local_experts=0 is not accepted: it must be an integer from 1 on"
@@ -409,21 +413,21 @@ def test_arguments_in_each_others_places_are_refused() -> None:
         ({"moe_combine_bwd_dtype": "mxfp8"}, True),
     ],
 )
-def test_another_precision_is_refused(flags: dict, grouped_alone: bool) -> None:
+def test_megatrons_precision_flags_are_rejected(flags: dict, grouped_alone: bool) -> None:
     (name,) = flags
-    given = SimpleNamespace(**vars(config(ffn_hidden_size=FFN)), **flags)
-    raises(ValueError, f"{name}=.* is not accepted", GroupedMLP, EXPERTS, given)
+    mlp_config = SimpleNamespace(**vars(config(ffn_hidden_size=FFN)), **flags)
+    raises(ValueError, f"{name}=.* is not accepted", GroupedMLP, EXPERTS, mlp_config)
     if grouped_alone:
-        MLP(given)
+        MLP(mlp_config)
     else:
-        raises(ValueError, f"{name}=.* is not accepted", MLP, given)
+        raises(ValueError, f"{name}=.* is not accepted", MLP, mlp_config)
     GroupedMLP(EXPERTS, SimpleNamespace(**vars(config()), fp8=None, moe_dispatch_fwd_dtype="bf16", fp4=False))
 
 
 def test_experts_reject_interleaved_gate_and_up() -> None:
-    given = SimpleNamespace(**vars(config(ffn_hidden_size=FFN)), moe_mlp_glu_interleave_size=4)
-    MLP(given)  # dense MLPs ignore the flag, as in Megatron
-    for build_experts in (lambda: GroupedMLP(EXPERTS, given), lambda: MLP(given, is_expert=True)):
+    mlp_config = SimpleNamespace(**vars(config(ffn_hidden_size=FFN)), moe_mlp_glu_interleave_size=4)
+    MLP(mlp_config)  # dense MLPs ignore the flag, as in Megatron
+    for build_experts in (lambda: GroupedMLP(EXPERTS, mlp_config), lambda: MLP(mlp_config, is_expert=True)):
         raises(ValueError, "moe_mlp_glu_interleave_size=4 is not accepted", build_experts)
     raises(ValueError, r"MLPSubmodules\.activation_func", MLP, config(use_te_activation_func=True), fnn.MLPSubmodules())
 
@@ -447,7 +451,7 @@ def test_experts_reject_interleaved_gate_and_up() -> None:
         (([1.0], [1, 0, 0]), TypeError, "permuted_local_hidden_states of type list is not accepted"),
     ],
 )
-def test_a_call_refuses(arguments: tuple, error: type, words: str) -> None:
+def test_call_rejects_wrong_shapes_and_dtypes(arguments: tuple, error: type, words: str) -> None:
     raises(error, words, GroupedMLP(EXPERTS, config()), *arguments)
 
 
@@ -458,53 +462,53 @@ def group_of(size, rank):
 @pytest.mark.parametrize("init", [None, lambda t: nn.init.normal_(t, std=0.02)])
 def test_sizes_and_where_experts_start(init) -> None:
     """Ranks of an ep_group start, with the same seed, with the experts that one process would start with."""
-    given = config(moe_latent_size=8, params_dtype=None, init_method=init, output_layer_init_method=init)
+    mlp_config = config(moe_latent_size=8, params_dtype=None, init_method=init, output_layer_init_method=init)
 
     def started(*args, **kwargs):
         torch.manual_seed(0)
         return GroupedMLP(*args, **kwargs)
 
-    whole = started(4, given)
-    shapes = [tuple(p.shape) for p in whole.parameters()]
+    all_experts = started(4, mlp_config)
+    shapes = [tuple(p.shape) for p in all_experts.parameters()]
     assert shapes == [(4, 2 * FFN, 8), (4, 2 * FFN), (4, 8, FFN), (4, 8)]
-    assert "experts=4 of 4" in repr(whole)
+    assert "experts=4 of 4" in repr(all_experts)
     for rank in range(2):
-        own = started(2, given, ep_group=group_of(2, rank))
-        for p, q in zip(own.parameters(), whole.parameters(), strict=True):
+        local_experts = started(2, mlp_config, ep_group=group_of(2, rank))
+        for p, q in zip(local_experts.parameters(), all_experts.parameters(), strict=True):
             assert torch.equal(p, q[2 * rank : 2 * rank + 2])
     # As nn.Linear, or as init_method, of one expert's weight.
     torch.manual_seed(0)
-    one = nn.Linear(8, 2 * FFN)
+    first_expert = nn.Linear(8, 2 * FFN)
     if init is not None:
         torch.manual_seed(0)
-        init(one.weight)
-        assert not whole.linear_fc1.bias.any()
-    assert torch.equal(whole.linear_fc1.weight[0], one.weight)
+        init(first_expert.weight)
+        assert not all_experts.linear_fc1.bias.any()
+    assert torch.equal(all_experts.linear_fc1.weight[0], first_expert.weight)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_checkpoints_are_as_many_mlps(gated: bool) -> None:
-    """The same keys, whole shapes and boxes."""
-    given = config(gated_linear_unit=gated)
-    grouped = build(given, 2, ep_group=group_of(3, 1))  # experts 2 and 3 of 6
-    for offsets, apart in itertools.product(((), ((0, 5, 7),)), (False, True)):
-        metadata = {"singleton_local_shards": apart}
+def test_checkpoint_equals_that_of_an_mlp_per_expert(gated: bool) -> None:
+    """Keys, shapes and boxes are the same."""
+    mlp_config = config(gated_linear_unit=gated)
+    grouped = build(mlp_config, 2, ep_group=group_of(3, 1))  # experts 2 and 3 of 6
+    for offsets, separate_keys in itertools.product(((), ((0, 5, 7),)), (False, True)):
+        metadata = {"singleton_local_shards": separate_keys}
         state = grouped.sharded_state_dict("mlp.", offsets, metadata)
-        found = {
+        boxes = {
             (key, tuple(place[: len(offsets)]), place[len(offsets)] + i, *place[len(offsets) + 1 :]): part
             for key, t in state.items()
             for place, box in t._boxes()
             for i, part in enumerate(box.squeeze(0) if offsets else box)
         }
         for expert, mlp in zip((2, 3), separate(grouped), strict=True):
-            own = mlp.sharded_state_dict("mlp.", (*offsets, (len(offsets), expert, 6)), metadata)
-            assert {key: t.shape for key, t in own.items()} == {key: t.shape for key, t in state.items()}
-            for key, t in own.items():
+            expert_state = mlp.sharded_state_dict("mlp.", (*offsets, (len(offsets), expert, 6)), metadata)
+            assert {key: t.shape for key, t in expert_state.items()} == {key: t.shape for key, t in state.items()}
+            for key, t in expert_state.items():
                 for place, box in t._boxes():
                     n = len(offsets)
-                    mine = found.pop((key, tuple(place[:n]), *place[n:]))
+                    mine = boxes.pop((key, tuple(place[:n]), *place[n:]))
                     assert torch.equal(mine, box.reshape(mine.shape))
-        assert not found
+        assert not boxes
 
 
 # ---- permute ---------------------------------------------------------------------------------------------------------
@@ -519,7 +523,7 @@ def test_permute_and_unpermute(tokens: int, k: int, experts: int) -> None:
     expected = sorted((e, t, j) for t, row in enumerate(chosen.tolist()) for j, e in enumerate(row))
     assert torch.equal(rows, x[[t for _, t, _ in expected]])
     assert torch.equal(row_probs, probs[[t for _, t, _ in expected], [j for *_, j in expected]])
-    assert counts.tolist() == [sum(e == one for e, *_ in expected) for one in range(experts)]
+    assert counts.tolist() == [sum(e == expert for e, *_ in expected) for expert in range(experts)]
     assert counts.dtype == torch.int64 and order.shape == (tokens, k)
     for i, (_, t, j) in enumerate(expected):
         assert order[t, j] == i
@@ -528,11 +532,11 @@ def test_permute_and_unpermute(tokens: int, k: int, experts: int) -> None:
     torch.testing.assert_close(weighted, x * probs.sum(1, keepdim=True))
     assert permute(x, chosen.int(), None, experts).probs is None
 
-    def both(x, probs):
+    def round_trip(x, probs):
         rows, _, row_probs, order = permute(x, chosen, probs, experts)
         return unpermute(rows.square() * row_probs[:, None], order)
 
-    assert torch.autograd.gradcheck(both, (x, probs)) and torch.autograd.gradgradcheck(both, (x, probs))
+    assert torch.autograd.gradcheck(round_trip, (x, probs)) and torch.autograd.gradgradcheck(round_trip, (x, probs))
 
 
 @pytest.mark.parametrize(
@@ -549,7 +553,7 @@ def test_permute_and_unpermute(tokens: int, k: int, experts: int) -> None:
         (lambda x, e, p: unpermute(x, e[:, 0]), ValueError, r"order of shape \(5,\)"),
     ],
 )
-def test_permute_refuses(call, error: type, words: str) -> None:
+def test_permute_rejects_wrong_shapes_and_dtypes(call, error: type, words: str) -> None:
     chosen = torch.tensor([[0, 3]] * 5)
     raises(error, words, call, torch.zeros(5, 3), chosen, torch.ones(5, 2))
 
@@ -557,10 +561,10 @@ def test_permute_refuses(call, error: type, words: str) -> None:
 class MoE(nn.Module):
     """The example of docs/modules.md."""
 
-    def __init__(self, given, experts, k):
+    def __init__(self, mlp_config, experts, k):
         super().__init__()
-        self.router = nn.Linear(given.hidden_size, experts, bias=False, dtype=given.params_dtype)
-        self.experts, self.num_experts, self.k = GroupedMLP(experts, given), experts, k
+        self.router = nn.Linear(mlp_config.hidden_size, experts, bias=False, dtype=mlp_config.params_dtype)
+        self.experts, self.num_experts, self.k = GroupedMLP(experts, mlp_config), experts, k
 
     def forward(self, x):
         probs, experts = self.router(x).softmax(-1).topk(self.k)
@@ -570,21 +574,21 @@ class MoE(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_is_mixtrals_experts(dtype: torch.dtype) -> None:
+def test_results_equal_mixtrals_experts(dtype: torch.dtype) -> None:
     """The block of transformers, with the same tensors for weights."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    theirs = MixtralConfig(
+    mixtral_config = MixtralConfig(
         hidden_size=HIDDEN, intermediate_size=FFN, num_local_experts=4, num_experts_per_tok=2,
         router_jitter_noise=0.0, experts_implementation="eager",
     )  # fmt: skip
-    block = MixtralSparseMoeBlock(theirs).to(dtype)
+    block = MixtralSparseMoeBlock(mixtral_config).to(dtype)
     with torch.no_grad():
         for p in block.parameters():
             p.normal_(std=0.2)
-    ours = GroupedMLP(4, config(params_dtype=dtype, add_bias_linear=False))
-    ours.load_state_dict(
+    grouped = GroupedMLP(4, config(params_dtype=dtype, add_bias_linear=False))
+    grouped.load_state_dict(
         {"linear_fc1.weight": block.experts.gate_up_proj, "linear_fc2.weight": block.experts.down_proj}
     )
     x = torch.randn(2, 9, HIDDEN, dtype=dtype, requires_grad=True)
@@ -594,17 +598,17 @@ def test_is_mixtrals_experts(dtype: torch.dtype) -> None:
     tokens = x.flatten(0, 1)
     _, probs, experts = block.gate(tokens)
     rows, tokens_per_expert, row_probs, order = permute(tokens, experts, probs, 4)
-    mine = unpermute(ours(rows, tokens_per_expert, row_probs)[0], order).view_as(x)
+    mine = unpermute(grouped(rows, tokens_per_expert, row_probs)[0], order).view_as(x)
     parameters = {
         "gate.weight": block.gate.weight,
-        "experts.gate_up_proj": ours.linear_fc1.weight,
-        "experts.down_proj": ours.linear_fc2.weight,
+        "experts.gate_up_proj": grouped.linear_fc1.weight,
+        "experts.down_proj": grouped.linear_fc2.weight,
     }
-    found = torch.autograd.grad(mine, [x, *(parameters[name] for name, _ in block.named_parameters())], d)
+    actual = torch.autograd.grad(mine, [x, *(parameters[name] for name, _ in block.named_parameters())], d)
     close = {"atol": 1e-6, "rtol": 1e-6}  # transformers' router computes in float32
     close = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else close
     torch.testing.assert_close(mine, y, **close)
-    torch.testing.assert_close(found, expected, **close if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-5})
+    torch.testing.assert_close(actual, expected, **close if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-5})
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
@@ -632,17 +636,17 @@ def layer(dtype, **flags):
 @pytest.mark.covering(every=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_is_one_graph(dtype: torch.dtype, bias: bool) -> None:
-    """Whatever goes where, and with gradients that are expanded."""
+def test_layer_compiles_to_one_graph(dtype: torch.dtype, bias: bool) -> None:
+    """The graph serves every routing, and expanded gradients."""
     moe, x = layer(dtype, add_bias_linear=bias)
     fn = compare(moe, x, "aot_eager")
-    other = (-x.detach()).requires_grad_()  # other tokens for other experts, in the same graph
+    other = (-x.detach()).requires_grad_()  # another routing uses the same graph
     with torch._dynamo.config.patch(error_on_recompile=True):
         torch.testing.assert_close(fn(other), moe(other), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.codegen_is_slow
-def test_compiled_experts_are_fused_and_keep_what_the_policy_says() -> None:
+def test_compiled_experts_are_fused_and_save_only_h() -> None:
     def own_silu(x):
         return x * torch.sigmoid(x)
 
@@ -650,29 +654,29 @@ def test_compiled_experts_are_fused_and_keep_what_the_policy_says() -> None:
     x, _, d = inputs([4, 0, 6], torch.bfloat16)
     counts = torch.tensor([4, 0, 6])
     fn = torch.compile(lambda x, counts: grouped(x, counts)[0], fullgraph=True, backend="fused")
-    kept = []
+    saved_shapes = []
     with (
         tfo.record() as report,
-        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved_shapes.append(tuple(t.shape)) or t, lambda t: t),
     ):
         y = fn(x, counts)
-    found = gradients(y, d, grouped, x)
+    actual_grads = gradients(y, d, grouped, x)
     assert [site.op for site in report.sites] == ["fused::bias_glu"]
-    assert (10, 2 * FFN) in kept and (10, FFN) not in kept
+    assert (10, 2 * FFN) in saved_shapes and (10, FFN) not in saved_shapes
     eager, _ = grouped(x, counts)
-    torch.testing.assert_close((y, *found), (eager, *gradients(eager, d, grouped, x)), atol=0.05, rtol=0.05)
+    torch.testing.assert_close((y, *actual_grads), (eager, *gradients(eager, d, grouped, x)), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.slow
-def test_a_layer_on_paper_for_a_gpu() -> None:
-    """Six grouped products, nothing that the host waits for, and what is kept is h and small things."""
+def test_layer_compiled_for_a_gpu_does_not_synchronize() -> None:
+    """The graph has six grouped GEMMs and no host synchronization, and saves little more than h."""
     pytest.importorskip("triton")
     from torch_fused_ops import virtual_gpu
 
     with torch.device("meta"):
-        given = config(params_dtype=torch.bfloat16, add_bias_linear=False, moe_ffn_hidden_size=2048)
-        given.hidden_size = 1024
-        moe, x = MoE(given, 8, 2), torch.empty(4096, 1024, dtype=torch.bfloat16, requires_grad=True)
+        mlp_config = config(params_dtype=torch.bfloat16, add_bias_linear=False, moe_ffn_hidden_size=2048)
+        mlp_config.hidden_size = 1024
+        moe, x = MoE(mlp_config, 8, 2), torch.empty(4096, 1024, dtype=torch.bfloat16, requires_grad=True)
     with tfo.enabled():
         paper = virtual_gpu.compile_on_paper(moe, x, gpu=virtual_gpu.H200)
     graphs = (paper.forward, paper.backward)
