@@ -1,4 +1,4 @@
-"""Checks that run in several processes, which talk by gloo on the CPU: many checks to a start, which takes seconds.
+"""Run checks in several processes that communicate through gloo on the CPU. A start takes seconds, so it runs many.
 
 A test file lists its checks, functions of (rank, ranks, folder), in groups; ``main`` runs a group in one process, and
 ``in_processes`` starts the processes of a group and waits for them.
@@ -17,7 +17,7 @@ Check = Callable[[int, int, Path], None]
 
 
 def in_processes(file: str, group: str, ranks: int, folder: Path, seconds: float = 240) -> None:
-    """Run the checks of a group of a test file in so many processes."""
+    """Run a test file's group of checks in several processes."""
     command = [sys.executable, "-W", "ignore", file, group, str(ranks), str(folder)]
     path = os.pathsep.join([*map(str, Path(file).parents[1:3]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -35,7 +35,7 @@ def in_processes(file: str, group: str, ranks: int, folder: Path, seconds: float
 
 
 def main(groups: Mapping[str, Sequence[Check]]) -> None:
-    """This process's share of what ``in_processes`` asks for."""
+    """Run a group of checks in this process, which ``in_processes`` started."""
     import torch
     import torch.distributed as dist
 
@@ -63,4 +63,4 @@ def main(groups: Mapping[str, Sequence[Check]]) -> None:
     if not failed:
         dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(failed)  # without waiting for processes that a failed check has left waiting for this one
+    os._exit(failed)  # without waiting for processes that wait for this process after a failed check

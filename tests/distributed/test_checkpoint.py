@@ -1,4 +1,4 @@
-"""Checkpoints of ``nn.MLP``: saved by n processes, loaded by m, bit for bit; or refused, and nothing changed."""
+"""Checkpoints of ``nn.MLP``: n processes save and m load them, bit for bit; a rejected load changes nothing."""
 
 import itertools
 from pathlib import Path
@@ -34,90 +34,93 @@ def optimizer_of(mlp, lr=1e-2):
 
 
 def truth_of(mlp, ranks):
-    """Whole parameters and their optimizer's state: numbers that depend on names alone."""
+    """Return unsharded parameters and optimizer state: numbers that depend only on names."""
     truth = {}
-    for name, p, part in parts(mlp):
-        whole = [n * ranks if axis == part.axis else n for axis, n in enumerate(p.shape)]
-        for i, what in enumerate(("", "exp_avg", "exp_avg_sq")):
-            truth[name, what] = tokens(*whole, seed=100 * len(name) + i, dtype=p.dtype)
+    for name, p, spec in parts(mlp):
+        shape = [n * ranks if axis == spec.axis else n for axis, n in enumerate(p.shape)]
+        for i, kind in enumerate(("", "exp_avg", "exp_avg_sq")):
+            truth[name, kind] = tokens(*shape, seed=100 * len(name) + i, dtype=p.dtype)
     return truth
 
 
 def stepped(mlp, truth, rank, ranks):
-    """An optimizer whose state is, and a model that is, this rank's part of the truth."""
+    """Copy this rank's shards of the truth to the model, and return an optimizer with its state."""
     optimizer = optimizer_of(mlp)
-    for name, p, part in parts(mlp):
-        own = {what: cut(t, part, rank, ranks).clone() for (n, what), t in truth.items() if n == name}
+    for name, p, spec in parts(mlp):
+        tensors = {kind: cut(t, spec, rank, ranks).clone() for (n, kind), t in truth.items() if n == name}
         with torch.no_grad():
-            p.copy_(own.pop(""))
-        optimizer.state[p] = {"step": torch.tensor(3.0), **own}
+            p.copy_(tensors.pop(""))
+        optimizer.state[p] = {"step": torch.tensor(3.0), **tensors}
     return optimizer
 
 
 def is_truth(mlp, optimizer, truth, rank, ranks):
-    for name, p, part in parts(mlp):
-        assert torch.equal(local(p), cut(truth[name, ""], part, rank, ranks)), name
+    for name, p, spec in parts(mlp):
+        assert torch.equal(local(p), cut(truth[name, ""], spec, rank, ranks)), name
         if optimizer is not None:
             state = optimizer.state[p]
             assert state["step"] == 3
-            for what in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(local(state[what]), cut(truth[name, what], part, rank, ranks)), (name, what)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(local(state[kind]), cut(truth[name, kind], spec, rank, ranks)), (name, kind)
 
 
 def matrix(rank, ranks, folder):
-    """Saved by n, loaded by m."""
+    """n processes save, m processes load."""
     groups = {n: dist.new_group(range(n)) for n in (1, 2, 4) if n <= ranks}
-    for gated, apart, dtype in (
+    for gated, separate_keys, dtype in (
         (False, False, torch.float32),
         (True, False, torch.float64),
         (True, True, torch.float32),
         (True, False, torch.bfloat16),
     ):
-        given, metadata = config(gated_linear_unit=gated, params_dtype=dtype), {"singleton_local_shards": apart}
+        mlp_config, metadata = (
+            config(gated_linear_unit=gated, params_dtype=dtype),
+            {"singleton_local_shards": separate_keys},
+        )
         for n, m in itertools.product(groups, repeat=2):
-            where = folder / f"{gated}{apart}{dtype}{n}{m}"
+            checkpoint = folder / f"{gated}{separate_keys}{dtype}{n}{m}"
             if rank < n:
-                mlp = build(given, groups[n], seed=5)
+                mlp = build(mlp_config, groups[n], seed=5)
                 optimizer = stepped(mlp, truth_of(mlp, n), rank, n)
-                distributed.save(where, mlp, optimizer, metadata=metadata, process_group=groups[n])
+                distributed.save(checkpoint, mlp, optimizer, metadata=metadata, process_group=groups[n])
             dist.barrier()
             if rank < m:
-                mlp = build(given, groups[m], seed=6)
+                mlp = build(mlp_config, groups[m], seed=6)
                 truth = truth_of(mlp, m)
                 optimizer = optimizer_of(mlp, lr=5.0)
-                distributed.load(where, mlp, optimizer, metadata=metadata, process_group=groups[m])
+                distributed.load(checkpoint, mlp, optimizer, metadata=metadata, process_group=groups[m])
                 is_truth(mlp, optimizer, truth, rank, m)
                 assert optimizer.param_groups[0]["lr"] == 1e-2
             dist.barrier()
-            if rank == 0 and not apart:
-                plain(where, folder / "plain.pt", truth)
+            if rank == 0 and not separate_keys:
+                plain(checkpoint, folder / "plain.pt", truth)
 
 
 def plain(where, file, truth):
-    """A checkpoint as torch.load reads it: one process's state dict."""
+    """Assert that torch.load reads the checkpoint as one process's state dict."""
     dcp_to_torch_save(where, file)
     state = torch.load(file, weights_only=False)
-    assert set(state["model"]) == {name for name, what in truth if not what}
+    assert set(state["model"]) == {name for name, kind in truth if not kind}
     for name, t in state["model"].items():
         assert torch.equal(t, truth[name, ""])
 
 
 def mismatched(rank, ranks, folder):
-    """Each rank hears of it, by key, and keeps what it has."""
-    where = folder / "whole"
+    """Every rank raises an error with the key, and its parameters do not change."""
+    checkpoint = folder / "whole"
     mlp = build(config(), dist.group.WORLD)
     optimizer = stepped(mlp, truth_of(mlp, ranks), rank, ranks)
-    distributed.save(where, mlp, optimizer)
+    distributed.save(checkpoint, mlp, optimizer)
     dist.barrier()
     wider = build(config(gated_linear_unit=False), dist.group.WORLD)
     for key, other in (("linear_fc1.weight", wider), ("more.weight", nn.ModuleDict({"more": nn.Linear(2, 2)}))):
         before = [p.clone() for p in other.parameters()]
-        raises(CheckpointException, key.replace(".", r"\."), distributed.load, where, other)
+        raises(CheckpointException, key.replace(".", r"\."), distributed.load, checkpoint, other)
         assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
 
 
 def stacked_layers(rank, ranks, folder):
-    """Each process saves a layer of the stack, and loads another process's."""
+    """Each process saves a layer of the stack, and loads the layer of another process."""
 
     def stacked(module, layer):
         return module.sharded_state_dict("layers.", ((0, layer, ranks),))
@@ -139,11 +142,11 @@ GROUPS = {"two": [matrix, mismatched, stacked_layers], "four": [matrix, mismatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "ranks"), [("two", 2), ("four", 4)])
-def test_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
+def test_checks_pass_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
     in_processes(__file__, group, ranks, tmp_path)
 
 
-def test_one_process_writes_the_same_keys_and_layout(tmp_path: Path) -> None:
+def test_single_process_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
     mlp = nn.Sequential(build(config(params_dtype=torch.float32)), nn.Linear(2, 2))
     distributed.save(tmp_path / "a", mlp)
     other = nn.Sequential(build(config(params_dtype=torch.float32), seed=1), nn.Linear(2, 2))
@@ -176,7 +179,7 @@ def of_linears(seed: int = 0) -> nn.Module:
 
 
 def inside(wrap):
-    """The wrapper around a part of the model."""
+    """Return the model with a wrapper around a part of it."""
     model = of_linears()
     model[1] = wrap(model[1])
     return model
@@ -236,12 +239,12 @@ def test_optimizer_state_of_unknown_parts_is_refused(tmp_path: Path) -> None:
 
 
 def test_factory_places_gate_and_up() -> None:
-    """The second of two ranks: gate rows behind the first's gate rows, up rows behind all gate rows."""
-    whole = torch.arange(8.0).view(8, 1)
-    part = torch.cat([whole[2:4], whole[6:8]])
-    layout = ShardedTensor.of_parameter("w", part).sharding
+    """On the second of two ranks, gate rows follow the first rank's gate rows, and up rows follow all gate rows."""
+    tensor = torch.arange(8.0).view(8, 1)
+    shard = torch.cat([tensor[2:4], tensor[6:8]])
+    layout = ShardedTensor.of_parameter("w", shard).sharding
     layout = replace(layout, shape=torch.Size((8, 1)), runs=(layout.runs[0]._replace(place=4),))
-    packed = ShardedTensor("w", part, layout)
+    packed = ShardedTensor("w", shard, layout)
     (sharded,) = apply_swiglu_sharded_factory(packed, ()).values()
     assert [(tuple(place), box.flatten().tolist()) for place, box in sharded._boxes()] == [
         ((2, 0), [2.0, 3.0]),

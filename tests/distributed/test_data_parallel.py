@@ -1,4 +1,4 @@
-"""Models that are compiled with pick-up and trained by several processes: DistributedDataParallel, FSDP2."""
+"""Fused models in several processes: DistributedDataParallel and FSDP2 train them like one process."""
 
 import contextlib
 from pathlib import Path
@@ -35,7 +35,7 @@ def data(step, batch):
 
 
 def train(model, parameters, ranks, rank, no_sync):
-    """STEPS steps of BATCHES micro-batches each; gradients are reduced behind the last one alone."""
+    """Run STEPS steps of BATCHES micro-batches; gradients are reduced only after the last micro-batch."""
     optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)  # AdamW's quotients blow rounding up
     for step in range(STEPS):
         for batch in range(BATCHES):
@@ -48,7 +48,7 @@ def train(model, parameters, ranks, rank, no_sync):
 
 
 def truth():
-    """The same in one process, eagerly."""
+    """Train the model in one process, eagerly."""
     model = net()
     train(model, model.parameters(), 1, 0, contextlib.nullcontext)
     return model
@@ -59,9 +59,9 @@ def whole(parameter):
 
 
 def assert_trained_alike(model, expected):
-    found = dict(model.named_parameters())
+    actual = dict(model.named_parameters())
     for name, p in expected.named_parameters():
-        mine = next(q for n, q in found.items() if n.replace("_orig_mod.", "").removeprefix("module.") == name)
+        mine = next(q for n, q in actual.items() if n.replace("_orig_mod.", "").removeprefix("module.") == name)
         torch.testing.assert_close(whole(mine.detach()), p.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -70,7 +70,7 @@ def fused(report):
 
 
 def ddp(rank, ranks, folder, optimize_too=(True,), options=None):
-    """Split between buckets by Dynamo's DDPOptimizer."""
+    """Dynamo's DDPOptimizer splits the model between buckets."""
     expected = truth()
     for optimize in optimize_too:
         torch._dynamo.reset()
@@ -79,19 +79,19 @@ def ddp(rank, ranks, folder, optimize_too=(True,), options=None):
         with torch._dynamo.config.patch(optimize_ddp=optimize), tfo.record() as report:
             train(compiled, model.parameters(), ranks, rank, model.no_sync)
         assert report.graphs > 1 if optimize else report.graphs == 1, (optimize, report.graphs)
-        # A cut between buckets may lie inside an MLP, which then is none to any backend (test_composition.py).
+        # If buckets split an MLP, no backend can recognize it (test_composition.py).
         assert 0 < fused(report) <= BLOCKS if optimize else fused(report) == BLOCKS, (optimize, str(report))
         assert {site.tiles for site in report.sites} == {2 if options is TILED else 0}, str(report)
         assert_trained_alike(model, expected)
 
 
 def ddp_whole(rank, ranks, folder):
-    """Not split."""
+    """The model is not split."""
     ddp(rank, ranks, folder, (False,))
 
 
 def ddp_of_compiled(rank, ranks, folder):
-    """DistributedDataParallel around a compiled module."""
+    """DistributedDataParallel wraps a compiled module."""
     expected = truth()
     torch._dynamo.reset()
     model = DistributedDataParallel(torch.compile(net(), backend="fused"))
@@ -102,7 +102,7 @@ def ddp_of_compiled(rank, ranks, folder):
 
 
 def fsdp(rank, ranks, folder, ways=("blocks",), options=None):
-    """Each block compiled and then sharded, as torchtitan does."""
+    """Each block is compiled and then sharded, as in torchtitan."""
     expected, mesh = truth(), init_device_mesh("cpu", (ranks,))
     for way in ways:
         torch._dynamo.reset()
@@ -128,12 +128,12 @@ def fsdp(rank, ranks, folder, ways=("blocks",), options=None):
 
 
 def fsdp_whole(rank, ranks, folder):
-    """The sharded model compiled."""
+    """The sharded model is compiled."""
     fsdp(rank, ranks, folder, ("whole",))
 
 
 def modules(rank, ranks, folder):
-    """nn.FusedMLP, and what replace_mlps compiles, under DistributedDataParallel and FSDP2."""
+    """nn.FusedMLP and modules compiled by replace_mlps, under DistributedDataParallel and FSDP2."""
     expected, mesh = truth(), init_device_mesh("cpu", (ranks,))
     for sharded in (False, True):
         model = net()
@@ -147,19 +147,19 @@ def modules(rank, ranks, folder):
         assert len(report.replaced) == BLOCKS and all(site.op for site in report.sites), str(report)
     for memory in ("free", "input"):
         model = nn.Sequential(*(fnn.FusedMLP(WIDTH, FFN, memory=memory) for _ in range(2)))
-        one = nn.Sequential(*(fnn.FusedMLP(WIDTH, FFN, memory=memory) for _ in range(2)))
-        one.load_state_dict(expected_state := {k: torch.full_like(v, 0.01) for k, v in one.state_dict().items()})
+        alone = nn.Sequential(*(fnn.FusedMLP(WIDTH, FFN, memory=memory) for _ in range(2)))
+        alone.load_state_dict(expected_state := {k: torch.full_like(v, 0.01) for k, v in alone.state_dict().items()})
         model.load_state_dict(expected_state)
         for mlp in model:
             fully_shard(mlp, mesh=mesh)
         fully_shard(model, mesh=mesh)
         train(model, model.parameters(), ranks, rank, contextlib.nullcontext)
-        train(one, one.parameters(), 1, 0, contextlib.nullcontext)
-        assert_trained_alike(model, one)
+        train(alone, alone.parameters(), 1, 0, contextlib.nullcontext)
+        assert_trained_alike(model, alone)
 
 
 def in_tiles(rank, ranks, folder):
-    """MLPs in tiles: a parameter has one gradient a step, so each is reduced once."""
+    """A tiled MLP computes each parameter's gradient once per step, so it is reduced once."""
     ddp(rank, ranks, folder, (False,), TILED)
     fsdp(rank, ranks, folder, options=TILED)
 
@@ -174,7 +174,7 @@ GROUPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", list(GROUPS))
-def test_in_two_processes(group: str, tmp_path: Path) -> None:
+def test_checks_pass_in_two_processes(group: str, tmp_path: Path) -> None:
     in_processes(__file__, group, 2, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The operators on DTensors: two gloo processes on the CPU, in which every function of ``GROUPS`` runs."""
+"""The operators on DTensors: every function of ``GROUPS`` runs in two gloo processes on the CPU."""
 
 import copy
 from pathlib import Path
@@ -35,11 +35,11 @@ def leaf(mesh, t, placements):
 
 def numbers(*shape):
     g = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=g).abs() + 1  # no zeros but those of the mask
+    return torch.randn(shape, generator=g).abs() + 1  # only the mask makes zeros
 
 
 def fronts(mesh, rank):
-    """functional.bias_dropout_add: masks differ between shards and agree between replicas; gradients are right."""
+    """functional.bias_dropout_add: masks differ between shards, replicas have the same mask."""
     cases = {
         "rows": ([Shard(0)], [Shard(0)]),
         "columns": ([Shard(1)], [Shard(1)]),
@@ -54,21 +54,21 @@ def fronts(mesh, rank):
             torch.manual_seed(5)
             y = functional.bias_dropout_add(x, b, r, P)
             assert y.shape == (8, 12) and y.placements[0] == (Shard(1) if name == "last" else places[0]), name
-            whole = y.full_tensor()
-            kept = (whole - r.full_tensor()).abs() > 1e-3
-            both = x.full_tensor() + (b.full_tensor() if b is not None else 0)
-            torch.testing.assert_close(whole, r.full_tensor() + both * kept * 2)
-            assert 0.2 < kept.float().mean() < 0.8
-            halves = kept.chunk(2, 0 if name in ("rows", "residual elsewhere") else 1)
+            full_y = y.full_tensor()
+            is_kept = (full_y - r.full_tensor()).abs() > 1e-3
+            biased = x.full_tensor() + (b.full_tensor() if b is not None else 0)
+            torch.testing.assert_close(full_y, r.full_tensor() + biased * is_kept * 2)
+            assert 0.2 < is_kept.float().mean() < 0.8
+            halves = is_kept.chunk(2, 0 if name in ("rows", "residual elsewhere") else 1)
             if name != "replicas":
                 assert not torch.equal(*halves), "a mask is repeated"
-            # Replicas hold the same, whatever the rank.
-            torch.testing.assert_close(y.to_local() if name == "replicas" else whole, whole)
+            # Replicas are equal on all ranks.
+            torch.testing.assert_close(y.to_local() if name == "replicas" else full_y, full_y)
             g = numbers(8, 12)
             for grad_places in ([Shard(0)], [Replicate()], [Shard(1)]):
                 tensors = [x, r] if b is None else [x, r, b]
                 got = torch.autograd.grad(y, tensors, leaf(mesh, g, grad_places).detach(), retain_graph=True)
-                expected = [g * kept * 2, g, (g * kept * 2).sum(0)]
+                expected = [g * is_kept * 2, g, (g * is_kept * 2).sum(0)]
                 for d, e, t in zip(got, expected, tensors, strict=False):
                     assert d.shape == t.shape
                     torch.testing.assert_close(d.full_tensor(), e)
@@ -81,11 +81,11 @@ def fronts(mesh, rank):
 
 
 def rules(mesh, rank):
-    """The operator itself on DTensors: every rank's own shard, with the seed that it was given."""
+    """The operator on DTensors drops from each rank's shard with that rank's seed."""
     fused = torch.ops.fused
     seed = torch.tensor([99])
-    own = functional.shard_seed(seed, rank)
-    for places, s in (([Shard(0)], own), ([Shard(1)], own), ([Replicate()], seed)):
+    own_seed = functional.shard_seed(seed, rank)
+    for places, s in (([Shard(0)], own_seed), ([Shard(1)], own_seed), ([Replicate()], seed)):
         x, r, b = (
             leaf(mesh, numbers(8, 12), places),
             leaf(mesh, numbers(8, 12), places),
@@ -98,22 +98,24 @@ def rules(mesh, rank):
         assert torch.equal(y.to_local(), local)
         g = leaf(mesh, numbers(8, 12), places).detach()
         d_x, d_b, d_r = torch.autograd.grad(y, (x, b, r), g)
-        kept = fused.dropout_add(torch.ones_like(x.to_local()), None, None, s, P)
-        assert torch.equal(d_x.to_local(), g.to_local() * kept) and torch.equal(d_r.full_tensor(), g.full_tensor())
+        scaled_mask = fused.dropout_add(torch.ones_like(x.to_local()), None, None, s, P)
+        assert torch.equal(d_x.to_local(), g.to_local() * scaled_mask) and torch.equal(
+            d_r.full_tensor(), g.full_tensor()
+        )
         gathered = d_x.full_tensor()
         torch.testing.assert_close(d_b.full_tensor(), gathered.sum(0))
         if places[0].is_shard():
             mask = (gathered != 0).chunk(2, places[0].dim)
             assert not torch.equal(*mask)
     x = leaf(mesh, numbers(2, 4, 6), [Shard(1)])
-    key = DTensor.from_local(own, mesh, [Replicate()], run_check=False)
+    key = DTensor.from_local(own_seed, mesh, [Replicate()], run_check=False)
     assert fused.dropout_add(x, None, None, key, P).placements == (Shard(1),)
     bare = fused.dropout_add(leaf(mesh, numbers(2, 4), [Shard(0)]), None, None, key, 0.0)
     assert torch.equal(bare.full_tensor(), numbers(2, 4))
 
 
 def compiled(mesh, rank):
-    """The front under torch.compile: the same guarantees."""
+    """functional.bias_dropout_add has the same guarantees under torch.compile."""
 
     def step(x, b, r):
         return functional.bias_dropout_add(x, b, r, P)
@@ -126,11 +128,11 @@ def compiled(mesh, rank):
         )  # fmt: skip
         torch.manual_seed(5)
         y = fn(x, b, r)
-        kept = (y.full_tensor() - r.full_tensor()).abs() > 1e-3
-        assert torch.equal(*kept.chunk(2)) is False
+        is_kept = (y.full_tensor() - r.full_tensor()).abs() > 1e-3
+        assert torch.equal(*is_kept.chunk(2)) is False
         d_x, d_b = torch.autograd.grad(y.sum(), (x, b))
-        torch.testing.assert_close(d_x.full_tensor(), kept * 2.0)
-        torch.testing.assert_close(d_b.full_tensor(), (kept * 2.0).sum(0))
+        torch.testing.assert_close(d_x.full_tensor(), is_kept * 2.0)
+        torch.testing.assert_close(d_b.full_tensor(), (is_kept * 2.0).sum(0))
 
 
 def placed(mesh, tensors, placements):
@@ -138,11 +140,11 @@ def placed(mesh, tensors, placements):
 
 
 def counted(expected, fn, *args):
-    """fn's result, having used so many collectives, by name."""
+    """Return fn's result, and assert its collectives by name."""
     with CommDebugMode() as comm:
         result = fn(*args)
-    found = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
-    assert found == expected, (found, expected)
+    actual = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
+    assert actual == expected, (actual, expected)
     return result
 
 
@@ -155,61 +157,63 @@ def same(got, truth):
 
 
 def activations(mesh, rank):
-    """The activation family: any axis shards, without any communication; what cannot be is brought together."""
-    fused, whole = torch.ops.fused, Replicate()
+    """Activations shard along any axis without communication; other placements are gathered."""
+    fused, replicated = torch.ops.fused, Replicate()
     t, n = 4, 8
     x, scale, g = torch.randn(2, t, n), torch.randn(2, t), torch.randn(2, t, n)
     packed, bias = torch.randn(2, t, 2 * n), torch.randn(n)
     packed_bias = torch.randn(2 * n)
-    for one in (x, scale, g, packed, bias, packed_bias):
-        torch.distributed.broadcast(one, 0)
+    for tensor in (x, scale, g, packed, bias, packed_bias):
+        torch.distributed.broadcast(tensor, 0)
     rows, tokens, last = Shard(0), Shard(1), Shard(2)
     calls = {
-        "bias_act": ((x, bias, scale), ("gelu_tanh",), (last, Shard(0), whole)),
-        "glu": ((x, g, scale), ("silu", 1.0, 7.0), (last, last, whole)),
-        "bias_glu": ((packed, packed_bias, scale), ("silu", "interleaved"), (last, Shard(0), whole)),
+        "bias_act": ((x, bias, scale), ("gelu_tanh",), (last, Shard(0), replicated)),
+        "glu": ((x, g, scale), ("silu", 1.0, 7.0), (last, last, replicated)),
+        "bias_glu": ((packed, packed_bias, scale), ("silu", "interleaved"), (last, Shard(0), replicated)),
         "halves": ((packed, packed_bias, scale), ("silu",), None),
     }
     for name, (tensors, scalars, columns) in calls.items():
-        vector = whole if name != "glu" else None
-        layouts = [[p, vector or p, p] for p in (rows, tokens)] + [[whole] * 3] + ([list(columns)] if columns else [])
+        vector = replicated if name != "glu" else None
+        layouts = (
+            [[p, vector or p, p] for p in (rows, tokens)] + [[replicated] * 3] + ([list(columns)] if columns else [])
+        )
         for fp8 in (False, True):
             plain_op = getattr(fused, name.replace("halves", "bias_glu"))
-            op = (lambda first, *rest, op=plain_op: op(fused.keep_fp8(first), *rest)) if fp8 else plain_op
-            plain = [one.clone().requires_grad_() for one in tensors]
+            op = (lambda first, *other_args, op=plain_op: op(fused.keep_fp8(first), *other_args)) if fp8 else plain_op
+            plain = [tensor.clone().requires_grad_() for tensor in tensors]
             truth = op(*plain, *scalars)
             truths = torch.autograd.grad(truth, plain, g)
             for layout in layouts:
                 sharded = placed(mesh, tensors, layout)
                 d = leaf(mesh, g, [layout[0]]).detach()
-                # Of rows in parts, float8's scales are put together; the rows are not.
+                # If rows are sharded, only the scales for float8 are reduced, not the rows.
                 scales = {"all_reduce": 2 if name == "glu" else 1} if fp8 and layout[0] == last else {}
                 y = counted(scales, op, *sharded, *scalars)
                 assert y.placements == (layout[0],)
                 grads = counted({}, torch.autograd.grad, y, sharded, d)
                 same(y, truth)
-                for one, expected, place in zip(grads, truths, layout, strict=True):
-                    sums = place == whole and layout[0] != whole
-                    assert one.placements[0] == (Partial() if sums else place), (name, layout, one.placements)
-                    same(one, expected)
-    # Optional tensors left out, and gradients that nobody wants.
+                for tensor, expected, place in zip(grads, truths, layout, strict=True):
+                    sums = place == replicated and layout[0] != replicated
+                    assert tensor.placements[0] == (Partial() if sums else place), (name, layout, tensor.placements)
+                    same(tensor, expected)
+    # Optional tensors are None, and some gradients are not requested.
     for op, scalars in ((fused.bias_act, ("relu",)), (fused.bias_act, ("silu",)), (fused.bias_glu, ("silu", "halves"))):
         data = leaf(mesh, packed, [tokens])
         (d,) = torch.autograd.grad(op(data, None, None, *scalars).sum(), data)
         plain = packed.clone().requires_grad_()
         same(d, torch.autograd.grad(op(plain, None, None, *scalars).sum(), plain)[0])
-        v = leaf(mesh, packed_bias, [whole])
+        v = leaf(mesh, packed_bias, [replicated])
         (d,) = torch.autograd.grad(op(data.detach(), v, None, *scalars).sum(), v)
         plain = packed_bias.clone().requires_grad_()
         same(d, torch.autograd.grad(op(packed, plain, None, *scalars).sum(), plain)[0])
-    # Halves do not lie side by side in a shard of the last axis: brought together, whatever was computed before.
+    # A shard of the last axis does not contain matching halves, so packed halves are gathered.
     data, gather = leaf(mesh, packed, [last]), {"all_gather_into_tensor": 1}
     y = counted({}, fused.bias_glu, data, None, None, "silu", "interleaved")
     same(y, fused.bias_glu(packed, None, None, "silu", "interleaved"))
     for layout in ("halves", "swapped"):
         y = counted(gather, fused.bias_glu, data, None, None, "silu", layout)
         same(y, fused.bias_glu(packed, None, None, "silu", layout))
-    # A pair is not torn apart either: 6 columns are 3 pairs, which two ranks cannot share evenly.
+    # Pairs are not split: two ranks cannot divide 6 columns, 3 pairs, evenly.
     odd = packed[..., :6].contiguous()
     y = counted(gather, fused.bias_glu, leaf(mesh, odd, [last]), None, None, "silu", "interleaved")
     same(y, fused.bias_glu(odd, None, None, "silu", "interleaved"))
@@ -217,12 +221,12 @@ def activations(mesh, rank):
     part = DTensor.from_local(x / 2, mesh, [Partial()], run_check=False)
     reduced = {"reduce_scatter_tensor": 1}
     same(counted(reduced, fused.bias_act, part, None, None, "silu"), fused.bias_act(x, None, None, "silu"))
-    # A linear whose packed weight is sharded half by half hands its result on as it is.
-    tokens, rows = leaf(mesh, x[..., :6].contiguous(), [whole]), torch.arange(2.0 * n * 6).view(2 * n, 6).sin()
+    # The result of a linear whose weight is sharded half by half needs no communication.
+    tokens, rows = leaf(mesh, x[..., :6].contiguous(), [replicated]), torch.arange(2.0 * n * 6).view(2 * n, 6).sin()
     try:
         weight = leaf(mesh, rows, [_StridedShard(0, split_factor=2)])
         h = torch.nn.functional.linear(tokens, weight)
-    except ValueError:  # torch 2.11 knows such shards of FSDP's alone
+    except ValueError:  # torch 2.11 supports such shards only from FSDP
         return
     y = counted({}, fused.bias_glu, h, None, None, "silu")
     assert y.placements == (last,)
@@ -234,22 +238,22 @@ def activations(mesh, rank):
 
 def softmax(mesh, rank):
     """fused::scaled_masked_softmax: batch and heads shard, queries where their place means nothing, keys never."""
-    op, whole = torch.ops.fused.scaled_masked_softmax, Replicate()
+    op, replicated = torch.ops.fused.scaled_masked_softmax, Replicate()
     g = torch.Generator().manual_seed(1)
     x, d = torch.randn(2, 4, 6, 8, generator=g), torch.randn(2, 4, 6, 8, generator=g)
     sink = torch.randn(4, generator=g)
     wide, narrow = torch.rand(2, 1, 6, 8, generator=g) < 0.3, torch.rand(6, 8, generator=g) < 0.3
     masks = {"wide": wide, "narrow": narrow, "none": None}
-    where = {  # of x: of the sink, of each mask
-        Shard(0): (whole, Shard(0), whole),
-        Shard(1): (Shard(0), whole, whole),
-        Shard(2): (whole, Shard(2), Shard(0)),
+    where = {  # placement of x: placements of the sink and of each mask
+        Shard(0): (replicated, Shard(0), replicated),
+        Shard(1): (Shard(0), replicated, replicated),
+        Shard(2): (replicated, Shard(2), Shard(0)),
     }
     for axis, (of_sink, of_wide, of_narrow) in where.items():
         for name, mask in masks.items():
             for scalars in ((0.5,), (0.5, True), (0.5, False, 2, 0)):
                 gathers = {"all_gather_into_tensor": 1} if axis == Shard(2) and len(scalars) > 1 else None
-                of_mask = whole if gathers else of_wide if name == "wide" else of_narrow
+                of_mask = replicated if gathers else of_wide if name == "wide" else of_narrow
                 sharded = [leaf(mesh, x, [axis]), leaf(mesh, sink, [of_sink])]
                 m = None
                 if mask is not None:
@@ -286,16 +290,16 @@ def compiled_activations(mesh, rank):
 
 
 def nearly(got, truth):
-    """In float8 a sum's order may move what is rounded next, of few elements."""
+    """Compare norms: in float8, the order of a sum may change how a few elements are rounded."""
     assert (full(got) - truth).norm() <= 1e-6 * truth.norm()
 
 
 def float8_layers(mesh, rank):
-    """A column and a row of linear layers in float8: what one process computes, without communication but the sums'."""
+    """Columnwise and rowwise float8 linears compute one process's results; only sums communicate."""
     linear = torch.ops.fused.linear_fp8
     x, first, bias, _ = tensors = [torch.randn(s) for s in ((4, 24, 256), (512, 256), (512,), (256, 512))]
-    for one in tensors:
-        torch.distributed.broadcast(one, 0)
+    for tensor in tensors:
+        torch.distributed.broadcast(tensor, 0)
     columns, row = [Replicate(), Shard(0), Shard(0)], Shard(1)
 
     def layers(recipe, x, first, bias, second):
@@ -306,9 +310,9 @@ def float8_layers(mesh, rank):
             with pytest.raises(ValueError, match=r"it must be fp8 or .* or mxfp8-wgrad-bf16 for DTensors"):
                 linear(*placed(mesh, tensors[:3], columns), None, recipe)
             continue
-        whole = [t.clone().requires_grad_() for t in tensors]
-        truth = layers(recipe, *whole)
-        truths = torch.autograd.grad(truth.square().sum(), whole)
+        full_tensors = [t.clone().requires_grad_() for t in tensors]
+        truth = layers(recipe, *full_tensors)
+        truths = torch.autograd.grad(truth.square().sum(), full_tensors)
         sharded = placed(mesh, tensors, [*columns, row])
         y = counted({}, layers, recipe, *sharded)
         assert y.placements == (Partial(),)
@@ -326,7 +330,7 @@ def float8_layers(mesh, rank):
 
 
 def float8_tensor_parallel(mesh, rank):
-    """PyTorch's tensor parallelism under torch.compile with products in float8: the very same as in one process."""
+    """PyTorch's tensor parallelism with float8 GEMMs under torch.compile equals one process."""
 
     def step(model, x, recipe, memory):
         torch._dynamo.reset()
@@ -350,8 +354,8 @@ def float8_tensor_parallel(mesh, rank):
         parallel = parallelize_module(copy.deepcopy(alone), mesh, plan)
         y, site = step(parallel, x, recipe, memory)
         assert (site.gemm == "") == bool(said) and said in site.gemm_reason, site
-        wanted, _ = step(alone, x, "bf16" if said else recipe, memory)
-        nearly(y, wanted)
+        expected_y, _ = step(alone, x, "bf16" if said else recipe, memory)
+        nearly(y, expected_y)
         for got, expected in zip(parallel.parameters(), alone.parameters(), strict=True):
             nearly(got.grad, expected.grad)
 
@@ -373,12 +377,12 @@ def two_dimensions(rank, ranks, folder):
     # Rows that no rank has an equal share of.
     uneven = leaf(mesh, numbers(5, 8), [Shard(0), Shard(0)])
     (got,) = torch.autograd.grad(op(uneven, None, None, *scalars).sum(), uneven)
-    whole = numbers(5, 8).requires_grad_()
-    same(got, torch.autograd.grad(op(whole, None, None, *scalars).sum(), whole)[0])
+    unsharded = numbers(5, 8).requires_grad_()
+    same(got, torch.autograd.grad(op(unsharded, None, None, *scalars).sum(), unsharded)[0])
 
 
 def on_a_line(body):
-    """A check of what runs on a one-dimensional mesh of all processes."""
+    """Return a check that runs ``body`` on a one-dimensional mesh of all processes."""
 
     def check(rank, ranks, folder):
         torch.manual_seed(0)
@@ -399,21 +403,21 @@ GROUPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
-def test_in_two_processes(group: str, tmp_path: Path) -> None:
+def test_checks_pass_in_two_processes(group: str, tmp_path: Path) -> None:
     in_processes(__file__, group, 2, tmp_path)
 
 
 @pytest.mark.slow
 def test_rules_are_registered_with_dtensor_and_not_before() -> None:
     late = "import sys, torch_fused_ops; assert 'torch.distributed.tensor' not in sys.modules; "
-    found = (
+    program = (
         "import torch, torch_fused_ops, torch.distributed.tensor as dt; "
         "from torch_fused_ops.distributed import sharding; "
         "by = dt.DTensor._op_dispatcher; tables = [by._custom_op_handlers, by.sharding_propagator.op_to_schema_info]; "
         "assert all(any(getattr(torch.ops.fused, n).default in t for t in tables) for n in sharding.rules())"
     )
     for first in (late, "import torch.distributed.tensor; "):
-        python("-c", first + found)
+        python("-c", first + program)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tensor parallelism of ``nn.MLP``: the same numbers as in one process, and no communication but what must be."""
+"""Tensor parallelism of ``nn.MLP``: results equal one process, with the minimum of communication."""
 
 import copy
 import itertools
@@ -31,31 +31,31 @@ SUM, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_t
 
 
 def config(**flags):
-    given = {"activation_func": F.silu, "gated_linear_unit": True, "params_dtype": torch.float64, **flags}
-    return MLPConfig(HIDDEN, ffn_hidden_size=FFN, **given)
+    defaults = {"activation_func": F.silu, "gated_linear_unit": True, "params_dtype": torch.float64, **flags}
+    return MLPConfig(HIDDEN, ffn_hidden_size=FFN, **defaults)
 
 
-def build(given, tp_group=None, seed=0):
+def build(mlp_config, tp_group=None, seed=0):
     torch.manual_seed(seed)
-    return MLP(given, tp_group=tp_group)
+    return MLP(mlp_config, tp_group=tp_group)
 
 
 def tokens(*shape, seed=1, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def cut(t, part, rank, ranks):
-    """A rank's part of a whole parameter."""
-    if part.axis is None:
+def cut(t, spec, rank, ranks):
+    """Return a rank's shard of a parameter."""
+    if spec.axis is None:
         return t
-    axis = part.axis
-    return t.unflatten(axis, (part.groups, -1)).chunk(ranks, axis + 1)[rank].flatten(axis, axis + 1)
+    axis = spec.axis
+    return t.unflatten(axis, (spec.groups, -1)).chunk(ranks, axis + 1)[rank].flatten(axis, axis + 1)
 
 
 def parts(mlp):
     for name, parameter in mlp.named_parameters():
-        linear, own = name.split(".")[-2:]
-        yield name, parameter, getattr(mlp, linear).shard_specs[own]
+        linear, kind = name.split(".")[-2:]
+        yield name, parameter, getattr(mlp, linear).shard_specs[kind]
 
 
 def local(t):
@@ -63,7 +63,7 @@ def local(t):
 
 
 class Counted:
-    """The collectives since it was last asked, by name."""
+    """Count the collectives since the previous call, by name."""
 
     def __init__(self, comm):
         self.comm, self.before = comm, {}
@@ -79,50 +79,50 @@ class Counted:
 
 
 def flags(rank, ranks, folder):
-    """Every flag with every other: numbers, weights at the start, collectives."""
+    """Every combination of flags has the same results, initial weights and collectives."""
     switches = (False, True)
     for gated, bias, sequence, scaled, delay, memory in itertools.product(
         switches, switches, switches, switches, switches, ("off", "free", "fp8", "input")
     ):
-        given = config(
+        mlp_config = config(
             gated_linear_unit=gated, add_bias_linear=bias, sequence_parallel=sequence, delay_wgrad_compute=delay,
             memory=memory,
         )  # fmt: skip
-        one, mlp = build(given), build(given, dist.group.WORLD)
+        unsharded, mlp = build(mlp_config), build(mlp_config, dist.group.WORLD)
         x, d, scale = tokens(2 * ranks, 3, HIDDEN), tokens(2 * ranks, 3, HIDDEN, seed=2), tokens(2 * ranks, 3, seed=3)
-        found = []
+        results = []
         with CommDebugMode() as comm:
             counted = Counted(comm)
-            for module, shares in ((one, 1), (mlp, ranks if sequence else 1)):
-                own, s, g = (t.chunk(shares)[rank % shares].clone().requires_grad_() for t in (x, scale, d))
-                y = output(module, own, s if scaled else None)
+            for module, shares in ((unsharded, 1), (mlp, ranks if sequence else 1)):
+                x_shard, s, g = (t.chunk(shares)[rank % shares].clone().requires_grad_() for t in (x, scale, d))
+                y = output(module, x_shard, s if scaled else None)
                 counts = [counted()]
                 y.backward(g.detach())
                 counts.append(counted())
                 assert delay == any(p.grad is None for p in module.parameters())
                 module.backward_dw()
                 counts.append(counted())
-                found.append([y.detach(), own.grad, *([s.grad] if scaled else [])])
+                results.append([y.detach(), x_shard.grad, *([s.grad] if scaled else [])])
         small = {SUM: 1} if sequence and bias else {}  # the second bias's gradient
         expected = [{SUM: 1}, {SUM: 1 + scaled}, {}]
         if sequence:
             expected = [{GATHER: 1 + scaled, SCATTER: 1}, {GATHER: 1, SCATTER: 1 + scaled}, {}]
             expected[2 if delay else 1].update(small)
-        assert counts == expected, (counts, expected, given)
+        assert counts == expected, (counts, expected, mlp_config)
         close = {"atol": 1e-12, "rtol": 1e-12} if memory != "fp8" else {"atol": 1.0, "rtol": 0.3}
-        for got, truth in zip(found[1], found[0], strict=True):
+        for got, truth in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(got, truth.chunk(ranks)[rank] if sequence else truth, **close)
-        for (name, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
-            assert torch.equal(p, cut(whole, part, rank, ranks)), (name, given)
-            torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks), **close)
+        for (name, p, spec), unsharded_p in zip(parts(mlp), unsharded.parameters(), strict=True):
+            assert torch.equal(p, cut(unsharded_p, spec, rank, ranks)), (name, mlp_config)
+            torch.testing.assert_close(p.grad, cut(unsharded_p.grad, spec, rank, ranks), **close)
 
 
 def training(rank, ranks, folder):
-    """Ten steps of an optimizer are those of one process, to float64's last digits."""
+    """After ten optimizer steps, weights equal one process's, to float64's last digits."""
     for sequence in (False, True):
-        given = config(sequence_parallel=sequence)
-        one, mlp = build(given), build(given, dist.group.WORLD)
-        pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (one, mlp)]
+        mlp_config = config(sequence_parallel=sequence)
+        unsharded, mlp = build(mlp_config), build(mlp_config, dist.group.WORLD)
+        pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (unsharded, mlp)]
         for step in range(10):
             x, target = tokens(4, 3, HIDDEN, seed=step), tokens(4, 3, HIDDEN, seed=100 + step)
             for module, optimizer in pairs:
@@ -131,42 +131,42 @@ def training(rank, ranks, folder):
                 optimizer.zero_grad()
                 (output(module, a) - b).square().sum().backward()
                 optimizer.step()
-        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
-            torch.testing.assert_close(p, cut(whole, part, rank, ranks), atol=1e-11, rtol=1e-11)
+        for (_, p, spec), unsharded_p in zip(parts(mlp), unsharded.parameters(), strict=True):
+            torch.testing.assert_close(p, cut(unsharded_p, spec, rank, ranks), atol=1e-11, rtol=1e-11)
 
 
 def pytorch_styles(rank, ranks, folder):
     """``nn.FusedMLP`` with PyTorch's own styles: its parameters are DTensors, at every memory level."""
     mesh, x = init_device_mesh("cpu", (ranks,)), tokens(5, HIDDEN)
     for memory in ("off", "free", "fp8", "input"):
-        one = FusedMLP(HIDDEN, FFN, "silu", memory=memory, dtype=torch.float64)
+        unsharded = FusedMLP(HIDDEN, FFN, "silu", memory=memory, dtype=torch.float64)
         styles = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
-        mlp = parallelize_module(copy.deepcopy(one), mesh, styles)
-        for module in (mlp, one):
+        mlp = parallelize_module(copy.deepcopy(unsharded), mesh, styles)
+        for module in (mlp, unsharded):
             module(x).square().sum().backward()
         rough = {"atol": 1.0, "rtol": 0.3} if memory == "fp8" else {}
-        for p, whole in zip(mlp.parameters(), one.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), whole.grad, **rough)
+        for p, unsharded_p in zip(mlp.parameters(), unsharded.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), unsharded_p.grad, **rough)
 
 
 def odds(rank, ranks, folder):
-    """Seeds that differ, meta tensors, frozen weights, copies, micro-batches in flight, and what is refused."""
+    """Seeds that differ, meta tensors, frozen weights, copies, micro-batches in flight, and rejected arguments."""
     world, x = dist.group.WORLD, tokens(4, HIDDEN)
-    one = build(config())
+    unsharded = build(config())
     mlp = build(config(), world, seed=rank)
-    torch.testing.assert_close(output(mlp, x), output(one, x))  # rank 0's numbers, in each rank
-    torch.testing.assert_close(output(copy.deepcopy(mlp), x), output(one, x))
+    torch.testing.assert_close(output(mlp, x), output(unsharded, x))  # rank 0's numbers, in each rank
+    torch.testing.assert_close(output(copy.deepcopy(mlp), x), output(unsharded, x))
     with torch.device("meta"):
         mlp = MLP(config(), tp_group=world)
     mlp.to_empty(device="cpu")
     torch.manual_seed(0)
     mlp.linear_fc1.reset_parameters()
     mlp.linear_fc2.reset_parameters()
-    torch.testing.assert_close(output(mlp, x), output(one, x))
+    torch.testing.assert_close(output(mlp, x), output(unsharded, x))
     for delay in (False, True):
-        one, mlp = build(config(delay_wgrad_compute=delay)), build(config(delay_wgrad_compute=delay), world)
+        unsharded, mlp = build(config(delay_wgrad_compute=delay)), build(config(delay_wgrad_compute=delay), world)
         batches = [tokens(4, HIDDEN, seed=s) for s in range(3)]
-        for m in (one, mlp):
+        for m in (unsharded, mlp):
             m.linear_fc1.weight.requires_grad_(False)
             outputs = [output(m, batch) for batch in batches]
             for y in outputs:
@@ -174,21 +174,21 @@ def odds(rank, ranks, folder):
             for _ in batches:
                 m.backward_dw()
         assert mlp.linear_fc1.weight.grad is None
-        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
-            if whole.grad is not None:
-                torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks))
-    given = {"config": config(), "tp_group": world}
+        for (_, p, spec), unsharded_p in zip(parts(mlp), unsharded.parameters(), strict=True):
+            if unsharded_p.grad is not None:
+                torch.testing.assert_close(p.grad, cut(unsharded_p.grad, spec, rank, ranks))
+    arguments = {"config": config(), "tp_group": world}
     raises(ValueError, "ffn_hidden_size", MLP, config(), ffn_hidden_size=ranks + 1, tp_group=world)
-    raises(ValueError, "gather_output", ColumnParallelLinear, 8, 8, gather_output=True, **given)
-    raises(ValueError, "input_is_parallel", RowParallelLinear, 8, 8, input_is_parallel=False, **given)
-    raises(ValueError, "divide", RowParallelLinear, 2 * ranks + 1, 8, **given)
-    alone = ColumnParallelLinear(4, 2 * ranks, bias=True, **given)  # as a module of its own, bias and all
-    row = RowParallelLinear(2 * ranks, 4, **given)
-    assert alone(x[:, :4])[0].shape == (4, 2) and row(alone(x[:, :4])[0])[1] is None
+    raises(ValueError, "gather_output", ColumnParallelLinear, 8, 8, gather_output=True, **arguments)
+    raises(ValueError, "input_is_parallel", RowParallelLinear, 8, 8, input_is_parallel=False, **arguments)
+    raises(ValueError, "divide", RowParallelLinear, 2 * ranks + 1, 8, **arguments)
+    column = ColumnParallelLinear(4, 2 * ranks, bias=True, **arguments)  # a single linear adds its bias
+    row = RowParallelLinear(2 * ranks, 4, **arguments)
+    assert column(x[:, :4])[0].shape == (4, 2) and row(column(x[:, :4])[0])[1] is None
 
 
 def selective_checkpointing(rank, ranks, folder):
-    """A tensor that a policy saves is neither recomputed nor communicated again."""
+    """A tensor that a policy saves is not recomputed, so its collective does not run twice."""
 
     def policy(save):
         def choose(ctx, op, *args, **kwargs):
@@ -197,20 +197,20 @@ def selective_checkpointing(rank, ranks, folder):
 
         return lambda: create_selective_checkpoint_contexts(choose)
 
-    one, mlp, x = build(config()), build(config(), dist.group.WORLD), tokens(4, HIDDEN)
-    output(one, x).square().sum().backward()
+    unsharded, mlp, x = build(config()), build(config(), dist.group.WORLD), tokens(4, HIDDEN)
+    output(unsharded, x).square().sum().backward()
     for saves, reductions in ((("fused.", "c10d"), 1), (("fused.",), 2)):
         mlp.zero_grad()
         with CommDebugMode() as comm:
             y = checkpoint(lambda x: output(mlp, x), x, use_reentrant=False, context_fn=policy(saves))
             y.square().sum().backward()
         assert comm.get_total_counts() <= reductions
-        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks))
+        for (_, p, spec), unsharded_p in zip(parts(mlp), unsharded.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, cut(unsharded_p.grad, spec, rank, ranks))
 
 
 def on_paper(rank, ranks, folder):
-    """Saved bytes, collectives and GEMMs are those of the arithmetic."""
+    """Saved bytes, collectives and GEMMs equal ``mlp_figures``."""
 
     class Seen(Ran):
         def __init__(self):
@@ -229,24 +229,24 @@ def on_paper(rank, ranks, folder):
     for gated, memory, sequence, tp in itertools.product(
         (False, True), ("off", "free", "fp8", "input"), (False, True), {1, ranks}
     ):
-        given = config(
+        mlp_config = config(
             gated_linear_unit=gated, memory=memory, sequence_parallel=sequence, params_dtype=torch.float32,
             add_bias_linear=False,
         )  # fmt: skip
-        mlp = build(given, dist.group.WORLD if tp > 1 else None)
-        paper = mlp_figures(
+        mlp = build(mlp_config, dist.group.WORLD if tp > 1 else None)
+        figures = mlp_figures(
             HIDDEN, FFN, t, tp, gated=gated, memory=memory, sequence_parallel=sequence, dtype=torch.float32
         )
-        assert paper.weights == sum(p.nbytes for p in mlp.parameters())
+        assert figures.weights == sum(p.nbytes for p in mlp.parameters())
         shared = sequence and tp > 1
         x = tokens(t // tp if shared else t, HIDDEN, dtype=torch.float32).requires_grad_()
         with Seen() as seen:
             y, _ = mlp(x)
-            kept = seen.alive(x, y, *mlp.parameters()) + (0 if shared else x.nbytes)
+            saved = seen.alive(x, y, *mlp.parameters()) + (0 if shared else x.nbytes)
             y.sum().backward()
-        assert kept == paper.saved, (kept, paper, given)
-        assert seen.collectives == list(paper.collectives), (seen.collectives, paper, given)
-        assert sorted(map(sorted, seen.gemms)) == sorted(map(sorted, paper.gemms)), (seen.gemms, paper.gemms)
+        assert saved == figures.saved, (saved, figures, mlp_config)
+        assert seen.collectives == list(figures.collectives), (seen.collectives, figures, mlp_config)
+        assert sorted(map(sorted, seen.gemms)) == sorted(map(sorted, figures.gemms)), (seen.gemms, figures.gemms)
 
 
 def compiled(rank, ranks, folder, backend="fused"):
@@ -254,21 +254,21 @@ def compiled(rank, ranks, folder, backend="fused"):
     x = tokens(4 * ranks, HIDDEN)
     for sequence in (False, True):
         torch._dynamo.reset()
-        given = config(sequence_parallel=sequence)
-        one, mlp = build(given), build(given, dist.group.WORLD)
+        mlp_config = config(sequence_parallel=sequence)
+        unsharded, mlp = build(mlp_config), build(mlp_config, dist.group.WORLD)
         mine = x.chunk(ranks)[rank] if sequence else x
         fn = torch.compile(mlp, backend=backend, fullgraph=True)
         y = output(fn, mine)
         y.square().sum().backward()
-        truth = output(one, x)
+        truth = output(unsharded, x)
         truth.square().sum().backward()
         torch.testing.assert_close(y, truth.chunk(ranks)[rank] if sequence else truth)
-        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks))
+        for (_, p, spec), unsharded_p in zip(parts(mlp), unsharded.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, cut(unsharded_p.grad, spec, rank, ranks))
 
 
 def traced(rank, ranks, folder):
-    """The same without Inductor, whose first compilation takes 20 s."""
+    """Run ``compiled`` without Inductor, whose first compilation takes 20 s."""
     compiled(rank, ranks, folder, "aot_eager")
 
 
@@ -279,11 +279,11 @@ def data_parallel(rank, ranks, folder):
     place = tp.get_local_rank()
     x = tokens(8, 3, HIDDEN)
     mine = x.chunk(2)[dp.get_local_rank()]
-    one = build(config())
-    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+    unsharded = build(config())
+    optimizer = torch.optim.AdamW(unsharded.parameters(), lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()
-        output(one, x).square().mean().backward()
+        output(unsharded, x).square().mean().backward()
         optimizer.step()
     for sequence, way in itertools.product((False, True), ("ddp", "fsdp")):
         mlp = build(config(sequence_parallel=sequence), tp.get_group())
@@ -292,47 +292,47 @@ def data_parallel(rank, ranks, folder):
         else:
             wrapped = fully_shard(mlp, mesh=dp)
         # A loss that is a mean over the tokens of all ranks that share them.
-        own, weight = (mine.chunk(tp.size())[place], 1 / tp.size()) if sequence else (mine, 1.0)
-        again = torch.optim.AdamW(mlp.parameters(), lr=1e-2)
+        batch, weight = (mine.chunk(tp.size())[place], 1 / tp.size()) if sequence else (mine, 1.0)
+        optimizer_of_mlp = torch.optim.AdamW(mlp.parameters(), lr=1e-2)
         for _ in range(3):
-            again.zero_grad()
-            (output(wrapped, own).square().mean() * weight).backward()
-            again.step()
+            optimizer_of_mlp.zero_grad()
+            (output(wrapped, batch).square().mean() * weight).backward()
+            optimizer_of_mlp.step()
         if way == "ddp":
-            for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
-                torch.testing.assert_close(p, cut(whole, part, place, tp.size()))
-        where = folder / f"{way}{sequence}"
-        save(where, mlp, again)
+            for (_, p, spec), unsharded_p in zip(parts(mlp), unsharded.parameters(), strict=True):
+                torch.testing.assert_close(p, cut(unsharded_p, spec, place, tp.size()))
+        folder_of_way = folder / f"{way}{sequence}"
+        save(folder_of_way, mlp, optimizer_of_mlp)
         alone = build(config(), seed=7)
         of_alone = torch.optim.AdamW(alone.parameters(), lr=5e-2)
-        load(where, alone, of_alone)
-        for p, q in zip(alone.parameters(), one.parameters(), strict=True):
+        load(folder_of_way, alone, of_alone)
+        for p, q in zip(alone.parameters(), unsharded.parameters(), strict=True):
             torch.testing.assert_close(p, q)
-            for what, t in optimizer.state[q].items():
-                torch.testing.assert_close(of_alone.state[p][what], t)
+            for name, t in optimizer.state[q].items():
+                torch.testing.assert_close(of_alone.state[p][name], t)
         # And back, bit for bit.
         with torch.no_grad():
             before = [local(p).clone() for p in mlp.parameters()]
             for p in mlp.parameters():
                 local(p).zero_()
-        load(where, mlp, again)
+        load(folder_of_way, mlp, optimizer_of_mlp)
         assert all(map(torch.equal, map(local, mlp.parameters()), before))
 
 
 def wrapped(rank, ranks, folder):
-    """FSDP2 frees parameters after forward: a bias that is handed on to whom it does not wrap outlives that."""
+    """FSDP2 frees parameters after forward, but not a bias that is returned to a module outside."""
 
     mesh, x = init_device_mesh("cpu", (ranks,)), tokens(4, HIDDEN)
     for inside, memory in itertools.product((False, True), ("free", "fp8", "input")):
-        one, block = (Net(lambda s, x: output(s.mlp, x), mlp=build(config(memory=memory))) for _ in range(2))
+        unsharded, block = (Net(lambda s, x: output(s.mlp, x), mlp=build(config(memory=memory))) for _ in range(2))
         for module in [block.mlp.linear_fc1, block.mlp.linear_fc2] if inside else [block.mlp]:
             fully_shard(module, mesh=mesh)
         fully_shard(block, mesh=mesh)
-        for m in (one, block):
+        for m in (unsharded, block):
             y = m(x)
             y.square().sum().backward()
-        for p, whole in zip(block.parameters(), one.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), whole.grad)
+        for p, unsharded_p in zip(block.parameters(), unsharded.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), unsharded_p.grad)
 
 
 GROUPS = {
@@ -357,7 +357,7 @@ GROUPS = {
         pytest.param("compiled", 2, marks=pytest.mark.slow),
     ],
 )
-def test_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
+def test_checks_pass_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
     in_processes(__file__, group, ranks, tmp_path)
 
 

@@ -1,6 +1,6 @@
-"""Megatron core's GPT with our MLP and experts in the places of its own: outputs, gradients, marks, checkpoints and
-optimizers', either way; its DistributedOptimizer, and its pipeline. Runs where it is installed, with psutil, which it
-saves with; what of it needs a GPU is put out of the way (``on_cpus``).
+"""Megatron core's GPT with our MLP and experts instead of its own. The tests compare outputs, gradients, marks and
+checkpoints (of models and optimizers, in both directions), also with DistributedOptimizer and pipeline stages.
+They need megatron-core and psutil, which it saves with; ``on_cpus`` replaces code that needs a GPU.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 class OnCpus(TorchFunctionMode):
-    """What is made on ``"cuda"``, or sent there, stays on the CPU; a tensor's type is called as a GPU's is."""
+    """Without a GPU, create "cuda" tensors on the CPU, and give them the type names of GPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -45,7 +45,7 @@ class OnCpus(TorchFunctionMode):
 
 
 def with_steps(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Torch's Adam counts steps for each parameter; 0.16 loads one count for all, and does not find it in a state."""
+    """Add each parameter's step: torch's Adam has one per parameter, and 0.16 expects one for all."""
     group, place = self.model_param_group_index_map[model_param]
     state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
     state["step"] = state["step"].clone()
@@ -60,9 +60,9 @@ def on_cpus() -> None:
     warnings.simplefilter("ignore")
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda *_: None
-        torch.cuda.current_device = lambda: "cpu"  # of tensors that are made there
+        torch.cuda.current_device = lambda: "cpu"  # device of new tensors
     CudaRNGStatesTracker.fork = lambda self, *_: contextlib.nullcontext()
-    # What 0.16 lacks without TransformerEngine: a name that it asks for, and a way to load the state of torch's Adam.
+    # Without TransformerEngine, 0.16 lacks a name that it reads, and cannot load the state of torch's Adam.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if DistributedOptimizer._set_main_param_and_optimizer_states is not with_steps:
@@ -90,20 +90,20 @@ def setting(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -
     return config, ProcessGroupCollection.use_mpu_process_groups()
 
 
-def model(config: Any, groups: Any, ours: bool) -> Any:
-    """As a user puts ours into a layer's specification."""
+def model(config: Any, groups: Any, use_ours: bool) -> Any:
+    """Build a GPT; with ``use_ours``, its layer specification has our modules."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     mlp = spec.submodules.mlp
-    released = isinstance(mlp, ModuleSpec)  # up to 0.16 a ModuleSpec, later what builds one
-    if ours and config.num_moe_experts is None:
+    released = isinstance(mlp, ModuleSpec)  # up to 0.16 a ModuleSpec, later its builder
+    if use_ours and config.num_moe_experts is None:
         spec.submodules.mlp = ModuleSpec(module=fnn.MLP, params={"pg_collection": groups}) if released else fnn.MLP
-    elif ours:
-        where = mlp.submodules if released else mlp.keywords["submodules"]
-        where.experts = ModuleSpec(module=fnn.GroupedMLP) if released else fnn.GroupedMLP
+    elif use_ours:
+        moe_submodules = mlp.submodules if released else mlp.keywords["submodules"]
+        moe_submodules.experts = ModuleSpec(module=fnn.GroupedMLP) if released else fnn.GroupedMLP
     torch.manual_seed(3)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     sizes = {"vocab_size": 64, "max_sequence_length": 16}
@@ -111,7 +111,7 @@ def model(config: Any, groups: Any, ours: bool) -> Any:
 
 
 def losses_of(gpt: Any, seed: int = 0) -> Any:
-    """Of each token; on a stage that is not the last: what the next one reads."""
+    """Return each token's loss, or, on a stage that is not the last, the next stage's input."""
     ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
     mask = torch.triu(torch.ones(1, 1, 16, 16), 1).bool()
     return gpt(ids, torch.arange(16).expand(2, 16), mask, labels=ids)
@@ -128,86 +128,86 @@ def state_of(gpt: Any, optimizer: Any, metadata: dict[str, Any]) -> dict[str, An
     )
 
     state = gpt.sharded_state_dict(metadata=dict(metadata))
-    of_optimizer = optimizer.state_dict()
+    optimizer_state = optimizer.state_dict()
     ids = get_param_id_to_sharded_param_map(state, gpt.parameters())
-    optim_state_to_sharding_state(of_optimizer, ids, ("step",))
-    return {"model": gpt.sharded_state_dict(metadata=dict(metadata)), "optimizer": of_optimizer}
+    optim_state_to_sharding_state(optimizer_state, ids, ("step",))
+    return {"model": gpt.sharded_state_dict(metadata=dict(metadata)), "optimizer": optimizer_state}
 
 
 def shapes(folder: Path) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
-    return {key: one.global_shape for key, one in load_sharded_metadata(folder).items()}
+    return {key: tensor.global_shape for key, tensor in load_sharded_metadata(folder).items()}
 
 
-def made(rank: int, folder: Path) -> Path:
+def create(rank: int, folder: Path) -> Path:
     if rank == 0:
         folder.mkdir()
     dist.barrier()
     return folder
 
 
-def from_theirs(rank: int, at: Path, metadata: dict[str, Any], theirs: Any, ours: Any) -> None:
-    """Ours has what theirs has, by a checkpoint."""
+def load_from_reference(rank: int, folder: Path, metadata: dict[str, Any], reference: Any, fused: Any) -> None:
+    """Copy the reference's weights to our model through a checkpoint."""
     from megatron.core import dist_checkpointing
 
-    dist_checkpointing.save({"model": theirs.sharded_state_dict(metadata=dict(metadata))}, made(rank, at))
-    found = dist_checkpointing.load({"model": ours.sharded_state_dict(metadata=dict(metadata))}, at)
-    ours.load_state_dict(found["model"])
+    dist_checkpointing.save({"model": reference.sharded_state_dict(metadata=dict(metadata))}, create(rank, folder))
+    loaded = dist_checkpointing.load({"model": fused.sharded_state_dict(metadata=dict(metadata))}, folder)
+    fused.load_state_dict(loaded["model"])
 
 
 def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) -> None:
     from megatron.core import dist_checkpointing
 
-    theirs, ours = (model(config, groups, mine) for mine in (False, True))
+    reference, fused = (model(config, groups, use_ours) for use_ours in (False, True))
     kind = fnn.MLP if config.num_moe_experts is None else fnn.GroupedMLP
-    assert sum(isinstance(module, kind) for module in ours.modules()) == 2
+    assert sum(isinstance(module, kind) for module in fused.modules()) == 2
 
-    for apart in (False, True):
-        metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": apart}
-        optimizers = [torch.optim.Adam(gpt.parameters(), lr=1e-2) for gpt in (theirs, ours)]
-        # theirs → ours
-        from_theirs(rank, folder / f"theirs{apart}", metadata, theirs, ours)
+    for separate_keys in (False, True):
+        metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": separate_keys}
+        optimizers = [torch.optim.Adam(gpt.parameters(), lr=1e-2) for gpt in (reference, fused)]
+        # reference → fused
+        load_from_reference(rank, folder / f"theirs{separate_keys}", metadata, reference, fused)
 
-        losses = [loss_of(gpt) for gpt in (theirs, ours)]
+        losses = [loss_of(gpt) for gpt in (reference, fused)]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
         for loss, optimizer in zip(losses, optimizers, strict=True):
             optimizer.zero_grad()
             loss.backward()
-        mine = {name: p for name, p in ours.named_parameters()}
-        for name, p in theirs.named_parameters():
-            if name in mine:  # all but SequentialMLP's
-                torch.testing.assert_close(mine[name].grad, p.grad, rtol=1e-4, atol=1e-7, msg=name)
+        fused_parameters = {name: p for name, p in fused.named_parameters()}
+        for name, p in reference.named_parameters():
+            if name in fused_parameters:  # SequentialMLP names its parameters differently
+                torch.testing.assert_close(fused_parameters[name].grad, p.grad, rtol=1e-4, atol=1e-7, msg=name)
                 for mark in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
-                    assert getattr(mine[name], mark, None) == getattr(p, mark, None), (name, mark)
+                    assert getattr(fused_parameters[name], mark, None) == getattr(p, mark, None), (name, mark)
         for optimizer in optimizers:
             optimizer.step()
 
-        # ours → theirs, with the optimizer's state, and into a fresh one of ours
-        at = made(rank, folder / f"ours{apart}")
-        dist_checkpointing.save(state_of(ours, optimizers[1], metadata), at)
-        again = model(config, groups, True)
-        restored = torch.optim.Adam(again.parameters(), lr=1e-2)
-        loss_of(again).backward()
+        # fused → reference, and → a fresh fused model, with the optimizer's state
+        saved_to = create(rank, folder / f"ours{separate_keys}")
+        dist_checkpointing.save(state_of(fused, optimizers[1], metadata), saved_to)
+        fresh = model(config, groups, True)
+        restored = torch.optim.Adam(fresh.parameters(), lr=1e-2)
+        loss_of(fresh).backward()
         restored.step()
-        for gpt, optimizer in ((theirs, optimizers[0]), (again, restored)):
-            found = dist_checkpointing.load(state_of(gpt, optimizer, metadata), at)
-            gpt.load_state_dict(found["model"])
-            torch.testing.assert_close(loss_of(gpt), loss_of(ours), rtol=1e-6, atol=0)
+        for gpt, optimizer in ((reference, optimizers[0]), (fresh, restored)):
+            loaded = dist_checkpointing.load(state_of(gpt, optimizer, metadata), saved_to)
+            gpt.load_state_dict(loaded["model"])
+            torch.testing.assert_close(loss_of(gpt), loss_of(fused), rtol=1e-6, atol=0)
         saved = optimizers[1].state_dict()["state"]
-        for i, state in found["optimizer"]["state"].items():
+        for i, state in loaded["optimizer"]["state"].items():
             for name, value in state.items():
                 assert torch.equal(value, saved[i][name])
-        if apart is False:
-            dense = {key: shape for key, shape in shapes(at).items() if not key.startswith("optimizer.")}
-            assert dense == shapes(folder / f"theirs{apart}")
+        if separate_keys is False:
+            dense = {key: shape for key, shape in shapes(saved_to).items() if not key.startswith("optimizer.")}
+            assert dense == shapes(folder / f"theirs{separate_keys}")
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def saving(check: Any) -> Any:
-    """A check behind which the process is gone that Megatron has started to save with, and would leave behind."""
+    """Decorate a check: afterwards, end the process that Megatron started for saving and would leave behind."""
 
     @functools.wraps(check)
     def wrapped(*arguments: Any) -> None:
@@ -228,27 +228,27 @@ def saving(check: Any) -> Any:
 def dense(rank: int, ranks: int, folder: Path) -> None:
     for bias in (False, True):
         config, groups = setting(tp=ranks, add_bias_linear=bias)
-        trains_saves_and_loads(rank, made(rank, folder / f"dense{bias}"), config, groups)
+        trains_saves_and_loads(rank, create(rank, folder / f"dense{bias}"), config, groups)
 
 
 def keeps(rank: int, ranks: int, folder: Path) -> None:
-    """docs/integrations.md's row: in eager mode, Megatron's MLP unfused, its own fused activation, and ours."""
+    """The row of docs/integrations.md: in eager mode, Megatron's MLP unfused and fused, and our MLP."""
     import test_tools
 
-    found = []
-    for ours, fused in ((False, False), (False, True), (True, False)):
+    saved_bytes = []
+    for use_ours, fused in ((False, False), (False, True), (True, False)):
         config, groups = setting(add_bias_linear=False, bias_activation_fusion=fused)
-        gpt = model(config, groups, ours)
-        found.append(test_tools.kept(gpt, lambda gpt=gpt: loss_of(gpt).backward()))
-    theirs, theirs_fused, mine = (f"{nbytes / 1024:.1f}" for nbytes in found)
-    kept = test_tools.row("megatron-core")[2]
-    wanted = f"{theirs} → {mine}, in eager mode; its own fused activation: {theirs_fused}"
-    assert kept == wanted, f"the page has {kept!r}, and it is {wanted!r}"
+        gpt = model(config, groups, use_ours)
+        saved_bytes.append(test_tools.kept(gpt, lambda gpt=gpt: loss_of(gpt).backward()))
+    reference, reference_fused, fused_kib = (f"{nbytes / 1024:.1f}" for nbytes in saved_bytes)
+    actual = test_tools.row("megatron-core")[2]
+    expected = f"{reference} → {fused_kib}, in eager mode; its own fused activation: {reference_fused}"
+    assert actual == expected, f"the page has {actual!r}, and it is {expected!r}"
 
 
 @saving
 def experts(rank: int, ranks: int, folder: Path) -> None:
-    """All experts on each rank; half of them; half of each."""
+    """Each rank has all experts, half of the experts, or half of each expert."""
     shared = [{}, {"ep": 2}, {"etp": 2}]
     for i, flags in enumerate(shared if ranks == 2 else shared[:1]):
         config, groups = setting(
@@ -259,15 +259,15 @@ def experts(rank: int, ranks: int, folder: Path) -> None:
             add_bias_linear=False,
             **flags,
         )
-        trains_saves_and_loads(rank, made(rank, folder / f"experts{i}"), config, groups)
+        trains_saves_and_loads(rank, create(rank, folder / f"experts{i}"), config, groups)
 
 
 @saving
 def mixed_linears(rank: int, ranks: int, folder: Path) -> None:
-    """Megatron's linears in our MLP, and ours in Megatron's: each reads what Megatron's own MLP wrote."""
+    """Our MLP with Megatron's linears, and Megatron's MLP with ours, load the checkpoint of Megatron's MLP."""
     for i, parallel in enumerate((False, True)[:ranks]):
         config, groups = setting(tp=ranks, add_bias_linear=True, sequence_parallel=parallel)
-        _mixed_linears(rank, made(rank, folder / f"mixed{i}"), config, groups)
+        _mixed_linears(rank, create(rank, folder / f"mixed{i}"), config, groups)
 
 
 def _mixed_linears(rank: int, folder: Path, config: Any, groups: Any) -> None:
@@ -275,34 +275,34 @@ def _mixed_linears(rank: int, folder: Path, config: Any, groups: Any) -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-    theirs = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
-    ours = {"linear_fc1": fnn.ColumnParallelLinear, "linear_fc2": fnn.RowParallelLinear}
+    megatron_linears = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
+    our_linears = {"linear_fc1": fnn.ColumnParallelLinear, "linear_fc2": fnn.RowParallelLinear}
     sizes = {"ffn_hidden_size": 64, "tp_group": groups.tp}
-    one = MLP(config, MLPSubmodules(**theirs), **sizes)
-    others = [
-        fnn.MLP(config, fnn.MLPSubmodules(**theirs), **sizes),
-        MLP(config, MLPSubmodules(**ours), **sizes),
+    reference = MLP(config, MLPSubmodules(**megatron_linears), **sizes)
+    mixtures = [
+        fnn.MLP(config, fnn.MLPSubmodules(**megatron_linears), **sizes),
+        MLP(config, MLPSubmodules(**our_linears), **sizes),
         fnn.MLP(config, **sizes),
     ]
     x = torch.randn(
         4, 2, 32, generator=torch.Generator().manual_seed(1 + rank * config.sequence_parallel)
     ).requires_grad_()
     for offsets in ((), ((0, 0, 1),)):
-        at = made(rank, folder / f"mixed{len(offsets)}")
+        saved_to = create(rank, folder / f"mixed{len(offsets)}")
         metadata = {"dp_cp_group": groups.dp_cp}
-        dist_checkpointing.save(one.sharded_state_dict("mlp.", offsets, metadata), at)
-        for other in others:
-            found = dist_checkpointing.load(other.sharded_state_dict("mlp.", offsets, metadata), at)
-            other.load_state_dict({k.removeprefix("mlp."): t for k, t in found.items() if k.startswith("mlp.")})
-            (y, bias), (truth, theirs_bias) = other(x), one(x)
-            torch.testing.assert_close((y, bias), (truth, theirs_bias))
-            found, wanted = (
+        dist_checkpointing.save(reference.sharded_state_dict("mlp.", offsets, metadata), saved_to)
+        for other in mixtures:
+            actual = dist_checkpointing.load(other.sharded_state_dict("mlp.", offsets, metadata), saved_to)
+            other.load_state_dict({k.removeprefix("mlp."): t for k, t in actual.items() if k.startswith("mlp.")})
+            (y, bias), (truth, reference_bias) = other(x), reference(x)
+            torch.testing.assert_close((y, bias), (truth, reference_bias))
+            actual, expected = (
                 torch.autograd.grad(
                     (z * z.detach().cos()).sum(), [x, module.linear_fc1.weight, module.linear_fc2.weight]
                 )
-                for z, module in ((y, other), (truth, one))
+                for z, module in ((y, other), (truth, reference))
             )
-            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(actual, expected)
 
 
 class Trained:
@@ -318,7 +318,7 @@ class Trained:
         self.optimizer = get_megatron_optimizer(config, [self.ddp])
 
     def step(self, seed: int) -> tuple[Any, ...]:
-        """(its loss, the gradient's norm, before it was clipped)"""
+        """(the loss, the gradient's norm before clipping)"""
         from megatron.core.distributed import finalize_model_grads
 
         self.ddp.zero_grad_buffer()
@@ -339,37 +339,39 @@ class Trained:
 
 @saving
 def distributed_optimizer(rank: int, ranks: int, folder: Path) -> None:
-    """Each rank has batches of its own, and the optimizer's state of its share of the parameters."""
+    """Each rank has its own batches, and its part of the optimizer state."""
     from megatron.core import dist_checkpointing
 
     mixture = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_router_load_balancing_type": "none"}
     for i, flags in enumerate(({}, {"ep": ranks, "moe_token_dispatcher_type": "allgather", **mixture})):
         config, groups = setting(add_bias_linear=False, **flags)
         with OnCpus():
-            gpts = [model(config, groups, mine) for mine in (False, True)]
-            from_theirs(rank, folder / f"weights{i}", {"dp_cp_group": groups.dp_cp}, *gpts)
-            theirs, ours = map(Trained, gpts)
+            gpts = [model(config, groups, use_ours) for use_ours in (False, True)]
+            load_from_reference(rank, folder / f"weights{i}", {"dp_cp_group": groups.dp_cp}, *gpts)
+            reference, fused = map(Trained, gpts)
             for step in range(3):
-                torch.testing.assert_close(ours.step(2 * step + rank), theirs.step(2 * step + rank), rtol=1e-4, atol=0)
-            # into fresh ones, of ours and of theirs
-            at = made(rank, folder / f"optimizer{i}")
-            dist_checkpointing.save(ours.state(groups), at)
-            again = [Trained(model(config, groups, mine)) for mine in (False, True)]
-            for one in again:
-                one.step(7)  # so that there is a state to load into
-                found = dist_checkpointing.load(one.state(groups, is_loading=True), at)
-                one.ddp.module.load_state_dict(found["model"])
-                one.optimizer.load_state_dict(found["optimizer"])
-            wanted = [
-                ours.step(seed + rank) for seed in (6, 8)
-            ]  # the first by the state that was loaded, the second shows it
-            for one in again:
-                torch.testing.assert_close([one.step(seed + rank) for seed in (6, 8)], wanted, rtol=1e-4, atol=0)
+                torch.testing.assert_close(
+                    fused.step(2 * step + rank), reference.step(2 * step + rank), rtol=1e-4, atol=0
+                )
+            # load into a fresh reference and a fresh fused model
+            saved_to = create(rank, folder / f"optimizer{i}")
+            dist_checkpointing.save(fused.state(groups), saved_to)
+            fresh = [Trained(model(config, groups, use_ours)) for use_ours in (False, True)]
+            for trained in fresh:
+                trained.step(7)  # creates the state to load into
+                loaded = dist_checkpointing.load(trained.state(groups, is_loading=True), saved_to)
+                trained.ddp.module.load_state_dict(loaded["model"])
+                trained.optimizer.load_state_dict(loaded["optimizer"])
+            expected = [
+                fused.step(seed + rank) for seed in (6, 8)
+            ]  # the first step uses the loaded state, the second step's loss depends on it
+            for trained in fresh:
+                torch.testing.assert_close([trained.step(seed + rank) for seed in (6, 8)], expected, rtol=1e-4, atol=0)
 
 
 @saving
 def stages(rank: int, ranks: int, folder: Path) -> None:
-    """A layer on each of two stages, by Megatron's schedule; what they save is read by one stage."""
+    """Megatron's schedule runs a layer on each of two stages; one stage loads their checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -377,33 +379,33 @@ def stages(rank: int, ranks: int, folder: Path) -> None:
         return losses_of(gpt, next(batches)), lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
     config, groups = setting(pp=ranks, add_bias_linear=False)
-    gpts = [model(config, groups, mine) for mine in (False, True)]
-    theirs, ours = gpts
-    from_theirs(rank, folder / "weights", {"dp_cp_group": groups.dp_cp}, theirs, ours)
-    found: list[list[Any]] = []
+    gpts = [model(config, groups, use_ours) for use_ours in (False, True)]
+    reference, fused = gpts
+    load_from_reference(rank, folder / "weights", {"dp_cp_group": groups.dp_cp}, reference, fused)
+    losses_per_model: list[list[Any]] = []
     for gpt in gpts:
         with OnCpus():
-            given = {"seq_length": 16, "micro_batch_size": 2, "num_microbatches": 4, "forward_only": False}
+            schedule = {"seq_length": 16, "micro_batch_size": 2, "num_microbatches": 4, "forward_only": False}
             losses = get_forward_backward_func()(
-                forward_step_func=forward, data_iterator=iter(range(4)), model=gpt, **given
+                forward_step_func=forward, data_iterator=iter(range(4)), model=gpt, **schedule
             )
-        found.append([one["loss"] for one in losses])
-    assert len(found[0]) == (4 if rank == ranks - 1 else 0)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
-    named = dict(ours.named_parameters())
-    for name, p in theirs.named_parameters():
+        losses_per_model.append([batch_loss["loss"] for batch_loss in losses])
+    assert len(losses_per_model[0]) == (4 if rank == ranks - 1 else 0)
+    torch.testing.assert_close(losses_per_model[1], losses_per_model[0], rtol=1e-6, atol=0)
+    named = dict(fused.named_parameters())
+    for name, p in reference.named_parameters():
         torch.testing.assert_close(named[name].grad, p.grad, rtol=1e-4, atol=1e-7, msg=name)
 
-    at = made(rank, folder / "stages")
-    dist_checkpointing.save({"model": ours.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})}, at)
+    saved_to = create(rank, folder / "stages")
+    dist_checkpointing.save({"model": fused.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})}, saved_to)
     config, groups = setting(add_bias_linear=False)
-    for mine in (False, True):
-        whole = model(config, groups, mine)
-        state = {"model": whole.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})}
-        whole.load_state_dict(dist_checkpointing.load(state, at)["model"])
-        losses = [loss_of(whole, seed).detach() for seed in range(4)]
+    for use_ours in (False, True):
+        whole_model = model(config, groups, use_ours)
+        state = {"model": whole_model.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})}
+        whole_model.load_state_dict(dist_checkpointing.load(state, saved_to)["model"])
+        losses = [loss_of(whole_model, seed).detach() for seed in range(4)]
         if rank == ranks - 1:
-            torch.testing.assert_close(losses, found[1], rtol=1e-5, atol=0)
+            torch.testing.assert_close(losses, losses_per_model[1], rtol=1e-5, atol=0)
 
 
 GROUPS = {
