@@ -17,7 +17,7 @@ X, Y = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.lins
 GATE, UP = X.chunk(2, -1)
 
 
-# What float8 and float32 hold exactly.
+# Values that float8 represents exactly.
 INTEGERS, EYE = torch.arange(-8.0, 8.0).repeat(4, 8), torch.eye(128)
 
 FORMULAS = [  # ours, PyTorch's
@@ -75,7 +75,7 @@ def test_formula(name, args, kwargs, formula):
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("name", "args", "kwargs", "formula"), FORMULAS)
-def test_compiles_whole_with_gradients(name, args, kwargs, formula):
+def test_compiles_to_one_graph_with_gradients(name, args, kwargs, formula):
     fn = getattr(tf, name)
     leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
     out = torch.compile(lambda *a: fn(*a, **kwargs), backend="aot_eager", fullgraph=True)(*leaves)
@@ -95,7 +95,7 @@ def test_documented_and_annotated(name):
     assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())
 
 
-def test_generic_functions_are_the_operators():
+def test_generic_functions_call_the_operators():
     for op in OPERATORS:
         for sample in samples(op, core=True):
             names = [a.name for a in sample.overload._schema.arguments]
@@ -117,20 +117,20 @@ def test_ten_batch_sizes_compile_twice():
 @pytest.mark.parametrize("memory", ["free", "fp8"])
 def test_tensors_without_axes(dtype, memory):
     x, u = (torch.tensor(v, dtype=dtype, requires_grad=True) for v in (1.25, -0.5))
-    for ours, own, args in (
+    for fused, reference, args in (
         (tf.gelu, F.gelu, (x,)),
         (tf.silu, F.silu, (x,)),
         (tf.swiglu, lambda gate, up: F.silu(gate) * up, (x, u)),
     ):
-        found, expected = ours(*args, memory=memory), own(*args)
-        torch.testing.assert_close(found, expected)
-        gradients = (torch.autograd.grad(y, args) for y in (found, expected))
+        actual, expected = fused(*args, memory=memory), reference(*args)
+        torch.testing.assert_close(actual, expected)
+        gradients = (torch.autograd.grad(y, args) for y in (actual, expected))
         rounding = {"rtol": 0.1, "atol": 0.01} if memory == "fp8" else {}
         torch.testing.assert_close(*gradients, **rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operators_say_that_they_take_an_axis(dtype):
+def test_operators_reject_tensors_without_axes(dtype):
     x, only = torch.tensor(1.0, dtype=dtype), [True, False, False]
     with pytest.raises(ValueError, match=r"grad has shape \(\); accepted: at least one axis"):
         torch.ops.fused.bias_act_backward(x, x, None, None, "gelu", only)
@@ -142,7 +142,7 @@ LAYOUTS = ("halves", "swapped", "interleaved", 1, 2, 3, 6)
 
 
 def places(layout, n):
-    """Where gate's features are, and up's, by counting."""
+    """Count positions: [gate positions, up positions]."""
     if layout in ("halves", "swapped"):
         return [list(range(n)), list(range(n, 2 * n))][:: 1 if layout == "halves" else -1]
     block = 1 if layout == "interleaved" else layout
@@ -156,37 +156,37 @@ def places(layout, n):
 def test_layouts_are_converted(source, target, dim):
     packed = torch.randn(2, 12).t() if dim == 0 else torch.randn(3, 12)  # any strides
     packed.requires_grad_()
-    found = tf.convert_glu_layout(packed, source, target, dim)
+    converted = tf.convert_glu_layout(packed, source, target, dim)
     for before, after in zip(places(source, 6), places(target, 6), strict=True):
-        a, b = (torch.tensor(at) for at in (before, after))
-        assert torch.equal(found.index_select(dim, b), packed.index_select(dim, a))
-    assert found.shape == packed.shape and found.dtype == packed.dtype
-    weights = torch.randn_like(found)
-    (dx,) = torch.autograd.grad((found * weights).sum(), packed)
+        a, b = (torch.tensor(place) for place in (before, after))
+        assert torch.equal(converted.index_select(dim, b), packed.index_select(dim, a))
+    assert converted.shape == packed.shape and converted.dtype == packed.dtype
+    weights = torch.randn_like(converted)
+    (dx,) = torch.autograd.grad((converted * weights).sum(), packed)
     assert torch.equal(dx, tf.convert_glu_layout(weights, target, source, dim))
-    assert (found is packed) == (places(source, 6) == places(target, 6))
+    assert (converted is packed) == (places(source, 6) == places(target, 6))
 
 
 @pytest.mark.parametrize("block", [1, 2, 3])
 @pytest.mark.parametrize("memory", ["free", "fp8"])
-def test_blocks_are_what_halves_are(block, memory):
-    """Value and gradients, with a bias, a token scale, an offset and a clamp; a bias is added on its own first."""
+def test_blocks_equal_halves(block, memory):
+    """Results and gradients are equal, with a bias, a token scale, an offset and a clamp."""
     halves = torch.randn(5, 2, 12, dtype=torch.float64, requires_grad=True)
     bias, scale = torch.randn(12, dtype=torch.float64, requires_grad=True), torch.rand(5, 2, dtype=torch.float64)
     scale.requires_grad_()
     d = torch.randn(5, 2, 6, dtype=torch.float64)
     for b in (None, bias):
-        # A stored value may lie on the other side of a clamp.
+        # After rounding to float8, a value may be on the other side of a clamp.
         flags = {"activation": "silu", "up_offset": 1.0, "clamp": 2.0 if memory == "free" else None}
-        wanted = tf.bias_glu(halves, b, scale, **flags)
+        expected = tf.bias_glu(halves, b, scale, **flags)
         inputs = [t for t in (halves, b, scale) if t is not None]
-        own = None if b is None else tf.convert_glu_layout(b, "halves", block)
-        found = tf.bias_glu(
-            tf.convert_glu_layout(halves, "halves", block), own, scale, layout=block, memory=memory, **flags
+        block_bias = None if b is None else tf.convert_glu_layout(b, "halves", block)
+        actual = tf.bias_glu(
+            tf.convert_glu_layout(halves, "halves", block), block_bias, scale, layout=block, memory=memory, **flags
         )
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(actual, expected)
         tolerance = {} if memory == "free" else {"rtol": 0.25, "atol": 0.25}
-        torch.testing.assert_close(*(torch.autograd.grad(y, inputs, d) for y in (found, wanted)), **tolerance)
+        torch.testing.assert_close(*(torch.autograd.grad(y, inputs, d) for y in (actual, expected)), **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_blocks_are_what_halves_are(block, memory):
         (lambda: tf.convert_glu_layout([1], 1, 2), TypeError, "packed"),
     ],
 )
-def test_what_is_no_layout(call, error, words):
+def test_unknown_layouts_are_rejected(call, error, words):
     raises(error, words, call)
 
 
-def test_dir_lists_the_public_names():
+def test_dir_lists_public_names():
     assert dir(tf) == sorted(tf.__all__)

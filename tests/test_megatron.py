@@ -1,6 +1,6 @@
-"""Megatron-LM's names: its own unit tests' cases, and each upstream defect beside what is done here.
+"""Megatron-LM's names: the cases of its own unit tests, and each upstream defect beside our behavior.
 
-What upstream does is written here in plain torch, as its sources say; nothing of it is imported.
+Upstream's behavior is written in plain torch after its sources; Megatron is not imported.
 """
 
 import inspect
@@ -69,14 +69,14 @@ FORWARD = {
 
 
 def function(name):
-    found = getattr(mg, name)
-    return found.apply if inspect.isclass(found) else found
+    attribute = getattr(mg, name)
+    return attribute.apply if inspect.isclass(attribute) else attribute
 
 
 # ---- the module ------------------------------------------------------------------------------------------------------
 
 
-def test_every_name_is_tested_here():
+def test_every_public_name_is_tested():
     tested = {*FORWARD}
     elsewhere = {
         *("AttnMaskType", "FusedScaleMaskSoftmax", "ScaledMaskedSoftmax", "ScaledSoftmax", "SoftmaxOne"),
@@ -94,15 +94,15 @@ def test_every_name_is_tested_here():
 @pytest.mark.parametrize("name", FORWARD)
 def test_value_and_gradients(name):
     args, formula = FORWARD[name]
-    ours = [t.detach().clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
-    plain = [t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
-    out, expected = function(name)(*ours), formula(*plain)
+    fused_args = [t.detach().clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
+    double_args = [t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
+    out, expected = function(name)(*fused_args), formula(*double_args)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
     assert out.dtype == torch.float32
     incoming = randn(*out.shape, seed=9)
     out.backward(incoming)
     expected.backward(incoming.double())
-    for t, p in zip(ours, plain, strict=True):
+    for t, p in zip(fused_args, double_args, strict=True):
         if isinstance(t, torch.Tensor):
             assert t.grad.shape == t.shape
             torch.testing.assert_close(t.grad.double(), p.grad, rtol=1e-5, atol=1e-5)
@@ -110,7 +110,7 @@ def test_value_and_gradients(name):
 
 @pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", FORWARD)
-def test_compiles_whole(name):
+def test_compiles_to_one_graph(name):
     args, _ = FORWARD[name]
     args = [t.detach().clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
@@ -151,7 +151,7 @@ IMPLS = {
 
 
 @pytest.mark.parametrize("impl", IMPLS.values(), ids=IMPLS)
-def test_any_strides_and_any_number_of_axes(impl):
+def test_inputs_may_have_any_strides_and_axes(impl):
     y = randn(3, 2, 8).transpose(0, 1)
     raises(RuntimeError, "view", y.view, -1, 8)
     expected = impl(y.contiguous(), BIAS, randn(6, 1))
@@ -172,7 +172,7 @@ def test_frozen_and_mixed_dtypes(impl):
     assert bias.grad is not None or weights.grad is not None
 
 
-def test_a_bias_that_is_no_vector():
+def test_bias_may_broadcast():
     y = randn(2, 3, 8)
     expected = mg.bias_gelu(BIAS, y)
     for bias in (BIAS.view(1, 1, 8), BIAS.expand(2, 3, 8)):
@@ -183,7 +183,7 @@ def test_a_bias_that_is_no_vector():
         assert b.grad.shape == bias.shape
 
 
-def test_weights_of_another_shape_are_refused():
+def test_weights_of_wrong_shapes_are_rejected():
     for weights in (randn(6), randn(1, 1), randn(6, 8), randn(3, 1)):
         raises(
             ValueError,
@@ -217,8 +217,8 @@ def test_weighted_and_clamped_swiglu(dtype, clamp):
     torch.testing.assert_close(weights.grad, plain[1].grad.float(), rtol=1e-4, atol=1e-4)
 
 
-def test_derivatives_on_the_bounds_are_those_of_clamp():
-    """torch.clamp's is 1, and 0 from torch 2.15 on; upstream's is 1."""
+def test_derivatives_at_the_bounds_equal_torch_clamp():
+    """The derivative of torch.clamp is 1, and 0 from torch 2.15 on; upstream has 1."""
     y, plain = leaves(*[torch.tensor([[7.0, 8.0, 7.0, -7.0]])] * 2)
     mg.bias_swiglu_impl(y, None, clamp_value=7.0).sum().backward()
     glu(F.silu, plain, clamp=7.0).sum().backward()
@@ -236,38 +236,38 @@ def test_fp8_store_compiles(backend):
     expected = mg.weighted_bias_swiglu_impl(y, None, weights)
     torch.testing.assert_close(out, expected)
     gradients = (torch.autograd.grad(o.sum(), (y, weights)) for o in (out, expected))
-    torch.testing.assert_close(*gradients, rtol=0.1, atol=0.05)  # of 8 bits, where the input is kept at all
+    torch.testing.assert_close(*gradients, rtol=0.1, atol=0.05)  # 8-bit inputs; some backends save no input
 
 
 def test_quick_geglu_clamps_after_the_bias():
     y, bias = torch.full((1, 2), 6.0), torch.full((2,), 5.0)
     upstream = glu(quick, y.clamp(max=7), bias)  # clamps, then adds the bias
     assert upstream.item() > 100
-    ours = mg.weighted_bias_quick_geglu_impl(y, bias, torch.ones(1, 1), clamp_value=7.0)
-    torch.testing.assert_close(ours.item(), 49.0, rtol=1e-4, atol=0)
+    actual = mg.weighted_bias_quick_geglu_impl(y, bias, torch.ones(1, 1), clamp_value=7.0)
+    torch.testing.assert_close(actual.item(), 49.0, rtol=1e-4, atol=0)
 
 
 def test_bias_geglu_can_clamp():
     y = torch.full((1, 2), 100.0)
-    assert mg.bias_geglu_impl(y, None).item() == 10000  # upstream's answer, whatever the configuration says
+    assert mg.bias_geglu_impl(y, None).item() == 10000  # upstream ignores a configured clamp
     assert mg.bias_geglu_impl(y, None, clamp_value=7.0).item() == 49
 
 
-def test_negative_clamps_are_refused():
+def test_negative_clamps_are_rejected():
     raises(ValueError, r"clamp=-1.* is not accepted", mg.bias_swiglu_impl, X, None, clamp_value=-1.0)
 
 
-def test_fp8_store_has_a_scale():
+def test_fp8_store_scales_large_activations():
     """Large activations: upstream's cast saturates or overflows; here each row is scaled into float8's range."""
     y = torch.tensor([[2000.0, 1000.0, 3.0, -2.0]]).requires_grad_()
     stored = y.detach().to(torch.float8_e4m3fn).float()
     assert not torch.allclose(stored[:, :2], y[:, :2], rtol=0.1)
-    exact, ours = leaves(y, y)
+    exact, fused_y = leaves(y, y)
     incoming = torch.tensor([[1.0, 1.0]])
     mg.bias_swiglu_impl(exact, None).backward(incoming)
-    mg.bias_swiglu_impl(ours, None, fp8_input_store=True).backward(incoming)
-    of_up, wanted = (t.grad[:, 2:] for t in (ours, exact))  # silu(gate)
-    torch.testing.assert_close(of_up, wanted, rtol=2**-4, atol=0)
+    mg.bias_swiglu_impl(fused_y, None, fp8_input_store=True).backward(incoming)
+    up_grad, exact_up_grad = (t.grad[:, 2:] for t in (fused_y, exact))  # silu(gate)
+    torch.testing.assert_close(up_grad, exact_up_grad, rtol=2**-4, atol=0)
 
 
 @pytest.mark.parametrize("name", ["bias_swiglu_impl", "weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl"])
@@ -284,8 +284,8 @@ def test_fp8_store_keeps_half(name):
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_what_is_kept_is_marked_for_offloading(fp8):
-    """TransformerEngine's hooks take what carries this attribute; upstream sets it on what it saves."""
+def test_saved_tensors_are_marked_for_offloading(fp8):
+    """TransformerEngine's hooks offload tensors with this attribute; upstream sets it on saved tensors."""
     y, bias = leaves(X, BIAS)
     marks, used = [], []
     with saved_tensors_hooks(
@@ -310,7 +310,7 @@ FUNCTIONS = [(t, f) for t in (True, False) for f in (True, False)]
 @pytest.mark.parametrize(("training", "fused"), FUNCTIONS)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_bias_dropout_add_without_dropout(dtype, residual_dtype, training, fused, has_bias):
-    """A float32 residual stays float32, beside whatever is added to it."""
+    """The result has the residual's dtype, float32 or bfloat16."""
     residual = randn(16, 64, dtype=residual_dtype, seed=1, scale=1e-3)
     x, residual, bias = leaves(randn(16, 64, dtype=dtype), residual, randn(64, dtype=dtype))
     fn = mg.get_bias_dropout_add(training, fused)
@@ -338,13 +338,13 @@ def test_dropout_drops_in_training_only(bias):
 
 def test_evaluation_writes_no_argument():
     x, residual = randn(4, 8), randn(4, 8, seed=1)
-    theirs = x.clone()
-    theirs.add_(BIAS)
-    theirs.add_(residual)  # what upstream does to its argument
+    overwritten = x.clone()
+    overwritten.add_(BIAS)
+    overwritten.add_(residual)  # upstream overwrites its argument like this
     before = x.clone()
     for fused in (True, False):
         out = mg.get_bias_dropout_add(False, fused)((x, BIAS), residual, 0.1)
-        torch.testing.assert_close(out, theirs)
+        torch.testing.assert_close(out, overwritten)
         assert torch.equal(x, before) and out.data_ptr() != x.data_ptr()
 
 
@@ -368,7 +368,7 @@ def test_bias_dropout_add_compiled(backend):
 
 
 def exact(x, hidden=None, sink=None, scale=1.0):
-    """Softmax of what is not hidden, in float64; rows with nothing left are 0."""
+    """Softmax of unmasked scores in float64; fully masked rows are 0."""
     x = x.double() * scale
     x = x if hidden is None else x.masked_fill(hidden, -torch.inf)
     column = torch.full((*x.shape[:-1], 1), -torch.inf, dtype=torch.float64)
@@ -433,7 +433,7 @@ def test_window_masks():
 def test_dtypes(flags):
     dtype = torch.float16 if "fp16" in flags else torch.bfloat16 if "bf16" in flags else torch.float32
     x = randn(2, 4, 8, 8)
-    for inp in (x.to(dtype), x):  # upstream casts to what the flags say, whatever comes in
+    for inp in (x.to(dtype), x):  # upstream casts any input to the dtype of its flags
         out = softmax(**flags)(inp, None)
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), exact(inp, causal(8, 8)), rtol=1e-2 if flags else 1e-5, atol=1e-6)
@@ -460,8 +460,8 @@ def test_masked_scores_never_win():
     x, mask = torch.tensor([[[[-20000.0, -20001.0, 0.0]]]]), torch.tensor([[[[False, False, True]]]])
     upstream = torch.softmax(x.masked_fill(mask, -10000.0), -1)
     assert upstream.flatten().tolist() == [0, 0, 1]
-    ours = softmax(AttnMaskType.padding)(x, mask)
-    torch.testing.assert_close(ours, exact(x, mask).float())
+    actual = softmax(AttnMaskType.padding)(x, mask)
+    torch.testing.assert_close(actual, exact(x, mask).float())
     torch.testing.assert_close(mg.ScaledMaskedSoftmax.apply(x, mask, 1.0), exact(x, mask).float())
     torch.testing.assert_close(torch.softmax(mg.attention_mask_func(x, mask), -1), exact(x, mask).float())
 
@@ -478,14 +478,14 @@ def test_masked_rows_are_zero_forward_and_backward():
 def test_no_argument_is_written():
     x, mask = randn(2, 3, 6, 9), padding(2, 9)
     x_before, mask_before = x.clone(), mask.clone()
-    x.clone().masked_fill_(mask, -10000.0)  # what upstream's mask function does to the very scores it is given
+    x.clone().masked_fill_(mask, -10000.0)  # upstream's mask function overwrites its scores
     softmax()(x, mask)
     mg.attention_mask_func(x, mask)
     assert torch.equal(x, x_before) and torch.equal(mask, mask_before)
 
 
-def test_a_mask_function_of_your_own():
-    """It is called as upstream calls it, on a copy; causality and window apply besides."""
+def test_custom_mask_function_gets_a_copy():
+    """It is called as upstream calls it, but on a copy. Causality and window also apply."""
 
     def mine(scores, mask):
         scores.add_(mask)
@@ -509,7 +509,7 @@ def test_is_kernel_available():
     assert module.is_kernel_available(padding(2, 9), 2, 3, 6, 9) is True
 
 
-def test_what_is_refused():
+def test_inconsistent_arguments_are_rejected():
     raises(AssertionError, "input_in_fp16=True and input_in_bf16=True", softmax, fp16=True, bf16=True)
     raises(AssertionError, r"scale=2\.0 with softmax_in_fp32=False", softmax, scale=2.0, fp32=False)
     raises(AssertionError, r"input has shape \(2, 3, 4\); accepted: four axes", softmax(), randn(2, 3, 4), None)
@@ -522,12 +522,12 @@ def test_what_is_refused():
         mg.ScaledMaskedSoftmax.apply(randn(2, 3, 6, 9), additive.long(), 1.0)
 
 
-def test_another_enum_of_the_same_names():
+def test_enum_members_are_read_by_name():
     import enum
 
-    theirs = enum.Enum("AttnMaskType", {"padding": 1, "causal": 2})
+    other_enum = enum.Enum("AttnMaskType", {"padding": 1, "causal": 2})
     x = randn(1, 1, 4, 4)
-    assert torch.equal(softmax(theirs.causal)(x, None), softmax()(x, None))
+    assert torch.equal(softmax(other_enum.causal)(x, None), softmax()(x, None))
     assert [m.value for m in AttnMaskType] == [1, 2, 3, 4, 5, 6]
 
 
@@ -552,8 +552,8 @@ def test_functions_compiled(backend):
     mask = padding(2, 6, torch.uint8)
 
     def fn(x, mask):
-        one = mg.SoftmaxOne()(x) + mg.SoftmaxOne(-1, torch.zeros(3))(x)
-        return mg.ScaledMaskedSoftmax.apply(x, mask, 0.5) + mg.ScaledUpperTriangMaskedSoftmax.apply(x, 2.0) + one
+        off_by_one = mg.SoftmaxOne()(x) + mg.SoftmaxOne(-1, torch.zeros(3))(x)
+        return mg.ScaledMaskedSoftmax.apply(x, mask, 0.5) + mg.ScaledUpperTriangMaskedSoftmax.apply(x, 2.0) + off_by_one
 
     out, expected = torch.compile(fn, backend=backend, fullgraph=True)(x, mask), fn(x, mask)
     torch.testing.assert_close(out, expected)
@@ -564,12 +564,12 @@ def test_functions_compiled(backend):
 
 def test_softmax_one():
     x = randn(2, 3, 6, 9)
-    one = x.double().exp() / (1 + x.double().exp().sum(-1, keepdim=True))
+    expected = x.double().exp() / (1 + x.double().exp().sum(-1, keepdim=True))
     with pytest.raises(AttributeError):
-        (1.0).reshape(1, -1, 1, 1)  # what upstream does with its default
+        (1.0).reshape(1, -1, 1, 1)  # upstream crashes on its default
     for module in (mg.SoftmaxOne(), mg.SoftmaxOne(-1, 1.0), mg.SoftmaxOne(3), mg.SoftmaxOne(-1, torch.zeros(3))):
-        torch.testing.assert_close(module(x).double(), one, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(mg.SoftmaxOne()(x[0, 0]).double(), one[0, 0], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(module(x).double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(mg.SoftmaxOne()(x[0, 0]).double(), expected[0, 0], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(mg.SoftmaxOne(-1, 0)(x), torch.softmax(x, -1))
     sink = torch.nn.Parameter(randn(3))
     out = mg.SoftmaxOne(-1, sink)(x)
@@ -585,13 +585,13 @@ def test_softmax_one():
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_forgotten_tuple_is_named(training, fused):
+def test_forgotten_tuple_raises(training, fused):
     x = torch.randn(4, 8)
     with pytest.raises(TypeError, match=r"x_with_bias is a Tensor; accepted: \(x, bias\)"):
         mg.get_bias_dropout_add(training, fused)(x, x, 0.1)
 
 
-def test_softmax_module_names_what_is_wrong():
+def test_softmax_errors_name_the_argument():
     module, scores = softmax(AttnMaskType.padding), torch.randn(2, 3, 4, 4)
     mask = torch.zeros(2, 1, 3, 4, dtype=torch.bool)
     words = r"mask has shape \(2, 1, 3, 4\); accepted: a shape that broadcasts to input's"

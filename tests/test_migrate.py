@@ -1,4 +1,4 @@
-"""The figures of docs/migrate.md: each row of its tables is computed here, and must stand there."""
+"""Compute each row of docs/migrate.md's tables, and compare it with the page."""
 
 import math
 import re
@@ -19,8 +19,8 @@ TOKENS, WIDTH, MLP = 8192, 4096, 16384
 meta = partial(harness.meta, requires_grad=True)
 
 
-def kept(fn, *tensors):
-    """MiB of the storages that autograd keeps of this call."""
+def saved_mib(fn, *tensors):
+    """MiB of the storages that autograd saves for this call."""
     return f"{saving(lambda: fn(*tensors))[1] / 2**20:.2f}"
 
 
@@ -51,29 +51,37 @@ def memory_rows():
     x, bias, packed, packed_bias = meta(TOKENS, MLP), meta(MLP), meta(TOKENS, 2 * MLP), meta(2 * MLP)
     hidden = meta(TOKENS, WIDTH), meta(WIDTH), meta(TOKENS, WIDTH)
     scores = meta(4, 32, 2048, 2048), torch.empty(4, 1, 2048, 2048, dtype=torch.bool, device="meta")
-    fp8 = kept(lambda x, b: megatron.bias_swiglu_impl(x, b, fp8_input_store=True), packed, packed_bias)
+    fp8 = saved_mib(lambda x, b: megatron.bias_swiglu_impl(x, b, fp8_input_store=True), packed, packed_bias)
 
     def ours_dropout(x, b, r):
         return megatron.bias_dropout_add_fused_train((x, b), r, 0.1)
 
     return {
-        "bias + GELU: Slapo's `bias_new_gelu`": (kept(bias_new_gelu, x, bias), kept(slapo.bias_new_gelu, x, bias), ""),
+        "bias + GELU: Slapo's `bias_new_gelu`": (
+            saved_mib(bias_new_gelu, x, bias),
+            saved_mib(slapo.bias_new_gelu, x, bias),
+            "",
+        ),
         "bias + GELU: `F.gelu(x + bias)`": (
-            kept(lambda x, b: F.gelu(x + b, approximate="tanh"), x, bias),
-            kept(megatron.bias_gelu_impl, x, bias),
+            saved_mib(lambda x, b: F.gelu(x + b, approximate="tanh"), x, bias),
+            saved_mib(megatron.bias_gelu_impl, x, bias),
             "",
         ),
         "bias + SwiGLU: `bias_swiglu_impl`": (
-            kept(bias_swiglu, packed, packed_bias),
-            kept(megatron.bias_swiglu_impl, packed, packed_bias),
+            saved_mib(bias_swiglu, packed, packed_bias),
+            saved_mib(megatron.bias_swiglu_impl, packed, packed_bias),
             fp8,
         ),
         "bias + dropout + residual: `bias_dropout_add_fused_train`": (
-            kept(bias_dropout_add, *hidden),
-            kept(ours_dropout, *hidden),
+            saved_mib(bias_dropout_add, *hidden),
+            saved_mib(ours_dropout, *hidden),
             "",
         ),
-        "masked softmax: `FusedScaleMaskSoftmax`": (kept(masked_softmax, *scores), kept(ours_softmax, *scores), ""),
+        "masked softmax: `FusedScaleMaskSoftmax`": (
+            saved_mib(masked_softmax, *scores),
+            saved_mib(ours_softmax, *scores),
+            "",
+        ),
     }
 
 
@@ -83,7 +91,7 @@ def test_memory():
         assert row in PAGE, row
 
 
-def test_the_seed_is_all_that_dropout_keeps():
+def test_dropout_saves_only_its_seed():
     _, saved = saving(lambda: megatron.bias_dropout_add_fused_train((meta(4, 8), meta(8)), meta(4, 8), 0.1))
     assert saved == 8 and "one seed of 8 bytes" in PAGE
 
@@ -106,8 +114,8 @@ def test_tail(name):
     z = x.double()
     exact = (z * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))).bfloat16()
     got = GELUS[name](x)
-    apart = (got.view(torch.int16).int() & 0x7FFF) - (exact.view(torch.int16).int() & 0x7FFF)  # all are negative, or 0
-    off, zero = ((share.float().mean() * 100).item() for share in (apart.abs() > 1, got == 0))
+    ulps = (got.view(torch.int16).int() & 0x7FFF) - (exact.view(torch.int16).int() & 0x7FFF)  # all are negative, or 0
+    off, zero = ((share.float().mean() * 100).item() for share in (ulps.abs() > 1, got == 0))
     page = (DOCS / "numerics.md").read_text(encoding="utf-8")
     assert f"of the {len(x)} bfloat16 inputs in [−10, −3]" in page
     assert f"| {name} | {off:.1f} % | {zero:.1f} % |" in page, (off, zero)
@@ -121,7 +129,7 @@ def test_every_name_on_the_page_exists():
         for name in names:
             assert "=" in name or "…" in name or hasattr(module, name), name
         assert len(names) > 3
-    for page in ("Liger Kernel", "TransformerEngine"):  # test_functional.py has what their right columns compute
+    for page in ("Liger Kernel", "TransformerEngine"):  # test_functional.py tests the right columns
         text = PAGE.partition(f"\n## From {page}\n")[2].partition("\n## ")[0]
         calls = re.findall(r"`(\w+)\([^`]*\)`[^|]*\|$", text, re.M)
         assert {"swiglu", "bias_swiglu"} & {*calls} and {*calls} - {"compile"} <= set(functional.__all__), calls

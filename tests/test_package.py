@@ -1,4 +1,4 @@
-"""The package as it is installed: what importing it costs, and that it is whole."""
+"""The installed package: the cost of importing it, and its completeness."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ print(*(getattr(tfo, name).__name__ for name in names.split()))
 @pytest.mark.parametrize(
     "first",
     [
-        "torch_fused_ops, torch._inductor.pattern_matcher",  # as torch.library.opcheck does: it imports the lowerings
+        "torch_fused_ops, torch._inductor.pattern_matcher",  # torch.library.opcheck imports both
         "torch_fused_ops",
         "torch._inductor.lowering",
         "torch_fused_ops.lowerings.operators",
@@ -65,8 +65,8 @@ assert torch.compiler.config.cache_key_tag.count("torch_fused_ops") == 1
     python("-c", program)
 
 
-def test_a_clone_that_is_the_current_folder_is_whole() -> None:
-    """Whichever copy is installed: the clone's parts are links inside its package."""
+def test_clone_as_current_folder_imports_all_parts() -> None:
+    """The clone's parts, links inside its package, are found before an installed copy."""
     if not (ROOT / "lowerings").is_dir():
         pytest.skip("not in a clone")
     program = """
@@ -78,8 +78,8 @@ print(*(find_spec(f"torch_fused_ops.{part}").origin for part in ("functional", "
 
 
 @pytest.mark.slow
-def test_the_command_line_does_not_begin_with_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where NumPy is missing, ``import torch`` warns, whoever imports it; the command line's first line is its own."""
+def test_command_line_hides_the_numpy_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``import torch`` warns if NumPy is missing; our command line suppresses the warning."""
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     commands = (["-c", "import torch_fused_ops"], ["-m", "torch_fused_ops", "--version"])
@@ -90,7 +90,7 @@ def test_the_command_line_does_not_begin_with_numpy(tmp_path: Path, monkeypatch:
     assert warned == [True, False]
 
 
-def test_its_names() -> None:
+def test_public_names_exist() -> None:
     import torch_fused_ops
 
     assert set(torch_fused_ops.__all__) <= set(dir(torch_fused_ops))
@@ -113,7 +113,7 @@ else:
 
 
 def test_every_package_and_data_file_is_installed() -> None:
-    """They are listed by hand in pyproject.toml: one package is a link to another folder."""
+    """pyproject.toml lists them by hand, because one package is a link to another folder."""
     text = (ROOT / "pyproject.toml").read_text()
     packages = [
         (*["torch_fused_ops"] * (folder == "lowerings"), *p.parent.relative_to(ROOT).parts)
@@ -139,7 +139,7 @@ print(passes.active_policy(), passes._graphs)
     ("text", "printed"),
     [("memory=input,exclude=a.*", "memory='input'"), ("1", "memory='free'"), ("off", "None 0"), ("", "None 0")],
 )
-def test_the_environment_asks_for_it(text: str, printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_enables_fusion(text: str, printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FUSED_OPS", text)
     out = python("-c", COMPILED)
     assert printed in out and (printed == "None 0" or out.endswith(") 1\n"))
@@ -153,7 +153,7 @@ def test_the_environment_asks_for_it(text: str, printed: str, monkeypatch: pytes
         ("_WITHOUT", "cuda", "torch_fused_ops", "TORCH_FUSED_OPS_WITHOUT='cuda' is not accepted"),
     ],
 )
-def test_what_the_environment_says_wrong_stops_the_import(
+def test_invalid_environment_stops_the_import(
     name: str, text: str, module: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"TORCH_FUSED_OPS{name}", text)

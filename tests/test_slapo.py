@@ -1,4 +1,4 @@
-"""Slapo's names: values, gradients, and each upstream defect beside what is done here."""
+"""Slapo's names: values, gradients, and each upstream defect beside our behavior."""
 
 import pytest
 import torch

@@ -239,7 +239,7 @@ def keeps(rank: int, ranks: int, folder: Path) -> None:
     for use_ours, fused in ((False, False), (False, True), (True, False)):
         config, groups = setting(add_bias_linear=False, bias_activation_fusion=fused)
         gpt = model(config, groups, use_ours)
-        saved_bytes.append(test_tools.kept(gpt, lambda gpt=gpt: loss_of(gpt).backward()))
+        saved_bytes.append(test_tools.count_saved_bytes(gpt, lambda gpt=gpt: loss_of(gpt).backward()))
     reference, reference_fused, fused_kib = (f"{nbytes / 1024:.1f}" for nbytes in saved_bytes)
     actual = test_tools.row("megatron-core")[2]
     expected = f"{reference} → {fused_kib}, in eager mode; its own fused activation: {reference_fused}"

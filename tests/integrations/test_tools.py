@@ -1,6 +1,6 @@
-"""The tools that people use, switched on as docs/integrations.md says, and what its table says of each: the version
-that ran, what was fused, and what is kept for backward. Each runs where its package is installed:
-``pip install -e ".[integrations]"``. Megatron core's row is ``test_megatron_core.py``'s.
+"""Common tools, set up as in docs/integrations.md. The tests check its table: the version that ran, how many MLPs were
+fused, and the bytes saved for backward. Each runs if its package is installed: ``pip install -e ".[integrations]"``.
+``test_megatron_core.py`` checks the row of Megatron core.
 """
 
 import importlib.metadata
@@ -19,35 +19,35 @@ import torch_fused_ops as tfo
 
 pytestmark = pytest.mark.slow
 
-# A GPT-2 has many graphs, of which a C++ compiler takes 1.5 to 4 s each; what is fused and kept is decided before that.
+# GPT-2 has many graphs, and a C++ compiler takes 1.5 to 4 s for each. Fusion and saved tensors are decided before.
 without_code = pytest.mark.parametrize("inductor_code", ["interpreted"], indirect=True)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-TORCH = "2.13"  # what the page's figures are from
+TORCH = "2.13"  # version of the page's figures
 
 
 def row(tool: str) -> list[str]:
-    """The cells behind the tool's name, where the name is followed by the version that is installed."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
-    package, _, what = tool.partition(", ")
-    named = f"{package} {importlib.metadata.version(package)}" + (f", {what}" if what else "")
-    found = [cells[1:] for cells in rows if cells and cells[0] == named]
-    assert len(found) == 1, f"docs/integrations.md has no row {named!r}"
-    return found[0]
+    """Return the table cells after the tool's name and installed version."""
+    tables = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
+    package, _, variant = tool.partition(", ")
+    named = f"{package} {importlib.metadata.version(package)}" + (f", {variant}" if variant else "")
+    matches = [cells[1:] for cells in tables if cells and cells[0] == named]
+    assert len(matches) == 1, f"docs/integrations.md has no row {named!r}"
+    return matches[0]
 
 
-def states(tool: str, fused: str, plain: int, ours: int) -> None:
-    """The tool's row says how many of the MLPs were fused, and the KiB that plain torch.compile and we keep."""
-    _, found, kept = row(tool)
-    assert ours <= plain
-    assert found.startswith(f"{fused}: "), (tool, fused)
+def states(tool: str, fused: str, plain_bytes: int, fused_bytes: int) -> None:
+    """Compare the tool's row with the number of fused MLPs and the KiB saved, plainly compiled and fused."""
+    _, fused_cell, saved_cell = row(tool)
+    assert fused_bytes <= plain_bytes
+    assert fused_cell.startswith(f"{fused}: "), (tool, fused)
     if torch.__version__.startswith(f"{TORCH}."):
-        assert kept == f"{plain / 1024:.1f} → {ours / 1024:.1f}", tool
+        assert saved_cell == f"{plain_bytes / 1024:.1f} → {fused_bytes / 1024:.1f}", tool
 
 
-def kept(model: nn.Module, step: Callable[[], object]) -> int:
-    """Bytes that autograd keeps from forward to backward, besides the model's weights; each memory once."""
+def count_saved_bytes(model: nn.Module, step: Callable[[], object]) -> int:
+    """Bytes saved for backward, excluding the model's weights; shared memory counts once."""
     return saving(step, (*model.parameters(), *model.buffers()))[1]
 
 
@@ -58,16 +58,19 @@ def of_mlps(report: tfo.Report | None) -> str:
 
 
 def compiled_both_ways(tool: str, model: nn.Module, step: Callable[[Any], Any]) -> tfo.Report:
-    """The tool's row against ``step``, which takes the compiled model and gives a loss: plainly, and with pick-up."""
-    plain = kept(model, lambda: step(torch.compile(model)).backward())
+    """Check the tool's row; ``step`` computes a loss with the compiled model, plainly and fused."""
+    plain_bytes = count_saved_bytes(model, lambda: step(torch.compile(model)).backward())
     torch._dynamo.reset()
     with tfo.record() as report:
-        ours = kept(model, lambda: step(torch.compile(model, backend="fused")).backward())
-    states(tool, of_mlps(report), plain, ours)
-    if ours == plain:  # the page says what takes it
+        fused_bytes = count_saved_bytes(model, lambda: step(torch.compile(model, backend="fused")).backward())
+    states(tool, of_mlps(report), plain_bytes, fused_bytes)
+    if fused_bytes == plain_bytes:  # the page names the level that reduces it
         options = {"memory": "fp8"}
         torch._dynamo.reset()
-        assert kept(model, lambda: step(torch.compile(model, backend="fused", options=options)).backward()) < plain
+        assert (
+            count_saved_bytes(model, lambda: step(torch.compile(model, backend="fused", options=options)).backward())
+            < plain_bytes
+        )
     return report
 
 
@@ -87,10 +90,12 @@ def examples(count: int = 8) -> list[dict[str, Tensor]]:
 def trainer(folder: Path, callback: Any, **arguments: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    given = transformers.TrainingArguments(
+    training_arguments = transformers.TrainingArguments(
         str(folder), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, **arguments
     )
-    return transformers.Trainer(gpt2(), given, train_dataset=examples(), callbacks=[callback] if callback else [])
+    return transformers.Trainer(
+        gpt2(), training_arguments, train_dataset=examples(), callbacks=[callback] if callback else []
+    )
 
 
 @without_code
@@ -98,15 +103,15 @@ def test_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     from torch_fused_ops.integrations.transformers import FusionCallback
 
-    plainly = trainer(tmp_path, None, torch_compile=True)
-    plain = kept(plainly.model, plainly.train)
+    plain_trainer = trainer(tmp_path, None, torch_compile=True)
+    plain_bytes = count_saved_bytes(plain_trainer.model, plain_trainer.train)
     capsys.readouterr()
     torch._dynamo.reset()
     tfo.enable(tfo.FusionPolicy(memory="fp8"))
     callback = FusionCallback()
-    picked_up = trainer(tmp_path, callback, torch_compile=True)
-    ours = kept(picked_up.model, picked_up.train)
-    states("transformers, `Trainer`", of_mlps(callback.report), plain // 2, ours // 2)
+    fused_trainer = trainer(tmp_path, callback, torch_compile=True)
+    fused_bytes = count_saved_bytes(fused_trainer.model, fused_trainer.train)
+    states("transformers, `Trainer`", of_mlps(callback.report), plain_bytes // 2, fused_bytes // 2)
     out = capsys.readouterr().out
     assert out.count("torch_fused_ops, the first step:") == 1
     assert "FusionPolicy(memory='fp8'" in out and "2 of 2 MLP sites fused" in out
@@ -139,7 +144,7 @@ def test_trainer_without_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_trainer_s_list_of_backends_is_closed(tmp_path: Path) -> None:
-    """Why the page says ``enable()``, and not a backend's name. If this fails, the page can say the other."""
+    """The page uses ``enable()`` for this reason. If this fails, the page can use a backend's name."""
     pytest.importorskip("accelerate")
     with pytest.raises(ValueError, match="is not a valid DynamoBackend"):
         trainer(tmp_path, None, torch_compile=True, torch_compile_backend="fused")
@@ -156,16 +161,16 @@ def test_accelerate() -> None:
         accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="inductor"))
         model = gpt2()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        found = kept(model, lambda: accelerator.backward(model(**batch).loss))
+        saved = count_saved_bytes(model, lambda: accelerator.backward(model(**batch).loss))
         optimizer.step()
-        return found
+        return saved
 
-    plain = step()
+    plain_bytes = step()
     torch._dynamo.reset()
     tfo.enable()
     with tfo.record() as report:
-        ours = step()
-    states("accelerate", of_mlps(report), plain, ours)
+        fused_bytes = step()
+    states("accelerate", of_mlps(report), plain_bytes, fused_bytes)
 
 
 def stack() -> nn.Module:
@@ -251,27 +256,27 @@ def test_lightning(tmp_path: Path) -> None:
             default_root_dir=tmp_path,
         )
         batches = torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=4)
-        return kept(module, lambda: trainer.fit(module, batches)) // len(batches)
+        return count_saved_bytes(module, lambda: trainer.fit(module, batches)) // len(batches)
 
     said: list[str] = []
     callback = FusionCallback(said.append)
     with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
         fit(torch.compile(Module()))
     torch._dynamo.reset()
-    plainly, module = Module(), Module()
-    plainly.net.compile()
-    plain = fit(plainly)
+    plain_trainer, module = Module(), Module()
+    plain_trainer.net.compile()
+    plain_bytes = fit(plain_trainer)
     torch._dynamo.reset()
     module.net.compile(backend="fused")
-    ours = fit(module, callback)
-    states("lightning", of_mlps(callback.report), plain, ours)
+    fused_bytes = fit(module, callback)
+    states("lightning", of_mlps(callback.report), plain_bytes, fused_bytes)
     assert len(said) == 1
 
 
 @without_code
 def test_lora() -> None:
-    """Adapters stand beside linear layers; activations between them are fused all the same. PEFT's own call breaks the
-    graph, so paths are those in the model that it wraps."""
+    """Activations between linear layers with adapters are fused. PEFT's own call breaks the graph, so paths begin at
+    the model that it wraps."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_fc", "c_proj"], lora_alpha=4, r=4))
     ids = torch.stack([example["input_ids"] for example in examples(2)])
@@ -281,7 +286,7 @@ def test_lora() -> None:
 
 
 def test_dora(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT breaks the graph in each layer. If the first half fails, the page need not replace a function of PEFT's."""
+    """PEFT breaks the graph in each layer. If the first half fails, the page need not replace PEFT's function."""
     peft = pytest.importorskip("peft")
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     model, x = (
@@ -336,8 +341,8 @@ def test_bitsandbytes(bits: int) -> None:
     compiled_both_ways(f"bitsandbytes, {bits} bits", model, lambda compiled: compiled(x).sum())
 
 
-# Its trainer wants a GPU. Its model's layers, and its way to compile them, do not; nor does the attention of its Flux,
-# where FlexAttention, which its language models have, has no backward on CPUs.
+# Torchtitan's trainer needs a GPU, but its layers and its function to compile them do not. Its language models use
+# FlexAttention, which has no backward on CPUs, so the model gets the attention of torchtitan's Flux.
 TITAN = """
 import sys
 import torch
@@ -372,8 +377,8 @@ import test_tools
 import torch_fused_ops as tfo
 
 with tfo.record() as report:
-    kept = test_tools.kept(model, step)
-print(json.dumps([test_tools.of_mlps(report), kept]))
+    saved = test_tools.count_saved_bytes(model, step)
+print(json.dumps([test_tools.of_mlps(report), saved]))
 """
 
 
@@ -385,15 +390,15 @@ def test_torchtitan(tmp_path: Path) -> None:
         MEASURED.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
     )
 
-    def run(asked: str, *arguments: str) -> Any:
-        return json.loads(python("measured.py", *arguments, cwd=tmp_path, TORCH_FUSED_OPS=asked).splitlines()[-1])
+    def run(setting: str, *arguments: str) -> Any:
+        return json.loads(python("measured.py", *arguments, cwd=tmp_path, TORCH_FUSED_OPS=setting).splitlines()[-1])
 
-    (nothing, plain), (found, ours) = run("off"), run("memory=input")
-    assert nothing == "0 of 0"
-    states("torchtitan", found, plain, ours)
-    # What is kept under its selective checkpointing is what its policy says, and MLPs are fused all the same.
-    (_, plain), (found, ours) = run("off", "checkpointed"), run("memory=input", "checkpointed")
-    assert found == "1 of 1" and plain == ours
+    (unfused_sites, plain_bytes), (fused_sites, fused_bytes) = run("off"), run("memory=input")
+    assert unfused_sites == "0 of 0"
+    states("torchtitan", fused_sites, plain_bytes, fused_bytes)
+    # Its selective checkpointing decides which tensors are saved; MLPs are still fused.
+    (_, plain_bytes), (fused_sites, fused_bytes) = run("off", "checkpointed"), run("memory=input", "checkpointed")
+    assert fused_sites == "1 of 1" and plain_bytes == fused_bytes
     command = ["-m", "torch_fused_ops", "run", "--memory", "input", "--report", "report.json"]
     (tmp_path / "train.py").write_text("from titan import step\nstep()\n")
     python(*command, "train.py", cwd=tmp_path)
@@ -401,7 +406,7 @@ def test_torchtitan(tmp_path: Path) -> None:
 
 
 def test_torchtitan_s_own_backend_is_refused() -> None:
-    """Why the page says the environment, and not a backend's name, where attention is FlexAttention."""
+    """For this reason the page uses the environment, not a backend's name, for FlexAttention."""
     pytest.importorskip("torchtitan")
     program = """
 from torchtitan.distributed.compile import _maybe_regional_inductor_backend as backend

@@ -1,4 +1,4 @@
-"""gemm= of modules: nn.MLP, nn.GroupedMLP and replace_mlps multiply in float8 as FusedMLP does, or say why not."""
+"""gemm= of modules: nn.MLP, nn.GroupedMLP and replace_mlps multiply in float8, or name the reason."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ class Gated(SwiGLU):
         super().__init__(hidden, ffn, nn.Linear)
 
     def by_hand(self, x: Tensor, recipe: str) -> Tensor:
-        gate, up = (FF.linear_fp8(x, one.weight, one.bias, recipe=recipe) for one in (self.gate, self.up))
+        gate, up = (FF.linear_fp8(x, linear.weight, linear.bias, recipe=recipe) for linear in (self.gate, self.up))
         return FF.linear_fp8(FF.swiglu(gate, up), self.down.weight, self.down.bias, recipe=recipe)
 
 
@@ -33,9 +33,9 @@ def gradients(y: Tensor, x: Tensor, module: nn.Module) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *module.parameters()))]
 
 
-def same(got: list[Tensor], wanted: list[Tensor]) -> None:
-    """Alike, but for numbers that fall the other way when they are rounded to float8."""
-    for a, b in zip(got, wanted, strict=True):
+def same(got: list[Tensor], expected: list[Tensor]) -> None:
+    """Equal, except for a few numbers that round differently to float8."""
+    for a, b in zip(got, expected, strict=True):
         assert (a - b).norm() < 0.02 * b.norm()
 
 
@@ -45,18 +45,18 @@ def same(got: list[Tensor], wanted: list[Tensor]) -> None:
 @pytest.mark.parametrize("memory", ("free", "input"))
 def test_replaced_mlps_multiply_in_float8(recipe: str, memory: str) -> None:
     module, x = Gated(), torch.randn(3, 50, HIDDEN, requires_grad=True)
-    exact, wanted = gradients(module(x), x, module), gradients(module.by_hand(x, recipe), x, module)
+    exact, expected = gradients(module(x), x, module), gradients(module.by_hand(x, recipe), x, module)
     report = fnn.replace_mlps(module, x, gemm=recipe, memory=memory)
     (site,) = report.sites
     assert (site.gemm, site.gemm_reason) == (recipe, "") and "in float8" in " ".join(str(report).split())
     got = gradients(module(x), x, module)
-    same(got, wanted)
+    same(got, expected)
     assert all((a - b).norm() > 1e-4 * b.norm() for a, b in zip(got[1:], exact[1:], strict=True)), "not float8"
     report.restore()
     torch.testing.assert_close(gradients(module(x), x, module), exact)
 
 
-def test_replaced_mlps_by_module_and_what_stays() -> None:
+def test_gemm_patterns_select_modules() -> None:
     model, x = nn.Sequential(Gated(), Gated(HIDDEN, 100), Gated()), torch.randn(2, HIDDEN)
     report = fnn.replace_mlps(model, x, gemm={"2": "fp8", "1": "fp8"})
     first, second, third = report.sites
@@ -70,8 +70,8 @@ def test_replaced_mlps_by_module_and_what_stays() -> None:
         fnn.replace_mlps(model, x, gemm="int8")
 
 
-def config(**more: Any) -> fnn.MLPConfig:
-    return fnn.MLPConfig(HIDDEN, **{"ffn_hidden_size": FFN, **more})
+def config(**flags: Any) -> fnn.MLPConfig:
+    return fnn.MLPConfig(HIDDEN, **{"ffn_hidden_size": FFN, **flags})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -91,7 +91,7 @@ def test_megatrons_mlp_multiplies_in_float8(recipe: str) -> None:
         assert mlp(x)[0].dtype == torch.bfloat16
 
 
-def test_megatrons_mlp_says_what_it_does_not_take() -> None:
+def test_megatrons_mlp_rejects_unsupported_arguments() -> None:
     with pytest.raises(ValueError, match="ffn_hidden_size=100 is not accepted with gemm='fp8': it must be a multiple"):
         fnn.MLP(config(ffn_hidden_size=100), gemm="fp8")
     with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
@@ -101,18 +101,18 @@ def test_megatrons_mlp_says_what_it_does_not_take() -> None:
     linear = fnn.MLP(config(), gemm="fp8").linear_fc1
     with pytest.raises(ValueError, match="not accepted with a weight that 2 processes shard: they communicate"):
         linear.shard(SimpleNamespace(size=2))
-    others = fnn.MLPSubmodules(linear_fc1=lambda *args, **kwargs: nn.Identity())
-    raises(ValueError, "not accepted with a linear_fc1 of type Identity", fnn.MLP, config(), others, gemm="fp8")
+    custom_linears = fnn.MLPSubmodules(linear_fc1=lambda *args, **kwargs: nn.Identity())
+    raises(ValueError, "not accepted with a linear_fc1 of type Identity", fnn.MLP, config(), custom_linears, gemm="fp8")
 
 
 COUNTS, WIDTH, INNER = (5, 0, 16), 48, 80
 BF16 = torch.bfloat16
 
 
-def experts(gemm: str = "fp8-rowwise", **more: Any) -> fnn.GroupedMLP:
+def experts(gemm: str = "fp8-rowwise", **flags: Any) -> fnn.GroupedMLP:
     torch.manual_seed(0)
-    given = {"gated_linear_unit": True, "activation_func": F.silu, "params_dtype": BF16} | more
-    mlp = fnn.GroupedMLP(len(COUNTS), fnn.MLPConfig(WIDTH, moe_ffn_hidden_size=INNER, **given), gemm=gemm)
+    defaults = {"gated_linear_unit": True, "activation_func": F.silu, "params_dtype": BF16} | flags
+    mlp = fnn.GroupedMLP(len(COUNTS), fnn.MLPConfig(WIDTH, moe_ffn_hidden_size=INNER, **defaults), gemm=gemm)
     with torch.no_grad():
         for name, parameter in mlp.named_parameters():
             if name.endswith("bias"):
@@ -128,7 +128,7 @@ def rows(counts: tuple[int, ...] = COUNTS, dtype: torch.dtype = BF16) -> tuple[T
 
 
 def multiplied(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weightᵀ in float64 of what float8 holds of both."""
+    """x · weightᵀ in float64, after rounding both to float8."""
     a, b = (
         float8.dequantize(*float8.quantize(t, 1, WIDTH if t.shape[1] == WIDTH else INNER), 1, torch.float64)
         for t in (x, weight)
@@ -136,41 +136,41 @@ def multiplied(x: Tensor, weight: Tensor) -> Tensor:
     return a @ b.t()
 
 
-def test_experts_multiply_what_float8_holds() -> None:
-    """By hand, expert by expert, in float64 of the numbers that are stored."""
+def test_experts_multiply_the_stored_float8_values() -> None:
+    """The expected result multiplies the stored numbers expert by expert in float64."""
     mlp, (x, counts, probs) = experts(), rows()
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
     parts = []
-    for e, (own, p) in enumerate(zip(x.detach().split(COUNTS), probs.detach().split(COUNTS), strict=True)):
-        h = multiplied(own, fc1.weight.detach()[e]).to(BF16) + fc1.bias.detach()[e]
+    for e, (expert_rows, p) in enumerate(zip(x.detach().split(COUNTS), probs.detach().split(COUNTS), strict=True)):
+        h = multiplied(expert_rows, fc1.weight.detach()[e]).to(BF16) + fc1.bias.detach()[e]
         gate, up = h.double().chunk(2, -1)
         a = (F.silu(gate) * up * p.double()[:, None]).to(BF16)
         parts.append(multiplied(a, fc2.weight.detach()[e]) + fc2.bias.detach()[e].double() * p.double()[:, None])
-    wanted, (got, bias) = torch.cat(parts), mlp(x, counts, probs)
+    expected, (got, bias) = torch.cat(parts), mlp(x, counts, probs)
     assert bias is None and got.dtype == BF16
-    assert (got.double() - wanted).norm() < 4e-3 * wanted.norm()  # a product and its bias are rounded to bfloat16
+    assert (got.double() - expected).norm() < 4e-3 * expected.norm()  # a product and its bias are rounded to bfloat16
     plain, _ = experts("bf16")(x, counts, probs)
-    assert (plain.double() - wanted).norm() > 1e-2 * wanted.norm(), "not float8"
+    assert (plain.double() - expected).norm() > 1e-2 * expected.norm(), "not float8"
 
 
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
-def test_experts_are_the_products_of_the_typed_name(memory: str) -> None:
-    """Value and gradients, at every level, in a checkpoint; of an expert without rows they are zeros."""
+def test_experts_equal_grouped_linear_fp8(memory: str) -> None:
+    """At every level and in a checkpoint; an expert without rows has zero gradients."""
     mlp, (x, counts, probs) = experts(memory=memory, add_bias_linear=False), rows()
-    ends, weights = counts.cumsum(0).int(), [one.weight for one in (mlp.linear_fc1, mlp.linear_fc2)]
+    ends, weights = counts.cumsum(0).int(), [linear.weight for linear in (mlp.linear_fc1, mlp.linear_fc2)]
 
     def by_hand() -> Tensor:
         gate, up = FF.grouped_linear_fp8(x, weights[0].transpose(1, 2), ends).chunk(2, -1)
         return FF.grouped_linear_fp8(FF.swiglu(gate, up, probs), weights[1].transpose(1, 2), ends)
 
-    def found(y: Tensor) -> list[Tensor]:
+    def result_and_grads(y: Tensor) -> list[Tensor]:
         return [y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, probs, *weights))]
 
-    wanted, got = found(by_hand()), found(mlp(x, counts, probs)[0])
-    again = found(checkpoint(lambda *given: mlp(*given)[0], x, counts, probs, use_reentrant=False))
-    for one, same, exact in zip(got, again, wanted, strict=True):
-        assert torch.equal(one, same) if memory != "fp8" else (one - same).norm() <= 1e-3 * one.norm()
-        assert (one - exact).norm() <= (0.05 if memory == "fp8" else 1e-3) * exact.norm()
+    expected, got = result_and_grads(by_hand()), result_and_grads(mlp(x, counts, probs)[0])
+    checkpointed = result_and_grads(checkpoint(lambda *args: mlp(*args)[0], x, counts, probs, use_reentrant=False))
+    for linear, same, exact in zip(got, checkpointed, expected, strict=True):
+        assert torch.equal(linear, same) if memory != "fp8" else (linear - same).norm() <= 1e-3 * linear.norm()
+        assert (linear - exact).norm() <= (0.05 if memory == "fp8" else 1e-3) * exact.norm()
     assert all((gradient[1] == 0).all() and (gradient[0] != 0).any() for gradient in got[3:])
 
 
@@ -193,15 +193,15 @@ def test_experts_without_rows_and_under_autocast() -> None:
     raises(TypeError, r"not accepted of experts in torch\.bfloat16 and torch\.float32", wide, x.to(BF16), counts, probs)
 
 
-def test_experts_say_what_they_do_not_take() -> None:
-    for recipe, each in RECIPES.items():
-        if not each.scaling.grouped:
+def test_experts_reject_unsupported_arguments() -> None:
+    for recipe, settings in RECIPES.items():
+        if not settings.scaling.grouped:
             raises(ValueError, f"gemm='{recipe}' is not accepted of experts: .*; accepted: bf16, fp8-", experts, recipe)
     raises(ValueError, "gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise", experts, "int8")
     for name, size in (("moe_ffn_hidden_size", 72), ("hidden_size", 40), ("moe_latent_size", 24)):
-        given = fnn.MLPConfig(**{"hidden_size": WIDTH, "moe_ffn_hidden_size": INNER, name: size})
+        mlp_config = fnn.MLPConfig(**{"hidden_size": WIDTH, "moe_ffn_hidden_size": INNER, name: size})
         words = f"{name}={size} is not accepted with gemm='fp8-rowwise'"
-        raises(ValueError, words, fnn.GroupedMLP, 2, given, gemm="fp8-rowwise")
+        raises(ValueError, words, fnn.GroupedMLP, 2, mlp_config, gemm="fp8-rowwise")
     with pytest.raises(ValueError, match="gemm='fp8-rowwise' is not accepted with delay_wgrad_compute=True"):
         experts(delay_wgrad_compute=True)
     with pytest.raises(ValueError, match="not accepted with a weight that 2 processes shard"):

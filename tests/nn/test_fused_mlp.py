@@ -1,4 +1,4 @@
-"""FusedMLP: its formula, what it saves for backward, and the arguments that it rejects."""
+"""FusedMLP: its formula, the bytes that it saves for backward, and rejected arguments."""
 
 import copy
 import re
@@ -29,8 +29,8 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def kept(fn: Callable[[Tensor], Tensor], x: Tensor, *known: Tensor) -> tuple[int, int]:
-    """(bytes that live on for backward besides x, what is known and the result; matrix products of a training step)"""
+def saved_bytes_and_gemms(fn: Callable[[Tensor], Tensor], x: Tensor, *known: Tensor) -> tuple[int, int]:
+    """(bytes saved for backward except x, ``known`` and the result; GEMMs of a training step)"""
     with Ran() as ran:
         y = fn(x)
         alive = ran.alive(x, y, *known)
@@ -53,7 +53,7 @@ def close(a: list[Tensor], b: list[Tensor], tolerance: float) -> None:
     "activation, gated, bias",
     [(name, name in ("silu", "gelu"), name != "silu") for name in ACTS] + [("relu", True, True)],
 )
-def test_the_formula(activation, gated, bias):
+def test_results_equal_the_formula(activation, gated, bias):
     mlp = FusedMLP(24, 40, activation, gated, bias)
     assert [tuple(p.shape) for p in mlp.parameters()] == [
         shape for shape in ((40 * (1 + gated), 24), (40 * (1 + gated),), (24, 40), (24,)) if bias or len(shape) == 2
@@ -66,7 +66,7 @@ def test_the_formula(activation, gated, bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_levels_give_the_same(dtype):
+def test_results_do_not_depend_on_the_level(dtype):
     mlp = FusedMLP(16, 32, "silu", gated=True, dtype=dtype)
     x = torch.randn(4, 16, dtype=dtype)
     results = [step(mlp, mlp, x) for mlp.memory in ("off", "free", "input")]
@@ -79,7 +79,7 @@ def test_levels_give_the_same(dtype):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_kept(activation, gated, dtype):
+def test_levels_save_documented_bytes(activation, gated, dtype):
     rows, hidden, ffn = 48, 32, 64
     mlp = FusedMLP(hidden, ffn, activation, gated, dtype=dtype)
     x = torch.randn(rows, hidden, dtype=dtype).requires_grad_()
@@ -89,18 +89,20 @@ def test_what_is_kept(activation, gated, dtype):
     if activation == "relu" and not gated:
         expected |= {"off": (a, 6), "free": (a, 6)}
     for mlp.memory, figures in expected.items():
-        assert kept(mlp, x, *mlp.parameters()) == figures, mlp.memory
+        assert saved_bytes_and_gemms(mlp, x, *mlp.parameters()) == figures, mlp.memory
 
 
-def test_the_docs_say_so():
-    """The table of docs/modules.md."""
+def test_page_has_the_measured_bytes():
+    """Compare the table of docs/modules.md with measured bytes."""
     text, rows, ffn = (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), 16, 32
     notes = {"off": "", "free": "the same", "fp8": "rounded", "input": "the same"}
     for level, note in notes.items():
         cells = []
         for gated in (False, True):
             mlp = FusedMLP(8, ffn, "silu", gated, dtype=torch.bfloat16, memory=level)
-            nbytes, products = kept(mlp, torch.randn(rows, 8, dtype=torch.bfloat16).requires_grad_(), *mlp.parameters())
+            nbytes, products = saved_bytes_and_gemms(
+                mlp, torch.randn(rows, 8, dtype=torch.bfloat16).requires_grad_(), *mlp.parameters()
+            )
             units, scale = divmod(nbytes // rows, ffn)
             cells.append(
                 " + ".join(
@@ -118,15 +120,15 @@ def test_dropout(level):
     x = torch.randn(128, 64, requires_grad=True)
     torch.manual_seed(3)
     y = mlp(x)
-    whole = plain(mlp)(x)
+    undropped = plain(mlp)(x)
     kept_ones = y != 0
     assert 0.72 < kept_ones.float().mean() < 0.78
-    torch.testing.assert_close(y[kept_ones], (whole / 0.75)[kept_ones])
+    torch.testing.assert_close(y[kept_ones], (undropped / 0.75)[kept_ones])
     torch.manual_seed(3)
     assert torch.equal(mlp(x), y)
     (grad,) = torch.autograd.grad(y.sum(), mlp.fc2.bias)
     torch.testing.assert_close(grad, kept_ones.float().sum(0) / 0.75)
-    torch.testing.assert_close(mlp.eval()(x), whole)
+    torch.testing.assert_close(mlp.eval()(x), undropped)
 
 
 @pytest.mark.codegen_is_slow
@@ -153,7 +155,7 @@ def test_autocast():
 
 
 def doubled(inner: nn.Linear) -> nn.Module:
-    """A wrapper as adapters are."""
+    """Wrap a linear, as adapters do."""
     return Net(lambda s, x: 2 * s.inner(x), inner=inner, weight=inner.weight, bias=inner.bias)
 
 
@@ -195,25 +197,25 @@ def test_wrapped_hooked_and_parametrized_linears_are_called():
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
     ],
 )
-def test_errors(arguments, error, words):
+def test_constructor_rejects_wrong_arguments(arguments, error, words):
     raises(error, re.escape(words), FusedMLP, **{"hidden": 8, "ffn": 16, **arguments})
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_another_width_is_refused(compiled):
+def test_wrong_widths_are_rejected(compiled):
     mlp = FusedMLP(8, 16)
     called = torch.compile(mlp, backend="eager", dynamic=False) if compiled else mlp
     for shape in ((2, 7), (7,), (), (2, 3, 16)):
         words = re.escape(f"x of shape {shape} is not accepted: it must be (..., 8)")
         raises((ValueError, torch._dynamo.exc.TorchRuntimeError), words, called, torch.randn(shape))
     raises(TypeError, "x of type list is not accepted: it must be a tensor", called, [1.0])
-    whole = torch.compile(mlp, backend="eager", fullgraph=True, dynamic=True)
+    dynamic = torch.compile(mlp, backend="eager", fullgraph=True, dynamic=True)
     for x in (torch.randn(3, 8), torch.randn(8), torch.randn(0, 8), torch.randn(2, 5, 8)):
-        torch.testing.assert_close(whole(x), mlp(x))
+        torch.testing.assert_close(dynamic(x), mlp(x))
 
 
-def test_a_width_is_the_first_weights_and_what_a_hook_makes_of_it():
-    """A pruned module's, and that of a wrapper which gives the linear something else, as ColwiseParallel may."""
+def test_accepted_width_follows_the_weight_and_hooks():
+    """A pruned weight is narrower, and a hook may widen the input, as ColwiseParallel may."""
     mlp, x = FusedMLP(8, 16), torch.randn(3, 8)
     y = mlp(x)
     mlp.fc1.register_forward_pre_hook(lambda _, args: (torch.cat([args[0], x[:, 4:]], -1),))
@@ -229,8 +231,8 @@ def test_numpys_integers_are_sizes():
 
 
 def test_names_of_activations():
-    for given, name in ((nn.GELU("tanh"), "gelu_tanh"), (F.silu, "silu"), ("relu2", "relu2")):
-        assert FusedMLP(4, 8, given).activation == name
+    for activation, name in ((nn.GELU("tanh"), "gelu_tanh"), (F.silu, "silu"), ("relu2", "relu2")):
+        assert FusedMLP(4, 8, activation).activation == name
     activations.register_activation("softsign_mlp", F.softsign)
     mlp, x = FusedMLP(4, 8, "softsign_mlp"), torch.randn(2, 4)
     torch.testing.assert_close(mlp(x), mlp.fc2(F.softsign(mlp.fc1(x))))

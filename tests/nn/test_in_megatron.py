@@ -306,7 +306,7 @@ def test_sharded_entries_of_experts_cover_them_once(
             {k: t[rank * num_local : (rank + 1) * num_local] for k, t in all_experts.state_dict().items()}
         )
         shards += [shard_of(local_experts, tp, i) for i in range(tp)]
-    replicas = group(3, 2)  # of the dense layers, not of the experts
+    replicas = group(3, 2)  # belongs to the dense layers
     metadata = {"dp_cp_group": replicas, "singleton_local_shards": separate_keys}
     states = [module.sharded_state_dict("mlp.experts.", offsets, metadata) for module in shards]
     actual, objects = written_by(states)

@@ -1,4 +1,4 @@
-"""``nn.MLP`` in one process: flags and their formula, memory levels and what they keep."""
+"""``nn.MLP`` in one process: the formula of all flags, and the bytes that memory levels save."""
 
 import itertools
 import re
@@ -21,7 +21,7 @@ HIDDEN, FFN = 16, 24
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Thousands of small calls: threads that wait for each other cost many times what they compute."""
+    """Use one thread: for thousands of small calls, synchronizing threads costs more than computing."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,9 +32,9 @@ def config(**flags):
     return MLPConfig(HIDDEN, **{"ffn_hidden_size": FFN, "params_dtype": torch.float64, **flags})
 
 
-def build(given, seed=0, **arguments):
+def build(mlp_config, seed=0, **arguments):
     torch.manual_seed(seed)
-    mlp = MLP(given, **arguments)
+    mlp = MLP(mlp_config, **arguments)
     with torch.no_grad():
         for p in mlp.parameters():  # biases that matter
             p.add_(0.1 * torch.randn_like(p))
@@ -62,7 +62,7 @@ def plain(mlp, act, x, scale=None, clamp=None, offset=0.0):
     return y
 
 
-ACTIVATIONS = {  # what a config may say: the formula
+ACTIVATIONS = {  # name: (the config's activation_func, its formula)
     "gelu": (F.gelu, F.gelu),
     "gelu, tanh": ("gelu_tanh", GELU_TANH),
     "silu": (F.silu, F.silu),
@@ -77,24 +77,24 @@ ACTIVATIONS = {  # what a config may say: the formula
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_every_flag_with_every_other_is_its_formula(name: str) -> None:
-    given, formula = ACTIVATIONS[name]
+def test_every_combination_of_flags_equals_its_formula(name: str) -> None:
+    activation, formula = ACTIVATIONS[name]
     switches = (False, True)
     glus = [{}, {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}]
     for gated, bias, scaled, delay, fusion, memory in itertools.product(
         switches, switches, switches, switches, switches, ("off", "free", "fp8", "input")
     ):
-        if memory == "fp8" and given is F.mish:
+        if memory == "fp8" and activation is F.mish:
             continue
         for glu in glus if gated and memory != "fp8" else glus[:1]:  # float8 takes values over a clamp's edge
             mlp = build(
                 config(
-                    gated_linear_unit=gated, add_bias_linear=bias, activation_func=given, memory=memory,
+                    gated_linear_unit=gated, add_bias_linear=bias, activation_func=activation, memory=memory,
                     delay_wgrad_compute=delay, bias_activation_fusion=fusion, **glu,
                 )
             )  # fmt: skip
             x, scale = tokens(5, 2, HIDDEN).requires_grad_(), tokens(5, 2, seed=2).requires_grad_()
-            wanted = [x, *mlp.parameters(), *([scale] if scaled else [])]
+            leaves = [x, *mlp.parameters(), *([scale] if scaled else [])]
             y = output(mlp, x, scale if scaled else None)
             d = tokens(*y.shape, seed=3)
             y.backward(d)
@@ -106,29 +106,27 @@ def test_every_flag_with_every_other_is_its_formula(name: str) -> None:
                 glu.get("glu_linear_offset", 0.0),
             )  # fmt: skip
             torch.testing.assert_close(y, truth, atol=1e-12, rtol=1e-12)
-            for t, expected in zip(wanted, torch.autograd.grad(truth, wanted, d), strict=True):
+            for t, expected in zip(leaves, torch.autograd.grad(truth, leaves, d), strict=True):
                 assert (t.grad - expected).norm() <= (0.2 if memory == "fp8" else 1e-12) * expected.norm()
 
 
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("delay", [False, True])
-def test_a_level_keeps_what_it_says_and_computes_no_product_twice_but_one(
-    memory: str, gated: bool, delay: bool
-) -> None:
-    given = config(
+def test_levels_save_documented_bytes_and_repeat_at_most_one_gemm(memory: str, gated: bool, delay: bool) -> None:
+    mlp_config = config(
         gated_linear_unit=gated, memory=memory, add_bias_linear=delay, delay_wgrad_compute=delay,
         params_dtype=torch.float32, activation_func=F.silu,
     )  # fmt: skip
-    mlp, x = build(given), tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()
-    paper = mlp_figures(HIDDEN, FFN, 10, gated=gated, memory=memory, dtype=torch.float32)
+    mlp, x = build(mlp_config), tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()
+    figures = mlp_figures(HIDDEN, FFN, 10, gated=gated, memory=memory, dtype=torch.float32)
     with Ran() as ran:
         y, _ = mlp(x)
-        kept = ran.alive(x, y, *mlp.parameters()) + x.nbytes
+        saved = ran.alive(x, y, *mlp.parameters()) + x.nbytes
         y.sum().backward()
         mlp.backward_dw()
-    assert kept == paper.saved
-    assert sorted(map(sorted, ran.gemms)) == sorted(map(sorted, paper.gemms))
+    assert saved == figures.saved
+    assert sorted(map(sorted, ran.gemms)) == sorted(map(sorted, figures.gemms))
     del y
     with Ran() as ran, torch.no_grad():
         y, _ = mlp(x)
@@ -146,7 +144,7 @@ def test_relu_saves_its_result_alone(memory: str) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_parameter_counts_and_shapes(gated: bool) -> None:
-    """Megatron's: 1212 weights for a hidden size of 12 and the ffn size four times that."""
+    """Megatron has 1212 parameters for a hidden size of 12 and an ffn size of 48."""
     mlp = MLP(MLPConfig(12, gated_linear_unit=gated))
     assert sum(p.numel() for p in mlp.parameters()) == (12 * 96 + 96 + 48 * 12 + 12 if gated else 1212)
     y, bias = mlp(torch.randn(32, 2, 12), attention_mask=None)
@@ -154,14 +152,14 @@ def test_parameter_counts_and_shapes(gated: bool) -> None:
     assert MLP(MLPConfig(12, add_bias_linear=False))(torch.randn(3, 12))[1] is None
     y, bias = mlp(torch.randn(3, 12), torch.rand(3))
     assert bias is None
-    assert dict(mlp.state_dict()).keys() == {f"linear_fc{i}.{what}" for i in (1, 2) for what in ("weight", "bias")}
+    assert dict(mlp.state_dict()).keys() == {f"linear_fc{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
 
 
 def test_sizes() -> None:
-    given = MLPConfig(8, ffn_hidden_size=20, moe_ffn_hidden_size=12, moe_latent_size=6, add_bias_linear=False)
+    mlp_config = MLPConfig(8, ffn_hidden_size=20, moe_ffn_hidden_size=12, moe_latent_size=6, add_bias_linear=False)
 
     def shapes(*args, **kwargs):
-        return [tuple(p.shape) for p in MLP(given, *args, **kwargs).parameters()]
+        return [tuple(p.shape) for p in MLP(mlp_config, *args, **kwargs).parameters()]
 
     assert shapes() == [(20, 8), (8, 20)]
     assert shapes(ffn_hidden_size=10) == [(10, 8), (8, 10)]
@@ -199,7 +197,7 @@ def test_sizes() -> None:
         ({"use_te_activation_func": True}, "MLPSubmodules.activation_func"),
     ],
 )
-def test_the_constructor_refuses(flags: dict, words: str) -> None:
+def test_constructor_rejects_incompatible_flags(flags: dict, words: str) -> None:
     raises((ValueError, TypeError), words, MLP, config(**flags))
 
 
@@ -207,11 +205,11 @@ WRONG_SIZES = [(7.5, TypeError), ("256", TypeError), (True, TypeError), (0, Valu
 
 
 @pytest.mark.parametrize(("size", "error"), WRONG_SIZES, ids=str)
-def test_a_size_is_an_integer_from_1_on(size: object, error: type) -> None:
+def test_sizes_must_be_positive_integers(size: object, error: type) -> None:
     def linear(kind, *sizes):
         return kind(*sizes, config=config())
 
-    for name, made in (
+    for name, construct in (
         ("hidden_size", lambda: MLP(MLPConfig(size))),
         ("ffn_hidden_size", lambda: MLP(config(ffn_hidden_size=size))),
         ("ffn_hidden_size", lambda: MLP(config(), ffn_hidden_size=size)),
@@ -224,10 +222,10 @@ def test_a_size_is_an_integer_from_1_on(size: object, error: type) -> None:
         ("input_size", lambda: linear(ColumnParallelLinear, size, 4)),
         ("output_size", lambda: linear(RowParallelLinear, 4, size)),
     ):
-        raises(error, re.escape(f"{name}={size!r} is not accepted: it must be an integer from 1 on"), made)
+        raises(error, re.escape(f"{name}={size!r} is not accepted: it must be an integer from 1 on"), construct)
 
 
-def test_what_is_not_given_and_what_is_as_good() -> None:
+def test_none_means_default_and_numpy_integers_are_sizes() -> None:
     raises(TypeError, "hidden_size=None is not accepted", MLP, MLPConfig(None))
     none = dict.fromkeys(("ffn_hidden_size", "init_method", "params_dtype", "activation_func_clamp_value"))
     assert MLP(MLPConfig(8, **none), input_size=None, ffn_hidden_size=None, tp_group=None).ffn_hidden_size == 32
@@ -236,7 +234,7 @@ def test_what_is_not_given_and_what_is_as_good() -> None:
     assert [tuple(p.shape) for p in mlp.parameters()] == [(24, 8), (8, 12)]
 
 
-def test_arguments_in_each_others_places() -> None:
+def test_swapped_arguments_are_rejected() -> None:
     for other in (64, None, {"hidden_size": 64}, MLPConfig, SimpleNamespace(ffn_hidden_size=3)):
         raises(TypeError, r"config=.* is not accepted: it must be an MLPConfig, or an object", MLP, other, 256)
     raises(TypeError, "submodules=256 is not accepted: it must be an object with the attributes of", MLP, config(), 256)
@@ -244,22 +242,22 @@ def test_arguments_in_each_others_places() -> None:
 
 
 @pytest.mark.parametrize("group", ["tp", [0, 1], 2], ids=str)
-def test_a_group_is_a_process_group(group: object) -> None:
-    given = config(moe_ffn_hidden_size=FFN)
-    for name, made in (
-        ("tp_group", lambda **groups: MLP(given, **groups)),
-        ("tp_group", lambda **groups: ColumnParallelLinear(4, 4, config=given, **groups)),
-        ("tp_group", lambda **groups: RowParallelLinear(4, 4, config=given, **groups)),
-        ("tp_group", lambda **groups: GroupedMLP(2, given, **groups)),
-        ("ep_group", lambda **groups: GroupedMLP(2, given, **groups)),
+def test_groups_must_be_process_groups(group: object) -> None:
+    mlp_config = config(moe_ffn_hidden_size=FFN)
+    for name, construct in (
+        ("tp_group", lambda **groups: MLP(mlp_config, **groups)),
+        ("tp_group", lambda **groups: ColumnParallelLinear(4, 4, config=mlp_config, **groups)),
+        ("tp_group", lambda **groups: RowParallelLinear(4, 4, config=mlp_config, **groups)),
+        ("tp_group", lambda **groups: GroupedMLP(2, mlp_config, **groups)),
+        ("ep_group", lambda **groups: GroupedMLP(2, mlp_config, **groups)),
     ):
         words = rf"{name}=.* is not accepted: .*ProcessGroup; mesh\.get_group\(\) gives"
-        raises(TypeError, words, made, **{name: group})
+        raises(TypeError, words, construct, **{name: group})
 
 
 @pytest.mark.parametrize("act", [F.gelu, F.mish], ids=["fused", "spelled"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_call_refuses(act, compiled: bool) -> None:
+def test_call_rejects_wrong_shapes_and_types(act, compiled: bool) -> None:
     mlp, x = MLP(config(activation_func=act)), tokens(2, 3, HIDDEN)
     called = torch.compile(mlp, backend="eager", dynamic=False) if compiled else mlp
     for arguments, error, words in (
@@ -277,13 +275,13 @@ def test_a_call_refuses(act, compiled: bool) -> None:
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_what_is_accepted_is_one_graph_of_any_number_of_tokens(dynamic: bool | None) -> None:
+def test_one_graph_serves_any_number_of_tokens(dynamic: bool | None) -> None:
     mlp = MLP(config())
     compiled = torch.compile(mlp, backend="eager", fullgraph=True, dynamic=dynamic)
     for rows in (2, 3, 5):
         x, scale = tokens(rows, 2, HIDDEN), tokens(rows, 2)
-        for one in (None, scale):
-            torch.testing.assert_close(output(compiled, x, one), output(mlp, x, one))
+        for token_scale in (None, scale):
+            torch.testing.assert_close(output(compiled, x, token_scale), output(mlp, x, token_scale))
     rows = torch.export.Dim("rows", min=2)
     program = torch.export.export(mlp, (x[0], scale[0]), dynamic_shapes=({0: rows}, {0: rows}))
     x, scale = tokens(7, HIDDEN), tokens(7)
@@ -294,8 +292,8 @@ def test_what_is_accepted_is_one_graph_of_any_number_of_tokens(dynamic: bool | N
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_what_is_refused_leaves_a_compiled_model_as_it_was(fullgraph: bool, dynamic: bool | None) -> None:
-    """An exception that Dynamo sees in Python would leave the frame around it to eager mode from then on."""
+def test_rejected_call_does_not_make_a_compiled_model_eager(fullgraph: bool, dynamic: bool | None) -> None:
+    """After a Python exception, Dynamo would run the calling frame eagerly from then on."""
     graphs: list[int] = []
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN).double(), (mlp := MLP(config())))
     called = torch.compile(
@@ -309,18 +307,18 @@ def test_what_is_refused_leaves_a_compiled_model_as_it_was(fullgraph: bool, dyna
     assert graphs == [1]
 
 
-def test_any_object_with_megatrons_names_is_a_config() -> None:
+def test_any_object_with_megatrons_attributes_is_a_config() -> None:
     filled = []
 
     def init(t):
         filled.append(tuple(t.shape))
         return nn.init.normal_(t, std=0.02)
 
-    given = SimpleNamespace(
+    attributes = SimpleNamespace(
         hidden_size=8, ffn_hidden_size=12, init_method=init, output_layer_init_method=init, activation_func=F.silu,
         gated_linear_unit=True, bias_activation_fusion=False, num_layers=3, params_dtype=torch.bfloat16,
     )  # fmt: skip
-    mlp = MLP(given)
+    mlp = MLP(attributes)
     assert filled == [(24, 8), (8, 12)] and mlp.linear_fc1.weight.dtype == torch.bfloat16
     assert not mlp.linear_fc1.bias.any()
     before = mlp.linear_fc1.weight.clone()
@@ -329,12 +327,12 @@ def test_any_object_with_megatrons_names_is_a_config() -> None:
     assert mlp(torch.randn(2, 8, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
 
 
-def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
-    asked, swiglu = {}, of_halves(F.silu)
+def test_custom_modules_get_megatrons_arguments() -> None:
+    received, swiglu = {}, of_halves(F.silu)
 
     def noting(name, linear):
         def build_one(*sizes, **arguments):
-            asked[name] = sizes, set(arguments)
+            received[name] = sizes, set(arguments)
             return linear(*sizes, **arguments)
 
         return build_one
@@ -342,20 +340,20 @@ def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
     def Act(*, config):
         return Net(lambda s, x: swiglu(x))
 
-    given = config(use_te_activation_func=True, gated_linear_unit=True)
+    mlp_config = config(use_te_activation_func=True, gated_linear_unit=True)
     first, second = noting("fc1", ColumnParallelLinear), noting("fc2", RowParallelLinear)
-    mlp = build(given, submodules=MLPSubmodules(first, second, Act))
+    mlp = build(mlp_config, submodules=MLPSubmodules(first, second, Act))
     common = {"config", "init_method", "bias", "skip_bias_add", "is_expert", "tp_comm_buffer_name", "tp_group"}
-    assert asked["fc1"] == ((HIDDEN, 2 * FFN), common | {"gather_output", "stride"})
-    assert asked["fc2"] == ((FFN, HIDDEN), common | {"input_is_parallel"})
+    assert received["fc1"] == ((HIDDEN, 2 * FFN), common | {"gather_output", "stride"})
+    assert received["fc2"] == ((FFN, HIDDEN), common | {"input_is_parallel"})
     x, scale = tokens(3, HIDDEN), tokens(3, seed=4)
     for s in (None, scale):
         torch.testing.assert_close(output(mlp, x, s), plain(mlp, F.silu, x, s))
-    given = config(use_te_activation_func=True, gated_linear_unit=True, glu_linear_offset=1.0)
-    raises(ValueError, "use_te_activation_func", MLP, given, MLPSubmodules(activation_func=Act))
+    mlp_config = config(use_te_activation_func=True, gated_linear_unit=True, glu_linear_offset=1.0)
+    raises(ValueError, "use_te_activation_func", MLP, mlp_config, MLPSubmodules(activation_func=Act))
 
 
-def test_linears_alone() -> None:
+def test_linears_without_an_mlp_add_their_bias() -> None:
     x = tokens(3, 4)
     for kind in (ColumnParallelLinear, RowParallelLinear):
         for delay in (False, True):
@@ -370,18 +368,18 @@ def test_linears_alone() -> None:
 
 
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
-def test_parameters_of_functional_call_are_those_of_backward_too(memory: str) -> None:
-    """The module has its own parameters back when backward recomputes the first linear."""
+def test_backward_uses_parameters_of_functional_call(memory: str) -> None:
+    """Backward recomputes the first linear after the module got its old parameters back."""
     mlp, x = build(config(memory=memory)), tokens(5, HIDDEN).requires_grad_()
-    others = {name: (p.detach() * 1.5).requires_grad_() for name, p in mlp.named_parameters()}
-    y, bias = torch.func.functional_call(mlp, others, (x,))
-    found = torch.autograd.grad((y + bias).square().sum(), [x, *others.values()])
+    new_parameters = {name: (p.detach() * 1.5).requires_grad_() for name, p in mlp.named_parameters()}
+    y, bias = torch.func.functional_call(mlp, new_parameters, (x,))
+    actual = torch.autograd.grad((y + bias).square().sum(), [x, *new_parameters.values()])
     same = build(config(memory=memory))
     with torch.no_grad():
         for p in same.parameters():
             p.mul_(1.5)
-    wanted = torch.autograd.grad(output(same, x).square().sum(), [x, *same.parameters()])
-    torch.testing.assert_close(found, wanted)
+    expected = torch.autograd.grad(output(same, x).square().sum(), [x, *same.parameters()])
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("delay", [False, True])

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks around an MLP with a memory level of its own: a checkpoint's, an offloader's, a user's."""
+"""Saved-tensor hooks (of checkpoints, offloaders, users) around an MLP that has a memory level."""
 
 import functools
 
@@ -27,7 +27,7 @@ MODULES = {
 
 @pytest.fixture(params=[(name, memory) for name in MODULES for memory in LEVELS], ids=str)
 def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, list[Tensor]]:
-    """A module, its input, and what its gradients are without hooks around it."""
+    """(a module, its input, its gradients without hooks around it)"""
     name, memory = request.param
     module, x = MODULES[name](memory), torch.randn(ROWS, WIDTH, requires_grad=True)
     return module, x, gradients(module, x, module(x))
@@ -42,8 +42,8 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.covering(every=2)
-def test_a_checkpoint_keeps_nothing_inside(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
-    """Every tensor that is kept goes through the checkpoint, which keeps none: only x is seen outside."""
+def test_checkpoint_saves_only_its_input(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
+    """The checkpoint drops every tensor that the MLP saves; outer hooks see only x."""
     module, x, expected = case
     outside: list[int] = []
     with saved_tensors_hooks(lambda t: outside.append(t.numel()) or t, lambda t: t), Ran() as ran:
@@ -54,12 +54,12 @@ def test_a_checkpoint_keeps_nothing_inside(case: tuple[nn.Module, Tensor, list[T
 
 
 @pytest.mark.covering(every=2)
-def test_an_offloader_sees_all_that_is_kept(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
+def test_offloaders_see_every_saved_tensor(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
     module, x, expected = case
-    kept: list[int] = []
-    with saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t.clone(), lambda t: t):
+    saved_bytes: list[int] = []
+    with saved_tensors_hooks(lambda t: saved_bytes.append(t.nbytes) or t.clone(), lambda t: t):
         y = module(x)
-    assert max(kept) >= ROWS * WIDTH * 4
+    assert max(saved_bytes) >= ROWS * WIDTH * 4
     assert_equal(gradients(module, x, y), expected)
     with save_on_cpu():
         y = module(x)
@@ -67,7 +67,7 @@ def test_an_offloader_sees_all_that_is_kept(case: tuple[nn.Module, Tensor, list[
 
 
 @pytest.mark.covering(every=2)
-def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
+def test_two_modules_in_one_checkpoint_have_right_gradients(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
     module, x, _ = case
     expected = gradients(module, x, module(module(x)))
     y = checkpoint(lambda x: module(module(x)), x, use_reentrant=False)
@@ -76,10 +76,10 @@ def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tenso
 
 @pytest.mark.parametrize("name", ["FusedMLP", "gated", "MLP"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_users_hooks_get_numbers_that_they_can_compute_with(name: str, inside: bool) -> None:
-    """Float8 has no sum; gradients are those of ``"fp8"`` without hooks, bit for bit."""
+def test_hooks_that_compute_get_dequantized_tensors(name: str, inside: bool) -> None:
+    """Float8 has no arithmetic. Gradients equal ``"fp8"`` without hooks, bit for bit."""
     module, x = MODULES[name]("fp8"), torch.randn(ROWS, WIDTH, requires_grad=True)
-    if inside:  # of another module with a level
+    if inside:  # a module in a module, both with a level
         inner, module = module, FusedMLP(WIDTH, FFN, memory="fp8")
         module.fc2 = nn.Sequential(module.fc2, inner)
     expected = gradients(module, x, module(x))
@@ -96,8 +96,8 @@ def test_a_users_hooks_get_numbers_that_they_can_compute_with(name: str, inside:
         assert torch.equal(a, b)
 
 
-def test_what_only_carries_tensors_carries_float8() -> None:
-    """A checkpoint and ``save_on_cpu`` give back what they got: float8 goes through them as it is."""
+def test_hooks_that_do_not_compute_get_float8() -> None:
+    """Checkpoints and ``save_on_cpu`` return tensors unchanged, so they get float8."""
     module, x = FusedMLP(WIDTH, FFN, memory="fp8"), torch.randn(ROWS, WIDTH, requires_grad=True)
     seen: list[torch.dtype] = []
     around = save_on_cpu()

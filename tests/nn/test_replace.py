@@ -1,4 +1,4 @@
-"""replace_mlps: which modules are compiled and by which policy, that all else about them stays, and the way back."""
+"""replace_mlps: the compiled modules, their policies, their unchanged state, and ``restore``."""
 
 import copy
 import io
@@ -70,12 +70,12 @@ def assert_alike(model: nn.Module, reference: nn.Module, x: Tensor, tolerance: f
     torch.testing.assert_close(step(model, model, x), step(reference, reference, x), rtol=tolerance, atol=tolerance)
 
 
-def kept(model: nn.Module, x: Tensor) -> int:
+def saved_elements(model: nn.Module, x: Tensor) -> int:
     """Elements that a call saves for backward, without parameters and the input."""
     return saving(lambda: model(x), (x, *model.parameters()))[1] // 4
 
 
-EAGER, FREE = 2 * ROWS * N, ROWS * N  # of Mlp: what the activation reads, and what it gives
+EAGER, FREE = 2 * ROWS * N, ROWS * N  # Mlp's activation: input and result, or input only
 
 
 def is_as_it_was(model: nn.Module) -> bool:
@@ -87,19 +87,19 @@ def is_as_it_was(model: nn.Module) -> bool:
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("memory, elements", [("free", FREE), ("input", 0), ("off", EAGER)])
-def test_what_is_kept_and_computed(memory: str, elements: int) -> None:
+def test_compiled_module_saves_and_computes_what_the_policy_says(memory: str, elements: int) -> None:
     model, x = Model(Block(Mlp())), rows()
     reference = copy.deepcopy(model)
     report = replace_mlps(model, x, memory=memory)
     assert list(report.replaced) == ["layers.0.mlp"] and report.summary == "1 of 1 MLPs compiled in place"
     assert_alike(model, reference, x)
-    assert kept(model.layers[0].mlp, x) == elements and kept(reference.layers[0].mlp, x) == EAGER
+    assert saved_elements(model.layers[0].mlp, x) == elements and saved_elements(reference.layers[0].mlp, x) == EAGER
     report.restore()
-    assert is_as_it_was(model) and kept(model.layers[0].mlp, x) == EAGER
+    assert is_as_it_was(model) and saved_elements(model.layers[0].mlp, x) == EAGER
     report.restore()
 
 
-def test_a_hook_that_comes_and_goes() -> None:
+def test_hooks_added_later_run() -> None:
     model, x = Mlp(), rows()
     replace_mlps(model, x)
     expected = model(x)
@@ -118,7 +118,7 @@ ACTS += (*(lambda x, f=f: 2 * f(x) for f in ACTS),)
 
 @pytest.mark.slow
 def test_more_activations_than_dynamo_compiles_of_one_code() -> None:
-    """Dynamo compiles code eight times, and runs it eagerly from then on."""
+    """By default Dynamo compiles the same code eight times and then runs it eagerly."""
     model, x = Model(*(Block(Mlp(act)) for act in ACTS)), rows()
     reference = copy.deepcopy(model)
     assert replace_mlps(model, x).summary == "12 of 12 MLPs compiled in place"
@@ -128,13 +128,13 @@ def test_more_activations_than_dynamo_compiles_of_one_code() -> None:
 
 
 def test_layers_behind_graph_breaks() -> None:
-    """Dynamo captures the first of equal layers, behind the break with paths that begin there."""
+    """Dynamo captures only the first of equal layers, and after the break its paths begin at a layer."""
     model, x = Model(*(Block(Mlp(), broken=True) for _ in range(4))), rows()
     memory = {"layers.1": "input"}
     report = replace_mlps(model, x, memory=memory)
     assert list(report.replaced) == [f"layers.{i}.mlp" for i in range(4)]
     assert sorted(site.module for site in report.sites) == list(report.replaced)
-    assert [kept(layer.mlp, x) for layer in model.layers] == [FREE, 0, FREE, FREE]
+    assert [saved_elements(layer.mlp, x) for layer in model.layers] == [FREE, 0, FREE, FREE]
     report.restore()
     assert list(replace_mlps(model, x, exclude=("layers.0", "layers.3.*")).replaced) == ["layers.1.mlp", "layers.2.mlp"]
 
@@ -164,8 +164,8 @@ def Inline() -> nn.Module:
         (lambda: nn.Sequential(Block(Mlp()), nn.Linear(H, H), nn.Tanh(), sequential()), [""]),
     ],
 )
-def test_which_modules(make: Callable[[], nn.Module], expected: list[str]) -> None:
-    """The innermost that holds an MLP; the outermost of those that hold one another."""
+def test_innermost_module_around_each_mlp_is_compiled(make: Callable[[], nn.Module], expected: list[str]) -> None:
+    """Nested innermost modules of two MLPs are compiled once, as the outer module."""
     model = make()
     report = replace_mlps(model, rows())
     assert list(report.replaced) == expected
@@ -173,7 +173,7 @@ def test_which_modules(make: Callable[[], nn.Module], expected: list[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "given, paths, expected",
+    "fields, paths, expected",
     [
         ({"memory": "fp8", "gemm": "fp8"}, ["layers.0.mlp"], {"memory": "fp8", "gemm": "fp8"}),
         ({"memory": {"layers.0.*": "input", "*": "fp8"}}, ["layers.0.mlp"], {"memory": "input"}),
@@ -186,10 +186,10 @@ def test_which_modules(make: Callable[[], nn.Module], expected: list[str]) -> No
         ({"exclude": ("a",)}, ["a"], {"exclude": ("*",)}),
     ],
 )
-def test_a_policy_within_a_module(given: dict[str, Any], paths: list[str], expected: dict[str, Any]) -> None:
+def test_a_policy_within_a_module(fields: dict[str, Any], paths: list[str], expected: dict[str, Any]) -> None:
     if paths == [""]:
         expected = {"memory": {"up": "input"}}
-    assert policy_within(FusionPolicy(**given), paths, Inline()) == FusionPolicy(**expected)
+    assert policy_within(FusionPolicy(**fields), paths, Inline()) == FusionPolicy(**expected)
 
 
 def test_patterns_fit_paths_of_the_model() -> None:
@@ -203,19 +203,19 @@ def test_patterns_fit_paths_of_the_model() -> None:
         exclude=("layers.2.mlp.fc.1",),
     )
     assert report.notes == ("memory='end' matches no site's modules; the sites' modules are layers.0…2.mlp",)
-    assert [kept(layer.mlp, x) for layer in model.layers][:2] == [0, 0]
+    assert [saved_elements(layer.mlp, x) for layer in model.layers][:2] == [0, 0]
     assert [site.op for site in report.sites] == ["fused::bias_act"] * 2 + [None, "fused::bias_act"]
 
 
 # ---- the handle ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_compiled_already_stays() -> None:
+def test_compiled_modules_are_not_compiled_again() -> None:
     model, x = Model(*(Block(Mlp()) for _ in range(4))), rows()
     model.layers[0].mlp.compile(backend="eager")
     model.layers[1].compile(backend="eager")
     model.layers[2].mlp.up.compile(backend="eager")
-    theirs = [module._compiled_call_impl for module in model.modules()]
+    calls_before = [module._compiled_call_impl for module in model.modules()]
     report = replace_mlps(model, x)
     assert list(report.replaced) == ["layers.3.mlp"] and report.summary == "1 of 4 MLPs compiled in place"
     assert [site.reason for site in report.sites if site.op is None] == [
@@ -224,18 +224,18 @@ def test_what_is_compiled_already_stays() -> None:
     with pytest.warns(UserWarning, match=r"compiled no module: .*layers.0.mlp: layers.0.mlp is compiled already"):
         replace_mlps(model, x)
     report.restore()
-    assert [module._compiled_call_impl for module in model.modules()] == theirs
+    assert [module._compiled_call_impl for module in model.modules()] == calls_before
     with pytest.warns(UserWarning, match="the model is compiled already"):
         assert not replace_mlps(torch.compile(Mlp(), backend="eager"), x).replaced  # type: ignore[arg-type]
 
 
-def test_what_is_compiled_anew_later_stays() -> None:
+def test_restore_leaves_later_compilations() -> None:
     model, x = Model(Block(Mlp())), rows()
     report = replace_mlps(model, x)
     model.layers[0].mlp.compile(backend="eager")
-    theirs = model.layers[0].mlp._compiled_call_impl
+    later_call = model.layers[0].mlp._compiled_call_impl
     report.restore()
-    assert model.layers[0].mlp._compiled_call_impl is theirs
+    assert model.layers[0].mlp._compiled_call_impl is later_call
 
 
 def test_names_copies_and_pickles() -> None:
@@ -256,15 +256,15 @@ def test_names_copies_and_pickles() -> None:
     assert not model(x).any()
 
 
-def test_composes() -> None:
+def test_works_with_checkpoint_compile_and_export() -> None:
     model, x = Model(Block(Mlp())), rows()
     expected = model(x)
     replace_mlps(model, x)
-    again = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
-    torch.testing.assert_close(again, expected)
+    recomputed = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    torch.testing.assert_close(recomputed, expected)
     graphs: list[Any] = []
-    whole = torch.compile(model, backend=lambda gm, _: (graphs.append(gm), gm.forward)[1], fullgraph=True)
-    torch.testing.assert_close(whole(x), expected)
+    compiled = torch.compile(model, backend=lambda gm, _: (graphs.append(gm), gm.forward)[1], fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
     assert len(graphs) == 1  # the outer compilation takes all
     for strict in (False, True):
         program = torch.export.export(model, (x,), strict=strict)
@@ -308,10 +308,10 @@ def test_report() -> None:
         ({"memroy": "fp8"}, TypeError, "did you mean FusionPolicy's memory?"),
     ],
 )
-def test_errors(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
-    given = {"model": Mlp(), "args": (rows(),), **arguments}
-    model, args = given.pop("model"), given.pop("args")
-    said = str(raises(error, "", replace_mlps, model, *args, **given))
+def test_wrong_arguments_are_rejected(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    call = {"model": Mlp(), "args": (rows(),), **arguments}
+    model, args = call.pop("model"), call.pop("args")
+    said = str(raises(error, "", replace_mlps, model, *args, **call))
     assert any(word in said for word in words.split("|"))
     assert not isinstance(model, nn.Module) or is_as_it_was(model)
 
@@ -329,7 +329,7 @@ def test_errors(arguments: dict[str, Any], error: type[Exception], words: str) -
         ((), True, "not compiled:\nA site is a GEMM that reads"),
     ],
 )
-def test_nothing_found(acts: tuple[Any, ...], strict: bool, words: str) -> None:
+def test_warns_or_raises_if_no_mlp_is_compiled(acts: tuple[Any, ...], strict: bool, words: str) -> None:
     model = nn.Sequential(*(Mlp(act) for act in acts), nn.Linear(H, H))
     raised: Any = pytest.raises(UnfusedError, match=words) if strict else pytest.warns(UserWarning, match=words)
     with raised:

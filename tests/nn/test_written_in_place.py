@@ -77,16 +77,16 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 
 def hidden(value: Any) -> Tensor:
-    """A linear's result, or Megatron's linears', which give their bias besides."""
+    """Return a linear's result without the bias that Megatron's linears also return."""
     return value[0] if isinstance(value, tuple) else value
 
 
 def attach(module: Any, place: str, in_place: Callable[[Tensor], Any]) -> None:
-    """Have what a place sees written."""
+    """Register a hook that modifies the tensor at ``place`` in place."""
     mlp, seen = getattr(module, "mlp", module), list[Tensor]()
     fc1, fc2 = (mlp.fc1, mlp.fc2) if mlp is module else (mlp.linear_fc1, mlp.linear_fc2)
 
-    def write(t: Tensor) -> None:  # a hook gives nothing, or what it sees instead
+    def write(t: Tensor) -> None:  # returns None, so the hook does not replace the tensor
         in_place(t)
 
     if place == "fc1's input":
@@ -124,11 +124,11 @@ LATE: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 def step(
-    kind: str, memory: str, writes: list[tuple[str, str]], late: str, truth: bool = False, moved: float = 0.0
+    kind: str, memory: str, writes: list[tuple[str, str]], late: str, truth: bool = False, shift: float = 0.0
 ) -> list[Tensor]:
-    """The result and all gradients; with ``truth`` those of plain autograd if nothing that it saved were written.
+    """Return the result and all gradients; with ``truth``, from plain autograd on copies of saved tensors.
 
-    The input and all parameters are moved by so much in one direction.
+    The input and all parameters are shifted by ``shift`` along a fixed direction.
     """
     torch.manual_seed(0)
     module: Any = MODULES[kind](memory)
@@ -136,7 +136,7 @@ def step(
     parameters = list(module.parameters())
     with torch.no_grad():
         for t in (leaf, *parameters):
-            t.add_(direction(t), alpha=moved)
+            t.add_(direction(t), alpha=shift)
     for place, write in writes:
         attach(module, place, WRITES[write])
     with allow_mutation_on_saved_tensors() if truth else contextlib.nullcontext():
@@ -158,11 +158,13 @@ def direction(t: Tensor) -> Tensor:
 
 
 def confirm(expected: list[Tensor], kind: str, writes: list[tuple[str, str]]) -> None:
-    """Compare gradients with a difference of losses, unless autograd is not told of a write."""
+    """Compare gradients with a finite difference, except after writes that autograd does not see."""
     if not any(write == "detached" for _, write in writes):
-        more, less = (loss(step(kind, "off", writes, "nothing", truth=True, moved=by)[0]) for by in (1e-6, -1e-6))
+        loss_above, loss_below = (
+            loss(step(kind, "off", writes, "nothing", truth=True, shift=by)[0]) for by in (1e-6, -1e-6)
+        )
         slope = sum((gradient * direction(gradient)).sum() for gradient in expected[1:])
-        torch.testing.assert_close(slope, (more - less) / 2e-6, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(slope, (loss_above - loss_below) / 2e-6, rtol=1e-5, atol=1e-7)
 
 
 def check(kind: str, memory: str, writes: list[tuple[str, str]], late: str) -> None:
@@ -177,7 +179,7 @@ def check(kind: str, memory: str, writes: list[tuple[str, str]], late: str) -> N
     try:
         got = step(kind, memory, writes, late)
     except RuntimeError as error:
-        assert WRITTEN_OVER in str(error) or "has been modified inplace" in str(error)  # of a tile, which is a view
+        assert WRITTEN_OVER in str(error) or "has been modified inplace" in str(error)  # raised for a tile, a view
         assert raises or late != "nothing" or any(place == "x before fc2" for place, _ in writes)
         return
     for a, b in zip(got, expected, strict=True):
@@ -225,14 +227,14 @@ def check_allowed(kind: str, memory: str, writes: list[tuple[str, str]], late: s
         ("core dropout", "a", "a slice"),
     ],
 )
-def test_what_is_written_is_not_made_again(kind: str, memory: str, place: str, write: str) -> None:
+def test_overwritten_values_are_not_recomputed(kind: str, memory: str, place: str, write: str) -> None:
     check_allowed(kind, memory, [(place, write)], "nothing")
 
 
 @pytest.mark.parametrize("memory", LEVELS)
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("kind", MODULES)
-def test_what_is_written_before_backward_gives_no_wrong_gradient(kind: str, late: str, memory: str) -> None:
+def test_writes_before_backward_give_right_gradients_or_raise(kind: str, late: str, memory: str) -> None:
     check_allowed(kind, memory, [], late)
 
 
@@ -240,7 +242,7 @@ def test_what_is_written_before_backward_gives_no_wrong_gradient(kind: str, late
     "kind, name", [("gelu", "fc1.bias"), ("core", "linear_fc1.bias"), ("core", "linear_fc1.weight")]
 )
 @pytest.mark.parametrize("memory", LEVELS)
-def test_the_error_names_the_parameter_that_was_written(kind: str, name: str, memory: str) -> None:
+def test_error_names_the_written_parameter(kind: str, name: str, memory: str) -> None:
     module = MODULES[kind](memory)
     y = module(torch.randn(ROWS, WIDTH, dtype=torch.double))
     with torch.no_grad():
@@ -252,7 +254,7 @@ def test_the_error_names_the_parameter_that_was_written(kind: str, name: str, me
 
 
 def test_storage_key_changes_with_elements() -> None:
-    """A key has their place in memory, dtype and version; other views of the same memory have another, or none."""
+    """A key has address, dtype and version; other views of the same memory have another key, or None."""
     key = _memory._storage_key
     x, c = torch.arange(8.0), torch.ones(3, dtype=torch.complex64)
     assert key(x) == key(x.detach()) == key(x.view(2, 4))
@@ -265,7 +267,7 @@ def test_storage_key_changes_with_elements() -> None:
     assert key(x) != before
 
 
-def test_versions_count_writes_of_what_a_subclass_wraps() -> None:
+def test_versions_include_wrapped_tensors() -> None:
     wrapped, inner = TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(2)
     saved = [_memory._Saved.from_tensor(t) for t in (wrapped, inner)]
     wrapped.a.add_(1)
@@ -274,7 +276,7 @@ def test_versions_count_writes_of_what_a_subclass_wraps() -> None:
         assert _memory._versions(torch.ones(2)) == (0,)
 
 
-def test_a_recomputation_knows_whether_its_inputs_were_written() -> None:
+def test_recomputation_detects_writes_to_its_inputs() -> None:
     for written in (0, 1, None):
         x, w = torch.ones(2), torch.ones(2)
         recomputed = _memory._Recomputed(
@@ -285,7 +287,7 @@ def test_a_recomputation_knows_whether_its_inputs_were_written() -> None:
         assert recomputed.is_unwritten() == (written is None)
 
 
-def test_a_recomputed_value_is_kept_for_its_savers_alone() -> None:
+def test_recomputed_value_is_freed_after_its_last_use() -> None:
     calls: list[int] = []
     recomputed = _memory._Recomputed(lambda x: (calls.append(1), x + 1)[1], _memory._Saved.from_tensor(torch.ones(2)))
     recomputed.saved()
@@ -301,6 +303,6 @@ test_gradients_are_those_of_plain_autograd_widely = pytest.mark.slow(properties(
 
 
 @pytest.mark.slow
-def test_every_module_under_every_write() -> None:
+def test_every_module_has_right_gradients_under_every_write() -> None:
     for kind, memory, place, write in itertools.product(MODULES, LEVELS, PLACES, WRITES):
         check_allowed(kind, memory, [(place, write)], "nothing")
