@@ -32,27 +32,21 @@ class TensorParallel:
     """The processes that shard a linear's weight, and the collectives on its inputs, outputs and parameters.
 
     Args:
-        meshes: one-dimensional, of the same processes, for each kind of device where tensors may be.
+        group: the processes.
         sequence_parallel: outside, each rank holds its shard of the tokens, along the first axis.
         summed_outside: communicate nothing: the caller sums the ranks' outputs and the input's gradients.
     """
 
-    def __init__(self, *meshes: DeviceMesh, sequence_parallel: bool = False, summed_outside: bool = False) -> None:
-        for mesh in meshes:
-            if mesh.ndim != 1:
-                raise ValueError(f"mesh has {mesh.ndim} dimensions; accepted: one, for instance mesh['tp']")
-        self.meshes, self.sequence_parallel = {mesh.device_type: mesh for mesh in meshes}, sequence_parallel
-        self.size, self.rank = meshes[0].size(), meshes[0].get_local_rank()
-        self._outside: Any = Shard(0) if sequence_parallel else Replicate()
-        self.summed_outside = summed_outside
-
-    @classmethod
-    def from_group(cls, group: dist.ProcessGroup, **arguments: bool) -> TensorParallel:
-        """Make the meshes of a process group."""
+    def __init__(
+        self, group: dist.ProcessGroup, *, sequence_parallel: bool = False, summed_outside: bool = False
+    ) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         available = {"cpu", accelerator.type if accelerator is not None else "cpu"}
         kinds = [device.type for device in group._device_types if device.type in available]
-        return cls(*(DeviceMesh.from_group(group, kind) for kind in kinds), **arguments)
+        self.meshes = {kind: DeviceMesh.from_group(group, kind) for kind in kinds}
+        self.size, self.rank = group.size(), group.rank()
+        self.sequence_parallel, self.summed_outside = sequence_parallel, summed_outside
+        self._outside: Any = Shard(0) if sequence_parallel else Replicate()
 
     def _any_mesh(self, t: Tensor) -> DeviceMesh:
         """Support parameters that are created on one device and moved later."""
@@ -80,8 +74,11 @@ class TensorParallel:
 
     def shard(self, parameter: Tensor, spec: ShardSpec) -> Tensor:
         """Return this rank's shard of a parameter; all ranks get it from the first rank, so seeds may differ."""
-        if spec.axis is not None:
-            _check_divides(parameter.shape[spec.axis], spec.groups, self.size)
+        if spec.axis is not None and (features := parameter.shape[spec.axis]) % (spec.groups * self.size):
+            raise ValueError(
+                f"{features // spec.groups} features are not accepted with tensor parallelism over {self.size} ranks: "
+                "they do not divide evenly"
+            )
         shape = [n // self.size if axis == spec.axis else n for axis, n in enumerate(parameter.shape)]
         if parameter.is_meta:
             return parameter.new_empty(shape)
@@ -99,11 +96,3 @@ class TensorParallel:
     def replicated_gradient(self, grad: Tensor) -> Tensor:
         """Sum the ranks' gradients of a bias that was ``replicated``."""
         return self._redistribute(grad, Partial(), Replicate()) if self.sequence_parallel else grad
-
-
-def _check_divides(features: int, groups: int, ranks: int) -> None:
-    if features % (groups * ranks):
-        raise ValueError(
-            f"{features // groups} features are not accepted with tensor parallelism over {ranks} ranks: they do not "
-            "divide evenly"
-        )

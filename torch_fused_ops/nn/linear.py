@@ -491,10 +491,10 @@ def _parallel(
 
     # Megatron's token dispatchers gather an expert's rows from the ranks that shard it, and sum its outputs.
     if not (is_expert and hasattr(config, "expert_tensor_parallel_size")):
-        return TensorParallel.from_group(group, sequence_parallel=read(config, "sequence_parallel"))
+        return TensorParallel(group, sequence_parallel=read(config, "sequence_parallel"))
     if bias:
         raise ValueError(
             f"add_bias_linear=True is not accepted with expert_tensor_parallel_size={group.size()}: Megatron's token "
             "dispatcher sums the ranks' outputs, and would add the bias on every rank"
         )
-    return TensorParallel.from_group(group, summed_outside=True)
+    return TensorParallel(group, summed_outside=True)
