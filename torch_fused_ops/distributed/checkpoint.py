@@ -95,7 +95,7 @@ class ShardedTensor(Tensor):
         offsets: Offsets = (),
         experts: tuple[int, int] | None = None,
     ) -> ShardedTensor:
-        """A parameter that the ranks of ``parallel`` shard.
+        """Wrap a parameter that the ranks of ``parallel`` shard.
 
         Args:
             experts: (first, total) of the experts whose parameters are stacked along the first axis.
@@ -273,7 +273,7 @@ def _untouched(optimizer: Optimizer | None) -> Iterator[None]:
 def _checkpoint_state(
     model: nn.Module, optimizer: Optimizer | None, metadata: dict[str, Any] | None
 ) -> tuple[dict[str, Any], Any]:
-    """(the state as written to a checkpoint, the optimizer's by parameter names)
+    """Return the state as written to a checkpoint, and the optimizer's state by parameter names.
 
     A tensor of a parameter's size is sharded as the parameter. If the checkpoint has two tensors for a parameter, it
     has two optimizer states for it.
@@ -297,7 +297,7 @@ def _checkpoint_state(
 
 
 def _state_of(key: str, value: Any, parameter: Any) -> Any:
-    """An entry of a parameter's optimizer state, as written to a checkpoint."""
+    """Return an entry of a parameter's optimizer state as it is written to a checkpoint."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
     local = (value.to_local() if isinstance(value, DTensor) else value).detach()

@@ -98,7 +98,7 @@ def of_block(
 def _of_stacked(
     linear: Any, prefix: str, tail: str, offsets: Offsets, metadata: dict[str, Any], packed: bool
 ) -> dict[str, Any]:
-    """A grouped linear's state with one entry for all experts: stacked boxes of stacked tensors."""
+    """Return a grouped linear's state, with one entry for all experts: stacked boxes of stacked tensors."""
     state: dict[str, Any] = {}
     key, separate_keys = f"{prefix}experts.{tail}", bool(metadata.get("singleton_local_shards"))
     for name, p in linear.named_parameters(recurse=False):
@@ -155,7 +155,7 @@ def _entry(
 
 
 def _extra_states(linear: Any, prefix: str, key: str, offsets: Offsets, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The ``_extra_state`` of Megatron's linears, TransformerEngine's state for fp8; here it is None."""
+    """Return entries for ``_extra_state``, in which TransformerEngine stores its fp8 state; ours is None."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     rank = 0 if linear.parallel is None else linear.parallel.rank
@@ -176,7 +176,7 @@ def _places(entry: Any) -> list[tuple[int, int, int]]:
 
 
 def _factory(entry: Any, split: Callable[[str, Tensor], Iterable[Any]], merge: Callable[[list[Tensor]], Tensor]) -> Any:
-    """A factory in place of an entry: ``split`` gives (key, tensor, places) of each piece, ``merge`` joins pieces."""
+    """Return a factory instead of an entry: ``split`` yields (key, tensor, places) pieces, ``merge`` joins pieces."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 

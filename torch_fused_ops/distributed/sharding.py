@@ -90,7 +90,7 @@ def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
 
 @functools.cache
 def rules() -> dict[str, Callable[..., list[Sharding]]]:
-    """The rule of each operator, by name."""
+    """Return each operator's rule, by name."""
     declared = {s.name: _elementwise(s) for op in OPERATORS.values() if op.pointwise for s in op.signatures}
     return {**declared, **RULES}
 

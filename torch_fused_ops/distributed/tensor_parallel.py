@@ -90,7 +90,7 @@ class TensorParallel:
         return shards.to_local().reshape(shape).to(parameter.device)
 
     def replicated(self, bias: Tensor) -> Tensor:
-        """A bias that all ranks hold and add to their own tokens; backward sums the ranks' gradients."""
+        """Return a bias that all ranks add to their own tokens; backward sums the ranks' gradients."""
         return self._redistribute(bias, Replicate(), Replicate(), [Partial()]) if self.sequence_parallel else bias
 
     def replicated_gradient(self, grad: Tensor) -> Tensor:

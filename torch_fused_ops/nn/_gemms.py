@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer, with one weight for all rows or a weight per expert."""
+"""The three GEMMs of a linear layer, with one weight or a weight per expert."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's aᵀ · b."""
+    """Compute aᵀ · b for each expert's rows."""
     if _native(a, a.shape[1], b.shape[1]):
         return F.grouped_mm(_aligned(a).t(), _aligned(b), offs=ends)
     call: Callable[..., Tensor] = _sums if torch.compiler.is_compiling() else _Sums.apply

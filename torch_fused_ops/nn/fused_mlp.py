@@ -84,7 +84,7 @@ class FusedMLP(nn.Module):
                 "functions and modules with one of these (torch_fused_ops.register_activation adds others)"
             )
         self.hidden, self.ffn = hidden, ffn
-        self._activation = Activation(known, None, gated)  # here: torch 2.11's Dynamo cannot construct it
+        self._activation = Activation(known, None, gated)  # not in forward: torch 2.11's Dynamo cannot construct it
         self.dropout, self.memory = float(dropout), memory
         self.gemm = gemm
         self.fc1 = nn.Linear(hidden, ffn * 2 if gated else ffn, bias, device, dtype)

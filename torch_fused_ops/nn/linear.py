@@ -112,7 +112,7 @@ class Linear(nn.Module):
 
     @property
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Each parameter's shard spec."""
+        """The shard spec of each parameter, by name."""
         return {"weight": ShardSpec(None), "bias": ShardSpec(None)}
 
     def reset_parameters(self) -> None:
@@ -191,7 +191,7 @@ class Linear(nn.Module):
                 setattr(parameter, mark, value)
 
     def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(result, bias to be added, or None); ``entered``: x is ``_enter``'s result."""
+        """Return the result and the bias to be added, or None. If ``entered``, x is a result of ``_enter``."""
         plain = (
             self.parallel is None and not self.skip_bias_add and (self._deferred is None or not torch.is_grad_enabled())
         )
@@ -304,7 +304,7 @@ class Linear(nn.Module):
 
 
 class _ParallelLinear(Linear):
-    """A linear as Megatron's builders call it: reads the config, shards the parameters and marks them."""
+    """A linear with the constructor of Megatron's builders: it reads the config, and shards and marks its parameters."""
 
     def __init__(
         self,
@@ -478,7 +478,7 @@ class GroupedRowParallelLinear(_GroupedParallelLinear, RowParallelLinear):
 
 
 def bias_for_caller(module: nn.Module, bias: Tensor) -> Tensor:
-    """The bias to return; a copy if FSDP2 wraps the module, as FSDP2 frees parameters after forward."""
+    """Return the bias for the caller: a copy if FSDP2 wraps the module, which frees parameters after forward."""
     return bias.clone() if hasattr(module, "set_requires_gradient_sync") else bias
 
 

@@ -62,10 +62,10 @@ class LinearFc1Builder(Protocol):
 
 
 class TEActivationFunctionInterface(Protocol):
-    """The interface of an activation module; if the MLP is gated, it halves packed [gate | up]."""
+    """The interface of an activation module. If the MLP is gated, its input is packed [gate | up]."""
 
     def forward(self, input_: Tensor, /) -> Tensor:
-        """The activation's result."""
+        """Compute the activation."""
         ...
 
 
@@ -181,23 +181,23 @@ class _Block(nn.Module):
                 )
 
     def _run(self, x: Tensor, scale: Tensor | None, *groups: Any) -> tuple[Tensor, Tensor | None]:
-        """(fc2's result, its bias to be added); ``groups``: further arguments of the linears."""
+        """Return fc2's result and the bias to be added to it. ``groups``: further arguments of the linears."""
         biases: dict[str, Tensor | None] = {}
         fc1 = self.linear_fc1
         parallel = fc1.parallel if isinstance(fc1, Linear) else None
         entered: dict[str, Any] = {}
-        if parallel is not None:  # here, so that recomputing fc1 does not gather again
+        if parallel is not None:  # outside ``first``, so that recomputing it does not gather again
             x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
 
         level = self._memory
-        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # whose hooks restore its own parameters
+        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # FSDP2's hooks gather the parameters for each call
         if level == "input" and not (untouched(fc1) or by_fsdp):
             level = "free"  # a hook may differ between calls
         in_forward = dict(fc1.named_parameters()) if level == "input" and not by_fsdp else {}
 
         def first(x: Tensor) -> Tensor:
             h: Tensor
-            # functional_call's parameters, which backward does not see
+            # A functional_call around this module has ended when backward recomputes: pass its parameters again.
             if in_forward and any(p is not in_forward[name] for name, p in fc1.named_parameters()):
                 h, biases["fc1"] = torch.func.functional_call(fc1, in_forward, (x, *groups), entered)
             else:

@@ -168,7 +168,7 @@ class _Capture:
 
 
 def _in_module(site: Site, start: str | None) -> Site:
-    """The site of a graph whose paths begin at ``start``, with its path in the model."""
+    """Return a graph's site with its path in the model; the graph's paths begin at ``start``."""
     if start is None:
         return site.refused(Reason(Kind.UNPLACED, "it comes after a graph break, and its module is not known"))
     path = f"{start}.{site.module}".strip(".")
@@ -205,7 +205,7 @@ def _choose(
 
 
 def _paths(modules: Mapping[str, nn.Module], module: nn.Module) -> list[str]:
-    """All paths of a module: a module used twice has two."""
+    """Return all paths of a module; a module that is used twice has two."""
     return [path for path, other in modules.items() if other is module]
 
 
