@@ -304,7 +304,7 @@ class Linear(nn.Module):
 
 
 class _ParallelLinear(Linear):
-    """A linear with the constructor of Megatron's builders: it reads the config, and shards and marks its parameters."""
+    """A linear that Megatron's builders can construct: it reads the config, and shards and marks its parameters."""
 
     def __init__(
         self,
