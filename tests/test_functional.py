@@ -1,4 +1,4 @@
-"""The typed functions: each is its formula, compiles whole, and is documented."""
+"""The typed functions equal their formulas, compile to one graph, and are documented."""
 
 import inspect
 
@@ -20,7 +20,7 @@ GATE, UP = X.chunk(2, -1)
 # Values that float8 represents exactly.
 INTEGERS, EYE = torch.arange(-8.0, 8.0).repeat(4, 8), torch.eye(128)
 
-FORMULAS = [  # ours, PyTorch's
+FORMULAS = [  # (name, args, kwargs, formula in PyTorch)
     ("bias_gelu", (X, B), {}, lambda: F.gelu(X + B)),
     ("bias_gelu", (X, B, "tanh"), {}, lambda: gelu_tanh(X + B)),
     ("bias_gelu", (X,), {"approximate": "none", "token_scale": S}, lambda: F.gelu(X) * S[:, None]),

@@ -202,7 +202,7 @@ def test_weights_of_wrong_shapes_are_rejected():
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("clamp", [None, 0.0, 1.0, 7.0])
 def test_weighted_and_clamped_swiglu(dtype, clamp):
-    """The product of tokens by their routing weights, in float32 beside a bfloat16 input."""
+    """Tokens are multiplied by their routing weights, which stay float32 beside a bfloat16 input."""
     y, weights = leaves(randn(16, 256, dtype=dtype, scale=2), randn(16, 1).abs())
     plain = leaves(y.double(), weights.double())
     out = mg.weighted_bias_swiglu_impl(y, None, weights, False, clamp)
@@ -258,7 +258,7 @@ def test_negative_clamps_are_rejected():
 
 
 def test_fp8_store_scales_large_activations():
-    """Large activations: upstream's cast saturates or overflows; here each row is scaled into float8's range."""
+    """Upstream's cast saturates or overflows for large activations; ours scales each row into float8's range."""
     y = torch.tensor([[2000.0, 1000.0, 3.0, -2.0]]).requires_grad_()
     stored = y.detach().to(torch.float8_e4m3fn).float()
     assert not torch.allclose(stored[:, :2], y[:, :2], rtol=0.1)
@@ -456,7 +456,7 @@ def test_gradients_and_compile():
 
 
 def test_masked_scores_never_win():
-    """−10000 in place of masked scores: where the real ones are lower, the masked key gets all the attention."""
+    """Upstream sets masked scores to −10000, so a masked key gets all the attention if other scores are lower."""
     x, mask = torch.tensor([[[[-20000.0, -20001.0, 0.0]]]]), torch.tensor([[[[False, False, True]]]])
     upstream = torch.softmax(x.masked_fill(mask, -10000.0), -1)
     assert upstream.flatten().tolist() == [0, 0, 1]

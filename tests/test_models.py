@@ -60,7 +60,7 @@ def step(model: Callable[..., Any], parameters: list[Tensor], inputs: dict[str, 
     "name", [pytest.param(name, marks=() if "a layer" in name else pytest.mark.slow) for name in MODELS]
 )
 def test_compiled_model_matches_eager(name: str) -> None:
-    """Forward and gradients, against the same model in float64: as near to it as eager float32 is."""
+    """Results and gradients are as close to the float64 model as eager float32."""
     model, inputs = model_and_inputs(name)
     exact = copy.deepcopy(model).double()
     compiled = torch.compile(model, backend="fused", fullgraph=True, options={"policy": STRICT})

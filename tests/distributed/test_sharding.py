@@ -237,7 +237,7 @@ def activations(mesh, rank):
 
 
 def softmax(mesh, rank):
-    """fused::scaled_masked_softmax: batch and heads shard, queries where their place means nothing, keys never."""
+    """fused::scaled_masked_softmax shards batch and heads, queries without causality or window, never keys."""
     op, replicated = torch.ops.fused.scaled_masked_softmax, Replicate()
     g = torch.Generator().manual_seed(1)
     x, d = torch.randn(2, 4, 6, 8, generator=g), torch.randn(2, 4, 6, 8, generator=g)
@@ -272,7 +272,7 @@ def softmax(mesh, rank):
 
 
 def compiled_activations(mesh, rank):
-    """The operators on DTensors under torch.compile, backward among them."""
+    """The operators and their backward run on DTensors under torch.compile."""
 
     def step(x, bias, scale):
         return torch.ops.fused.bias_glu(x, bias, scale, "silu", "interleaved")
@@ -361,7 +361,7 @@ def float8_tensor_parallel(mesh, rank):
 
 
 def two_dimensions(rank, ranks, folder):
-    """Tokens over one mesh dimension, columns over the other."""
+    """One mesh dimension shards tokens, the other columns."""
     mesh = init_device_mesh("cpu", (2, 2))
     tensors = numbers(6, 8), numbers(8), numbers(6)
     places = [Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0), Replicate()]

@@ -150,7 +150,7 @@ def pytorch_styles(rank, ranks, folder):
 
 
 def odds(rank, ranks, folder):
-    """Seeds that differ, meta tensors, frozen weights, copies, micro-batches in flight, and rejected arguments."""
+    """Different seeds, meta tensors, frozen weights, copies and micro-batches in flight work; others are rejected."""
     world, x = dist.group.WORLD, tokens(4, HIDDEN)
     unsharded = build(config())
     mlp = build(config(), world, seed=rank)
@@ -209,7 +209,7 @@ def selective_checkpointing(rank, ranks, folder):
             torch.testing.assert_close(p.grad, cut(unsharded_p.grad, spec, rank, ranks))
 
 
-def on_paper(rank, ranks, folder):
+def saves_and_sends_as_computed(rank, ranks, folder):
     """Saved bytes, collectives and GEMMs equal ``mlp_figures``."""
 
     class Seen(Ran):
@@ -250,7 +250,7 @@ def on_paper(rank, ranks, folder):
 
 
 def compiled(rank, ranks, folder, backend="fused"):
-    """torch.compile(backend="fused"): one graph, the same numbers."""
+    """torch.compile(backend="fused") makes one graph, with the same results."""
     x = tokens(4 * ranks, HIDDEN)
     for sequence in (False, True):
         torch._dynamo.reset()
@@ -273,7 +273,7 @@ def traced(rank, ranks, folder):
 
 
 def data_parallel(rank, ranks, folder):
-    """On a mesh of two dimensions: DistributedDataParallel or FSDP2 over one, tensor parallelism over the other."""
+    """One mesh dimension is for DistributedDataParallel or FSDP2, the other for tensor parallelism."""
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
     place = tp.get_local_rank()
@@ -337,9 +337,9 @@ def wrapped(rank, ranks, folder):
 
 GROUPS = {
     "two": [training, pytorch_styles, odds, wrapped],
-    "two more": [flags, selective_checkpointing, on_paper, traced],
+    "two more": [flags, selective_checkpointing, saves_and_sends_as_computed, traced],
     "four": [two_dimensions, odds, training, data_parallel],
-    "many": [flags, on_paper, compiled],
+    "many": [flags, saves_and_sends_as_computed, compiled],
     "compiled": [compiled],
 }
 

@@ -167,7 +167,7 @@ def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) ->
         metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": separate_keys}
         optimizers = [torch.optim.Adam(gpt.parameters(), lr=1e-2) for gpt in (reference, fused)]
         # reference → fused
-        load_from_reference(rank, folder / f"theirs{separate_keys}", metadata, reference, fused)
+        load_from_reference(rank, folder / f"reference{separate_keys}", metadata, reference, fused)
 
         losses = [loss_of(gpt) for gpt in (reference, fused)]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
@@ -184,7 +184,7 @@ def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) ->
             optimizer.step()
 
         # fused → reference, and → a fresh fused model, with the optimizer's state
-        saved_to = create(rank, folder / f"ours{separate_keys}")
+        saved_to = create(rank, folder / f"fused{separate_keys}")
         dist_checkpointing.save(state_of(fused, optimizers[1], metadata), saved_to)
         fresh = model(config, groups, True)
         restored = torch.optim.Adam(fresh.parameters(), lr=1e-2)
@@ -200,7 +200,7 @@ def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) ->
                 assert torch.equal(value, saved[i][name])
         if separate_keys is False:
             dense = {key: shape for key, shape in shapes(saved_to).items() if not key.startswith("optimizer.")}
-            assert dense == shapes(folder / f"theirs{separate_keys}")
+            assert dense == shapes(folder / f"reference{separate_keys}")
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def run(experts, x, counts, probs):
 
 
 def gradients(y, d, grouped, *extra_inputs):
-    """Gradients of a grouped MLP's parameters, or of its experts', stacked."""
+    """Gradients of a grouped MLP's parameters, or the stacked gradients of an ``MLP`` per expert."""
     if isinstance(grouped, GroupedMLP):
         return torch.autograd.grad(y, [*extra_inputs, *grouped.parameters()], d)
     parameters = [list(expert.parameters()) for expert in grouped]
@@ -128,8 +128,8 @@ def test_low_precision_errors_are_within_twice_those_of_separate_mlps(
 
 def test_aligned_gemms_are_grouped(monkeypatch) -> None:
     calls = []
-    product = F.grouped_mm
-    monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or product(*args, **kwargs))
+    grouped_mm = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or grouped_mm(*args, **kwargs))
     for dtype, ffn, bias, expected_calls in (
         (torch.float32, 24, False, (2, 4)),
         (torch.float32, 24, True, (2, 6)),  # two more for bias gradients
@@ -191,7 +191,7 @@ def test_grouped_operators_pass_opcheck() -> None:
 
 
 def test_host_does_not_read_values() -> None:
-    """Fake tensors have no values that anything could wait for."""
+    """Fake tensors have no values, so reading one would raise."""
     with FakeTensorMode():
         grouped = GroupedMLP(EXPERTS, config(params_dtype=torch.bfloat16))
         x, probs = torch.randn(5, HIDDEN, dtype=torch.bfloat16, requires_grad=True), torch.rand(5)
@@ -461,7 +461,7 @@ def group_of(size, rank):
 
 @pytest.mark.parametrize("init", [None, lambda t: nn.init.normal_(t, std=0.02)])
 def test_sizes_and_where_experts_start(init) -> None:
-    """Ranks of an ep_group start, with the same seed, with the experts that one process would start with."""
+    """With the same seed, a rank of an ep_group starts with its experts of one process."""
     mlp_config = config(moe_latent_size=8, params_dtype=None, init_method=init, output_layer_init_method=init)
 
     def started(*args, **kwargs):
@@ -575,7 +575,7 @@ class MoE(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_results_equal_mixtrals_experts(dtype: torch.dtype) -> None:
-    """The block of transformers, with the same tensors for weights."""
+    """The reference is transformers' block with the same weights."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -678,10 +678,10 @@ def test_layer_compiled_for_a_gpu_does_not_synchronize() -> None:
         mlp_config.hidden_size = 1024
         moe, x = MoE(mlp_config, 8, 2), torch.empty(4096, 1024, dtype=torch.bfloat16, requires_grad=True)
     with tfo.enabled():
-        paper = virtual_gpu.compile_on_paper(moe, x, gpu=virtual_gpu.H200)
-    graphs = (paper.forward, paper.backward)
-    products = [sum("grouped_mm" in call for call in graph.extern) for graph in graphs]
-    assert products == [2, 4]
+        compiled_step = virtual_gpu.compile_on_paper(moe, x, gpu=virtual_gpu.H200)
+    graphs = (compiled_step.forward, compiled_step.backward)
+    gemms = [sum("grouped_mm" in call for call in graph.extern) for graph in graphs]
+    assert gemms == [2, 4]
     assert not any(wait in graph.code for graph in graphs for wait in (".item()", ".tolist()", ".cpu()"))
     h = 4096 * 2 * 2 * 2048 * 2
-    assert h <= paper.saved_bytes(include_inputs=False) < 1.01 * h
+    assert h <= compiled_step.saved_bytes(include_inputs=False) < 1.01 * h

@@ -100,7 +100,7 @@ def test_page_has_the_measured_bytes():
         cells = []
         for gated in (False, True):
             mlp = FusedMLP(8, ffn, "silu", gated, dtype=torch.bfloat16, memory=level)
-            nbytes, products = saved_bytes_and_gemms(
+            nbytes, gemms = saved_bytes_and_gemms(
                 mlp, torch.randn(rows, 8, dtype=torch.bfloat16).requires_grad_(), *mlp.parameters()
             )
             units, scale = divmod(nbytes // rows, ffn)
@@ -111,7 +111,7 @@ def test_page_has_the_measured_bytes():
                 or "0"
             )
         name = f'`"{level}"`' + ", the default" * (level == "free")
-        assert f"| {name} | {cells[0]} | {cells[1]} | {products} | {note}".rstrip() in text
+        assert f"| {name} | {cells[0]} | {cells[1]} | {gemms} | {note}".rstrip() in text
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -296,7 +296,7 @@ def test_sharded_entries_of_an_mlp_cover_it_once(
 def test_sharded_entries_of_experts_cover_them_once(
     megatron: None, gated: bool, separate_keys: bool, offsets: Any, tp: int, ep: int
 ) -> None:
-    """``TEGroupedMLP``'s entries for so many experts: their axis behind the layers', or a key for each."""
+    """``TEGroupedMLP`` writes the same entries: with an expert axis after the layer axis, or a key per expert."""
     mlp_config = config(gated_linear_unit=gated)
     all_experts, shards = GroupedMLP(EXPERTS, mlp_config), []
     num_local = EXPERTS // ep
@@ -340,7 +340,7 @@ def test_sharded_entries_of_experts_cover_them_once(
 
 
 def test_grouped_linears_save_an_entry_per_expert(megatron: None) -> None:
-    """``TEGroupedMLP`` asks its linears for entries of each expert, weight0, weight1, …, and splits them itself."""
+    """``TEGroupedMLP`` needs an entry per expert from its linears, weight0, weight1, …, and splits it itself."""
     linear = GroupedColumnParallelLinear(2, HIDDEN, FFN, config=config(), pg_collection=collection((2, 1)))
     state = linear.sharded_state_dict("linear_fc1.", ((0, 1, 3),), {"dp_cp_group": group(1, 0)})
     names = {"weight0", "weight1", "bias0", "bias1", "_extra_state", "_extra_state1"}

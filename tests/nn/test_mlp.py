@@ -71,7 +71,7 @@ ACTIVATIONS = {  # name: (the config's activation_func, its formula)
     "squared relu": (functional.squared_relu, lambda x: F.relu(x).square()),
     "quick gelu": (megatron.quick_gelu, quick_gelu),
     "sigmoid": (torch.sigmoid, torch.sigmoid),
-    "somebody's": (F.mish, F.mish),
+    "custom": (F.mish, F.mish),
 }
 
 
@@ -255,7 +255,7 @@ def test_groups_must_be_process_groups(group: object) -> None:
         raises(TypeError, words, construct, **{name: group})
 
 
-@pytest.mark.parametrize("act", [F.gelu, F.mish], ids=["fused", "spelled"])
+@pytest.mark.parametrize("act", [F.gelu, F.mish], ids=["fused", "unfused"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_call_rejects_wrong_shapes_and_types(act, compiled: bool) -> None:
     mlp, x = MLP(config(activation_func=act)), tokens(2, 3, HIDDEN)

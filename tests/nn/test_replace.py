@@ -41,7 +41,7 @@ class Mlp(MLP):
 
 
 class Block(nn.Module):
-    """A norm and an MLP, with a graph break between, or none."""
+    """A norm and an MLP, with or without a graph break between them."""
 
     def __init__(self, mlp: nn.Module, broken: bool = False) -> None:
         super().__init__()

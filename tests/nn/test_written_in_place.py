@@ -1,5 +1,5 @@
-"""Eager memory levels under hooks and wrappers that write in place: the gradients of plain autograd, which finite
-differences confirm, or its error."""
+"""Eager memory levels under hooks and wrappers that write in place: gradients equal plain autograd, which finite
+differences confirm, or the same error is raised."""
 
 import contextlib
 import itertools
