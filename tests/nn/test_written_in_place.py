@@ -27,6 +27,12 @@ def doubled_in_place(h: Tensor) -> Tensor:
     return h.mul_(2).tanh()
 
 
+def zeroes_its_input(h: Tensor) -> Tensor:
+    y = F.gelu(h)
+    h.zero_()
+    return y
+
+
 def written_result(h: Tensor) -> Tensor:
     return F.gelu(h).mul_(2)
 
@@ -59,12 +65,15 @@ MODULES = {
     "core swiglu": core(F.silu, gated=True),
     "core mish": core(F.mish),
     "core in place": core(doubled_in_place, bias=False),
+    "core zeroes its input": core(zeroes_its_input, bias=False),
     "core written result": core(written_result),
     "experts": experts,
     "core identity": core(lambda h: h, bias=False),
     "core dropout": core(lambda h: F.dropout(torch.tanh(h), 0.5)),
 }
-UNKNOWN = ("core mish", "core in place", "core written result", "core identity", "core dropout")  # "fp8" refuses these
+UNKNOWN = (  # "fp8" rejects these activations
+    "core mish", "core in place", "core zeroes its input", "core written result", "core identity", "core dropout",
+)  # fmt: skip
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "multiplied": lambda t: t.mul_(3),

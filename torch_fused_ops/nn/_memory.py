@@ -262,7 +262,7 @@ def run_at_level(
     source = _Saved.from_tensor(x.detach())
     h = first(x)
     replay = _Replay(x.device, reads)
-    original_h, h_key = _Saved.from_tensor(h), _storage_key(h)
+    original_h = _Saved.from_tensor(h)
     if memory == "input":
         recomputed_h = _Recomputed(lambda x: replay(first, x), source, reads=replay.reads)
     else:
@@ -271,8 +271,7 @@ def run_at_level(
     with _recompute(h, None if memory == "free" else recomputed_h, reads) as keys:
         a = activate(h)
     a_key = _storage_key(a)
-    # The activation saves its result, as ReLU, or is the identity.
-    if a_key is None or a_key in keys or a_key == h_key:
+    if a_key is None or a_key in keys:  # the activation saves its result, as ReLU
         return second(a)
     has_drawn = may_draw and not all(map(torch.equal, random, _random_states(x.device)))
     if has_drawn or not original_h.is_unwritten():  # the recomputed result would differ
