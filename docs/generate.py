@@ -143,16 +143,13 @@ def operators() -> str:
         "Schemas, as `torch.ops.fused.<name>.default._schema` has them.",
         "",
     ]
-    inner = []
     for schema in schemas:
         name = schema.name.removeprefix("fused::")
         if name in OPERATORS:
             lines.append(f"* `{schema}`: {_first_line(getattr(reference, name))}")
-        else:
-            inner.append(f"`{name}`")
     lines += [
         "",
-        f"Derivatives, viewless tensors, and the parts of float8 storage and GEMMs: {', '.join(inner)}.",
+        "`torch.ops.fused` also has derivatives, viewless tensors, and the parts of float8 storage and GEMMs.",
     ]
     lines += ["A `_backward` takes the gradient, forward's arguments, and a list of the requested gradients."]
     lines += [
