@@ -502,7 +502,7 @@ def paper_and_devices() -> str:
         segments = ", expandable segments" if expandable else ", without expandable segments"
         summarized = f"max {figure}{segments}" if figure == "reserved" else "max allocated or active"
         ratios.setdefault(summarized, []).append(row["predicted"] / row["measured"])
-        key = setup["source"], f"{setup['gpus']} × {setup['device']}, {setup['model']}"
+        key = setup["source"], f"{setup['gpus']}×{setup['device']}, {setup['model']}"
         pairs = groups.setdefault(key, {"reserved": [], "allocated": []})[figure]
         pairs.append(f"{row['predicted']:.2f}/{row['measured']:.2f}")
     lines = ["| published figure | rows | within 5 % | median ratio | range |", "|---|---|---|---|---|"]
