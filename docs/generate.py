@@ -128,6 +128,7 @@ def operators() -> str:
 
     schemas = _schemas()
     lines = ["# Operators", "", NOTE, INTRODUCTION, "## Functions", ""]
+    lines += ["`(…)` stands for the arguments of `bias_act`, `glu` or `bias_glu`.", ""]
     for name in sorted(n for n in functional.__all__ if callable(getattr(functional, n))):
         fn = getattr(functional, name)
         called = f"{name}.apply" if isinstance(fn, type) else name
@@ -135,7 +136,8 @@ def operators() -> str:
         plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         signature = signature.replace(parameters=plain, return_annotation=signature.empty)
         shared = re.search("(?:Arguments|Otherwise) as `", _first_line(fn))  # another row has the arguments
-        lines.append(f"* `{called}{'(…)' if shared else signature}`: {_first_line(fn)}")
+        text = re.sub(r" (?:Arguments|Otherwise) as `\w+`\.", "", _first_line(fn))
+        lines.append(f"* `{called}{'(…)' if shared else signature}`: {text}")
     lines += [
         "",
         "## Operators",
