@@ -1,4 +1,8 @@
-"""Activations stored in float8 are not scaled back (docs/upstream.md)."""
+"""Activations stored in float8 are not scaled back (docs/upstream.md).
+
+Forward reads the option of ``post_grad_fusion_options["activation_quantization_aten_pass"]`` with
+``.get("use_scaling", True)``, backward with ``.get("use_scaling", False)``. Remedy: set ``use_scaling``.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,10 @@
-"""GELU loses its negative tail (docs/upstream.md)."""
+"""GELU loses its negative tail (docs/upstream.md).
+
+For negative x, the sums in ``0.5·x·(1 + erf(x/√2))`` and ``0.5·x·(1 + tanh(u))`` cancel.
+
+Remedy: ``0.5·x·erfc(−x/√2)`` and ``x·sigmoid(2u)``. They take 22.6 instead of 36.2 instructions an element, and 14.0
+instead of 27.6 (H200, Triton 3.9). Pull request 189234 changes the erf form only.
+"""
 
 import math
 

@@ -1,4 +1,13 @@
-"""A kernel of several loops reuses no buffer that two of them read (docs/upstream.md)."""
+"""A kernel of several loops does not reuse a buffer that two of them read (docs/upstream.md).
+
+A kernel with two results from the same inputs allocates both, as in backward of a gated MLP. Inductor's
+``decide_inplace_update`` reuses an input only if one loop is its last user, and counts other loops of the same kernel
+as users.
+
+Remedy: count the loops of a fused kernel as one user if all read the input at one index and none waits for a reduction
+(``lowerings/buffer_reuse.py``). A SwiGLU MLP, 65,536 tokens, 4096 → 14336, needs a peak of 6512 MiB. Plain takes 7792,
+and a budget of 0.99 takes 11776.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,12 @@
-"""Backward reads inputs that forward has written (docs/upstream.md)."""
+"""Backward reads inputs that forward has modified (docs/upstream.md).
+
+A module's forward updates a buffer and uses it, such as a running mean. The partitioner treats the updated value as
+recomputable from the input, and saves the input. Backward then reads the buffer after ``copy_``, and applies the update
+twice. Forward writes before it saves, so the version check cannot notice.
+
+Remedy: ``lowerings/partition.py`` reads each such input through one ``aten.clone``, marked ``MUST_SAVE``, if backward
+depends on it, and removes unsaved clones. Pull request 197039 marks and saves each of the input's readers instead.
+"""
 
 import copy
 from collections.abc import Callable

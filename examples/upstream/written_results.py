@@ -1,4 +1,11 @@
-"""Backward recomputes from results that the caller has written (docs/upstream.md)."""
+"""Backward recomputes from results that the caller has modified (docs/upstream.md).
+
+A model returns hidden states, flattened or in parts, and its caller modifies them in place. Backward recomputes from
+the result. The saved tensor is a view of it with its own version counter, so nothing is checked.
+
+Remedy: ``lowerings/partition.py`` recomputes from a result or an argument only if backward also reads that tensor, or
+views of it. Otherwise it marks values ``MUST_SAVE`` and repeats the cut.
+"""
 
 from collections.abc import Callable
 
