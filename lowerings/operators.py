@@ -218,7 +218,7 @@ class _Elementwise:
         double = any(b is not None and b.get_dtype() == torch.float64 for b in boxes)
         self.dtype = torch.float64 if double else torch.float32
         self.device = next(b for b in boxes if b is not None).get_device()
-        self.given: tuple[bool | torch.dtype, ...] = (
+        self.present: tuple[bool | torch.dtype, ...] = (
             *(b is not None for b in boxes),
             *(False if mask is None else mask.get_dtype() for mask in masks),
         )
@@ -229,7 +229,7 @@ class _Elementwise:
         self, element: Callable[..., Any], *scalars: Any, dtype: torch.dtype | None = None, result: int = 0
     ) -> Box:
         """Return a Pointwise for result number ``result``, rounded to ``dtype``; by default in the computing dtype."""
-        program = _programs(element, self.given, scalars, self.dtype, self.device.type)[result]
+        program = _programs(element, self.present, scalars, self.dtype, self.device.type)[result]
         target = dtype or self.dtype
 
         def inner(index: Index) -> Value:
@@ -350,20 +350,20 @@ def _elements(op: PointwiseOperator) -> _Elements:
     biases = 0 if op.bias_index is None else data if op.is_packed else 1
     count = data + biases
 
-    def biased(present: Sequence[Any]) -> list[Any]:
-        x = list(present[:data])
-        for i, bias in enumerate(present[data:count]):
+    def biased(values: Sequence[Any]) -> list[Any]:
+        x = list(values[:data])
+        for i, bias in enumerate(values[data:count]):
             x[i] = x[i] if bias is None else x[i] + bias
         return x
 
-    def value(*present: Any) -> Tensor:
-        return op.value(*biased(present), *present[count:])
+    def value(*values: Any) -> Tensor:
+        return op.value(*biased(values), *values[count:])
 
-    def grads(grad: Tensor, *present: Any) -> tuple[Tensor, ...]:
-        return op.grads(grad, *biased(present), *present[count:])
+    def grads(grad: Tensor, *values: Any) -> tuple[Tensor, ...]:
+        return op.grads(grad, *biased(values), *values[count:])
 
-    def scale_grad(grad: Tensor, *present: Any) -> Tensor:
-        return grad * op.value(*biased(present), None, *present[count + 1 :])
+    def scale_grad(grad: Tensor, *values: Any) -> Tensor:
+        return grad * op.value(*biased(values), None, *values[count + 1 :])
 
     return _Elements(value, grads, scale_grad)
 
@@ -422,7 +422,7 @@ def _over_few_rows(op: PointwiseOperator, data: int, in_blocks: Callable[..., An
         node, bias = cast(Any, (V.graph.current_node, op.bias_index))
         users = [] if bias is None or is_on_gpu(first) or node.kwargs else node.args[data].users
         calls = [user.args for user in users if user.target is op.signatures[1].overload and not user.kwargs]
-        summed = any(present[1 + bias] is not None and present[-1][bias] for present in calls)
+        summed = any(call_args[1 + bias] is not None and call_args[-1][bias] for call_args in calls)
         if summed and V.graph.sizevars.statically_known_multiple_of(
             sympy_product(first.get_size()[:-1]), _CPU_ROWS_PER_BLOCK
         ):
