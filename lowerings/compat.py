@@ -44,8 +44,15 @@ class Fault(NamedTuple):
     package: str
     first: tuple[int, int]  # first version with the fault
     last: tuple[int, int]  # last tested version, which still has the fault
-    report: str  # section of docs/upstream.md
+    report: str  # section of docs/upstream.md, or number of an issue of PyTorch
     effect: str
+
+    @property
+    def link(self) -> str:
+        """The place of the report."""
+        if self.report.isdecimal():
+            return f"https://github.com/pytorch/pytorch/issues/{self.report}"
+        return f"docs/upstream.md#{self.report}"
 
 
 FAULTS = (
@@ -54,6 +61,8 @@ FAULTS = (
     ),
     Fault("torch", (2, 11), (2, 15), "written-results", "wrong gradients if the caller writes a view of a result"),
     Fault("torch", (2, 11), (2, 15), "float8-store", "wrong gradients of its own float8 store without use_scaling"),
+    Fault("torch", (2, 13), (2, 15), "190758", "dropout has another mask in backward if activation_memory_budget < 1"),
+    Fault("torch", (2, 10), (2, 13), "193061", "wrong sums on GPUs that are parts of one tensor (mix_order_reduction)"),
     Fault("triton", (3, 7), (3, 8), "ptxas", "a transposed float8 store writes wrong bytes"),
 )
 

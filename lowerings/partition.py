@@ -16,6 +16,9 @@ bytes but costs more time:
 
 This pass only recomputes pointwise work, unless the policy requests more. A budget that the user sets has precedence.
 
+Under such a budget PyTorch's partitioner also repeats random calls in backward, with other numbers (pytorch#190758).
+This pass saves random numbers and seeds.
+
 Backward must not recompute from two kinds of value, because they may have changed by then:
 
 * An input that forward writes. PyTorch's partitioner ignores such writes (docs/upstream.md): at every budget, backward
@@ -114,6 +117,8 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         to_save += mark(gm.graph, backward, _returned(gm.graph)[:outputs])
     if free:
         to_save += _saved_by_default(gm.graph, backward)
+    if budgeted(gm.graph):
+        to_save += _random_values(gm.graph, backward)
     graphs = divide(to_save)
     while exposed := _unsafe_to_recompute(gm, graphs, joint_inputs, free=free, **kwargs):
         graphs = divide(exposed)  # nodes of the joint graph still have the marks from earlier rounds
@@ -256,6 +261,28 @@ def _saved_by_default(graph: Graph, backward: set[Node]) -> list[Node]:
         )
 
     return [node for node in graph.nodes if _can_be_saved(node) and node not in backward and needed(node)]
+
+
+def _random_values(graph: Graph, backward: set[Node]) -> list[Node]:
+    """Return forward's random numbers and seeds, which must be saved under a budget.
+
+    PyTorch's partitioner repeats random calls in backward, so dropout's gradient has a different mask than forward
+    (pytorch#190758, torch 2.13 and 2.15).
+    """
+    calls = [node for node in graph.nodes if node not in backward and _is_random(node)]
+    results = (user for call in calls for user in call.users if user.target is operator.getitem)
+    return list(filter(_can_be_saved, (*calls, *results)))
+
+
+def _is_random(node: Node) -> bool:
+    """True if a call draws random numbers. Attention without dropout does not, although its operator can."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    return (node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)) != 0.0
 
 
 def _can_be_saved(node: Node) -> bool:

@@ -393,7 +393,7 @@ def test_a_checkpoint_around_the_model_saves_nothing_more() -> None:
     whole = Net(lambda s, x: checkpoint(s.model, x, use_reentrant=False), model=model)
     actual, size, _ = step(model, fused(whole, FusionPolicy(memory="input", attention="input")), x)
     assert max(distances(actual, step(model, model, x)[0])) < 1e-14
-    assert size == x.nbytes + torch.get_rng_state().nbytes
+    assert size - x.nbytes in (0, torch.get_rng_state().nbytes), "before torch 2.15, the state of the generator"
 
 
 def test_hooks_see_the_same_values() -> None:

@@ -15,7 +15,7 @@ from harness import distances
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops.lowerings import buffer_reuse, compat, passes
+from torch_fused_ops.lowerings import buffer_reuse, passes
 from torch_fused_ops.settings import switches
 
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
@@ -407,19 +407,6 @@ def test_no_reuse_if_a_loop_needs_a_reduction() -> None:
 
     args = torch.randn(8, 8), torch.randn(8, 2048)
     assert count_reused_buffers(fn, *args) == count_reused_buffers(fn, *args, memory=None)
-
-
-def test_another_scheduler_pass_stays_alone() -> None:
-    slot, seen = compat.after_fusion(), []
-
-    def unfused(nodes: list[Any]) -> list[Any]:
-        seen.append(len(nodes))
-        return nodes
-
-    assert slot is not None
-    with inductor_config.patch({slot: unfused}):
-        assert count_reused_buffers(REUSE_CASES["both inputs"][0], random_matrix(), random_matrix()) == [0] and seen
-        assert getattr(inductor_config, slot) is unfused
 
 
 def test_a_failure_does_not_change_the_schedule(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -235,28 +235,3 @@ def test_random_policies_share_a_cache(tmp_path: Path, monkeypatch: pytest.Monke
             assert nbytes == alone[key][1], (policy, which)
             hits += hit
     assert hits >= 4, "each repeated pair of policy and module is a hit"
-
-
-PATHS = """
-import sys, torch
-sys.path[:0] = sys.argv[2:]
-from test_caches import RUNS, compiled, gradients
-import torch_fused_ops as tfo
-from torch._dynamo.utils import counters
-for which in sys.argv[1].split(","):
-    counters.clear()
-    policy = tfo.FusionPolicy(memory={"enc": "fp8"})
-    both = [gradients(fn)[1] for fn in (RUNS[which], compiled("fused", RUNS[which], policy))]
-    hit = counters["aot_autograd"]["autograd_cache_hit"]
-    print(which, "rounded" if (both[0] - both[1]).norm() > 1e-4 * both[0].norm() else "exact", "hit" if hit else "miss")
-"""
-
-
-@pytest.mark.slow
-def test_another_process_gets_code_of_its_policy(tmp_path: Path) -> None:
-    def lines(order: str) -> list[str]:
-        environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-        return python("-c", PATHS, order, *Path(__file__).parents[:2], **environment).splitlines()
-
-    assert lines("enc,dec") == ["enc rounded miss", "dec exact miss"]
-    assert lines("dec,enc") == ["dec exact hit", "enc rounded hit"]

@@ -480,6 +480,23 @@ def test_the_users_budget_has_precedence(level: str) -> None:
     assert not any(t.dtype == torch.float8_e4m3fn for t in saved)
 
 
+@pytest.mark.parametrize("fallback_random", [False, True])
+def test_dropout_has_one_mask_under_the_users_budget(fallback_random: bool) -> None:
+    """PyTorch's own partitioner draws another mask in backward (pytorch#190758)."""
+    x, w = torch.eye(32), normal(32, 64)
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(F.dropout(torch.sin(x @ w), 0.5))
+
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0.5),
+        inductor_config.patch(fallback_random=fallback_random),
+    ):
+        y = compiled(fn, "free", strict=False)(x, w)
+        (gradient,) = torch.autograd.grad(y.sum(), w)
+    assert torch.equal(y != 0, gradient != 0) and 0.3 < (y == 0).float().mean() < 0.7
+
+
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 @inductor_config.patch(force_disable_caches=True)

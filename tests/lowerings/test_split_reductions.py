@@ -138,12 +138,6 @@ def test_the_bound_is_the_same_as_in_inductor(columns: int, kernels: int) -> Non
     assert (actual is None) == (kernels == 1)
 
 
-@pytest.mark.slow
-def test_wide_steps_do_not_change() -> None:
-    activation_gradient, fused_graph = (backward(GELU, 8448, memory=memory) for memory in (None, "off"))
-    assert [k.bytes_moved for k in fused_graph.kernels] == [k.bytes_moved for k in activation_gradient.kernels]
-
-
 def test_rows_per_block() -> None:
     with virtual_gpu.described(virtual_gpu.H200):
         cuda = torch.device("cuda", 0)

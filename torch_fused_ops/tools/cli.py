@@ -102,7 +102,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("torch features", [f"{name}: {'yes' if present else 'no'}" for name, present in compat.features().items()]),
         (
             "upstream faults",
-            [f"{f.package}: {f.effect} (docs/upstream.md#{f.report})" for f in faults] or ["none known"],
+            [f"{f.package}: {f.effect} ({f.link})" for f in faults] or ["none known"],
         ),
         ("identity", [passes.identity()]),
     ]
