@@ -64,7 +64,7 @@ def row_of(saved: Saved, module: str, **fields: Any) -> SavedRow:
 
 
 def by_shape(saved: Saved) -> Counter[tuple[object, ...]]:
-    """The number of saved tensors of each shape and dtype."""
+    """Count the saved tensors by shape and dtype."""
     return sum((Counter({(row.shape, row.dtype): row.count}) for row in saved.rows), Counter())
 
 

@@ -1,4 +1,4 @@
-"""``attention="input"``: which saved tensors backward recomputes, that gradients stay the same, and when it refuses."""
+"""``attention="input"``: recomputed tensors, exact gradients, and the reasons for which a tensor stays saved."""
 
 import copy
 import functools
@@ -277,7 +277,7 @@ def test_two_policies_do_not_share_code() -> None:
 
 
 class Bare(nn.Module):
-    """Attention on the graph's own argument: with frozen projections only the argument could be saved for them."""
+    """Attention reads the graph's argument. With frozen projections, recomputation would need to save this argument."""
 
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ def test_forward_may_overwrite_the_input_of_projections(frozen: bool) -> None:
 
 
 class Returned(Bare):
-    """The keys are a result, as in a cache."""
+    """The model also returns the keys, as for a cache."""
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = self.attention.projected(torch.tanh(x))

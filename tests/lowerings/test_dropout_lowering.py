@@ -136,7 +136,7 @@ def test_functional_dropout_draws_in_the_graph() -> None:
 
 
 def Net(body: Callable[..., Tensor]) -> nn.Module:
-    """x → body(self, x), with linears to use."""
+    """Return a model that calls ``body(self, x)``, with linear layers as members."""
     a, b, c = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8, bias=False)
     return harness.Net(body, a=a, b=b, c=c, vector=nn.Parameter(torch.randn(8)), drop=nn.Dropout(0.5))
 
@@ -147,7 +147,7 @@ X = (5, 8)
 def capture(
     model: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None, **settings: Any
 ) -> tuple[list[Any], torch.fx.Graph]:
-    """The dropouts' sites, and the rewritten graph."""
+    """Return the dropouts' sites and the rewritten graph."""
     with inductor_config.patch(settings):
         _, sites, (graph, *_) = differential.capture(model, *args, policy=policy or FusionPolicy(strict=True))
     return [site for site in sites if site.activation == "dropout"], graph
@@ -157,7 +157,7 @@ def calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [n for n in graph.nodes if n.target is fused.dropout_add.default]
 
 
-# body, and of each operator: whether it takes a bias and a residual
+# The body, and for each operator True if it has a bias, and True if it has a residual.
 FOUND: dict[str, tuple[Callable[..., Tensor], list[tuple[bool, bool]]]] = {
     "residual": (lambda s, x: x + F.dropout(s.c(x), 0.3), [(False, True)]),
     "residual behind": (lambda s, x: F.dropout(s.c(x), 0.3) + x, [(False, True)]),
@@ -356,7 +356,7 @@ class Softmax(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """A GEMM and a function of its result, which no name shows."""
+    """A GEMM and a function of its result. Dynamo shows neither name."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ EITHER_WAY: dict[str, tuple[Callable[..., Any], list[tuple[float, bool]]]] = {
         [(0.3, True), (0.6, True)],
     ),
     "in place in another mode": (_in_place_in_another_mode, [(0.3, True)]),
-    # With gradients these are calls of an operator, without gradients their forwards.
+    # With gradients Dynamo captures a call of the Function, without gradients the operators in its forward.
     "a function, not pointwise": (lambda s, x: F.dropout(Softmax.apply(s.c(x)), 0.3), [(0.3, False)]),
     "a function with a GEMM": (lambda s, x: F.dropout(Product.apply(x, s.c.weight * 2), 0.3), [(0.3, True)]),
 }
@@ -405,7 +405,7 @@ EITHER_WAY: dict[str, tuple[Callable[..., Any], list[tuple[float, bool]]]] = {
 
 @pytest.mark.parametrize("name", EITHER_WAY)
 def test_the_same_dropouts_are_fused_without_gradients(name: str) -> None:
-    """A reentrant checkpoint runs forward without, and then again with gradients: both must drop the same."""
+    """A reentrant checkpoint runs forward without gradients, and again with gradients. Both must drop the same."""
     body, expected = EITHER_WAY[name]
     model = Net(body)
     for gradients in (True, False):
@@ -428,7 +428,7 @@ def test_strict_does_not_count_dropouts() -> None:
     recognize = PreGradPass(FusionPolicy(strict=True, dropout=False))
     _, (graph,) = captured(
         model, torch.randn(X, requires_grad=True),
-        each=lambda gm: recognize(gm.graph) or gm.graph,  # it raises where it counts a miss
+        each=lambda gm: recognize(gm.graph) or gm.graph,  # raises if it counts a miss
     )  # fmt: skip
     assert count_dropouts(graph) == 2
     report = tfo.explain(model, torch.randn(X))
@@ -516,7 +516,7 @@ def test_training_honors_manual_seed_and_differs_from_step_to_step() -> None:
 
 
 def dropped_everywhere(s: Any, x: Tensor) -> Tensor:
-    """Dropouts before, inside and behind an MLP with biases."""
+    """Dropouts before, inside and after an MLP with biases."""
     h = F.dropout(s.norm(F.dropout(x, 0.25)), 0.25)
     a = F.gelu(s.up(h)) if s.gate is None else F.silu(s.gate(h)) * s.up(h)
     return x + F.dropout(s.down(F.dropout(a, 0.25)), 0.25)
@@ -525,7 +525,7 @@ def dropped_everywhere(s: Any, x: Tensor) -> Tensor:
 @pytest.mark.covering(1)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])  # tiles are refused with a dropout inside
+@pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])  # an MLP with a dropout inside cannot be tiled
 def test_every_memory_level_recomputes_the_same_masks(memory: str, gated: bool) -> None:
     """Gradients equal finite differences of forward, so backward recomputes the masks that forward draws."""
     members = {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}

@@ -55,7 +55,7 @@ def check(fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None = 
         (result, _), code = run_and_get_code(lambda: step_of(compiled, args))
     for r, e in zip(result, step_of(fn, args)[0], strict=True):
         assert r.dtype == e.dtype and r.shape == e.shape
-        # Two orders of summation, and in half precision at most one rounding apart.
+        # The order of summation differs. In half precision, results differ by at most one rounding.
         tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(e.dtype, 1.6e-2)
         torch.testing.assert_close(
             r, e, rtol=tolerance, atol=tolerance * max(1.0, e.abs().max().item() if e.numel() else 1)
@@ -240,7 +240,7 @@ def test_cpus_sum_gradients_without_recomputation(rows: int, together: int) -> N
 
 
 def test_integers_do_not_use_fma() -> None:
-    """``std::fma`` of them is a float64."""
+    """``std::fma`` of integers returns a float64."""
     tfo.register_activation("stairs", lambda x: x + (x.detach().to(torch.int64) * 3 + 2**60).to(x.dtype))
     (code,) = cpp(lambda x: fused.bias_act(x, None, None, "stairs"), leaf(8, 64, grad=False))
     assert "int64_t" in code and "fma" not in code

@@ -1,4 +1,4 @@
-"""Softmax's lowerings: compiled equals eager, forward and backward, static and dynamic; on a GPU, by its own code."""
+"""Softmax's lowerings: compiled equals eager, forward and backward, static and dynamic. GPU code is interpreted."""
 
 import itertools
 import re

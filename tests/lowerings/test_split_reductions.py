@@ -59,7 +59,7 @@ def moved(graph: Any, elements: int) -> list[float]:
 def test_summands_are_not_read_again(
     model: Callable[[int], nn.Module], rows: tuple[int, ...], memory: str, nbytes: int
 ) -> None:
-    """The bytes per hidden element are the gradient, the data, its gradients, recomputed values and sums of blocks."""
+    """Bytes per element of the incoming gradient, the data, its gradients, recomputed values and sums of blocks."""
     graph = backward(model, rows=rows, memory=memory)
     kernel, sums = moved(graph, torch.Size(rows).numel() * 3072)
     assert nbytes < kernel < nbytes + 0.07 and sums < 0.07
