@@ -2,7 +2,7 @@
 the parser, and tables of other pages from docs/reasons.json and the results in benchmarks/results.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
-python docs/generate.py --check   # exit status 1 if a page is not what it would write
+python docs/generate.py --check   # exit status 1 if a page is not up to date
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def compatibility() -> str:
-    """The page: tests passed, skipped and failed on each version, and what they cover."""
+    """The page: tests passed, skipped and failed on each version, and their topics."""
     record: dict[str, dict[str, list[int]]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     versions = sorted(record, key=lambda v: [int(n) for n in re.findall(r"\d+", v)])
     lines = ["# Compatibility", "", NOTE, "`.ci/versions` runs the tests on CPUs, for each version.", ""]
@@ -92,8 +92,8 @@ on a GPU, a call is one kernel forward and one pass backward. Under `torch.compi
 |---|---|
 | results | new, contiguous, in the first tensor's dtype; arithmetic in float32 (or float64), rounded once |
 | inputs | any strides; float16, bfloat16, float32, float64, also mixed; sizes 0 and 1; one device |
-| errors | `ValueError` or `TypeError` with the argument, its value and what is accepted |
-| gradients | of any order, forward mode, `torch.func`; `memory="fp8"` has first derivatives |
+| errors | `ValueError` or `TypeError` with the argument, its value and the accepted values |
+| gradients | any order, forward mode, `torch.func`; `memory="fp8"` has first derivatives |
 
 ```python
 import torch
@@ -180,7 +180,7 @@ from torch import dtype as ScalarType
 
 
 def _annotation(schema_type: str) -> str:
-    """A schema's type as Python's: ``Tensor?``, ``Tensor(a)``, ``bool[3]``."""
+    """Translate a schema's type to Python: ``Tensor?``, ``Tensor(a)``, ``bool[3]``."""
     name = re.match(r"\w+", schema_type)[0]  # type: ignore[index]
     return f"Sequence[{name}]" if schema_type.endswith("]") else name + " | None" * schema_type.endswith("?")
 
@@ -317,7 +317,7 @@ def _runs(choices: dict[str, str]) -> str:
 
 SAVES = {
     "off": "as plain `torch.compile`",
-    "free": "all but the activation's result",
+    "free": "all except the activation's result",
     "fp8": "the same, the activation's inputs in 8 bits",
     "input": "only the MLP's input",
     "checkpoint": "only the layer's input",
@@ -330,7 +330,7 @@ def _change(ratio: float) -> str:
 
 
 def readme() -> str:
-    """The page, with a plan's peaks, and what PyTorch's memory budget saves."""
+    """The page, with a plan's peaks, and bytes that PyTorch's memory budget saves."""
     from torch_fused_ops.virtual_gpu import H200
 
     plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B"]["plans"][0]
@@ -380,7 +380,7 @@ def _seconds(figures: dict[str, Any]) -> float:
 
 
 def _on_a_cpu() -> list[str]:
-    """A row for each operator at 1024 × 1024: medians beside PyTorch's, compiled and in eager mode."""
+    """A row for each operator at 1024 × 1024: medians divided by PyTorch's medians, compiled and eager."""
     times: dict[str, dict[tuple[str, str, str], float]] = {}
     for case in json.loads((RESULTS / "pointwise_cpu.json").read_text())["cases"]:
         facts = case["facts"]
@@ -410,7 +410,7 @@ def benchmarks() -> str:
 
 
 def fp8() -> str:
-    """The page, with our recipes, and torchao's beside them."""
+    """The page, with our recipes and torchao's recipes."""
     result = json.loads((RESULTS / "fp8_recipes.json").read_text())
     page = _between("fp8.md", FP8_RECIPES, _kernels_and_bytes(result))
     return _between("fp8.md", RECIPE_TABLE, _recipes(), page)

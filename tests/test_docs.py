@@ -164,8 +164,8 @@ def test_generated_pages_are_what_is_generated(
 def test_the_example_of_a_report_is_what_is_printed(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
     program, expected = re.findall(r"```(?:python)?\n(.*?)```", page.partition("## An example")[2], re.S)[:2]
-    (tmp_path / "small_gpt.py").write_text(program, encoding="utf-8")
-    assert python("small_gpt.py", cwd=tmp_path) == expected
+    (tmp_path / "mlps.py").write_text(program, encoding="utf-8")
+    assert python("mlps.py", cwd=tmp_path) == expected
 
 
 def test_the_readme_and_is_it_for_me_state_results() -> None:
