@@ -1,8 +1,8 @@
-"""Times and peaks that others measured on GPUs, beside those that the virtual GPU predicts.
+"""Published times and peaks of GPU kernels, compared with the virtual GPU's predictions.
 
 The measurements are linkedin/Liger-Kernel's own (benchmarks/results/public_measurements.csv). Each program runs on meta
-tensors as their benchmark scripts run it: every operator is a kernel, with its FLOP or bytes, and its storages are
-counted while they live. Liger's kernels are one operator each, with the bytes of their arguments.
+tensors as their benchmark scripts run it. Every operator counts as a kernel, with its FLOP or bytes, and live storages
+are tracked. Each of Liger's kernels is one operator, with the bytes of its arguments.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch_fused_ops.virtual_gpu.work import flop_of, is_view
 
 RESULTS = Path(__file__).parent.parent / "results"
 WORKSPACE = int(16.25 * 2**20)  # twice the default of cuBLAS, 8.125 MiB
-LARGE = 0.05  # ms: rows that take longer than some launches
-FITTED = 0.02  # ms: forward rows whose memory time shows
+LARGE = 0.05  # ms: rows that take longer than a few launches
+FITTED = 0.02  # ms: forward rows that memory traffic dominates
 
 
 class _Counted(Storages):
-    """The kernels of the operators that run: FLOP or bytes, and whether its strides are arbitrary; live storages."""
+    """Record each operator's kernel as (FLOP, bytes, True if a tensor is strided), and the live storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Counted(Storages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._softmax_backward_data.default:
-            args = (args[0] * args[1], *args[1:])  # as on CUDA: a kernel and a tensor more
+            args = (args[0] * args[1], *args[1:])  # CUDA runs one more kernel, with one more tensor
             self.kernel([args[0]], [args[1:2], args[0]])
             self.add(args[0])
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -51,19 +51,19 @@ class _Counted(Storages):
         return result
 
     def forget(self) -> None:
-        """Count anew, from what is alive now."""
+        """Restart the counts from the current live bytes."""
         self.kernels.clear()
         self.most = self.live
 
     def kernel(self, reads: Any, writes: Any, flop: float = 0.0, vectorized: bool = False) -> None:
-        """Count a kernel. PyTorch's own move strided tensors element by element."""
+        """Count a kernel. PyTorch's kernels move strided tensors element by element."""
         tensors = [t for t in tree_leaves((reads, writes)) if isinstance(t, Tensor)]
         nbytes = 0 if flop else sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)
         self.kernels.append((flop, nbytes, not (vectorized or all(t.is_contiguous() for t in tensors))))
 
 
 def _one_kernel(counted: _Counted, in_place: bool) -> Callable[..., Tensor]:
-    """An operator that is one kernel forward and one backward, which may write gradients over the inputs."""
+    """Return an operator with one forward and one backward kernel. Backward may write gradients over the inputs."""
 
     class Kernel(torch.autograd.Function):
         @staticmethod
@@ -86,28 +86,30 @@ def _one_kernel(counted: _Counted, in_place: bool) -> Callable[..., Tensor]:
 
 
 class _MLP(nn.Module):
-    def __init__(self, width: int, hidden: int, activation: Callable[[Tensor], Tensor], one: Any, tiles: int) -> None:
+    def __init__(
+        self, width: int, hidden: int, activation: Callable[[Tensor], Tensor], kernel: Any, tiles: int
+    ) -> None:
         super().__init__()
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
-        self.activation, self.one, self.tiles = activation, one, tiles
+        self.activation, self.kernel, self.tiles = activation, kernel, tiles
 
     def forward(self, x: Tensor) -> Tensor:
         return _Tiled.apply(x, self) if self.tiles > 1 else self.part(x)  # type: ignore[no-untyped-call]
 
     def part(self, x: Tensor) -> Tensor:
-        if self.one is None:
+        if self.kernel is None:
             result: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
         elif self.tiles == 1:
-            result = self.down(self.one(self.gate(x), self.up(x)))
+            result = self.down(self.kernel(self.gate(x), self.up(x)))
         else:
             gate, up = self.gate(x), self.up(x)  # both are alive during the last GEMM
-            result = self.down(self.one(gate, up))
+            result = self.down(self.kernel(gate, up))
         return result
 
 
 class _Tiled(torch.autograd.Function):
-    """Tiles of the tokens, forward without a graph; backward runs forward again, and adds to parts of a gradient."""
+    """Run an MLP tile by tile, without saving a graph. Backward repeats forward and adds to slices of one gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: _MLP) -> Tensor:
@@ -119,14 +121,14 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,), model = ctx.saved_tensors, ctx.model
-        rows, whole = (t.flatten(0, 1).detach() for t in (x, torch.zeros_like(x)))
-        tiles = (t.chunk(model.tiles) for t in (rows, whole, gradient.flatten(0, 1)))
-        for part, place, above in zip(*tiles, strict=True):
-            part.requires_grad_().grad = place
+        rows, grad_input = (t.flatten(0, 1).detach() for t in (x, torch.zeros_like(x)))
+        tiles = (t.chunk(model.tiles) for t in (rows, grad_input, gradient.flatten(0, 1)))
+        for part, grad_part, grad_output in zip(*tiles, strict=True):
+            part.requires_grad_().grad = grad_part
             with torch.enable_grad():
                 result = model.part(part)
-            result.backward(above)
-        return whole.view_as(x), None
+            result.backward(grad_output)
+        return grad_input.view_as(x), None
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def _program(row: dict[str, str], counted: _Counted) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
-    """A row's program and its input; None where it is not one of these."""
+    """Return a row's program and its input; None if the row's program is not modeled."""
     config, size = json.loads(row["config"]), int(float(row["size"]))
     dtype = torch.float32 if "float32" in config.get("dtype", "") else torch.bfloat16
     kernel, provider = row["kernel"], row["provider"]
@@ -143,7 +145,7 @@ def _program(row: dict[str, str], counted: _Counted) -> tuple[Callable[[Tensor],
     is_mlp = kernel.removeprefix("tiled_") in ("swiglu", "geglu")
     fn: Callable[[Tensor], Tensor] = _one_kernel(counted, provider == "liger_in_place" or is_mlp)
     if kernel in ("relu_squared", "softmax"):
-        # Their memory is that of one row; the allocator's unit is 512 bytes.
+        # Peaks were measured with one row; the allocator's unit is 512 bytes.
         shape = (config["M"], size) if row["metric"] == "speed" else (1, max(size, 512 // dtype.itemsize))
         if provider == "torch":
             fn = (lambda x: F.relu(x).square()) if kernel == "relu_squared" else (lambda x: torch.softmax(x, -1))
@@ -154,8 +156,8 @@ def _program(row: dict[str, str], counted: _Counted) -> tuple[Callable[[Tensor],
         activation = F.silu if config["hidden_act"] == "silu" else lambda x: F.gelu(x, approximate="tanh")
         shape = (config.get("B", config.get("bsz")), size, config["hidden_size"])
         tiles = config["num_shards"] if "tiled" in provider else 1
-        one = fn if provider in ("liger", "liger_tiled") else None
-        fn = _MLP(shape[-1], config["intermediate_size"], activation, one, tiles).to(dtype)
+        fused = fn if provider in ("liger", "liger_tiled") else None
+        fn = _MLP(shape[-1], config["intermediate_size"], activation, fused, tiles).to(dtype)
     else:
         return None
     x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -164,7 +166,7 @@ def _program(row: dict[str, str], counted: _Counted) -> tuple[Callable[[Tensor],
 
 
 def counts(row: dict[str, str]) -> dict[str, Any] | None:
-    """The kernels of a row's program in its second run, and its peak in bytes."""
+    """Return the kernels of a row's program in its second run, and its peak in bytes."""
     counted = _Counted()
     with torch.device("meta"):
         program = _program(row, counted)
@@ -174,21 +176,21 @@ def counts(row: dict[str, str]) -> dict[str, Any] | None:
         with counted:
             for tensor in (x, *(fn.parameters() if isinstance(fn, nn.Module) else ())):
                 counted.add(tensor)
-            for _ in range(2):  # gradients of the first run are there in the second
+            for _ in range(2):  # the second run has the gradients of the first
                 _step(fn, x, row, counted)
     has_gemms = any(flop for flop, *_ in counted.kernels)
     return {"kernels": list(counted.kernels), "peak": counted.most + (WORKSPACE if has_gemms else 0)}
 
 
 def _step(fn: Callable[[Tensor], Tensor], x: Tensor, row: dict[str, str], counted: _Counted) -> None:
-    """A run as it was measured: forward, backward of a graph that is kept, or both."""
+    """Run the measured part: forward, backward of a retained graph, or both."""
     part, is_sum = row["pass"], row["kernel"] == "megatron_swiglu"
     if row["metric"] == "speed" or is_sum:
         x.grad = None
     if part == "forward":
         counted.forget()
         fn(x)
-    elif is_sum:  # forward, too, of either pass
+    elif is_sum:  # its measurements of backward include forward
         counted.forget()
         y = fn(x)
         y.sum().backward()
@@ -203,7 +205,7 @@ def _step(fn: Callable[[Tensor], Tensor], x: Tensor, row: dict[str, str], counte
         y.backward(torch.empty_like(y), retain_graph=True)
 
 
-# Bytes/s by the makers' data sheets, and the FLOP/s of dense bfloat16 products.
+# Bytes/s and the FLOP/s of dense bfloat16 GEMMs, from the makers' data sheets.
 SHEETS = {
     "NVIDIA H100 80GB HBM3": (3.35e12, 989.5e12),
     "NVIDIA A100-SXM4-80GB": (2.039e12, 312e12),
@@ -213,15 +215,15 @@ SHEETS = {
 
 
 def _columns(row: dict[str, Any]) -> list[float]:
-    """A row's FLOP, bytes, bytes of strided tensors and kernels."""
-    flop, straight, strided = (sum(k[0] for k in row["kernels"]), *(
-        sum(nbytes for _, nbytes, is_strided in row["kernels"] if is_strided is wanted) for wanted in (False, True)
+    """Return a row's FLOP, bytes, bytes of strided tensors, and number of kernels."""
+    flop, contiguous, strided = (sum(k[0] for k in row["kernels"]), *(
+        sum(nbytes for _, nbytes, is_strided in row["kernels"] if is_strided is selected) for selected in (False, True)
     ))  # fmt: skip
-    return [flop, straight, strided, float(len(row["kernels"]))]
+    return [flop, contiguous, strided, float(len(row["kernels"]))]
 
 
 def _costs(rows: Sequence[dict[str, Any]], columns: Sequence[int]) -> list[float]:
-    """The seconds of one of each of these columns that leave the least sum of relative errors."""
+    """Fit the seconds per unit of each column, with the smallest sum of relative errors."""
     seconds = torch.tensor([[row["measured"] * 1e-3] for row in rows], dtype=torch.float64)
     work = torch.tensor([[_columns(row)[i] for i in columns] for row in rows], dtype=torch.float64) / seconds
     scale, weights = work.amax(0), torch.ones_like(seconds)
@@ -232,7 +234,7 @@ def _costs(rows: Sequence[dict[str, Any]], columns: Sequence[int]) -> list[float
 
 
 def _fitted(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A GPU's rates: with GEMMs from all large rows, else from forward rows, so that backward is predicted."""
+    """Fit a GPU's rates: to all large rows if there are GEMMs, otherwise to forward rows, so backward is predicted."""
     if any(_columns(row)[0] for row in rows):
         flop, nbytes = _costs([row for row in rows if row["measured"] > LARGE], (0, 1))
         return {"flop": 1 / flop, "nbytes": 1 / nbytes}
@@ -245,19 +247,19 @@ def _fitted(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _seconds(row: dict[str, Any], rate: dict[str, Any]) -> float:
-    """The time of a row's kernels, by the planner's own function."""
+    """Return the seconds of a row's kernels, by the planner's own function."""
     rates = Rates(rate.get("flop", 1.0), rate["nbytes"], launch=rate.get("launch", 0.0))
     slower = rate["nbytes"] / rate.get("strided", rate["nbytes"])
     return rates.seconds(Work(flop, nbytes * (slower if strided else 1)) for flop, nbytes, strided in row["kernels"])
 
 
 def _python(row: dict[str, Any]) -> tuple[str, bool]:
-    """Rows whose Python takes alike long: by pass, and by whether backward is a Python function."""
+    """Return a key of rows with equal Python overhead: the pass, and True if backward is a Python function."""
     return row["pass"], row["provider"] != "torch"
 
 
 def predictions() -> dict[str, Any]:
-    """Every row that is predicted, the rates of each GPU, and the rows that are not."""
+    """Return all predicted rows, the rates of each GPU, and the number of rows left out."""
     with open(RESULTS / "public_measurements.csv", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -267,25 +269,27 @@ def predictions() -> dict[str, Any]:
         key = tuple(row[name] for name in ("kernel", "provider", "pass", "metric", "size", "config"))
         if key not in known:
             known[key] = counts(row)
-        found = known[key]
-        if found is None:
+        counted = known[key]
+        if counted is None:
             left_out[f"{row['metric']}: {row['kernel']}, {row['provider']}"] += 1
             continue
         names = ("gpu", "kernel", "provider", "pass", "metric", "size", "config", "unit")
-        rows[row["metric"]].append({**{n: row[n] for n in names}, **found, "measured": float(row["median"])})
+        rows[row["metric"]].append({**{n: row[n] for n in names}, **counted, "measured": float(row["median"])})
     rates = {}
     for gpu in SHEETS:
-        mine = [row for row in rows["speed"] if row["gpu"] == gpu]
-        rate = rates[gpu] = _fitted(mine)
+        speed = [row for row in rows["speed"] if row["gpu"] == gpu]
+        rate = rates[gpu] = _fitted(speed)
         waits = defaultdict(list)  # rows in which the GPU waits for Python
-        for row in mine:
+        for row in speed:
             row["predicted"] = _seconds(row, rate) * 1e3
             if row["predicted"] < row["measured"] / 1.5:
                 waits[_python(row)].append(row["measured"])
         least = {python: statistics.median(times) for python, times in waits.items() if len(times) >= 3}
-        for row in mine:
+        for row in speed:
             row["predicted"] = max(row["predicted"], least.get(_python(row), 0.0))
-        rate["least"] = {f"{part}, {'Python' if own else 'PyTorch'}": ms for (part, own), ms in least.items()}
+        rate["least"] = {
+            f"{part}, {'Python' if in_python else 'PyTorch'}": ms for (part, in_python), ms in least.items()
+        }
     for row in rows["memory"]:
         row["predicted"] = row["peak"] / 2**20
     return {"rates": rates, "speed": rows["speed"], "memory": rows["memory"], "left_out": left_out}
@@ -301,7 +305,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """The tables of docs/paper-and-devices.md."""
+    """Format the tables of docs/paper-and-devices.md."""
     columns = ["GPU", "GEMMs, TFLOP/s", "memory, TB/s", "strided, TB/s", "a launch, µs"]
     columns += ["predicted ÷ measured, middle 80 %", "rows over 50 µs", "median error", "within 10 %"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -310,20 +314,20 @@ def tables(result: dict[str, Any]) -> str:
         errors = [abs(ratio - 1) for ratio in ratios]
         tenths = statistics.quantiles(ratios, n=10)
         nbytes, flop = SHEETS[gpu]
-        products = f"{rate['flop'] / 1e12:.0f} ({rate['flop'] / flop:.0%})" if "flop" in rate else "–"
-        moved = f"{rate['nbytes'] / 1e12:.2f} ({rate['nbytes'] / nbytes:.0%})" if rate["nbytes"] < nbytes else "–"
+        gemms = f"{rate['flop'] / 1e12:.0f} ({rate['flop'] / flop:.0%})" if "flop" in rate else "–"
+        memory = f"{rate['nbytes'] / 1e12:.2f} ({rate['nbytes'] / nbytes:.0%})" if rate["nbytes"] < nbytes else "–"
         strided = f"{rate['strided'] / 1e12:.2f}" if "strided" in rate else "–"
         launch = f"{rate['launch'] * 1e6:.1f}" if "launch" in rate else "–"
         lines.append(
-            f"| {gpu} | {products} | {moved} | {strided} | {launch} "
+            f"| {gpu} | {gemms} | {memory} | {strided} | {launch} "
             f"| {tenths[0]:.2f} to {tenths[-1]:.2f} | {len(ratios)} | {statistics.median(errors):.1%} "
             f"| {sum(e <= 0.1 for e in errors) / len(errors):.0%} |"
         )
     lines += ["", "| peaks | rows | within 1 % | median error |", "|---|---|---|---|"]
     for part in ("forward", "backward", "full"):
         errors = [abs(r["predicted"] / r["measured"] - 1) for r in result["memory"] if r["pass"] == part]
-        near = sum(error <= 0.01 for error in errors)
-        lines.append(f"| {part} | {len(errors)} | {near / len(errors):.0%} | {statistics.median(errors):.1%} |")
+        exact = sum(error <= 0.01 for error in errors)
+        lines.append(f"| {part} | {len(errors)} | {exact / len(errors):.0%} | {statistics.median(errors):.1%} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Losses after training small GPTs: our compiled code, memory levels and float8 recipes beside plain training.
+"""Losses after training small GPTs: our compiled code, memory levels and float8 recipes against plain training.
 
     python -m torch_fused_ops.benchmarks.laboratory.training --study {rounding,memory,gemm,rowwise} [--steps N]
         [--seeds N] [--out FILE]
@@ -6,11 +6,11 @@
 Weights and optimizer are in float32, under bf16 autocast except in ``rounding``. Each seed has its own weights and
 batches, the same for every variant, so differences are paired: their mean has a 95 % interval (Student's t).
 
-``rounding``: eager, torch.compile and backend="fused" beside *nudged*, which is eager from weights that are each one
-float32 number further. Training is chaotic: nudged shows how far two correct runs drift apart. A variant agrees with
-eager if the mean square of its differences is at most F times nudged's (the 99 % quantile of the F distribution).
+``rounding`` compares eager, torch.compile, backend="fused" and *nudged*. Nudged is eager mode, starting from weights
+that are each increased to the next float32 number. Training is chaotic: nudged shows how far two correct runs drift
+apart. A variant agrees with eager if the mean square of its differences is at most F times nudged's (the 99 % quantile of the F distribution).
 
-The text is Python's standard library. The JSON is written after every run, and a run that it has is not repeated.
+The text is Python's standard library. The JSON is written after every run, and completed runs are not repeated.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -34,25 +34,25 @@ import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.benchmarks import harness, models
 
-TAIL = 40  # the final loss is the mean of so many last steps
-# By degrees of freedom: the 99 % quantile of F(n, n).
+TAIL = 40  # the final loss is the mean of the last 40 steps
+# The 99 % quantile of F(n, n), by degrees of freedom n.
 F = {1: 4052.2, 2: 99.0, 3: 29.457, 4: 15.977, 5: 10.967, 6: 8.466, 7: 6.993, 8: 6.029, 9: 5.351, 10: 4.849}
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's t at 97.5 %
 SEEDS = range(2, 2 + max(T))
 
-Curves = Mapping[str, Sequence[Sequence[float]]]  # by way: for each seed the loss of every step
+Curves = Mapping[str, Sequence[Sequence[float]]]  # by variant: the loss of every step, for each seed
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared.
+    """Variants of training, and the pairs to compare.
 
     Attributes:
-        ways: by name, the policy; None for eager, "compile" for plain torch.compile.
+        ways: the policy of each variant, by name; None for eager, "compile" for plain torch.compile.
         pairs: (variant, the variant it is compared with).
-        models: by name, the class and its sizes.
-        out: the name of the results.
-        autocast: whether forward runs under bf16 autocast.
+        models: class and sizes of each model, by name.
+        out: the name of the result file.
+        autocast: True if forward runs under bf16 autocast.
     """
 
     ways: Mapping[str, FusionPolicy | str | None]
@@ -97,7 +97,7 @@ STUDIES = {
 
 
 def text() -> Tensor:
-    """The standard library's top-level modules in alphabetical order, as bytes."""
+    """Return the standard library's top-level modules in alphabetical order, as bytes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)[:4_000_000]), dtype=torch.uint8)
 
@@ -106,7 +106,7 @@ def compiled(model: nn.Module, policy: FusionPolicy | str | None, autocast: bool
     """Return the model with a study's policy.
 
     Raises:
-        RuntimeError: at the first call, if an MLP's linear layers do not multiply in what the policy says.
+        RuntimeError: at the first call, if an MLP's linear layers do not use the policy's recipe.
     """
     forward: Callable[..., Tensor] = model
     if policy is not None:
@@ -131,16 +131,16 @@ def compiled(model: nn.Module, policy: FusionPolicy | str | None, autocast: bool
 
 
 def check_sites(model: nn.Module, report: tfo.Report, policy: Any) -> None:
-    """RuntimeError where the linear layers of a model's MLPs do not all multiply in what the policy says."""
+    """Raise a RuntimeError if any linear layer of the model's MLPs does not use the policy's recipe."""
     expected = policy.gemm if policy and policy.gemm != "bf16" else ""
     mlps = sum(isinstance(m, (models.GELUMLP, models.SwiGLUMLP)) for m in model.modules())
-    found = [(site.gemm, site.gemm_reason) for site in report.sites if site.is_mlp]
-    if found != [(expected, "")] * mlps:
-        raise RuntimeError(f"{mlps} MLPs were to multiply in {expected or 'bf16'}, but what was compiled is {found}")
+    gemms = [(site.gemm, site.gemm_reason) for site in report.sites if site.is_mlp]
+    if gemms != [(expected, "")] * mlps:
+        raise RuntimeError(f"{mlps} MLPs should use the recipe {expected or 'bf16'}; the compiled ones use {gemms}")
 
 
 def start(model: nn.Module, fresh: nn.Module, seed: int, nudged: bool = False) -> None:
-    """Give a model the weights that ``fresh`` of its class starts from with this seed; ``nudged``: the next numbers."""
+    """Initialize a model by seed, through ``fresh`` of the same class. ``nudged``: use the next larger weights."""
     models.initialize(fresh, seed)
     model.load_state_dict(fresh.state_dict())
     if nudged:
@@ -152,7 +152,7 @@ def start(model: nn.Module, fresh: nn.Module, seed: int, nudged: bool = False) -
 def train(
     forward: Callable[..., Tensor], model: nn.Module, steps: int, batch: int, context: int, seed: int
 ) -> list[float]:
-    """The loss of every step. ``forward`` is what is called of the model, whose weights are where it starts."""
+    """Train the model through ``forward`` from its current weights, and return the loss of every step."""
     device, data = next(model.parameters()).device, text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     draw = torch.Generator().manual_seed(seed)
@@ -169,29 +169,29 @@ def train(
 
 
 def final(losses: Sequence[float], tail: int = TAIL) -> float:
-    """The mean of the last steps."""
+    """Return the mean loss of the last steps."""
     return statistics.fmean(losses[-tail:])
 
 
 def differences(finals: Mapping[str, Sequence[float]], way: str, other: str) -> dict[str, Any]:
-    """The final losses of a way minus another's, seed by seed; their mean and its 95 % interval."""
+    """Return the differences of two variants' final losses, by seed, with their mean and its 95 % interval."""
     each = [a - b for a, b in zip(finals[way], finals[other], strict=True)]
     mean, reach = statistics.fmean(each), T[len(each) - 1] * statistics.stdev(each) / len(each) ** 0.5
     square = statistics.fmean(d * d for d in each)
     return {"each": each, "mean": mean, "interval_95": [mean - reach, mean + reach], "root_mean_square": square**0.5}
 
 
-def agrees(found: Mapping[str, Any], way: str) -> bool:
+def agrees(study: Mapping[str, Any], way: str) -> bool:
     """Return True if a variant's final losses differ from eager's by rounding only, in a summary of ``rounding``."""
-    rows, n = found["differences"], len(found["final_loss"]["eager"]["each"])
-    ours, nudged = (rows[f"{name} − eager"]["root_mean_square"] for name in (way, "nudged"))
-    return bool(ours**2 <= F[n] * nudged**2)
+    rows, n = study["differences"], len(study["final_loss"]["eager"]["each"])
+    compiled, nudged = (rows[f"{name} − eager"]["root_mean_square"] for name in (way, "nudged"))
+    return bool(compiled**2 <= F[n] * nudged**2)
 
 
 def summary(study: Study, curves: Curves) -> dict[str, Any]:
-    """Of one model: final losses, the differences of the study's pairs, the spread between seeds.
+    """Return one model's final losses, the differences of the study's pairs, and the spread between seeds.
 
-    The spread is the standard deviation of the final losses of the way that others are compared with.
+    The spread is the standard deviation of the reference variant's final losses.
     """
     finals = {way: [final(c) for c in curves[way]] for way in study.ways}
     return {
@@ -202,25 +202,28 @@ def summary(study: Study, curves: Curves) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The summaries as rows of Markdown, one for each model and pair."""
+    """Format the summaries as Markdown rows, one for each model and pair."""
     rows = []
-    for model, found in result["summary"].items():
-        for pair, row in found["differences"].items():
+    for model, summarized in result["summary"].items():
+        for pair, row in summarized["differences"].items():
             low, high = row["interval_95"]
             way, _, other = pair.partition(" − ")
-            losses = [f"{found['final_loss'][name]['mean']:.4f}" for name in (way, other)]
-            apart = f"{row['mean']:+.4f} ({low:+.4f} to {high:+.4f})".replace("-", "−")
-            rows.append(f"| {model} | {pair} | {losses[0]} | {losses[1]} | {apart} | {found['between_seeds']:.4f} |")
+            losses = [f"{summarized['final_loss'][name]['mean']:.4f}" for name in (way, other)]
+            spread = f"{summarized['between_seeds']:.4f}"
+            difference = f"{row['mean']:+.4f} ({low:+.4f} to {high:+.4f})".replace("-", "−")
+            rows.append(f"| {model} | {pair} | {losses[0]} | {losses[1]} | {difference} | {spread} |")
     return "\n".join(rows)
 
 
 def measure(study: Study, steps: int, seeds: int, result: dict[str, Any], tell: Callable[[str], None]) -> None:
-    """Train what ``result`` does not have yet: it is filled run by run, and told of after each.
+    """Do the training runs that ``result`` does not have yet, and add each to it.
 
     Args:
-        study, steps, seeds: what, how long, how often.
-        result: empty, or what an earlier call has filled.
-        tell: called after each run with a line for people.
+        study: the variants and models.
+        steps: of each run.
+        seeds: runs of each variant.
+        result: empty, or the result of an earlier call.
+        tell: called after each run with a line of text.
     """
     curves = result.setdefault("curves", {model: {way: [] for way in study.ways} for model in study.models})
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -246,11 +249,11 @@ def measure(study: Study, steps: int, seeds: int, result: dict[str, Any], tell: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--study", choices=tuple(STUDIES), default="memory", help="what is compared (default: memory)")
+    parser.add_argument("--study", choices=tuple(STUDIES), default="memory", help="the study (default: memory)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=5, choices=SEEDS, help="(default: 5)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, the models are small)")
-    parser.add_argument("--out", type=Path, help="the results, continued if they are there")
+    parser.add_argument("--out", type=Path, help="the result file; completed runs in it are not repeated")
     args = parser.parse_args()
     study, name = STUDIES[args.study], STUDIES[args.study].out
     out = args.out or harness.results_folder() / f"{name}.json"
