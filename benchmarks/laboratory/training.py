@@ -8,7 +8,8 @@ batches, the same for every variant, so differences are paired: their mean has a
 
 ``rounding`` compares eager, torch.compile, backend="fused" and *nudged*. Nudged is eager mode, starting from weights
 that are each increased to the next float32 number. Training is chaotic: nudged shows how far two correct runs drift
-apart. A variant agrees with eager if the mean square of its differences is at most F times nudged's (the 99 % quantile of the F distribution).
+apart. A variant agrees with eager if the mean square of its differences is at most F times nudged's (the 99 % quantile
+of the F distribution).
 
 The text is Python's standard library. The JSON is written after every run, and completed runs are not repeated.
 """
