@@ -335,7 +335,7 @@ def readme() -> str:
 
     plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B"]["plans"][0]
     lines = [
-        f"| every MLP at | saved of each MLP | peak | share of {H200.total_memory >> 30} GiB | time of the step |",
+        f"| every MLP at | saved for each MLP | peak | share of {H200.total_memory >> 30} GiB | time of the step |",
         "|---|---|---|---|---|",
     ]
     for row in plan["levels"]:
