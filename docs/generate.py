@@ -448,9 +448,8 @@ def _recipes() -> list[str]:
     def block(b: Block) -> str:
         return {(1, None): "row", (None, None): "tensor"}.get(b, f"{b.rows} × {b.columns}")
 
-    heads = ("`gemm=`", "a scale for each, of input and gradient", "of a weight", "of its transpose",
-             "weight's gradient", "a layer's input is saved as", "in and out features", "NVIDIA",
-             "AMD", "experts")  # fmt: skip
+    heads = ("`gemm=`", "block of input and gradient", "of weight", "of transposed weight", "weight gradient",
+             "saved input", "in and out features", "NVIDIA", "AMD", "experts")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     lines.append(
         f"| `\"bf16\"`, the default {'| – ' * 3}| the model's dtype | the model's dtype | any | any | any | any |"
