@@ -72,11 +72,11 @@ def compatibility() -> str:
         passed, failed, skipped = (sum(column) for column in zip(*record[version].values(), strict=True))
         lines.append(f"| {version} | {passed} | {skipped} | {failed} |")
     lines += ["", "The tests cover:", ""]
-    for name, what, files in ITEMS:
+    for name, topics, files in ITEMS:
         failures = [v for v in versions if any(record[v].get(file, [0, 0, 0])[1] for file in files)]
         missing = [v for v in versions if not all(any(record[v].get(file, [0, 0, 0])) for file in files)]
         notes = [f" ✗ failed on {v}." for v in failures] + [f" Not run on {v}." for v in missing]
-        lines.append(f"* **{name}:** {what}.{''.join(notes)}")
+        lines.append(f"* **{name}:** {topics}.{''.join(notes)}")
     lines.append("")
     return "\n".join(lines)
 
@@ -192,11 +192,11 @@ def stub() -> str:
         arguments, results = str(schema).partition("(")[2].split(") -> ")
         types = [argument.partition(" ")[0] for argument in arguments.split(", ")]
         lines.append(f"def {schema.name.removeprefix('fused::')}(\n")
-        for argument, of in zip(schema.arguments, types, strict=True):
+        for argument, type_text in zip(schema.arguments, types, strict=True):
             default = f" = {argument.default_value!r}".replace("'", '"') if argument.has_default_value() else ""
-            lines.append(f"    {argument.name}: {_annotation(of)}{default},\n")
-        each = ", ".join(_annotation(result) for result in results.strip("()").split(", "))
-        lines.append(f") -> {f'tuple[{each}]' if ',' in each else each}: ...\n")
+            lines.append(f"    {argument.name}: {_annotation(type_text)}{default},\n")
+        result_type = ", ".join(_annotation(result) for result in results.strip("()").split(", "))
+        lines.append(f") -> {f'tuple[{result_type}]' if ',' in result_type else result_type}: ...\n")
     return "".join(lines)
 
 
@@ -223,7 +223,7 @@ def _row(*cells: object) -> str:
 
 
 def recognition() -> str:
-    """The page, with a table for each category of reasons between its two marks."""
+    """The page, with a list for each category of reasons."""
     from torch_fused_ops.graphs.reasons import Category, Kind
 
     reasons = json.loads((DOCS / "reasons.json").read_text(encoding="utf-8"))
@@ -242,8 +242,8 @@ def recognition() -> str:
 
 def _between(page: str, mark: str, lines: list[str], text: str | None = None) -> str:
     """The page (or this text of it), with these lines between its two marks."""
-    before, begin, rest = (text or (DOCS / page).read_text()).partition(mark)
-    _, end, after = rest.partition(END)
+    before, begin, marked = (text or (DOCS / page).read_text()).partition(mark)
+    _, end, after = marked.partition(END)
     return "\n".join([before + begin, *lines, end + after])
 
 
@@ -291,20 +291,22 @@ def _peak_and_time(row: dict[str, Any] | None, off: float) -> str:
     return f"{size(row['peak'])}; {time}"
 
 
-def _largest(found: dict[str, Any]) -> list[str]:
+def _largest(largest: dict[str, Any]) -> list[str]:
     """The largest batch or sequence at each level."""
     from torch_fused_ops.planner.setup import LEVELS
     from torch_fused_ops.reports.text import size
 
-    what = found["dimension"]
-    off = next(row["size"] for row in found["rows"] if row["level"] == "off")
-    lines = [f"| {found['memory']}, every MLP at | {what}, at most | beside off | peak | {what} a second, at most |"]
+    dimension = largest["dimension"]
+    off = next(row["size"] for row in largest["rows"] if row["level"] == "off")
+    lines = [
+        f"| {largest['memory']}, every MLP at | {dimension}, at most | beside off | peak | {dimension} a second, at most |"
+    ]
     lines.append("|---|---|---|---|---|")
-    for row in sorted(found["rows"], key=lambda row: LEVELS.index(row["level"])):
+    for row in sorted(largest["rows"], key=lambda row: LEVELS.index(row["level"])):
         rate = f"{row['size'] / row['seconds']:,.0f}" if row["size"] else ""
         lines.append(f"| {row['level']} | {row['size']} | {row['size'] / off:.2f} | {size(row['peak'])} | {rate} |")
-    if found["stopped"]:
-        lines += ["", f"With more the model does not run: {what} {found['stopped']}."]
+    if largest["stopped"]:
+        lines += ["", f"With more the model does not run: {dimension} {largest['stopped']}."]
     return lines
 
 
@@ -388,15 +390,17 @@ def _on_a_cpu() -> list[str]:
         if facts["tokens"] != 1024:
             continue
         row = times.setdefault(facts["operator"], {})
-        row.update({(way, case["dtype"], facts["kind"]): found["ms"]["median"] for way, found in case["ways"].items()})
+        row.update(
+            {(way, case["dtype"], facts["kind"]): result["ms"]["median"] for way, result in case["ways"].items()}
+        )
     kinds = {"compiled": ("fused", "compile"), "eager": ("operators", "eager")}
     columns = list(itertools.product(kinds, ("float32", "bfloat16")))
     lines = [f"| forward, backward, both | {' | '.join(map(', '.join, columns))} |", f"|---|{'---|' * len(columns)}"]
     for name, row in times.items():
         cells = []
         for kind, dtype in columns:
-            ours, theirs = ([row[way, dtype, phase] for phase in ("forward", "backward")] for way in kinds[kind])
-            pairs = [*zip(ours, theirs, strict=True), (sum(ours), sum(theirs))]
+            fused, plain = ([row[way, dtype, phase] for phase in ("forward", "backward")] for way in kinds[kind])
+            pairs = [*zip(fused, plain, strict=True), (sum(fused), sum(plain))]
             cells.append(", ".join(f"{a / b:.2f}" for a, b in pairs))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, ""]
@@ -439,7 +443,7 @@ def _counted(figures: dict[str, Any]) -> list[str]:
         return ["unavailable"] * 4
     sides = [figures[side] for side in ("forward", "backward")]
     mib = [nbytes / 2**20 for nbytes in (*(side["bytes"] for side in sides), figures["saved_bytes"])]
-    return [" + ".join(str(side["kernels"]) for side in sides), *(f"{each:.0f}" for each in mib)]
+    return [" + ".join(str(side["kernels"]) for side in sides), *(f"{size:.0f}" for size in mib)]
 
 
 def _recipes() -> list[str]:
@@ -509,8 +513,8 @@ def paper_and_devices() -> str:
         pairs.append(f"{row['predicted']:.2f}/{row['measured']:.2f}")
     lines = ["| published figure | rows | within 5 % | median ratio | range |", "|---|---|---|---|---|"]
     for name, values in sorted(ratios.items()):
-        near, median = sum(abs(ratio - 1) <= 0.05 for ratio in values), statistics.median(values)
-        lines.append(f"| {name} | {len(values)} | {near} | {median:.3f} | {min(values):.2f} to {max(values):.2f} |")
+        within, median = sum(abs(ratio - 1) <= 0.05 for ratio in values), statistics.median(values)
+        lines.append(f"| {name} | {len(values)} | {within} | {median:.3f} | {min(values):.2f} to {max(values):.2f} |")
     lines += ["", "Planned/published GiB of each row:", ""]
     lines += ["| source | GPUs, model | max reserved | max allocated or active |", "|---|---|---|---|"]
     for key, figures in groups.items():
