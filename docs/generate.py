@@ -298,10 +298,8 @@ def _largest(largest: dict[str, Any]) -> list[str]:
 
     dimension = largest["dimension"]
     off = next(row["size"] for row in largest["rows"] if row["level"] == "off")
-    lines = [
-        f"| {largest['memory']}, every MLP at | {dimension}, at most | beside off | peak | {dimension} a second, at most |"
-    ]
-    lines.append("|---|---|---|---|---|")
+    heads = f"{dimension}, at most", "beside off", "peak", f"{dimension} a second, at most"
+    lines = [f"| {largest['memory']}, every MLP at | {' | '.join(heads)} |", "|---|---|---|---|---|"]
     for row in sorted(largest["rows"], key=lambda row: LEVELS.index(row["level"])):
         rate = f"{row['size'] / row['seconds']:,.0f}" if row["size"] else ""
         lines.append(f"| {row['level']} | {row['size']} | {row['size'] / off:.2f} | {size(row['peak'])} | {rate} |")
