@@ -21,7 +21,7 @@ from torch_fused_ops.settings import tiles
 
 @dataclass
 class MLPConfig:
-    """The attributes of Megatron's ``TransformerConfig`` that an MLP reads, with its defaults where it has any.
+    """The attributes of Megatron's ``TransformerConfig`` that an MLP reads, with Megatron's defaults.
 
     Attributes:
         hidden_size: size of input and output.
@@ -32,15 +32,15 @@ class MLPConfig:
             torch.nn module for such a function, a supported activation's name, or any other callable on tensors.
         activation_func_clamp_value: the upper bound of gate, and the bound of up on both sides. GLUs only.
         glu_linear_offset: added to up. GLUs only.
-        bias_activation_fusion: has no effect on the formula. Megatron's fused gelu is the tanh form, its unfused one
-            the erf form; here ``F.gelu`` is always the erf form.
+        bias_activation_fusion: has no effect on the formula. In Megatron fused gelu is the tanh form, unfused gelu the
+            erf form; here ``F.gelu`` is always the erf form.
         activation_func_fp8_input_store: save the activation's input in float8, as ``memory="fp8"``.
         use_te_activation_func: use the activation module that ``MLPSubmodules.activation_func`` builds.
         moe_ffn_hidden_size: the default of an expert's ffn_hidden_size.
         moe_latent_size: input and output size of an expert, if not hidden_size.
         moe_apply_probs_on_input: ``GroupedMLP`` multiplies its input, not the activation, by the probabilities.
         moe_router_topk: experts per token; moe_apply_probs_on_input needs 1.
-        delay_wgrad_compute: backward computes only input gradients; ``backward_dw()`` computes the weights'.
+        delay_wgrad_compute: backward computes only input gradients, ``backward_dw()`` weight gradients.
         sequence_parallel: with a tp_group, tokens are sharded along the first axis outside the MLP.
         init_method, output_layer_init_method: fill the first and the second weight in place; by default as
             ``nn.Linear``.

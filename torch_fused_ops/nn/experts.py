@@ -61,7 +61,7 @@ class GroupedMLPSubmodules:
     Attributes:
         linear_fc1, linear_fc2: builders. The first linear adds its bias, the second returns it. The first also gets
             ``stride``, as ``LinearFc1Builder``.
-        activation_func: builder of an activation module, used with ``config.use_te_activation_func`` alone.
+        activation_func: builder of an activation module, used only with ``config.use_te_activation_func``.
     """
 
     linear_fc1: GroupedLinearBuilder = GroupedColumnParallelLinear
@@ -70,13 +70,13 @@ class GroupedMLPSubmodules:
 
 
 class GroupedMLP(_Block):
-    """Several experts as one module: for the rows x of expert e, with probabilities p,
+    """Several experts as one module. For the rows x of expert e, with probabilities p, it computes
 
         output = fc2_e(act(fc1_e(x) + bias1_e) · p) + bias2_e · p
 
-    Each linear is one grouped GEMM (``torch.nn.functional.grouped_mm``), without waiting for the GPU. If that does not
-    support dtype, device or sizes (rows must be multiples of 16 bytes), it is a GEMM per expert, and the host waits for
-    ``tokens_per_expert``.
+    Each linear is one grouped GEMM (``torch.nn.functional.grouped_mm``), and the host does not wait for the GPU. If
+    grouped_mm does not support dtype, device or sizes (rows must be multiples of 16 bytes), each linear is a GEMM per
+    expert, and the host waits for ``tokens_per_expert``.
 
     Attributes:
         linear_fc1: weight (num_local_experts, ffn, h), or (…, 2 · ffn, h) if gated; bias (num_local_experts, …).
@@ -85,21 +85,21 @@ class GroupedMLP(_Block):
     Args:
         num_local_experts: this rank's number of experts.
         config: as in ``MLP``; ffn is ``moe_ffn_hidden_size``, and h ``moe_latent_size`` or ``hidden_size``.
-        submodules: builders of the linears; by default ours.
-        pg_collection: Megatron's ``ProcessGroupCollection``: its ``expt_tp`` and ``ep`` are the next two's defaults,
-            and Megatron's checkpoints need its ``expt_dp``.
+        submodules: builders of the linears; by default ``torch_fused_ops.nn``'s linears.
+        pg_collection: Megatron's ``ProcessGroupCollection``. Its ``expt_tp`` and ``ep`` are the defaults of tp_group
+            and ep_group, and Megatron's checkpoints need its ``expt_dp``.
         name: as in ``MLP``.
-        tp_group: the processes that shard each expert, as in ``MLP``. All get the same rows, and the whole output; with
-            Megatron's config a summand of it, which Megatron's token dispatchers sum.
-        ep_group: the processes that have the other experts; this one has those from rank · num_local_experts on. The
-            caller brings rows to their experts' ranks. The same seed on all ranks gives one process's weights; in
-            checkpoints experts have their places among all.
-        gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or "fp8-rowwise", float8
-            (``functional.grouped_linear_fp8``), for rows and weights in bfloat16, by themselves or under autocast,
+        tp_group: the processes that shard each expert, as in ``MLP``. All get the same rows and the complete output.
+            With Megatron's config each returns a summand, and Megatron's token dispatchers sum.
+        ep_group: the processes that have the other experts. This process has the experts from rank · num_local_experts
+            on. The caller sends rows to the ranks of their experts. With the same seed on all ranks, the weights equal
+            one process's weights. Checkpoints number experts across all ranks.
+        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or "fp8-rowwise",
+            float8 (``functional.grouped_linear_fp8``). Float8 needs bfloat16 rows and weights (also from autocast),
             sizes that are multiples of 16, and experts that are not sharded.
 
     Raises:
-        ValueError, TypeError: for incompatible flags, each with its reason; ``forward`` raises none of these.
+        ValueError, TypeError: the flags are incompatible; the message gives the reason. ``forward`` never raises them.
 
     Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``, which has parameters weight0, weight1, …;
     ``load_state_dict`` also loads these.

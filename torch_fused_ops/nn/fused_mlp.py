@@ -37,12 +37,12 @@ class FusedMLP(nn.Module):
         activation: a supported activation's name, or its function or module in torch.
         gated: act(gate) · up instead of act(h).
         bias: both linears have biases.
-        dropout: the probability of dropping behind the second linear, in training. Backward recomputes the mask.
+        dropout: the probability of dropping an output in training. Backward recomputes the mask.
         memory: "off" saves the activation's input and result, "free" its input (for ReLU its result), "fp8" its input
             in float8_e4m3fn with a scale per row, "input" neither: backward recomputes the first GEMM. Results do not
             depend on the level, and only "fp8" changes gradients. Under ``torch.compile`` the policy decides.
-        gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, for sizes
-            that ``functional.linear_fp8`` takes.
+        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, for sizes
+            that ``functional.linear_fp8`` accepts.
         device, dtype: device and dtype of the parameters.
 
     Raises:

@@ -274,22 +274,22 @@ class MLP(_Block):
 
     Args:
         config: an ``MLPConfig``, or any object with some of its attributes.
-        submodules: builders of the linears; by default ours.
-        is_expert: this is an expert of a mixture, with sizes ``moe_ffn_hidden_size``, ``moe_latent_size``. With a
+        submodules: builders of the linears; by default ``torch_fused_ops.nn``'s linears.
+        is_expert: True for an expert of a mixture, with sizes ``moe_ffn_hidden_size``, ``moe_latent_size``. With a
             tp_group and Megatron's config see ``ColumnParallelLinear``.
         input_size: by default ``config.hidden_size``.
         ffn_hidden_size: by default ``config.ffn_hidden_size``, for both linears.
-        tp_group: the processes that shard the weights (``distributed.tensor_parallel``): each has rows of fc1's weight
-            (gate rows and up rows if gated) and columns of fc2's, as plain parameters, cut from one process's initial
-            weights. Every rank gets the whole output, or its tokens' with ``config.sequence_parallel``.
-        name, is_mtp_layer: accepted, as Megatron's ``TransformerLayer`` passes them; the linears get the name.
+        tp_group: the processes that shard the weights (``distributed.tensor_parallel``). Each has rows of fc1's weight
+            (gate rows and up rows if gated) and columns of fc2's weight, as plain parameters, sliced from one process's
+            initial weights. Every rank gets the complete output; with ``config.sequence_parallel``, for its tokens.
+        name, is_mtp_layer: Megatron's ``TransformerLayer`` passes them. The linears get the name.
         pg_collection: Megatron's ``ProcessGroupCollection``. Its ``tp`` (for an expert ``expt_tp``) is the default
             tp_group; it is also passed to the linears.
-        gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, in one
-            process, for sizes that ``functional.linear_fp8`` takes.
+        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, in one
+            process, for sizes that ``functional.linear_fp8`` accepts.
 
     Raises:
-        ValueError, TypeError: for incompatible flags, each with its reason; ``forward`` raises none of these.
+        ValueError, TypeError: the flags are incompatible; the message gives the reason. ``forward`` never raises them.
 
     Source: ``megatron.core.transformer.mlp.MLP``. In Megatron fc2 ignores ``ffn_hidden_size``, fused GELU is the tanh
     form, unfused GELU the erf form, and some configurations raise in ``forward``.
