@@ -57,7 +57,7 @@ FORMULAS = [  # (name, args, kwargs, formula in PyTorch)
 
 
 VIEWLESS = {"MakeViewlessTensor", "assert_viewless_tensor", "make_viewless_tensor", "safely_set_viewless_tensor_data"}
-# No formulas, or of one dtype alone: tests/ops/test_viewless.py, test_dropout.py, test_float8_experts.py
+# No formula, or only one dtype: tests/ops/test_viewless.py, test_dropout.py, test_float8_experts.py
 ELSEWHERE = {*VIEWLESS, "shard_seed", "grouped_linear_fp8"}
 COMPUTING = [name for name in tf.__all__ if name not in ELSEWHERE]
 
@@ -110,7 +110,7 @@ def test_ten_batch_sizes_compile_twice():
     for rows in range(2, 12):
         x = torch.randn(rows, 8)
         assert torch.equal(compiled(x, B), tf.bias_swiglu(x, B, clamp=7.0))
-    assert counter.frame_count <= 2  # the first size, then all
+    assert counter.frame_count <= 2  # one graph for the first size, one for all others
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

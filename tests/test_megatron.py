@@ -165,7 +165,7 @@ def test_inputs_may_have_any_strides_and_axes(impl):
 def test_frozen_and_mixed_dtypes(impl):
     y, bias, weights = randn(6, 8, dtype=torch.bfloat16), randn(8), randn(6, 1)
     out = impl(y, bias.requires_grad_(), weights.requires_grad_())
-    assert out.dtype == torch.bfloat16  # upstream's bias_… promote to float32
+    assert out.dtype == torch.bfloat16  # upstream's bias_… functions promote to float32
     out.float().sum().backward()
     assert y.grad is None
     assert all(t.grad is None or t.grad.dtype == torch.float32 for t in (bias, weights))
@@ -241,7 +241,7 @@ def test_fp8_store_compiles(backend):
 
 def test_quick_geglu_clamps_after_the_bias():
     y, bias = torch.full((1, 2), 6.0), torch.full((2,), 5.0)
-    upstream = glu(quick, y.clamp(max=7), bias)  # clamps, then adds the bias
+    upstream = glu(quick, y.clamp(max=7), bias)  # upstream clamps, then adds the bias
     assert upstream.item() > 100
     actual = mg.weighted_bias_quick_geglu_impl(y, bias, torch.ones(1, 1), clamp_value=7.0)
     torch.testing.assert_close(actual.item(), 49.0, rtol=1e-4, atol=0)
@@ -266,7 +266,7 @@ def test_fp8_store_scales_large_activations():
     incoming = torch.tensor([[1.0, 1.0]])
     mg.bias_swiglu_impl(exact, None).backward(incoming)
     mg.bias_swiglu_impl(fused_y, None, fp8_input_store=True).backward(incoming)
-    up_grad, exact_up_grad = (t.grad[:, 2:] for t in (fused_y, exact))  # silu(gate)
+    up_grad, exact_up_grad = (t.grad[:, 2:] for t in (fused_y, exact))  # up's gradient is silu(gate)
     torch.testing.assert_close(up_grad, exact_up_grad, rtol=2**-4, atol=0)
 
 
@@ -294,10 +294,10 @@ def test_saved_tensors_are_marked_for_offloading(fp8):
         out = mg.bias_swiglu_impl(y, bias, fp8, cpu_offload_input=True)
         out.sum().backward()
     assert marks == [True] * len(used) and len(used) >= 2
-    with saved_tensors_hooks(lambda t: t.cpu(), lambda t: t):  # any hooks
+    with saved_tensors_hooks(lambda t: t.cpu(), lambda t: t):  # any hooks work
         (g,) = torch.autograd.grad(mg.bias_swiglu_impl(y, bias, fp8, True).sum(), y)
     assert torch.equal(g, y.grad)
-    assert torch.equal(mg.bias_swiglu_impl(y, bias, fp8, True), out)  # and without
+    assert torch.equal(mg.bias_swiglu_impl(y, bias, fp8, True), out)  # hooks are not needed
 
 
 # ---- bias, dropout, residual -----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def bias_swiglu(x, bias):
 
 
 def bias_dropout_add(x, bias, residual):
-    return residual + torch.native_dropout(x + bias, 0.1, True)[0]  # the mask as on GPUs, a byte each
+    return residual + torch.native_dropout(x + bias, 0.1, True)[0]  # has a mask as on GPUs, a byte per element
 
 
 def masked_softmax(scores, mask):

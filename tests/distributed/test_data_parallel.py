@@ -36,7 +36,7 @@ def data(step, batch):
 
 def train(model, parameters, ranks, rank, no_sync):
     """Run STEPS steps of BATCHES micro-batches; gradients are reduced only after the last micro-batch."""
-    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)  # AdamW's quotients blow rounding up
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)  # AdamW's division would amplify rounding
     for step in range(STEPS):
         for batch in range(BATCHES):
             last = batch == BATCHES - 1
@@ -74,7 +74,7 @@ def ddp(rank, ranks, folder, optimize_too=(True,), options=None):
     expected = truth()
     for optimize in optimize_too:
         torch._dynamo.reset()
-        model = DistributedDataParallel(net(), bucket_cap_mb=1.0)  # a block has 0.5 MiB or 0.75
+        model = DistributedDataParallel(net(), bucket_cap_mb=1.0)  # a block has 0.5 or 0.75 MiB
         compiled = torch.compile(model, backend="fused", options=options)
         with torch._dynamo.config.patch(optimize_ddp=optimize), tfo.record() as report:
             train(compiled, model.parameters(), ranks, rank, model.no_sync)

@@ -81,7 +81,7 @@ def refused(rank, ranks, folder):
 
 def truth_here(mlp, ep_rank):
     """Return the truth for this rank's experts."""
-    everything = truth_of(build(mlp.config), 1)  # whole already
+    everything = truth_of(build(mlp.config), 1)  # of one process
     num_local = mlp.num_local_experts
     return {key: tensor[ep_rank * num_local : (ep_rank + 1) * num_local] for key, tensor in everything.items()}
 

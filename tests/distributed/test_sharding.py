@@ -72,7 +72,7 @@ def fronts(mesh, rank):
                 for d, e, t in zip(got, expected, tensors, strict=False):
                     assert d.shape == t.shape
                     torch.testing.assert_close(d.full_tensor(), e)
-    # Partial sums are added up before anything is dropped, and evaluation drops nothing.
+    # Partial sums are reduced before dropout, and evaluation drops nothing.
     part = DTensor.from_local(numbers(4, 6), mesh, [Partial()])
     y = functional.bias_dropout_add(part, None, None, P)
     assert set((y.full_tensor() / (2 * numbers(4, 6))).flatten().tolist()) <= {0.0, 2.0}
@@ -217,7 +217,7 @@ def activations(mesh, rank):
     odd = packed[..., :6].contiguous()
     y = counted(gather, fused.bias_glu, leaf(mesh, odd, [last]), None, None, "silu", "interleaved")
     same(y, fused.bias_glu(odd, None, None, "silu", "interleaved"))
-    # Partial sums are added up before anything that is not linear.
+    # Partial sums are reduced before nonlinear operators.
     part = DTensor.from_local(x / 2, mesh, [Partial()], run_check=False)
     reduced = {"reduce_scatter_tensor": 1}
     same(counted(reduced, fused.bias_act, part, None, None, "silu"), fused.bias_act(x, None, None, "silu"))
@@ -374,7 +374,7 @@ def two_dimensions(rank, ranks, folder):
     same(y, op(*tensors, *scalars))
     assert [g.placements for g in grads] == [tuple(places[0]), (Partial(), Shard(0)), (Shard(0), Partial())]
     same(grads, truths)
-    # Rows that no rank has an equal share of.
+    # Ranks have different numbers of rows.
     uneven = leaf(mesh, numbers(5, 8), [Shard(0), Shard(0)])
     (got,) = torch.autograd.grad(op(uneven, None, None, *scalars).sum(), uneven)
     unsharded = numbers(5, 8).requires_grad_()

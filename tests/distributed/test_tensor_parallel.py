@@ -154,7 +154,7 @@ def odds(rank, ranks, folder):
     world, x = dist.group.WORLD, tokens(4, HIDDEN)
     unsharded = build(config())
     mlp = build(config(), world, seed=rank)
-    torch.testing.assert_close(output(mlp, x), output(unsharded, x))  # rank 0's numbers, in each rank
+    torch.testing.assert_close(output(mlp, x), output(unsharded, x))  # every rank has rank 0's weights
     torch.testing.assert_close(output(copy.deepcopy(mlp), x), output(unsharded, x))
     with torch.device("meta"):
         mlp = MLP(config(), tp_group=world)
@@ -291,7 +291,7 @@ def data_parallel(rank, ranks, folder):
             wrapped = DistributedDataParallel(mlp, process_group=dp.get_group())
         else:
             wrapped = fully_shard(mlp, mesh=dp)
-        # A loss that is a mean over the tokens of all ranks that share them.
+        # The loss is a mean over the tokens of all ranks.
         batch, weight = (mine.chunk(tp.size())[place], 1 / tp.size()) if sequence else (mine, 1.0)
         optimizer_of_mlp = torch.optim.AdamW(mlp.parameters(), lr=1e-2)
         for _ in range(3):
@@ -310,7 +310,7 @@ def data_parallel(rank, ranks, folder):
             torch.testing.assert_close(p, q)
             for name, t in optimizer.state[q].items():
                 torch.testing.assert_close(of_alone.state[p][name], t)
-        # And back, bit for bit.
+        # Loading restores the model bit for bit.
         with torch.no_grad():
             before = [local(p).clone() for p in mlp.parameters()]
             for p in mlp.parameters():

@@ -96,7 +96,7 @@ def test_grouped_mlp_equals_an_mlp_per_expert(counts: list[int], dtype: torch.dt
         assert none is None
         torch.testing.assert_close(y, truth, **close)
         actual, expected = gradients(y, d, grouped, *extra_inputs), gradients(truth, d, alone, *extra_inputs)
-        # Rounded gradients: h is rounded with its bias, or without it.
+        # Gradients are rounded: GroupedMLP rounds h with its bias, MLP without.
         rough = {"atol": 0.3, "rtol": 0.3} if memory == "fp8" else close
         torch.testing.assert_close(actual, expected, **rough)
 
@@ -123,7 +123,7 @@ def test_low_precision_errors_are_within_twice_those_of_separate_mlps(
         assert [t.dtype for t in actual] == [dtype, dtype, torch.float32, *[dtype] * 4]
         errors.append([(a.double() - b).norm() / b.norm() for a, b in zip(actual, truth, strict=True)])
     for grouped_error, separate_error in zip(*errors, strict=True):
-        assert grouped_error <= 2 * separate_error  # h is rounded without its bias, and with it
+        assert grouped_error <= 2 * separate_error  # the two round h with and without its bias
 
 
 def test_aligned_gemms_are_grouped(monkeypatch) -> None:
@@ -134,7 +134,7 @@ def test_aligned_gemms_are_grouped(monkeypatch) -> None:
         (torch.float32, 24, False, (2, 4)),
         (torch.float32, 24, True, (2, 6)),  # two more for bias gradients
         (torch.bfloat16, 24, False, (2, 4)),
-        (torch.float32, 22, False, (1, 2)),  # rows of 88 bytes, in the second
+        (torch.float32, 22, False, (1, 2)),  # the second GEMM has rows of 88 bytes
         (torch.float64, 24, True, (0, 0)),
     ):
         grouped = build(config(params_dtype=dtype, moe_ffn_hidden_size=ffn, add_bias_linear=bias))
@@ -217,7 +217,7 @@ def test_rows_that_no_expert_owns_are_zero(how: str, bias: bool, monkeypatch: py
     y, _ = grouped(x[:owned], counts, probs[:owned])
     expected = [y, *gradients(y, d[:owned], grouped, x, probs)]
     monkeypatch.setattr(_gemms, "readable", lambda t: False)  # GPU tensors are not read
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # fills it with NaN
     torch.use_deterministic_algorithms(True)
     try:
         torch._dynamo.reset()
@@ -476,7 +476,7 @@ def test_sizes_and_where_experts_start(init) -> None:
         local_experts = started(2, mlp_config, ep_group=group_of(2, rank))
         for p, q in zip(local_experts.parameters(), all_experts.parameters(), strict=True):
             assert torch.equal(p, q[2 * rank : 2 * rank + 2])
-    # As nn.Linear, or as init_method, of one expert's weight.
+    # The first expert's weight starts like nn.Linear's, or as init_method fills it.
     torch.manual_seed(0)
     first_expert = nn.Linear(8, 2 * FFN)
     if init is not None:

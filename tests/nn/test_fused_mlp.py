@@ -149,7 +149,7 @@ def test_autocast():
         expected = plain(mlp)(x)
         y = mlp(x)
         assert y.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.01)  # it rounds fewer times
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.01)  # FusedMLP rounds fewer times
     y.float().sum().backward()
     assert mlp.fc1.weight.grad.dtype == torch.float32
 

@@ -36,7 +36,7 @@ def build(mlp_config, seed=0, **arguments):
     torch.manual_seed(seed)
     mlp = MLP(mlp_config, **arguments)
     with torch.no_grad():
-        for p in mlp.parameters():  # biases that matter
+        for p in mlp.parameters():  # biases are not 0 then
             p.add_(0.1 * torch.randn_like(p))
     return mlp
 
@@ -86,7 +86,9 @@ def test_every_combination_of_flags_equals_its_formula(name: str) -> None:
     ):
         if memory == "fp8" and activation is F.mish:
             continue
-        for glu in glus if gated and memory != "fp8" else glus[:1]:  # float8 takes values over a clamp's edge
+        for glu in (
+            glus if gated and memory != "fp8" else glus[:1]
+        ):  # rounding to float8 may move a value across a clamp's bound
             mlp = build(
                 config(
                     gated_linear_unit=gated, add_bias_linear=bias, activation_func=activation, memory=memory,

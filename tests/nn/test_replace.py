@@ -265,7 +265,7 @@ def test_works_with_checkpoint_compile_and_export() -> None:
     graphs: list[Any] = []
     compiled = torch.compile(model, backend=lambda gm, _: (graphs.append(gm), gm.forward)[1], fullgraph=True)
     torch.testing.assert_close(compiled(x), expected)
-    assert len(graphs) == 1  # the outer compilation takes all
+    assert len(graphs) == 1  # the outer compilation includes the compiled module
     for strict in (False, True):
         program = torch.export.export(model, (x,), strict=strict)
         assert not any("fused" in str(node.target) for node in program.graph.nodes)
@@ -275,7 +275,7 @@ def test_works_with_checkpoint_compile_and_export() -> None:
         (gradient,) = torch.autograd.grad(model(x.requires_grad_()).square().sum(), x, create_graph=True)
         gradient.sum().backward()
 
-    raises(RuntimeError, "double backward|donated buffers", twice)  # the latter of code that was compiled before
+    raises(RuntimeError, "double backward|donated buffers", twice)  # "donated buffers" if the code was compiled before
 
 
 # ---- the call itself -------------------------------------------------------------------------------------------------
