@@ -14,7 +14,7 @@ from architectures import ARCHITECTURES, made
 from torch_fused_ops.planner import search
 from torch_fused_ops.planner.model import captured_model
 from torch_fused_ops.planner.static_memory import resident_tensors
-from torch_fused_ops.planner.step import parts_of
+from torch_fused_ops.planner.step import segmented_step
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 from torch_fused_ops.tools.cli import main
 from torch_fused_ops.virtual_gpu import H100
@@ -35,7 +35,7 @@ def test_plans_train_the_parameters_that_get_gradients(name: str, checkpointing:
     model, args, kwargs = made(name, checkpointing=checkpointing)
     torch._dynamo.reset()
     captured = captured_model(model, args, kwargs)
-    parts = parts_of(captured, H100, FusionPolicy(memory="off"))
+    parts = segmented_step(captured, H100, FusionPolicy(memory="off"))
     planned = resident_tensors(model, captured.unit_of, gets_gradient=parts.trained.__contains__)
     model(*args, **kwargs).loss.backward()
     gradients = {name for name, p in model.named_parameters() if p.grad is not None}

@@ -1,4 +1,4 @@
-"""``plan``: sizes, the curve of a step put together from its layers, the choice of levels, and what it says."""
+"""``plan``: its arguments, the timeline joined from a step's layers, the choice of levels, and the printed text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torch_fused_ops.planner.pieces import divided
 from torch_fused_ops.planner.plan import LevelRow
 from torch_fused_ops.planner.setup import ACCEPTED, GPUS, Setup, bytes_of
 from torch_fused_ops.planner.static_memory import OPTIMIZERS, Resident, check_shards, optimizer_memory, resident_tensors
-from torch_fused_ops.planner.step import Parts, Piece, Segment, Step, compiled_timeline, cut, policy_of
+from torch_fused_ops.planner.step import PlacedSegment, Segment, SegmentedStep, Step, compiled_timeline, cut, policy_of
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
 from torch_fused_ops.virtual_gpu import H100, gpus
@@ -46,6 +46,7 @@ from torch_fused_ops.virtual_gpu.timeline import Event, Pool, Timeline
 
 MiB = 2**20
 LEVELS = ("free", "fp8", "input")
+SMALL = models.Config(layers=8, width=256, hidden=1024, heads=4, context=128, vocabulary=256, kv_heads=2)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -62,12 +63,12 @@ LEVELS = ("free", "fp8", "input")
         (12345, 12345),
     ],
 )
-def test_sizes(memory: str | int, nbytes: int) -> None:
+def test_sizes_are_parsed(memory: str | int, nbytes: int) -> None:
     assert bytes_of(memory) == nbytes
 
 
 @pytest.mark.parametrize("memory", ["", "72", "72 gigs", "GiB", "-1GiB", "0MiB", "1e9", 0, -1, True, 1.5, None])
-def test_what_is_no_size(memory: Any) -> None:
+def test_invalid_sizes_are_rejected(memory: Any) -> None:
     raises(ValueError, r"memory=.* is not accepted: it must be a size", bytes_of, memory)
 
 
@@ -84,16 +85,16 @@ def test_what_is_no_size(memory: Any) -> None:
         ({"dp": True}, "dp=True is not accepted: it must be a number of GPUs"),
     ],
 )
-def test_what_is_not_known(arguments: dict[str, Any], message: str) -> None:
+def test_unknown_settings_are_rejected(arguments: dict[str, Any], message: str) -> None:
     raises(ValueError, message, tfo.plan, nn.Linear(2, 2), torch.empty(1, 2), **{"memory": "1GiB", **arguments})
 
 
-def test_the_described_gpus_are_accepted() -> None:
+def test_described_gpus_and_optimizers_are_accepted() -> None:
     assert tuple(gpus.GPUS) == GPUS and set(OPTIMIZERS) == set(ACCEPTED["optimizer"])
 
 
-def test_a_plan_is_static_whatever_sizes_were_seen() -> None:
-    """Dynamo would take the tokens' number for dynamic the second time, and shapes for symbols."""
+def test_shapes_are_static_after_other_sizes_were_compiled() -> None:
+    """At a second size Dynamo would make the number of tokens symbolic."""
     with torch.device("meta"):
         model = models.Llama(models.Config(layers=1, width=64, hidden=128, heads=4, context=64, vocabulary=64))
     for length in (16, 24):
@@ -104,25 +105,25 @@ def test_a_plan_is_static_whatever_sizes_were_seen() -> None:
         assert all(type(size) is int for value in values if isinstance(value, torch.Tensor) for size in value.shape)
 
 
-def test_what_cannot_be_planned() -> None:
+def test_functions_without_gradients_are_rejected() -> None:
     raises(TypeError, "model=3 is not callable", tfo.plan, 3, memory="1GiB")
     raises(ValueError, "nothing in it needs a gradient", tfo.plan, torch.relu, torch.empty(4, 4), memory="1GiB")
 
 
-def test_optimizers() -> None:
+def test_optimizer_memory_is_that_of_its_step() -> None:
     parameters = [torch.empty(1024, 512, device="meta", dtype=torch.bfloat16) for _ in range(3)]
     adamw, sgd, none = (optimizer_memory(name, parameters) for name in ("adamw", "sgd", "none"))
-    assert adamw == (2 * 3 * MiB, 3 * MiB)  # two moments; the roots of one, all at once
+    assert adamw == (2 * 3 * MiB, 3 * MiB)  # two moments; the square roots of the second one
     assert sgd == none == (0, 0)
 
 
-# ---- curves and the choice, on made-up segments ----------------------------------------------------------------------
+# ---- curves and the choice, on random segments -----------------------------------------------------------------------
 
 
-def made_up(units: int, seed: int, equal: bool, tiled: tuple[float, float] = (0.1, 1.3)) -> Step:
-    """A step whose units keep and need what chance says; each level keeps less and takes longer than the one before.
+def random_step(units: int, seed: int, equal: bool, tiled: tuple[float, float] = (0.1, 1.3)) -> Step:
+    """A step with random bytes in each unit. Each level saves less and takes longer than the one before.
 
-    ``tiled``: the part of what "free" keeps that this level keeps, and how much longer it takes.
+    ``tiled``: the share of the saved bytes of "free" that "tiled" saves, and its time relative to "free".
     """
     rng = random.Random(seed)
     names = [f"layers.{i}" for i in range(units)]
@@ -130,7 +131,7 @@ def made_up(units: int, seed: int, equal: bool, tiled: tuple[float, float] = (0.
     if equal:
         sizes = dict.fromkeys(names, sizes[names[0]])
     parts = {}
-    for level, (keeps, slower) in {
+    for level, (saved_share, slower) in {
         "off": (1.5, 0.99),
         "free": (1.0, 1.0),
         "fp8": (0.6, 1.01),
@@ -138,38 +139,38 @@ def made_up(units: int, seed: int, equal: bool, tiled: tuple[float, float] = (0.
         "tiled": tiled,
     }.items():
         forward, backward = {}, {}
-        for unit, (kept, transient) in sizes.items():
-            net = 10 + int(keeps * kept)
-            forward[unit] = Segment((net + transient, net), net, slower * (kept + 1))
-            again = kept - int(keeps * kept) if level in ("input", "tiled") else 0
-            backward[unit] = Segment((again + transient,), 3 - net, 2 * slower * (kept + 1))
+        for unit, (saved, transient) in sizes.items():
+            net = 10 + int(saved_share * saved)
+            forward[unit] = Segment((net + transient, net), net, slower * (saved + 1))
+            recomputed = saved - int(saved_share * saved) if level in ("input", "tiled") else 0
+            backward[unit] = Segment((recomputed + transient,), 3 - net, 2 * slower * (saved + 1))
         ends = Segment((5,), 5, 1.0), Segment((40,), 20, 1.0), Segment((30,), -20, 1.0), Segment((2,), -5, 1.0)
-        parts[level] = Parts(100, in_order(forward, backward, *ends))
+        parts[level] = SegmentedStep(100, pieces_in_order(forward, backward, *ends))
     return Step(tuple(names), {name: (f"{name}.mlp",) for name in names}, parts)
 
 
-def in_order(forward: dict[str, Segment], backward: dict[str, Segment], *ends: Segment) -> tuple[Piece, ...]:
-    """The segments of a step: what stands before and behind forward's units, and backward's, which come the other way
-    round."""
-    pieces: list[Piece] = [("forward", "", ends[0]), *(("forward", *each) for each in forward.items())]
+def pieces_in_order(
+    forward: dict[str, Segment], backward: dict[str, Segment], *ends: Segment
+) -> tuple[PlacedSegment, ...]:
+    """A step's segments: ``ends`` are before and after the units of forward, then of backward."""
+    pieces: list[PlacedSegment] = [("forward", "", ends[0]), *(("forward", *piece) for piece in forward.items())]
     pieces += [("forward", "", ends[1]), ("backward", "", ends[2])]
     pieces += [("backward", unit, backward[unit]) for unit in reversed(backward)]
     return (*pieces, ("backward", "", ends[3]))
 
 
-def test_what_is_in_no_layer() -> None:
-    """Its level: the one that all layers have, else "free"."""
-    step = made_up(6, 0, equal=False)
+def test_modules_outside_layers_have_the_common_level() -> None:
+    step = random_step(6, 0, equal=False)
     for level in ("input", "off", "free"):
         assert step.default(dict.fromkeys(step.mlps, level)) == level
     assert step.default({"layers.0": "input"}) == "free"
 
 
-def moments_of(graph: str, *units: str, live: Sequence[int]) -> tuple[Event, ...]:
+def events_of(graph: str, *units: str, live: Sequence[int]) -> tuple[Event, ...]:
     return tuple(Event(graph, "", x + 1, x, 0, 0, 0.0, (unit,)) for unit, x in zip(units, live, strict=True))
 
 
-def a_model(*units: str, names: Sequence[str] = ()) -> Any:
+def fake_captured_model(*units: str, names: Sequence[str] = ()) -> Any:
     return types.SimpleNamespace(
         units=units,
         layers={unit: unit for unit in units},
@@ -180,33 +181,33 @@ def a_model(*units: str, names: Sequence[str] = ()) -> Any:
 
 
 @pytest.mark.parametrize("backward", ["cba", "acb", "cab"])
-def test_layers_in_any_order_are_the_steps_own_curve(backward: str) -> None:
-    """Backward of Gemma 3 runs something of its first layer first; the curve is that of the order in which it ran."""
+def test_segments_in_any_order_join_to_the_timeline(backward: str) -> None:
+    """Backward of Gemma 3 begins with a call of its first layer."""
     live = random.Random(0).choices(range(100), k=12)
-    moments = moments_of("forward", "", "a", "b", "b", "c", "", live=live[:6])
-    moments += moments_of("backward", "", *backward, "a", "", live=live[6:])
+    moments = events_of("forward", "", "a", "b", "b", "c", "", live=live[:6])
+    moments += events_of("backward", "", *backward, "a", "", live=live[6:])
     timeline = Timeline(moments, 3, 40, 5)
-    step = Step(("a", "b", "c"), {}, {"free": cut(timeline, a_model("a", "b", "c"), lambda call: 1.0)})
-    curve = step.at({})
+    step = Step(("a", "b", "c"), {}, {"free": cut(timeline, fake_captured_model("a", "b", "c"), lambda call: 1.0)})
+    curve = step.at_levels({})
     assert (curve.peak, curve.saved, curve.end, curve.seconds) == (timeline.peak, 40, 5, 12.0)
     assert step.points({})[1:-1] == [moment.live for moment in moments]
 
 
-def test_what_runs_ahead_of_a_layer_is_not_where_it_begins() -> None:
-    """Something of every layer of GPT-J depends on inputs alone, and Inductor runs it first."""
-    ahead, layers = moments_of("forward", *"abc", live=[1, 2, 3]), [13, 14, 15, 25, 26, 27, 37, 38, 39]
-    moments = ahead + moments_of("forward", *"aaabbbccc", live=layers)
-    moments += moments_of("backward", *"cba", live=[30, 20, 10])
-    parts = cut(Timeline(moments, 0, 39, 10), a_model("a", "b", "c"), lambda call: 0.0)
+def test_calls_that_run_early_do_not_begin_a_layer() -> None:
+    """Every layer of GPT-J has calls that depend on inputs alone. Inductor runs these first."""
+    ahead, layers = events_of("forward", *"abc", live=[1, 2, 3]), [13, 14, 15, 25, 26, 27, 37, 38, 39]
+    moments = ahead + events_of("forward", *"aaabbbccc", live=layers)
+    moments += events_of("backward", *"cba", live=[30, 20, 10])
+    parts = cut(Timeline(moments, 0, 39, 10), fake_captured_model("a", "b", "c"), lambda call: 0.0)
     assert [parts.segments["forward", unit].net for unit in "abc"] == [15, 12, 12]
 
 
-def test_a_curve_by_hand() -> None:
-    step = made_up(2, 0, equal=False)
+def test_curve_equals_a_hand_calculation() -> None:
+    step = random_step(2, 0, equal=False)
     (k0, t0), (k1, t1) = (
         (s.net - 10, s.points[0] - s.net) for s in (step.segment("forward", unit, "free") for unit in step.units)
     )
-    curve = step.at({})
+    curve = step.at_levels({})
     assert curve.saved == 100 + 5 + (10 + k0) + (10 + k1) + 20
     lives = [
         105 + 10 + k0 + t0,
@@ -220,122 +221,129 @@ def test_a_curve_by_hand() -> None:
     assert curve.seconds == pytest.approx(4 + 3 * (k0 + 1) + 3 * (k1 + 1))
     points = step.points({})
     assert max(points) == curve.peak and points[-1] == curve.end and points[0] == 100
-    off = step.at({"layers.0": "off", "layers.1": "off"})
+    off = step.at_levels({"layers.0": "off", "layers.1": "off"})
     assert off.saved > curve.saved and off.seconds < curve.seconds
 
 
-def test_a_checkpoint_keeps_the_input_and_runs_again() -> None:
-    step = made_up(6, 0, equal=True)
+def test_checkpoint_saves_the_input_and_recomputes() -> None:
+    step = random_step(6, 0, equal=True)
     forward = step.segment("forward", "layers.1", "free")
-    kept = forward.net
-    found = step.checkpointed(dict.fromkeys(step.units, 7))
-    assert found.saved == step.at({}).saved - 6 * (kept - 7)
-    assert found.end == step.at({}).end
-    assert found.seconds == pytest.approx(step.at({}).seconds + 6 * forward.seconds)
+    saved = forward.net
+    checkpointed = step.checkpointed(dict.fromkeys(step.units, 7))
+    assert checkpointed.saved == step.at_levels({}).saved - 6 * (saved - 7)
+    assert checkpointed.end == step.at_levels({}).end
+    assert checkpointed.seconds == pytest.approx(step.at_levels({}).seconds + 6 * forward.seconds)
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_choice_is_within_2_percent_of_the_best_of_all(seed: int, equal: bool) -> None:
-    step = made_up(7, seed, equal)
-    counted = search.candidates(step, LEVELS)
-    greedy = [search.Candidate(one, step.at(one)) for one in search.greedy(step, LEVELS)]
-    greedy.sort(key=lambda one: one.curve.seconds)
-    every = [step.at(dict(zip(step.mlps, chosen, strict=True))) for chosen in itertools.product(LEVELS, repeat=7)]
-    low, high = min(curve.peak for curve in every), max(curve.peak for curve in every)
+def test_choice_is_within_2_percent_of_the_best(seed: int, equal: bool) -> None:
+    step = random_step(7, seed, equal)
+    candidates = search.candidates(step, LEVELS)
+    greedy = [search.Candidate(levels, step.at_levels(levels)) for levels in search.greedy(step, LEVELS)]
+    greedy.sort(key=lambda candidate: candidate.curve.seconds)
+    curves = [
+        step.at_levels(dict(zip(step.mlps, chosen, strict=True))) for chosen in itertools.product(LEVELS, repeat=7)
+    ]
+    low, high = min(curve.peak for curve in curves), max(curve.peak for curve in curves)
     for limit in range(low, high, max(1, (high - low) // 12)):
-        fastest = min(curve.seconds for curve in every if curve.peak <= limit)
-        found = search.best(counted, limit)
-        assert found is not None and found.curve.seconds <= 1.02 * fastest, limit
-        steps = search.best(greedy, limit)
-        assert limit == low or (steps is not None and steps.curve.seconds <= 1.02 * fastest), limit
+        fastest = min(curve.seconds for curve in curves if curve.peak <= limit)
+        choice = search.best(candidates, limit)
+        assert choice is not None and choice.curve.seconds <= 1.02 * fastest, limit
+        greedy_choice = search.best(greedy, limit)
+        assert limit == low or (greedy_choice is not None and greedy_choice.curve.seconds <= 1.02 * fastest), limit
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("units", [7, 40])
 def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
-    every = search.candidates(made_up(units, 1, equal), LEVELS)
-    peaks = sorted({one.curve.peak for one in every})
-    chosen = [search.best(every, limit) for limit in peaks]
-    seconds = [one.curve.seconds for one in chosen if one is not None]
+    candidates = search.candidates(random_step(units, 1, equal), LEVELS)
+    peaks = sorted({candidate.curve.peak for candidate in candidates})
+    chosen = [search.best(candidates, limit) for limit in peaks]
+    seconds = [candidate.curve.seconds for candidate in chosen if candidate is not None]
     assert len(seconds) == len(peaks) and seconds == sorted(seconds, reverse=True)
-    assert search.best(every, peaks[0] - 1) is None
-    assert all(one is not None and one.curve.peak <= limit for one, limit in zip(chosen, peaks, strict=True))
+    assert search.best(candidates, peaks[0] - 1) is None
+    assert all(choice is not None and choice.curve.peak <= limit for choice, limit in zip(chosen, peaks, strict=True))
 
 
 @pytest.mark.parametrize("short", [0, 3, 10, 1000])
-def test_what_fits_was_compiled(short: int) -> None:
-    """With mixed levels the peak is so much above the curve: few are compiled, and what is chosen fits."""
-    every = search.candidates(made_up(7, 1, equal=True), LEVELS)
+def test_chosen_mixed_levels_were_compiled(short: int) -> None:
+    """Compiled peaks of mixed levels are ``short`` bytes above the estimates. At most two are compiled."""
+    candidates = search.candidates(random_step(7, 1, equal=True), LEVELS)
+    peaks = [candidate.curve.peak for candidate in candidates]
     compiled: list[search.Candidate] = []
 
-    def peak(one: search.Candidate) -> int:
-        compiled.extend([one] * one.is_mixed)
-        return one.curve.peak + short * one.is_mixed
+    def peak(candidate: search.Candidate) -> int:
+        compiled.extend([candidate] * candidate.is_mixed)
+        return candidate.curve.peak + short * candidate.is_mixed
 
-    for limit in range(min(one.curve.peak for one in every), max(one.curve.peak for one in every), 7):
+    for limit in range(min(peaks), max(peaks), 7):
         compiled.clear()
-        found = search.best(every, limit, peak)
-        expected = next((one for one in every if one.curve.peak + short * one.is_mixed <= limit), None)
-        assert found is expected and len(compiled) <= 1 + (short > 0)
+        choice = search.best(candidates, limit, peak)
+        compiled_peaks = [peak + short * candidate.is_mixed for peak, candidate in zip(peaks, candidates, strict=True)]
+        fits = (candidate for peak, candidate in zip(compiled_peaks, candidates, strict=True) if peak <= limit)
+        expected = next(fits, None)
+        assert choice is expected and len(compiled) <= 1 + (short > 0)
 
 
-def test_mixed_levels_are_given_up_after_a_few_that_do_not_fit() -> None:
-    every = search.candidates(made_up(7, 1, equal=True), LEVELS)
-    limit, compiled = sorted(one.curve.peak for one in every)[len(every) // 2], []
+def test_mixed_levels_are_skipped_after_several_misses() -> None:
+    candidates = search.candidates(random_step(7, 1, equal=True), LEVELS)
+    limit, compiled = sorted(candidate.curve.peak for candidate in candidates)[len(candidates) // 2], []
 
-    def peak(one: search.Candidate) -> int:
-        compiled.extend([one] * one.is_mixed)
-        return limit + 1 if one.is_mixed else one.curve.peak
+    def peak(candidate: search.Candidate) -> int:
+        compiled.extend([candidate] * candidate.is_mixed)
+        return limit + 1 if candidate.is_mixed else candidate.curve.peak
 
-    found = search.best(every, limit, peak)
-    assert found is not None and not found.is_mixed and 0 < len(compiled) <= search.MISSES
+    choice = search.best(candidates, limit, peak)
+    assert choice is not None and not choice.is_mixed and 0 < len(compiled) <= search.MISSES
 
 
 @pytest.mark.parametrize(
     ("keeps", "slower", "offered"),
     [
-        (0.2, 1.2, False),  # what "input" is
+        (0.2, 1.2, False),  # as "input"
         (0.2, 1.2 * (1 - search.ALIKE / 2), False),
         (0.2, 1.2 * (1 - 2 * search.ALIKE), True),
         (0.1, 1.3, True),
         (0.2, 1.3, False),
     ],
 )
-def test_a_level_that_saves_nothing_is_not_offered(keeps: float, slower: float, offered: bool) -> None:
-    step = made_up(4, 0, equal=False, tiled=(keeps, slower))
+def test_levels_without_an_advantage_are_not_mixed(keeps: float, slower: float, offered: bool) -> None:
+    step = random_step(4, 0, equal=False, tiled=(keeps, slower))
     assert search.useful(step, (*LEVELS, "tiled")) == [*LEVELS, *["tiled"] * offered]
-    every = search.candidates(step, (*LEVELS, "tiled"))
-    with_it = [one for one in every if "tiled" in one.levels.values()]
-    assert offered or (every[-1:] == with_it and not with_it[0].is_mixed)  # a row of the table, and never the best
-    best = search.best(every, min(one.curve.peak for one in every))
+    candidates = search.candidates(step, (*LEVELS, "tiled"))
+    tiled_candidates = [candidate for candidate in candidates if "tiled" in candidate.levels.values()]
+    assert offered or (
+        candidates[-1:] == tiled_candidates and not tiled_candidates[0].is_mixed
+    )  # it is listed, but never chosen
+    best = search.best(candidates, min(candidate.curve.peak for candidate in candidates))
     assert best is not None and ("tiled" in best.levels.values()) == offered
 
 
-def test_lossless_leaves_fp8_out() -> None:
+def test_lossless_excludes_fp8() -> None:
     assert search.levels_for(False, attention=False) == (*LEVELS, "tiled")
     assert search.levels_for(True, attention=False) == ("free", "input", "tiled")
     assert search.levels_for(False, True) == ("free", "fp8", "fp8+attention", "input", "input+attention", "tiled")
     assert search.levels_for(True, True) == ("free", "free+attention", "input", "input+attention", "tiled")
 
 
-def test_the_policy_of_levels() -> None:
+def test_levels_become_a_policy() -> None:
     mlps = {"a.0": ("a.0.mlp",), "a.1": ("a.1.mlp", "a.1.other")}
     assert policy_of(mlps, {"a.0": "off", "a.1": "off"}) == FusionPolicy(memory="off")
     assert policy_of(mlps, {"a.1": "input"}) == FusionPolicy(memory={"a.1.mlp": "input", "a.1.other": "input"})
-    every = dict.fromkeys(mlps, "fp8+attention")
-    assert policy_of(mlps, every) == FusionPolicy(memory="fp8", attention="input")
-    some = FusionPolicy(memory={"a.0.mlp": "fp8"}, attention={"a.0.*": "input"})
-    assert policy_of(mlps, {"a.0": "fp8+attention"}) == some
+    uniform = dict.fromkeys(mlps, "fp8+attention")
+    assert policy_of(mlps, uniform) == FusionPolicy(memory="fp8", attention="input")
+    mixed = FusionPolicy(memory={"a.0.mlp": "fp8"}, attention={"a.0.*": "input"})
+    assert policy_of(mlps, {"a.0": "fp8+attention"}) == mixed
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_one_gpu_holds() -> None:
-    """Equal pieces along dimension 0, padded, as ``torch.chunk`` cuts the first; buffers are whole."""
+def test_shards_are_padded_pieces_of_dimension_0() -> None:
+    """Buffers are not sharded."""
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(4, 10) for _ in range(2))
     model.layers[1].bias.requires_grad_(False)
@@ -346,22 +354,28 @@ def test_what_one_gpu_holds() -> None:
         return path if path.startswith("layers.") else ""
 
     check_shards(model, unit_of, 4)
-    found = Resident.of(resident_tensors(model, unit_of), Setup(dp=4))
+    resident_bytes = Resident.of(resident_tensors(model, unit_of), Setup(dp=4))
     weight, bias, head = 4 * 3 * 4, 4 * 3, 2 * (2 * 3 + 2)
-    assert found.shards is not None and found.shards.groups == {
+    assert resident_bytes.shards is not None and resident_bytes.shards.groups == {
         "layers.0": Group(*(weight + bias,) * 3),
         "layers.1": Group(weight + bias, weight, weight),
         "": Group(*(head,) * 3),
     }
-    assert (found.parameters, found.gradients) == (2 * (weight + bias) + head + 28, 2 * weight + bias + head)
-    assert (found.state, found.by_unit[""]) == (2 * found.gradients, (head + 28, head))
-    assert found.shards.gathered("layers.1") == 4 * (weight + bias) and found.shards.reduced("layers.1") == 4 * weight
+    assert (resident_bytes.parameters, resident_bytes.gradients) == (
+        2 * (weight + bias) + head + 28,
+        2 * weight + bias + head,
+    )
+    assert (resident_bytes.state, resident_bytes.by_unit[""]) == (2 * resident_bytes.gradients, (head + 28, head))
+    assert (
+        resident_bytes.shards.gathered("layers.1") == 4 * (weight + bias)
+        and resident_bytes.shards.reduced("layers.1") == 4 * weight
+    )
     layers = 3 * (weight + bias) + 3 * weight + 2 * bias  # each gathered twice; one frozen bias
-    assert found.shards.sent == 3 * (layers + 2 * head)
+    assert resident_bytes.shards.sent == 3 * (layers + 2 * head)
     assert Resident.of(resident_tensors(model, unit_of), Setup()).parameters == 2 * 200 + 2 * 20 + 28
 
 
-def test_what_cannot_be_sharded() -> None:
+def test_models_that_fsdp2_rejects_are_rejected() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
 
@@ -378,12 +392,12 @@ def test_what_cannot_be_sharded() -> None:
     raises(ValueError, r"dp=8 is not accepted: model=.* is a function", check_shards, torch.relu, lambda path: path, 8)
 
 
-def test_shards_by_hand() -> None:
-    """Two layers of 8 and 6 bytes, the root's 4, over two GPUs; what is alive at each moment, as FSDP2 has it."""
+def test_shards_equal_a_hand_calculation() -> None:
+    """Live bytes of FSDP2 over two GPUs: two layers of 8 and 6 bytes, and 4 of the root."""
     forward = {"a": Segment((5, 9), 3), "b": Segment((7,), 2)}
     backward = {"b": Segment((11,), 4, 0.0, 6), "a": Segment((1,), 5, 0.0, 8)}
     ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
-    parts = Parts(10, in_order(forward, dict(reversed(backward.items())), ends[0], *ends[1], ends[2]))
+    parts = SegmentedStep(10, pieces_in_order(forward, dict(reversed(backward.items())), ends[0], *ends[1], ends[2]))
     groups = {"a": Group(4, 4, 4), "b": Group(3, 3, 3), "": Group(2, 2, 2)}
     step = Step(("a", "b"), {}, {"free": parts}, FullyShard(2, groups))
     root, a, b = 4, 8, 6
@@ -399,19 +413,21 @@ def test_shards_by_hand() -> None:
         *(22 + root + a, 25 + root + a, 24 + root),  # a's too; behind backward the root's
         22,
     ]
-    curve = step.at({})
+    curve = step.at_levels({})
     assert (curve.saved, curve.peak, curve.end) == (16 + root, max(step.points({})), 22)
 
 
-def test_gradients_are_whole_where_their_layer_ends_or_later() -> None:
-    """What the compiler puts off counts for the layer in which it is allocated; the root's stays whole to the end."""
+def test_gradients_count_for_the_layer_that_allocates_them() -> None:
+    """The compiler may allocate a gradient in a later layer. The root's gradients count for the end of the step."""
     calls = [*(("forward", unit) for unit in "ab"), *(("backward", unit) for unit in ("", "b", "a", ""))]
     moments = tuple(Event(graph, "", 0, 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
     names = ["a.weight", "b.weight", "b.bias", "head"]
     gradients = {(0, 0): (4, 1), (0, 1): (0, 10), (0, 2): (4, 100), (0, 3): (2, 1000)}
-    parts = cut(Timeline(moments, 0, 0, 0, gradients), a_model("a", "b", names=names), lambda call: 0.0)
-    whole = {unit: segment.gradients for graph, unit, segment in parts.pieces if graph == "backward" and unit}
-    assert whole == {"b": 10, "a": 101} and parts.pieces[-1][2].gradients == 1000
+    parts = cut(Timeline(moments, 0, 0, 0, gradients), fake_captured_model("a", "b", names=names), lambda call: 0.0)
+    gradients_by_unit = {
+        unit: segment.gradients for graph, unit, segment in parts.pieces if graph == "backward" and unit
+    }
+    assert gradients_by_unit == {"b": 10, "a": 101} and parts.pieces[-1][2].gradients == 1000
     assert not any(segment.gradients for _, unit, segment in parts.pieces[:-1] if not unit)
 
 
@@ -419,7 +435,7 @@ def test_gradients_are_whole_where_their_layer_ends_or_later() -> None:
 
 
 class Counted(TorchDispatchMode):
-    """The bytes of storages that real operators make, while they are alive."""
+    """Counts the live bytes of the storages that real operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +458,7 @@ class Counted(TorchDispatchMode):
 
 
 class Classifier(nn.Module):
-    """Three layers and a head; forward gives logits."""
+    """Three layers and a head; forward returns logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -462,12 +478,12 @@ def divided_timeline(model: nn.Module, x: Tensor, compiled: str, **settings: Any
 
 @pytest.mark.parametrize("keep_logits", [False, True])
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_an_eager_step_is_that_of_a_counter(keep_logits: bool, checkpoints: bool) -> None:
-    """The loss deletes the logits, or the training loop holds them: to the byte what a real step has alive."""
+def test_eager_timeline_equals_live_bytes(keep_logits: bool, checkpoints: bool) -> None:
+    """To the byte, whether the logits are deleted before backward or referenced to the end of the step."""
     model, x = Classifier().bfloat16(), torch.randn(256, 32, dtype=torch.bfloat16)
     if checkpoints:
         model.layers[1].forward = functools.partial(checkpoint, model.layers[1].forward, use_reentrant=False)
-    found = divided_timeline(model, x, "none", keep_logits=keep_logits)
+    timeline = divided_timeline(model, x, "none", keep_logits=keep_logits)
     counted = Counted()
     for tensor in (x, *model.parameters()):
         counted.add(tensor, counted=tensor is x)
@@ -478,11 +494,11 @@ def test_an_eager_step_is_that_of_a_counter(keep_logits: bool, checkpoints: bool
             del logits
         between = sum(counted.known.values())
         loss.backward()
-    assert (found.entry, found.between, found.peak) == (x.nbytes, between, counted.most)
-    assert found.end == sum(counted.known.values())
+    assert (timeline.entry, timeline.between, timeline.peak) == (x.nbytes, between, counted.most)
+    assert timeline.end == sum(counted.known.values())
 
 
-def test_a_piece_for_each_layer_and_one_compilation_for_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
     original = step_module.on_paper
     monkeypatch.setattr(step_module, "on_paper", lambda *args: compiled.append(args) or original(*args))
@@ -500,7 +516,7 @@ def test_a_piece_for_each_layer_and_one_compilation_for_equal_ones(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_compiled_loss_makes_no_copy_of_the_logits() -> None:
+def test_compiled_loss_does_not_copy_the_logits() -> None:
     model, x = Classifier().bfloat16(), torch.randn(256, 32, dtype=torch.bfloat16)
     eager, compiled = (divided_timeline(model, x, "layers", loss=loss) for loss in ("eager", "compiled"))
     logits = 256 * 1000 * 2
@@ -511,7 +527,7 @@ def test_a_compiled_loss_makes_no_copy_of_the_logits() -> None:
 
 
 def test_deleted_logits_leave_a_hole() -> None:
-    """2 bytes a logit, float32 copies of 4: 6 live units of the logits at the most, and 7 held."""
+    """In units of the bf16 logits: at most 6 are alive, with float32 copies, and the pool holds 7."""
     pool = Pool()
     for key, units in ((1, 1), (2, 2), (3, 2), (2, 0), (1, 0), (4, 2), (5, 2)):
         if units:
@@ -525,7 +541,7 @@ def test_deleted_logits_leave_a_hole() -> None:
     assert Timeline((), 0, 0, 0, {}, log).hole(5, 8) == 1
 
 
-def test_weights_are_replaced_and_put_back() -> None:
+def test_weights_are_restored() -> None:
     model = nn.Linear(4, 4)
     model.tied = model.weight
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -535,17 +551,17 @@ def test_weights_are_replaced_and_put_back() -> None:
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
 
 
-def test_what_one_gpu_holds_in_mixed_precision() -> None:
-    """4, 2 and 4 bytes a parameter: shard, gathered, reduced; AdamW's state is float32."""
+def test_mixed_precision_has_three_sizes_per_parameter() -> None:
+    """4, 2 and 4 bytes: shard, gathered, reduced. AdamW's state is float32."""
     model = nn.Linear(6, 8, bias=False).bfloat16()
-    found = Resident.of(resident_tensors(model, lambda path: ""), Setup(dp=2, mixed_precision=True))
-    assert found.shards is not None and found.shards.groups == {"": Group(48, 96, 96)}
-    assert (found.parameters, found.gradients, found.state) == (96, 96, 192)
-    alone = Resident.of(resident_tensors(model, lambda path: ""), Setup(master_weights="float32"))
-    assert (alone.parameters, alone.gradients, alone.state, alone.shards) == (192, 192, 384, None)
+    sharded = Resident.of(resident_tensors(model, lambda path: ""), Setup(dp=2, mixed_precision=True))
+    assert sharded.shards is not None and sharded.shards.groups == {"": Group(48, 96, 96)}
+    assert (sharded.parameters, sharded.gradients, sharded.state) == (96, 96, 192)
+    one_gpu = Resident.of(resident_tensors(model, lambda path: ""), Setup(master_weights="float32"))
+    assert (one_gpu.parameters, one_gpu.gradients, one_gpu.state, one_gpu.shards) == (192, 192, 384, None)
 
 
-def test_buckets_and_gradients_that_exist() -> None:
+def test_ddp_buckets_and_accumulated_gradients_are_resident() -> None:
     tensors = resident_tensors(nn.Linear(6, 8, bias=False), lambda path: "")
     plain, ddp, twice = (Resident.of(tensors, s) for s in (Setup(), Setup(dp=2, parallel="ddp"), Setup(accumulate=2)))
     assert (ddp.buckets, ddp.shards) == (192, None) and ddp.nbytes == plain.nbytes + 192
@@ -554,24 +570,24 @@ def test_buckets_and_gradients_that_exist() -> None:
     assert fused.state == plain.state and fused.transient == 0 < plain.transient
 
 
-def test_accumulated_gradients_are_freed_where_they_are_added() -> None:
+def test_accumulated_gradients_are_freed_when_added() -> None:
     ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
     forward, backward = {"a": Segment((5,), 3)}, {"a": Segment((1,), 5, 0.0, 8)}
-    step = Step(("a",), {}, {"free": Parts(10, in_order(forward, backward, ends[0], *ends[1], ends[2]))})
-    layer, whole = (replace(step, accumulates=how).points({}) for how in ("layer", "step"))
-    assert [b - a for a, b in zip(layer, whole, strict=True)] == [0] * 6 + [8, 0]
-    assert step.points({})[-1] - whole[-1] == 12
+    step = Step(("a",), {}, {"free": SegmentedStep(10, pieces_in_order(forward, backward, ends[0], *ends[1], ends[2]))})
+    at_layer_end, at_step_end = (replace(step, accumulates=how).points({}) for how in ("layer", "step"))
+    assert [b - a for a, b in zip(at_layer_end, at_step_end, strict=True)] == [0] * 6 + [8, 0]
+    assert step.points({})[-1] - at_step_end[-1] == 12
 
 
-def test_settings_that_contradict_each_other() -> None:
-    for one in ({"mixed_precision": True}, {"root": "apart", "dp": 2, "parallel": "ddp"}, {"reshard": "never"}):
-        raises(ValueError, "is not accepted: it is a setting of FSDP, so dp must be above 1", Setup, **one)
-    both = {"mixed_precision": True, "dp": 2, "master_weights": "float32"}
-    raises(ValueError, "master_weights is not accepted with mixed_precision", Setup, **both)
+def test_contradicting_settings_are_rejected() -> None:
+    for setting in ({"mixed_precision": True}, {"root": "apart", "dp": 2, "parallel": "ddp"}, {"reshard": "never"}):
+        raises(ValueError, "is not accepted: it is a setting of FSDP, so dp must be above 1", Setup, **setting)
+    contradiction = {"mixed_precision": True, "dp": 2, "master_weights": "float32"}
+    raises(ValueError, "master_weights is not accepted with mixed_precision", Setup, **contradiction)
 
 
 @pytest.mark.slow
-def test_plan_of_a_model_that_returns_logits() -> None:
+def test_loss_outside_the_compiled_model_is_planned() -> None:
     model, x = Classifier().bfloat16().to("meta"), torch.empty(256, 32, dtype=torch.bfloat16, device="meta")
     settings: dict[str, Any] = {"memory": "1GiB", "gpu": "H100", "levels": ["free"], "compiled": "layers"}
     eager = tfo.plan(model, x, loss="eager", **settings)
@@ -585,21 +601,70 @@ def test_plan_of_a_model_that_returns_logits() -> None:
     assert spread.within(limit).setup.sharded and spread.parameters == 2 * eager.parameters // 2
     under = tfo.plan(model, x, loss="eager", master_weights="float32", **settings)
     assert under.parameters == 2 * eager.parameters and under.optimizer_state == 2 * eager.optimizer_state
-    assert under.kept > eager.kept  # the residual stream is float32
+    assert under.saved > eager.saved  # the residual stream is float32
+
+
+class Causal(nn.Module):
+    """As causal language models of transformers: forward returns the loss and the logits."""
+
+    def __init__(self, results: str) -> None:
+        super().__init__()
+        self.results, self.classifier = results, Classifier()
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.classifier(x)
+        results = {"both": (logits,), "detached": (logits.detach(),), "loss": ()}
+        return cross_entropy(logits), *results[self.results]
+
+
+def test_logits_beside_the_loss_are_reported() -> None:
+    x = torch.empty(4096, 32, dtype=torch.bfloat16, device="meta")
+    settings: dict[str, Any] = {"memory": "1GiB", "gpu": "H100", "levels": ["free"]}
+    plans = {how: tfo.plan(Causal(how).bfloat16().to("meta"), x, **settings) for how in ("both", "detached", "loss")}
+    both, detached, alone = (plan.step_peak for plan in plans.values())
+    (line,) = (line for line in plans["both"].help if "beside the loss" in line)
+    assert f"+{size(both - alone)}, estimated" in line and f"detach the logits (+{size(detached - alone)})" in line
+    assert not any("beside the loss" in line for how in ("detached", "loss") for line in plans[how].help)
+    notes = tfo.explain(Causal("both").bfloat16(), torch.randn(64, 32, dtype=torch.bfloat16)).notes
+    assert notes == ("125.0 KiB are returned beside the loss, and backward begins with as many zeros: return the loss "
+                     "alone, or detach it",)  # fmt: skip
+
+
+def test_loss_in_chunks_is_offered() -> None:
+    x = torch.empty(8192, 32, dtype=torch.bfloat16, device="meta")
+    settings: dict[str, Any] = {"memory": "1GiB", "gpu": "H100", "levels": ["free"]}
+    plan = tfo.plan(Causal("loss").bfloat16().to("meta"), x, **settings)
+    rows = {row.level: row for row in plan.levels}
+    assert rows["chosen, + chunked loss"].peak < 0.8 * plan.step_peak
+    assert any("torch._inductor.config.auto_chunker.enable = True" in line for line in plan.help)
+
+
+def test_attention_is_a_level_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model, tokens = models.Llama(SMALL).bfloat16(), torch.zeros(16, 128, dtype=torch.long)
+    levels = ["input", "input+attention"]
+    with caplog.at_level("INFO", "torch_fused_ops.planner"):
+        plan = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none", levels=levels)
+    rows = {row.level: row for row in plan.levels}
+    assert rows["input+attention"].peak < rows["input"].peak < rows["off"].peak
+    strict = plan.within(rows["input+attention"].reserved)
+    assert strict.policy == FusionPolicy(memory="input", attention="input") and strict.fits
+    estimates = [record.getMessage() for record in caplog.records if "estimated" in record.getMessage()]
+    assert [message.split('"')[1] for message in estimates] == ["off", "free"]
 
 
 # ---- the largest size ------------------------------------------------------------------------------------------------
 
 
-def sampled(points: Callable[[int], Sequence[int]], bound: int = 2**40) -> tuple[Callable[[int], Any], list[int]]:
-    """What is sampled of a step with these bytes at its calls, and the sizes that were asked for."""
-    asked: list[int] = []
+def sampler(points: Callable[[int], Sequence[int]], bound: int = 2**40) -> tuple[Callable[[int], Any], list[int]]:
+    """Return a function that samples a step with ``points`` bytes alive at each call, and the sizes it has sampled."""
+    sizes: list[int] = []
 
     def sample(size: int) -> max_batch.Sample | int:
-        asked.append(size)
+        sizes.append(size)
         return max_batch.Sample(size, points(size)) if size <= bound else bound
 
-    return sample, asked
+    return sample, sizes
 
 
 def test_the_largest_of_all_levels_is_in_the_headline() -> None:
@@ -617,51 +682,51 @@ def test_the_largest_of_all_levels_is_in_the_headline() -> None:
 @pytest.mark.parametrize(
     ("points", "limit"),
     [
-        (lambda n: (10 + 7 * n, 400 + 3 * n), 1000),  # affine: the first call is the highest from 98 on
+        (lambda n: (10 + 7 * n, 400 + 3 * n), 1000),  # affine; from 98 on the first call has the peak
         (lambda n: (10 + 7 * n, 400 + 3 * n), 500),
-        (lambda n: (7 * n,), 6),  # not even one fits
+        (lambda n: (7 * n,), 6),  # a size of 1 does not fit
         (lambda n: (10 + 7 * (-(-n // 8) * 8),), 1000),  # rounded up
-        (lambda n: (3 * n,) if n < 50 else (4 * n, 2), 350),  # other calls from 50 on
+        (lambda n: (3 * n,) if n < 50 else (4 * n, 2), 350),  # different calls from 50 on
         (lambda n: (n * n,), 10_000),
     ],
 )
 def test_the_largest_size_fits_and_the_next_does_not(points: Any, limit: int, first: int) -> None:
-    sample, asked = sampled(points)
+    sample, sizes = sampler(points)
     fits, over = max_batch.bisected(sample, limit, sample(first), 1)
     expected = max((n for n in range(1, 1000) if max(points(n)) <= limit), default=0)
     assert (fits.size if fits else 0) == expected and over is not None and over.size == expected + 1
-    assert {expected, expected + 1} - {0} <= set(asked)
+    assert {expected, expected + 1} - {0} <= set(sizes)
 
 
 def test_affine_bytes_need_four_samples() -> None:
-    sample, asked = sampled(lambda n: (10**9 + 7 * n, 10**8 + 2 * 10**6 * n, 3))
+    sample, sizes = sampler(lambda n: (10**9 + 7 * n, 10**8 + 2 * 10**6 * n, 3))
     fits, over = max_batch.bisected(sample, 10**10, sample(8), 1)
-    assert fits is not None and over is not None and (fits.size, over.size) == (4950, 4951) and len(asked) == 4
+    assert fits is not None and over is not None and (fits.size, over.size) == (4950, 4951) and len(sizes) == 4
 
 
-def test_sizes_go_in_steps() -> None:
-    sample, asked = sampled(lambda n: (n,))
+def test_sizes_are_multiples_of_the_step() -> None:
+    sample, sizes = sampler(lambda n: (n,))
     fits, over = max_batch.bisected(sample, 1000, sample(384), 128)
     assert fits is not None and over is not None and (fits.size, over.size) == (896, 1024)
-    assert all(size % 128 == 0 for size in asked)
+    assert all(size % 128 == 0 for size in sizes)
     assert [max_batch.step_of(n, "tokens") for n in (4096, 96, 7)] == [128, 32, 1]
     assert max_batch.step_of(32, "batch") == 1
 
 
-def test_a_model_that_does_not_run_with_more() -> None:
-    sample, _ = sampled(lambda n: (n,), bound=1024)
+def test_largest_size_ends_where_the_model_fails() -> None:
+    sample, _ = sampler(lambda n: (n,), bound=1024)
     fits, over = max_batch.bisected(sample, 10**6, sample(128), 128)
     assert fits is not None and fits.size == 1024 and over is None
 
 
-def test_the_calls_that_two_sizes_share_say_where_the_third_is() -> None:
+def test_crossing_interpolates_bytes_of_equal_calls() -> None:
     a, b = (max_batch.Sample(n, (100 + n, 10 * n)) for n in (2, 4))
     assert max_batch.crossing(a, b, room=200) == 20.0
     flat = max_batch.Sample(4, (102, 20))
     assert max_batch.crossing(a, flat, room=200) == float("inf")
 
 
-def test_arguments_of_another_size() -> None:
+def test_arguments_are_resized() -> None:
     x, mask, token = torch.randn(2, 8, 4, requires_grad=True), torch.zeros(8, 8), torch.tensor([[3], [4]])
     (a, b, c), named = max_batch.resized(((x, mask, token), {"n": 2}), "batch", 5)
     assert a.shape == (5, 8, 4) and a.requires_grad and torch.equal(a[2:4], x) and b is mask
@@ -690,7 +755,7 @@ def two_mlps() -> tfo.Plan:
     return tfo.plan(model, x, memory="1GiB", gpu="H100", lossless=True)
 
 
-def test_a_plan_takes_what_fits(inductor: Any) -> None:
+def test_plan_chooses_the_cheapest_level_that_fits(inductor: Any) -> None:
     rich = two_mlps()
     rows = {row.level: row for row in rich.levels}
     assert rich.fits and rich.policy == FusionPolicy(memory="off") and rich.help == ()
@@ -701,14 +766,14 @@ def test_a_plan_takes_what_fits(inductor: Any) -> None:
     weights = 2 * 2 * (2 * 256 * 1024 + 256 + 1024)
     assert (rich.parameters, rich.gradients, rich.optimizer_state) == (weights, weights, 2 * weights)
     assert sum(row.parameters for row in rich.layers) == weights
-    assert sum(row.kept for row in rich.layers) == rich.kept
+    assert sum(row.saved for row in rich.layers) == rich.saved
     assert sum(row.seconds for row in rich.layers) == pytest.approx(rich.seconds)
     free = rich.within(rows["free"].reserved)
     assert free.fits and free.policy == FusionPolicy(memory="free") and free.seconds > rich.seconds
     assert free.step_peak == rows["free"].peak
 
 
-def test_where_nothing_fits_it_says_what_is_missing() -> None:
+def test_missing_bytes_and_advice_are_printed() -> None:
     rich = two_mlps()
     lowest = rich.within("1MiB").reserved_bytes
     poor = rich.within(lowest - MiB)
@@ -729,8 +794,7 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
     assert least.help[-1].endswith("Besides them: fewer tokens.")
 
 
-def test_rows_count_as_the_headline_does() -> None:
-    """A level lacks what the optimizer's step lacks, where that is more."""
+def test_rows_miss_at_least_the_bytes_of_the_optimizer_step() -> None:
     rich = two_mlps()
     rows = (LevelRow("off", 9 * MiB, 1.0, 9 * MiB, 8 * MiB), LevelRow("free", 3 * MiB, 1.0, 6 * MiB, 4 * MiB))
     poor = replace(rich, limit=MiB, optimizer_peak=5 * MiB, levels=rows)
@@ -741,39 +805,39 @@ def test_rows_count_as_the_headline_does() -> None:
     assert lacking.missing == min(row.missing for row in lacking.levels if row.level != "checkpoint")
 
 
-def test_a_plan_over_several_gpus() -> None:
-    """What would fit where one GPU does not is computed; and is what the plan over so many then says."""
+def test_advised_number_of_gpus_fits() -> None:
+    """The number of GPUs that a plan for one GPU advises is the smallest at which a plan fits."""
     rich, dp = two_mlps(), 4
     limit = next(row.reserved for row in rich.within("1GiB", dp=dp).levels if row.level == "input")
     poor = rich.within(limit)
     assert not poor.fits and poor.help[-1].startswith(
         f'FSDP2 over {dp} GPUs (dp={dp}), each with a batch as given: it fits, every MLP at "input", '
     )
-    found, less = rich.within(limit, dp=dp), rich.within(limit, dp=dp // 2)
-    assert found.fits and not less.fits and (found.dp, less.dp) == (dp, dp // 2)
-    assert found.parameters == rich.parameters // dp and found.optimizer_state == rich.optimizer_state // dp
-    assert found.within("1GiB").dp == dp and found.within("1GiB", dp=1).step_peak == rich.step_peak
+    sharded, on_half = rich.within(limit, dp=dp), rich.within(limit, dp=dp // 2)
+    assert sharded.fits and not on_half.fits and (sharded.dp, on_half.dp) == (dp, dp // 2)
+    assert sharded.parameters == rich.parameters // dp and sharded.optimizer_state == rich.optimizer_state // dp
+    assert sharded.within("1GiB").dp == dp and sharded.within("1GiB", dp=1).step_peak == rich.step_peak
     layer = rich.parameters // 2
     sent = (dp - 1) * 3 * 2 * layer // dp
-    assert found.sent == sent and found.link_seconds == sent / 450e9
-    assert f"one of {dp}: fits" in str(found) and "each GPU sends" in str(found)
-    assert json.loads(found.to_json())["dp"] == dp
+    assert sharded.sent == sent and sharded.link_seconds == sent / 450e9
+    assert f"one of {dp}: fits" in str(sharded) and "each GPU sends" in str(sharded)
+    assert json.loads(sharded.to_json())["dp"] == dp
     raises(ValueError, "dp=0 is not accepted", rich.within, limit, dp=0)
 
 
-def test_a_plan_as_json_and_as_a_page(tmp_path: Path) -> None:
-    found = json.loads(two_mlps().to_json())
-    assert found["memory"] == "off" and found["peak_bytes"] == two_mlps().peak_bytes and found["fits"] is True
+def test_plan_is_written_as_json_and_html(tmp_path: Path) -> None:
+    written = json.loads(two_mlps().to_json())
+    assert written["memory"] == "off" and written["peak_bytes"] == two_mlps().peak_bytes and written["fits"] is True
     two_mlps().to_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert page.count("<polyline") == 2 and 'class="limit"' in page and "Stack in 1.00 GiB of an NVIDIA H100" in page
 
 
-def test_a_model_without_mlps_is_planned_too() -> None:
+def test_models_without_mlps_are_planned() -> None:
     model, x = on_meta(nn.Linear(256, 256))
-    found = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none")
-    assert found.fits and found.choices == {} and found.policy == FusionPolicy() and found.optimizer_state == 0
-    assert found.help == ("No MLP is fused, so there is no level to choose.",)
+    plan = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none")
+    assert plan.fits and plan.choices == {} and plan.policy == FusionPolicy() and plan.optimizer_state == 0
+    assert plan.help == ("No MLP is fused, so there is no level to choose.",)
 
 
 def positions() -> nn.Module:
@@ -784,65 +848,62 @@ def positions() -> nn.Module:
 
 
 @pytest.mark.slow
-def test_the_largest_batch_of_a_model(inductor: Any) -> None:
+def test_largest_batch_fits_and_the_next_does_not(inductor: Any) -> None:
     model, x = positions(), torch.empty(4, 512, 256, device="meta", dtype=torch.bfloat16)
     settings: dict[str, Any] = {"gpu": "H100", "optimizer": "none"}
-    found = tfo.plan(model, x, memory="64MiB", maximum="batch", **settings)
-    assert found.largest is not None and (found.largest.dimension, found.largest.given) == ("batch", 4)
-    (row,) = found.largest.rows
-    available = found.setup.available(64 * MiB)
+    plan = tfo.plan(model, x, memory="64MiB", maximum="batch", **settings)
+    assert plan.largest is not None and (plan.largest.dimension, plan.largest.given) == ("batch", 4)
+    (row,) = plan.largest.rows
+    available = plan.setup.available(64 * MiB)
     assert row.level == "free" and row.size > 4 and row.peak <= available and row.over > 0
-    again = tfo.plan(model, x.new_empty(row.size + 1, 512, 256), memory="64MiB", **settings)
-    assert not again.fits and again.peak_bytes == available + row.over
-    assert found.within("1GiB").largest is None
+    one_more = tfo.plan(model, x.new_empty(row.size + 1, 512, 256), memory="64MiB", **settings)
+    assert not one_more.fits and one_more.peak_bytes == available + row.over
+    assert plan.within("1GiB").largest is None
 
 
 @pytest.mark.slow
-def test_the_longest_sequence_that_a_model_runs_with(tmp_path: Path, inductor: Any) -> None:
+def test_longest_sequence_ends_where_the_model_fails(tmp_path: Path, inductor: Any) -> None:
     model, x = positions(), torch.empty(1, 512, 256, device="meta", dtype=torch.bfloat16)
-    found = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none", maximum="tokens")
-    assert found.largest is not None
-    (row,) = found.largest.rows
-    assert (row.size, row.over, found.largest.step) == (2048, 0, 128)
-    assert str(found).splitlines()[0].endswith(': fits; tokens: at most 2048, every MLP at "free"')
-    assert "the model does not run with tokens 2176: RuntimeError: Attempting to broadcast" in str(found)
-    assert json.loads(found.to_json())["largest"]["rows"][0]["size"] == 2048
-    found.to_html(tmp_path / "plan.html")
+    plan = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none", maximum="tokens")
+    assert plan.largest is not None
+    (row,) = plan.largest.rows
+    assert (row.size, row.over, plan.largest.step) == (2048, 0, 128)
+    assert str(plan).splitlines()[0].endswith(': fits; tokens: at most 2048, every MLP at "free"')
+    assert "the model does not run with tokens 2176: RuntimeError: Attempting to broadcast" in str(plan)
+    assert json.loads(plan.to_json())["largest"]["rows"][0]["size"] == 2048
+    plan.to_html(tmp_path / "plan.html")
     assert "<h2>Tokens, at most</h2>" in (tmp_path / "plan.html").read_text(encoding="utf-8")
     small = tfo.plan(model, x, memory="1MiB", gpu="H100", maximum="tokens").largest  # parameters alone are more
     assert small is not None and small.rows[0].size == 0
 
 
-SMALL = models.Config(layers=8, width=256, hidden=1024, heads=4, context=128, vocabulary=256, kv_heads=2)
-
-
 @pytest.mark.slow
-def test_the_chosen_plan_recompiled_meets_the_limit() -> None:
+def test_recompiled_plan_meets_the_limit() -> None:
     with torch.device("meta"):
         model, tokens = models.GPT(SMALL).bfloat16(), torch.zeros(16, 128, dtype=torch.long)
-    found = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none")
-    rows = {row.level: row.reserved for row in found.levels}
+    plan = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none")
+    rows = {row.level: row.reserved for row in plan.levels}
     limit = int(rows["input"] + 0.4 * (rows["free"] - rows["input"]))
-    tight = found.within(limit)
+    tight = plan.within(limit)
     assert tight.fits and tight.reserved_bytes <= limit and len(set(tight.choices.values())) > 1
     assert tight.recompiled_peak_bytes() == tight.step_peak == max(tight.curve)
 
 
 @pytest.mark.slow
-def test_a_plan_of_all_layers_is_exact() -> None:
+def test_uniform_levels_are_exact() -> None:
     plan = two_mlps()
     assert plan.recompiled_peak_bytes() == plan.step_peak
     model, x = on_meta(MLP(256, 1024), MLP(256, 1024))
-    whole = captured_model(model, (x,), {})
+    captured = captured_model(model, (x,), {})
     for row in plan.levels:
         if row.level != "checkpoint":
-            found = compiled_timeline(whole, H100, FusionPolicy(memory=row.level))[0]
-            assert row.peak == plan.parameters + plan.optimizer_state + found.peak, row.level
+            timeline = compiled_timeline(captured, H100, FusionPolicy(memory=row.level))[0]
+            assert row.peak == plan.parameters + plan.optimizer_state + timeline.peak, row.level
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_of_a_plan_that_was_compiled() -> None:
-    """What the second layer writes lies where the first's gate and up were: that memory is neither's to keep."""
+def test_missing_bytes_are_those_of_a_compiled_plan() -> None:
+    """The second layer reuses the first layer's gate and up buffers, so neither layer saves them."""
     model, x = on_meta(*(SwiGLU(256, 1024, nn.Linear) for _ in range(2)))
     rich = tfo.plan(model, x, memory="1GiB", gpu="H100")
     lowest = rich.within("1MiB")
@@ -850,17 +911,17 @@ def test_what_is_missing_is_of_a_plan_that_was_compiled() -> None:
         poor = rich.within(limit)
         assert not poor.fits and poor.missing == lowest.reserved_bytes - limit
         assert poor.recompiled_peak_bytes() == poor.step_peak
-        assert all(row.kept >= 0 for row in poor.layers) and sum(row.kept for row in poor.layers) == poor.kept
+        assert all(row.saved >= 0 for row in poor.layers) and sum(row.saved for row in poor.layers) == poor.saved
 
 
 @pytest.mark.slow
-def test_unequal_layers_with_mixed_levels_meet_the_limit() -> None:
+def test_mixed_levels_of_unequal_layers_meet_the_limit() -> None:
     model, x = on_meta(MLP(256, 1024), MLP(256, 2048), MLP(256, 512))
-    found = tfo.plan(model, x, memory="10GiB", gpu="H100", optimizer="none")
-    rows = {row.level: row.reserved for row in found.levels}
+    plan = tfo.plan(model, x, memory="10GiB", gpu="H100", optimizer="none")
+    rows = {row.level: row.reserved for row in plan.levels}
     for share in (0.2, 0.5, 0.8):
         limit = int(1.02 * rows["input"] + share * (rows["free"] - rows["input"]))
-        tight = found.within(limit)
+        tight = plan.within(limit)
         assert tight.fits and tight.recompiled_peak_bytes() <= tight.setup.available(limit)
 
 
@@ -868,7 +929,7 @@ def test_unequal_layers_with_mixed_levels_meet_the_limit() -> None:
 
 
 class Spread(nn.Module):
-    """A transposed convolution over 64 × 64 tokens, whose result is cut to as many."""
+    """A transposed convolution over 64 × 64 tokens; its result is cropped to the input's size."""
 
     def __init__(self, width: int, stride: int) -> None:
         super().__init__()
@@ -880,12 +941,12 @@ class Spread(nn.Module):
 
 
 def expensive(x: Tensor) -> Tensor:
-    """Keeps a few tensors of its own for backward."""
+    """An activation that saves several tensors for backward."""
     return torch.cumsum(torch.sin(torch.cumsum(x, 1)), 1) * torch.cumsum(torch.cos(x), 1)
 
 
 class Odd(nn.Module):
-    """Equal layers but for one: by an attribute of it, or by what the model does with it."""
+    """Equal layers, except that one has another attribute, or the model uses it differently."""
 
     def __init__(self, kind: str, layers: int, odd: int, width: int = 128) -> None:
         super().__init__()
@@ -915,8 +976,7 @@ def odd(kind: str, layers: int, number: int) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_layer_is_left_out(kind: str) -> None:
-    """Layers that differ in a tuple, in a function, or in what is done with them: the graph has all of them."""
+def test_captured_graph_contains_every_layer(kind: str) -> None:
     model, x = odd(kind, 8, 6)
     captured = captured_model(model, (x,), {})
     assert captured.units == tuple(f"layers.{i}" for i in range(8))
@@ -925,22 +985,22 @@ def test_no_layer_is_left_out(kind: str) -> None:
     assert len([n for n in graph.gm.graph.nodes if n.target in linear]) == (8 if kind == "stride" else 16)
 
 
-def is_never_short(model: nn.Module, x: Tensor) -> None:
-    """A row, a plan between two rows and one that does not fit have the peak that the model is compiled to."""
-    with pytest.MonkeyPatch.context() as patch:  # each compilation takes up to minutes: two levels, and one miss
+def check_peaks_are_not_underestimated(model: nn.Module, x: Tensor) -> None:
+    """Check a row, a plan between two rows, and one that does not fit against the recompiled model's peak."""
+    with pytest.MonkeyPatch.context() as patch:  # compilations take minutes: two levels, one miss
         patch.setattr(search, "levels_for", lambda lossless, attention: ("free", "input"))
         patch.setattr(search, "MISSES", 1)
         plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
         rows = {row.level: row for row in plan.levels if row.level in ("off", "free", "input")}
         assert bool(rows) == bool(plan.choices), "rows are of models with MLPs"
-        whole = compiled_timeline(captured_model(model, (x,), {}), H100, FusionPolicy(memory="free"))[0]
+        timeline = compiled_timeline(captured_model(model, (x,), {}), H100, FusionPolicy(memory="free"))[0]
         free = rows.get("free")
-        assert (free.peak if free else plan.step_peak) >= 0.99 * (plan.parameters + whole.peak)
+        assert (free.peak if free else plan.step_peak) >= 0.99 * (plan.parameters + timeline.peak)
         high = free.reserved if free else plan.reserved_bytes
         low = min((row.reserved for row in rows.values()), default=high)
-        for found in (plan.within((low + high) // 2), plan.within(low // 2)):
-            assert found.step_peak >= 0.99 * found.recompiled_peak_bytes()
-            assert found.fits == (found.reserved_bytes <= found.limit)
+        for tight in (plan.within((low + high) // 2), plan.within(low // 2)):
+            assert tight.step_peak >= 0.99 * tight.recompiled_peak_bytes()
+            assert tight.fits == (tight.reserved_bytes <= tight.limit)
 
 
 @pytest.mark.slow
@@ -948,11 +1008,11 @@ def is_never_short(model: nn.Module, x: Tensor) -> None:
 @settings(max_examples=1, deadline=None)
 @given(layers=st.integers(6, 8), number=st.integers(0, 7))
 @example(layers=7, number=6)
-def test_plans_of_models_with_an_odd_layer(kind: str, layers: int, number: int) -> None:
-    is_never_short(*odd(kind, layers, number))
+def test_one_odd_layer_is_not_underestimated(kind: str, layers: int, number: int) -> None:
+    check_peaks_are_not_underestimated(*odd(kind, layers, number))
 
 
-# ---- architectures whose compiled order is not that of their layers --------------------------------------------------
+# ---- architectures whose compiled order differs from their layers' order----------------------------------------------
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -976,17 +1036,17 @@ def architecture(name: str) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_plans_of_architectures(name: str) -> None:
-    is_never_short(*architecture(name))
+def test_architectures_are_not_underestimated(name: str) -> None:
+    check_peaks_are_not_underestimated(*architecture(name))
 
 
-# ---- what a model may be ---------------------------------------------------------------------------------------------
+# ---- kinds of models -------------------------------------------------------------------------------------------------
 
 
 class Partly(nn.Module):
-    """Parameters that backward does not reach: unused, under no_grad, detached; one stands in it under two names.
+    """Parameters that backward does not reach: unused, under no_grad, detached. One parameter has two names.
 
-    Backward reaches others where they are written in place, or read under ``vmap``.
+    Backward reaches parameters that are added in place, assigned to a slice, or read under ``vmap``.
     """
 
     def __init__(self) -> None:
@@ -1015,15 +1075,15 @@ def trained(captured: CapturedModel) -> frozenset[str]:
 def test_parameters_that_get_no_gradient_are_not_trained() -> None:
     model = Partly()
     captured = captured_model(model, (torch.randn(4, 8),), {})
-    whole = resident_tensors(model, captured.unit_of, trained(captured).__contains__)
+    tensors = resident_tensors(model, captured.unit_of, trained(captured).__contains__)
     model(torch.randn(4, 8)).backward()
-    assert {each.name: each.trained for each in whole} == {
+    assert {tensor.name: tensor.trained for tensor in tensors} == {
         name: p.grad is not None for name, p in model.named_parameters()
     }
 
 
 class Student(nn.Module):
-    """Its teacher is in a list, which registers nothing; ``forward`` does not read the batch's labels."""
+    """A list holds the teacher unless ``register``. ``forward`` does not read the batch's labels."""
 
     def __init__(self, register: bool) -> None:
         super().__init__()
@@ -1046,14 +1106,14 @@ def resident(model: Callable[..., Any], *args: Any) -> tuple[Resident, int]:
 
 
 def test_every_parameter_that_a_graph_reads_is_counted() -> None:
-    """Of a function, a bound method and a closure; registered or not; two modules whose paths are equal."""
+    """For a function, a bound method, a closure, an unregistered module, and two modules with the same path."""
     model, x = Student(register=True), torch.randn(4, 8)
     batch = {"x": x}
     expected = resident(model, batch)
     assert (expected[0].parameters, expected[0].gradients, expected[0].state) == (4 * 136, 256, 512)
     for call in (lambda batch: model(batch), model.forward, Student(register=False)):
-        found = resident(call, batch)
-        assert found[1] == expected[1] and replace(found[0], by_unit={}) == replace(expected[0], by_unit={})
+        actual = resident(call, batch)
+        assert actual[1] == expected[1] and replace(actual[0], by_unit={}) == replace(expected[0], by_unit={})
     other = nn.Linear(8, 8, bias=False)
     assert resident(lambda x: other(model.net(x)).sum(), x)[0].parameters == 512
 
@@ -1062,11 +1122,11 @@ def test_arguments_that_no_graph_reads_are_alive_too() -> None:
     batch = {"x": torch.randn(4, 8), "labels": torch.zeros(100)}
     (_, without), (_, entry) = resident(Student(True), {"x": batch["x"]}), resident(Student(True), batch)
     assert entry == without + 400
-    batch["labels"] = batch["x"][1:]  # no storage of its own
+    batch["labels"] = batch["x"][1:]  # shares x's storage
     assert resident(Student(True), batch)[1] == without
 
 
-def test_fsdp_does_not_shard_what_is_not_registered() -> None:
+def test_unregistered_trained_parameters_are_rejected_with_shards() -> None:
     model = Student(register=False)
     captured = captured_model(model, ({"x": torch.randn(4, 8)},), {})
     check_shards(model, captured.unit_of, 2, captured.unregistered)
@@ -1075,7 +1135,7 @@ def test_fsdp_does_not_shard_what_is_not_registered() -> None:
     raises(ValueError, words, check_shards, model, captured.unit_of, 2, captured.unregistered)
 
 
-def test_the_optimizers_step_has_the_batch_beside_it() -> None:
+def test_optimizer_peak_includes_the_batch() -> None:
     resident = Resident.of(resident_tensors(nn.Linear(8, 8), lambda path: ""), Setup())
     assert replace(resident, batch=100).optimizer_peak == resident.optimizer_peak + 100
 
@@ -1097,7 +1157,7 @@ def halved(x: Tensor) -> Tensor:
 
 
 class Between(nn.Module):
-    """Graph breaks, and something around them that is in no graph, or in one that runs again."""
+    """Graph breaks, with a computation between or after the graphs, or with one graph that runs twice."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -1126,21 +1186,21 @@ class Between(nn.Module):
         ("again", "graph 1 runs several times: Unsupported: "),
     ],
 )
-def test_what_is_in_no_graph_is_not_left_out_in_silence(kind: str, message: str) -> None:
+def test_models_that_are_not_captured_whole_are_rejected(kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"torch.compile does not capture all of it: {message}"):
         captured_model(Between(kind), (torch.randn(4, 8),), {})
 
 
 @pytest.mark.parametrize("kind", ["nothing", "loop"])
-def test_parameters_of_graphs_that_begin_inside_the_model(kind: str) -> None:
-    """A graph break leaves graphs of layers' own forwards, whose paths would begin at the layer."""
+def test_parameter_paths_begin_at_the_model_in_every_graph(kind: str) -> None:
+    """After a graph break Dynamo captures a layer's own forward. Its paths begin at the layer."""
     model = Between(kind)
     captured = captured_model(model, (torch.randn(4, 8),), {})
     assert len(captured.graphs) == 2
     assert trained(captured) == {name for name, _ in model.named_parameters()}
 
 
-def test_a_list_as_index_on_meta() -> None:
+def test_list_index_on_meta_is_captured() -> None:
     with torch.device("meta"):
         layer, x = nn.Linear(8, 8), torch.empty(4, 6, 8)
     captured = captured_model(lambda x: layer(x[:, [0, -1]]).sum(), (x,), {})

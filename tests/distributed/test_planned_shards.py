@@ -155,7 +155,7 @@ def predicted(model, tokens, setup):
     for graph, _, segment in found.sharded(found.pieces({})):
         peaks[graph] = max(peaks[graph], alive + segment.peak)
         alive += segment.net
-    return 0, *peaks.values(), found.at({}).saved, alive
+    return 0, *peaks.values(), found.at_levels({}).saved, alive
 
 
 def planned(rank, ranks, folder):

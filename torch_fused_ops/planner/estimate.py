@@ -1,7 +1,6 @@
-"""A quick estimate of a step: one of several equal layers is compiled, and what stands before and behind them.
+"""A quick estimate of a step: of equal layers only one is compiled, and everything outside layers.
 
-It takes seconds, where the whole model takes minutes at each level. Kernels that the compiler fuses across layers are
-not in it.
+This takes seconds. The whole model takes minutes at each level. The estimate lacks kernels fused across layers.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from torch._inductor import config
 
 from torch_fused_ops.planner.model import LOSS, CapturedModel
 from torch_fused_ops.planner.pieces import divided
-from torch_fused_ops.planner.step import Parts, compiled_timeline, cut, policy_of
+from torch_fused_ops.planner.step import SegmentedStep, compiled_timeline, cut, policy_of
 from torch_fused_ops.virtual_gpu import GPU
 
-# Settings of torch._inductor.config. By default a GEMM is cut only if its result is more than 8 times as large as its
-# operands; that of Llama-3-8B's head is 6.4 times as large with 32,768 tokens.
+# Settings of torch._inductor.config. By default auto_chunker cuts a GEMM only if its result is more than 8 times as
+# large as its operands. With 32,768 tokens, the result of Llama-3-8B's head is 6.4 times as large.
 CHUNKS = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 4}
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimates of a captured model's step on a GPU. ``loss`` and ``keep_logits`` are those of ``divided``."""
+    """Estimates of a captured model's step on a GPU. ``loss`` and ``keep_logits`` are passed to ``divided``."""
 
     captured: CapturedModel
     gpu: GPU
@@ -35,20 +34,22 @@ class Estimates:
 
     @cached_property
     def pieces(self) -> CapturedModel:
-        """The model in pieces, all of them compiled but for a loss in eager mode."""
+        """The model in pieces. All are compiled, except a loss in eager mode."""
         return self.divided(self.captured)
 
     def divided(self, captured: CapturedModel) -> CapturedModel:
         pieces = divided(captured, self.gpu, "layers", self.loss, self.keep_logits)
         return replace(pieces, eager=frozenset(i for i in pieces.eager if pieces.pieces[i] == LOSS))
 
-    def parts(self, levels: Mapping[str, str], pieces: CapturedModel | None = None, chunks: bool = False) -> Parts:
-        """The step at levels by unit, without times.
+    def step_at(
+        self, levels: Mapping[str, str], pieces: CapturedModel | None = None, chunks: bool = False
+    ) -> SegmentedStep:
+        """Estimate the step at levels by unit, without times.
 
         Args:
             levels: levels by unit.
-            pieces: another model in pieces.
-            chunks: let PyTorch compute the loss in chunks, if it can.
+            pieces: a model in pieces that replaces this one.
+            chunks: compute the loss in chunks, if PyTorch's ``auto_chunker`` accepts it.
         """
         pieces = pieces or self.pieces
         with config.patch(CHUNKS if chunks else {}):

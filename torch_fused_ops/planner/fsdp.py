@@ -10,14 +10,14 @@ in which its Python code allocates and frees, as ``torch.cuda.memory_allocated``
   torch 2.15 frees it slightly earlier), the last one until the root's forward is over (``FSDPState._post_forward``,
   _fsdp_state.py). In backward it is freed at once, and the next layer's flat buffer is there instead: it is prefetched
   (``_backward_prefetch``).
-* A layer's parameters are freed after its forward and after its backward (``reshard``); the root's, gathered first,
-  only at the end of backward (``_lazy_init``: the root does not reshard after forward).
+* A layer's parameters are freed after its forward and after its backward (``reshard``). The root's parameters are
+  gathered first, and freed at the end of backward (``_lazy_init``: the root does not reshard after forward).
 * ``post_backward`` frees the layer's parameters, then the flat buffer that the reduce-scatter before read, then copies
   the layer's gradients into such a buffer of their own (``foreach_reduce``), frees them, and has shards. That buffer
   lives until the next layer's ``post_backward``. The root's turn is the last (``_root_post_backward_final_callback``).
 
-With a ``MixedPrecisionPolicy`` a parameter has three sizes: its shard's (float32, 4 bytes), the gathered one's
-(bfloat16, 2 bytes) and that of the buffer from which its gradient is reduced (float32, 4 bytes).
+With a ``MixedPrecisionPolicy`` a parameter has three sizes: 4 bytes in its shard (float32), 2 bytes when gathered
+(bfloat16), and 4 bytes in the buffer that reduces its gradient (float32).
 
 The caching allocator has a pool for each stream, and memory that is free in one is not used in another. Flat buffers of
 gathering are allocated on the copy-in stream, results of reduce-scatter on a stream of their own. So PyTorch holds the
@@ -33,16 +33,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_fused_ops.planner.model import EMBEDDING, HEAD, LOSS
-from torch_fused_ops.planner.segments import Piece, Segment
+from torch_fused_ops.planner.segments import PlacedSegment, Segment
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are gathered together: a layer's, or all outside of layers. One GPU's bytes."""
+    """Parameters that are gathered together: of one layer, or outside layers. Bytes are per GPU."""
 
-    shard: int = 0  # of the parameters as they are gathered
-    gradients: int = 0  # of the reduced gradients
-    reduced: int = 0  # of the gradients in the dtype in which they are reduced
+    shard: int = 0  # bytes of the parameters' shards in the dtype of the gathered parameters
+    gradients: int = 0  # bytes of the reduced gradients
+    reduced: int = 0  # bytes of the gradients in the dtype of the reduction
 
 
 class Beside(NamedTuple):
@@ -59,8 +59,8 @@ class FullyShard:
     Attributes:
         dp: the number of GPUs.
         groups: by layer; "": the root; or ``EMBEDDING`` and ``HEAD``, if these are apart from the root.
-        reshard: the groups that are freed after forward: "always" all but the root, "not-last" all but the last, or
-            "never" none.
+        reshard: which groups are freed after forward: "always", all except the root; "not-last", all except the root
+            and the last one; "never", none.
         accumulate: True if the reduced gradients are added to ones that exist.
     """
 
@@ -93,7 +93,7 @@ class FullyShard:
         buffers = sum((2 - (unit in once)) * self.gathered(unit) + self.reduced(unit) for unit in self.groups)
         return buffers * (self.dp - 1) // self.dp
 
-    def around(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]:
+    def around(self, pieces: Iterable[PlacedSegment], each_call: bool = False) -> Iterator[PlacedSegment]:
         """Add FSDP2's live bytes to a step's segments; whole gradients become shards as layers end.
 
         Args:
@@ -103,7 +103,7 @@ class FullyShard:
         step = [(graph, unit, segment) for graph, unit, segment in pieces if segment.points or not unit]
         forward, backward = (self._named(step, graph) for graph in ("forward", "backward"))
         alive = shards = 0  # additional bytes, shards of gradients minus whole ones included
-        gradients = 0  # of shards so far
+        gradients = 0  # bytes of the gradients' shards so far
         beside = [*self._forward(forward), *self._backward(backward, self.whole(forward))]
         groups = [*forward, *backward]
         for i, ((graph, unit, segment), name, moments) in enumerate(zip(step, groups, beside, strict=True)):
@@ -129,8 +129,8 @@ class FullyShard:
         """Bytes of the pool that reduce-scatter's results are allocated in; none if they are added to existing ones."""
         return sum(group.gradients for group in self.groups.values()) * (not self.accumulate)
 
-    def _named(self, step: Sequence[Piece], graph: str) -> list[str]:
-        """The group of each segment of forward or backward."""
+    def _named(self, step: Sequence[PlacedSegment], graph: str) -> list[str]:
+        """Name the group of each segment of forward or backward."""
         units = [unit for kind, unit, _ in step if kind == graph]
         if EMBEDDING in self.groups or HEAD in self.groups:
             outer = [i for i, unit in enumerate(units) if not unit]
@@ -139,7 +139,7 @@ class FullyShard:
         return units
 
     def _forward(self, units: Sequence[str]) -> Iterator[tuple[Beside, Beside, Beside, Beside]]:
-        """Additional bytes at a segment's beginning, during it, at its end and after; before, in and after layers."""
+        """Yield a forward segment's additional bytes: at its beginning, during it, at its end, and after it."""
         main = self.gathered("")
         flat = main
         whole, last = self.whole(units), max(i for i, unit in enumerate(units) if unit != LOSS)
@@ -153,7 +153,7 @@ class FullyShard:
             yield start, inside, inside, Beside(main, flat)
 
     def _backward(self, units: Sequence[str], whole: frozenset[str]) -> Iterator[tuple[Beside, Beside, Beside, Beside]]:
-        """The same for backward. At a segment's end its gradients are being copied, with both copies alive."""
+        """Yield a backward segment's additional bytes likewise. At its end both copies of its gradients are alive."""
         root, reducing = self.gathered(""), 0
         main = root + sum(map(self.gathered, whole))
 

@@ -27,19 +27,19 @@ from torch_fused_ops.virtual_gpu.timeline import Timeline
 
 log = logging.getLogger("torch_fused_ops.planner")
 
-DIMENSIONS = {"batch": 0, "tokens": 1}  # of the tensors that a model is called with
-GUESSES = 6  # from affine bytes; then the interval is halved
+DIMENSIONS = {"batch": 0, "tokens": 1}  # dimensions of the argument tensors
+GUESSES = 6  # sizes guessed from affine bytes before the interval is halved
 
 
 @dataclass(frozen=True)
 class LargestRow:
-    """The largest size with every MLP at one memory level."""
+    """The largest size with every layer at one level."""
 
-    level: str  # of ``setup.LEVELS``
-    size: int  # the largest that fits; 0 if none does
-    peak: int  # the most bytes alive at once with it, with parameters and optimizer state
-    seconds: float  # the least time of forward and backward with it
-    over: int  # bytes beyond the limit at the next size; 0 where the model does not run with that
+    level: str  # one of ``setup.LEVELS``
+    size: int  # the largest size that fits; 0 if no size fits
+    peak: int  # the peak at this size, with parameters and optimizer state
+    seconds: float  # the least time of forward and backward at this size
+    over: int  # bytes beyond the limit at the next size; 0 if the model does not run with the next size
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Largest:
     dimension: str  # "batch" or "tokens"
     given: int  # the size that the model was called with
     step: int  # sizes are multiples of it
-    rows: tuple[LargestRow, ...]  # for each level
+    rows: tuple[LargestRow, ...]  # one for each level
     stopped: str = ""  # the error at a larger size, if that is the bound
 
 
@@ -66,10 +66,10 @@ class Sample:
 
 
 def size_of(args: Any, dimension: str) -> int:
-    """The size of a model's arguments: that of the first tensor with such a dimension.
+    """Return the size of the first argument tensor that has this dimension.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no tensor has it.
     """
     i = DIMENSIONS[dimension]
     size = next((t.shape[i] for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim() > i and t.shape[i]), None)
@@ -115,7 +115,7 @@ class Sizes:
         self.capture, self.dimension, self.given, self.gpu, self.step = capture, dimension, given, gpu, step
         self.between = step_of(given, dimension)
         self.captured: dict[int, CapturedModel | None] = {}
-        self.bound, self.stopped = 0, ""  # the largest size with which the model runs, once a larger one failed
+        self.bound, self.stopped = 0, ""  # the largest size with which the model runs; 0 if no size has failed
         self.compiled = functools.cache(self._compiled)
 
     def largest(self, resident: int, room: int) -> Largest:
@@ -134,7 +134,7 @@ class Sizes:
             row = LargestRow(level, 0, 0, 0.0, over.peak - room if over else 0)
             if fits:
                 step = self.step if fits is first else self.step_at(level, fits.size, timed=True)
-                row = replace(row, size=fits.size, peak=resident + fits.peak, seconds=step.at(levels).seconds)
+                row = replace(row, size=fits.size, peak=resident + fits.peak, seconds=step.at_levels(levels).seconds)
             rows.append(row)
         return Largest(self.dimension, self.given, self.between, tuple(rows), self.stopped)
 
@@ -232,7 +232,7 @@ def _guess(seen: Sequence[Sample], room: int, low: int, high: int, step: int) ->
 
 
 def crossing(a: Sample, b: Sample, *, room: int) -> float:
-    """The size at which the first call reaches the room, if bytes are affine in the size; infinite if none does.
+    """Return the size at which the first call reaches ``room`` bytes, or infinity. Bytes are assumed to be affine.
 
     If the two steps have different calls, their peaks are assumed to be affine.
     """

@@ -22,32 +22,30 @@ from torch_fused_ops.reports.figures import Capture, beside_loss, graphs_of, lay
 from torch_fused_ops.reports.figures import capture as set_aside
 from torch_fused_ops.virtual_gpu.captured import copy_graph
 
-# Never modules' names: the unit of a loss outside of the model, and what precedes the layers and follows them.
+# Units that are not modules: a loss outside the model, and the parts before and after the layers.
 LOSS, EMBEDDING, HEAD = "(loss)", "(embedding)", "(head)"
 
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """A model's graphs."""
+    """A model's captured graphs."""
 
     graphs: tuple[Capture, ...]  # in the order in which they run
-    links: Mapping[tuple[int, int], tuple[int, int]]  # (graph, input) that is (an earlier graph, its result)
+    links: Mapping[tuple[int, int], tuple[int, int]]  # from (graph, input) to the (earlier graph, result) it reads
     units: tuple[str, ...]  # the layers in the order of the model: those with MLPs, and all in lists of modules
     mlps: Mapping[str, tuple[str, ...]]  # the modules of the fused MLPs, by unit
     layers: Mapping[str, str]  # the layer of a module, by its path
     unregistered: Mapping[str, Tensor]  # parameters and buffers that graphs read and the model does not register
     unread: int  # bytes of argument tensors that no graph reads
-    # Of a model in pieces (pieces.py), for each graph: the layer that all of its calls belong to, None if they say it
-    # themselves. () if the model is compiled as it was captured.
+    # For each graph of a divided model (pieces.py): the layer of all its calls; None if each call names its own layer.
+    # () if the model is not divided.
     pieces: tuple[str | None, ...] = ()
     eager: frozenset[int] = frozenset()  # the graphs that are not compiled
-    shared: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (graph, input) that are one tensor: its name
-    retained: frozenset[tuple[int, int]] = (
-        frozenset()
-    )  # (graph, result) that the caller holds although the loss reads it
+    shared: Mapping[tuple[int, int], str] = field(default_factory=dict)  # names of tensors that several graphs read
+    retained: frozenset[tuple[int, int]] = frozenset()  # each (graph, result) that the caller references to the end
 
     def parameter(self, graph: int, number: int) -> str:
-        """The path of the parameter, or of the buffer, that is a graph's input; "" if it is another tensor."""
+        """Return the path of the parameter or buffer at a graph's input; "" if the input is another tensor."""
         captured = self.graphs[graph].graph
         return captured.paths[number] if captured else ""
 
@@ -64,10 +62,10 @@ class CapturedModel:
         return any(name in call for call in calls for name in ("attention", "softmax"))
 
     def with_loss_alone(self, detach: bool = False) -> CapturedModel | None:
-        """The model without results beside its loss that get a gradient of zeros; None if it has no such results.
+        """Return the model without the results that it returns beside its loss; None if it returns the loss alone.
 
         Args:
-            detach: return them without a gradient.
+            detach: detach these results instead of removing them.
         """
         *others, capture = self.graphs
         if capture.graph is None:
@@ -89,10 +87,10 @@ class CapturedModel:
         return replace(self, graphs=(*others, replace(capture, graph=replace(capture.graph, gm=gm))))
 
     def group_of(self, path: str) -> str:
-        """``EMBEDDING`` for a parameter outside of layers that is read before them, ``HEAD`` for one read behind them.
+        """Return ``EMBEDDING`` if a parameter outside layers is read before the layers, ``HEAD`` if after them.
 
         Raises:
-            ValueError: a parameter is read before and behind the layers.
+            ValueError: the parameter is read before and after the layers.
         """
         ends = set()
         passed = False
@@ -114,13 +112,13 @@ class CapturedModel:
         return ends.pop() if ends else EMBEDDING
 
     def unit_of(self, path: str) -> str:
-        """The unit of a module; "" if it is in none."""
+        """Return the unit of a module, or ""."""
         layer = self.layers.get(path, "")
         return layer if layer in self.units else ""
 
 
 def returned(x: Tensor) -> Tensor:
-    """Mark a result of the model in the captured graph: what follows is the loss."""
+    """Mark a result of the model in the captured graph: the calls after it compute the loss."""
     return x.view_as(x)
 
 
@@ -137,7 +135,7 @@ def _storages(values: Any) -> dict[int, int]:
 
 @contextlib.contextmanager
 def weights_as(model: Callable[..., Any], dtype: torch.dtype | None) -> Iterator[None]:
-    """Replace a module's floating-point parameters by uninitialized ones of another dtype. None: replace nothing."""
+    """Replace floating-point parameters by uninitialized ones of another dtype. With None, replace nothing."""
     others: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     modules = model.modules() if isinstance(model, nn.Module) and dtype is not None else ()
@@ -160,10 +158,10 @@ def floats_as(values: Any, dtype: torch.dtype) -> Any:
 
 
 def loss_of(loss: Any) -> tuple[Callable[[Any], Tensor] | None, str]:
-    """The loss function that ``plan``'s argument stands for, and whether it is "eager" or "compiled".
+    """Return the function for ``plan``'s argument ``loss``, and "eager" or "compiled"; (None, "") without a loss.
 
     Raises:
-        ValueError: it is neither a function nor a word for one.
+        ValueError: loss is not a function or one of the accepted words.
     """
     if loss is None or not callable(loss):
         check("loss", loss)
@@ -173,7 +171,7 @@ def loss_of(loss: Any) -> tuple[Callable[[Any], Tensor] | None, str]:
 
 
 def cross_entropy(result: Any) -> Tensor:
-    """The mean cross entropy of logits, computed in float32, of a tensor or of a result with ``logits``."""
+    """Compute the mean cross entropy of float32 logits: of a tensor, or of the result's ``logits``."""
     logits = getattr(result, "logits", result)
     rows = logits.flatten(0, -2).float()
     targets = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)
@@ -195,14 +193,14 @@ def captured_model(
         loss: called with the model's result; None if the model returns its loss.
 
     Raises:
-        ValueError: the graphs are not all of it: there is none, one runs several times, or what runs between them
-            allocates what a graph reads or the model returns.
+        ValueError: the graphs are not the whole model: there is no graph, a graph runs several times, or code between
+            graphs allocates a tensor that a graph reads or the model returns.
     """
     policy = FusionPolicy()
     sites: list[Site] = []
     graphs: list[Capture] = []
     links: dict[tuple[int, int], tuple[int, int]] = {}
-    earlier: list[tuple[Any, tuple[int, int]]] = []  # results, kept alive: identity identifies them
+    earlier: list[tuple[Any, tuple[int, int]]] = []  # results, referenced because they are compared by identity
     known: dict[int, int] = {}
     names: dict[int, str] = {}
     unregistered: dict[str, Tensor] = {}

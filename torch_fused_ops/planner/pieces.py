@@ -1,7 +1,7 @@
 """A captured model divided into pieces that are compiled, or run in eager mode, one by one.
 
 ``torch.compile`` of each layer leaves the embedding, the last norm, the head and the loss to eager mode; a loss outside
-of the compiled model is a piece of its own. Equal layers are equal pieces, so one of them is compiled for all.
+of the compiled model is a piece of its own. Equal layers are equal pieces, and only one of them is compiled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Key:
 
 
 class _Values(Checkpointing):
-    """Runs a graph on fake tensors, and notes each node's value."""
+    """Runs a graph on fake tensors, and records each node's value."""
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -57,10 +57,10 @@ def divided(
     Args:
         captured: the model.
         gpu: the target device, for whose rules of autocast and attention the values between pieces are computed.
-        compiled: "model": what precedes the loss is one piece; "layers": each layer is a piece, and is compiled;
-            "none": each layer is a piece, and runs in eager mode.
+        compiled: "model": everything before the loss is one piece. "layers": each layer is a compiled piece. "none":
+            each layer is a piece in eager mode.
         loss: "eager" or "compiled"; it is a piece of its own if the model was captured with a loss.
-        keep_logits: True if the caller holds what the loss reads to the end of the step.
+        keep_logits: True if the caller references the loss's inputs to the end of the step.
     """
     pieces: list[Capture] = []
     units: list[str | None] = []
@@ -117,7 +117,7 @@ def divided(
 
 
 def _with_values(captured: CapturedGraph, gpu: GPU) -> tuple[fx.GraphModule, list[bool]]:
-    """A copy of a graph with the value of each node on a GPU, as fake tensors; and which inputs live anyway."""
+    """Copy a graph, with each node's value on a GPU as a fake tensor; also return which inputs always stay alive."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -132,7 +132,7 @@ def _with_values(captured: CapturedGraph, gpu: GPU) -> tuple[fx.GraphModule, lis
 def _groups(
     captured: CapturedModel, graph: CapturedGraph, gm: fx.GraphModule, whole: bool
 ) -> Iterator[tuple[_Key, list[fx.Node]]]:
-    """The nodes of each piece, in order."""
+    """Yield each piece's key and nodes, in order."""
     pieces: list[tuple[_Key, list[fx.Node]]] = []
     entered: dict[fx.Node, torch.dtype | None] = {}
     training, is_loss = graph.training, False
@@ -170,7 +170,7 @@ def _groups(
 
 
 def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:
-    """The layer of a node; of a checkpoint, that of most nodes in it."""
+    """Return a node's layer. For a checkpoint, return the layer of most nodes in its body."""
     unit = captured.unit_of(next(reversed(module_stack(node)), ""))
     bodies = [getattr(gm, str(x.target), None) for x in node.all_input_nodes if x.op == "get_attr"]
     inner = [
@@ -181,7 +181,7 @@ def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _piece(whole: fx.GraphModule, read: list[fx.Node], nodes: list[fx.Node], written: list[fx.Node]) -> fx.GraphModule:
-    """A graph of some of a graph's nodes."""
+    """Copy nodes of a graph to a graph of their own."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -202,7 +202,7 @@ def _piece(whole: fx.GraphModule, read: list[fx.Node], nodes: list[fx.Node], wri
 
 
 def signature(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """A key that graphs with the same calls on tensors of the same sizes have in common."""
+    """Return a key that is equal for graphs with the same calls on tensors of the same sizes."""
     numbers: dict[fx.Node, int] = {}
 
     def of(value: Any) -> Any:

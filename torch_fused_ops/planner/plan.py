@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch_fused_ops.planner.model import CapturedModel
     from torch_fused_ops.planner.search import Candidate
     from torch_fused_ops.planner.static_memory import Resident, ResidentTensor
-    from torch_fused_ops.planner.step import Curve, Step
+    from torch_fused_ops.planner.step import Step, StepSummary
     from torch_fused_ops.virtual_gpu import GPU
 
 log = logging.getLogger("torch_fused_ops.planner")
@@ -124,7 +124,7 @@ def plan(
     from torch_fused_ops.planner.estimate import Estimates
     from torch_fused_ops.planner.pieces import divided
     from torch_fused_ops.planner.static_memory import check_shards, check_whole, resident_tensors
-    from torch_fused_ops.planner.step import OFF, Parts, Step, parts_of, policy_at
+    from torch_fused_ops.planner.step import OFF, SegmentedStep, Step, policy_at, segmented_step
     from torch_fused_ops.virtual_gpu import gpus
 
     started = time.monotonic()
@@ -161,7 +161,7 @@ def plan(
     chosen_among = tuple(level for level in known if level != OFF and level in (levels or known)) or ("free",)
     estimates = Estimates(captured, described, loss_runs, keep_logits)
 
-    def planner(ready: CapturedModel, parts: Mapping[str, Parts]) -> _Planner:
+    def planner(ready: CapturedModel, parts: Mapping[str, SegmentedStep]) -> _Planner:
         step = Step(captured.units, captured.mlps if fused else {}, parts)
         trained = next(iter(parts.values())).trained.__contains__
         tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
@@ -170,7 +170,7 @@ def plan(
 
     advice = []
     if compiled == "model":
-        quick = planner(estimates.pieces, {"free": estimates.parts({})})
+        quick = planner(estimates.pieces, {"free": estimates.step_at({})})
         for line in quick.quick_answer():
             log.info(line)
         advice = list(quick.beside_loss()) if loss_function is None else []
@@ -180,7 +180,7 @@ def plan(
     for i, level in enumerate(to_compile):
         took = f"{time.monotonic() - started:.0f} s so far"
         log.info('compiling: every MLP at "%s", %d of %d levels, %s', level, i + 1, len(to_compile), took)
-        parts[level] = parts_of(ready, described, policy_at(level))
+        parts[level] = segmented_step(ready, described, policy_at(level))
     whole = replace(planner(ready, parts), advice=tuple(advice))
     result, resident = whole.within(limit), whole.resident
     if maximum is None:
@@ -208,10 +208,10 @@ class _Planner:
     advice: tuple[str, ...] = ()  # that does not depend on the limit
     _mixed: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict, init=False)  # compiled, by levels
 
-    def estimated(self, levels: Mapping[str, str], **changes: Any) -> Curve:
+    def estimated(self, levels: Mapping[str, str], **changes: Any) -> StepSummary:
         """A quick estimate of the step at levels by unit; ``changes`` as for ``Estimates.parts``."""
-        parts = self.estimates.parts(levels, **changes)
-        return replace(self.step, parts=dict.fromkeys([*self.step.parts, *levels.values()], parts)).at(levels)
+        parts = self.estimates.step_at(levels, **changes)
+        return replace(self.step, parts=dict.fromkeys([*self.step.parts, *levels.values()], parts)).at_levels(levels)
 
     def quick_answer(self) -> Iterator[str]:
         """Say what the plain model and the default level need."""
@@ -229,14 +229,14 @@ class _Planner:
         if alone is not None and detached is not None:
             divided = self.estimates.divided
             least, less = (self.estimated({}, pieces=divided(model)).peak for model in (alone, detached))
-            more = self.step.at({}).peak - least
+            more = self.step.at_levels({}).peak - least
             if more > 0:
                 yield (
                     f"The logits are returned beside the loss: +{size(more)}, estimated (pytorch#131794). Return the "
                     f"loss alone, or detach the logits (+{size(less - least)}): docs/out-of-memory.md."
                 )
 
-    def in_chunks(self, levels: Mapping[str, str], curve: Curve) -> Curve | None:
+    def in_chunks(self, levels: Mapping[str, str], curve: StepSummary) -> StepSummary | None:
         """Estimate the step with the loss in chunks (``auto_chunker``); None if it does not lower the peak.
 
         Args:
@@ -275,7 +275,7 @@ class _Planner:
         resident = Resident.of(self.tensors, self.setup, self.captured.group_of)
         step = self._sharded(resident)
         gradients = 0 if resident.accumulated else resident.gradients
-        return replace(resident, batch=max(step.entry, step.at({}).end - gradients))
+        return replace(resident, batch=max(step.entry, step.at_levels({}).end - gradients))
 
     @cached_property
     def step(self) -> Step:
@@ -294,9 +294,9 @@ class _Planner:
 
     def recompiled(self, chosen: Candidate) -> Step:
         """Capture and compile the model again at these levels; the step has the same parts for any level."""
-        from torch_fused_ops.planner.step import parts_of, policy_of
+        from torch_fused_ops.planner.step import policy_of, segmented_step
 
-        parts = parts_of(self.capture(), self.gpu, policy_of(self.step.mlps, chosen.levels))
+        parts = segmented_step(self.capture(), self.gpu, policy_of(self.step.mlps, chosen.levels))
         return replace(self.step, parts=dict.fromkeys(self.step.parts, parts))
 
     def exact(self, chosen: Candidate) -> Step:
@@ -310,11 +310,11 @@ class _Planner:
 
     def peak(self, chosen: Candidate, step: Step | None = None) -> int:
         """The compiled peak of forward and backward at these levels."""
-        return self.resident.nbytes + (step or self.exact(chosen)).at(chosen.levels).peak
+        return self.resident.nbytes + (step or self.exact(chosen)).at_levels(chosen.levels).peak
 
     def held(self, chosen: Candidate) -> int:
         """The bytes that PyTorch's pools hold for the compiled step at these levels, the optimizer's step apart."""
-        return self.resident.nbytes + self.exact(chosen).at(chosen.levels).held
+        return self.resident.nbytes + self.exact(chosen).at_levels(chosen.levels).held
 
     def reserved(self, nbytes: int) -> int:
         """The bytes that PyTorch reserves, about, for a step that holds so many; the optimizer's step included."""
@@ -333,17 +333,17 @@ class _Planner:
         chosen = search.best(self.candidates, room, lambda candidate: self.held(candidate) - resident.nbytes)
         if chosen is not None and chosen.is_mixed:  # its time was an estimate, too
             plainer = search.best(uniform, room)
-            if plainer is not None and plainer.curve.seconds <= self.exact(chosen).at(chosen.levels).seconds:
+            if plainer is not None and plainer.curve.seconds <= self.exact(chosen).at_levels(chosen.levels).seconds:
                 chosen = plainer
         if chosen is None:
             lowest = (min(candidates, key=lambda c: c.curve.held) for candidates in (self.candidates, uniform))
             chosen = min(lowest, key=self.held)
         exact = self.exact(chosen)
         in_pools = max(self.held(chosen), resident.optimizer_peak)
-        curve, step_peak = exact.at(chosen.levels), self.peak(chosen)
+        curve, step_peak = exact.at_levels(chosen.levels), self.peak(chosen)
         plainest = OFF if OFF in step.parts else next(iter(step.parts))
         off_levels = dict.fromkeys(step.mlps, plainest)
-        off = step.at(off_levels)
+        off = step.at_levels(off_levels)
         curves = {level: candidate.curve for candidate in uniform for level in candidate.levels.values()}
         inputs = _unit_inputs(self.captured if self.captured.pieces else self.estimates.pieces)
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
@@ -378,7 +378,7 @@ class _Planner:
             parameters=resident.parameters,
             gradients=resident.gradients,
             optimizer_state=resident.state,
-            kept=curve.saved,
+            saved=curve.saved,
             transient=step_peak - resident.nbytes - curve.saved,
             seconds=curve.seconds,
             off_seconds=off.seconds,
@@ -398,7 +398,7 @@ class _Planner:
             _chosen=chosen,
         )
 
-    def help(self, curve: Curve, checkpointed: Curve | None, limit: int) -> Iterator[str]:
+    def help(self, curve: StepSummary, checkpointed: StepSummary | None, limit: int) -> Iterator[str]:
         """Yield advice to make the step fit, or cheaper."""
         from torch_fused_ops.reports.text import size
 
@@ -448,7 +448,7 @@ class _Planner:
                 return f"FSDP2 does not help: {error}."
             uniform = [candidate.levels for candidate in self.candidates if not candidate.is_mixed]
             resident, step = other.resident, other.step
-            needs = [max(resident.nbytes + step.at(levels).held, resident.optimizer_peak) for levels in uniform]
+            needs = [max(resident.nbytes + step.at_levels(levels).held, resident.optimizer_peak) for levels in uniform]
             need = min(needs)
             if need <= limit:
                 level = next(iter(uniform[needs.index(need)].values()), "")
@@ -482,9 +482,9 @@ def _layers(step: Step, resident: Resident, levels: Mapping[str, str]) -> list[L
         saved, seconds = sum(s.net for s in segments[: len(units)]), sum(s.seconds for s in segments)
         name = f"{units[0]} to {units[-1].rpartition('.')[2]}" if len(units) > 1 else units[0]
         rows.append(LayerRow(name, len(units), level, total, trained, state, saved, seconds))
-    curve = step.at(levels)
+    curve = step.at_levels(levels)
     total, trained = (sum(pair[i] for pair in left.values()) for i in (0, 1))
-    saved, seconds = curve.saved - sum(row.kept for row in rows), curve.seconds - sum(row.seconds for row in rows)
+    saved, seconds = curve.saved - sum(row.saved for row in rows), curve.seconds - sum(row.seconds for row in rows)
     rows.append(LayerRow("(other)", 1, "", total, trained, round(factor * trained), saved, seconds))
     return rows
 

@@ -45,7 +45,7 @@ class LayerRow:
     parameters: int  # and buffers
     gradients: int
     optimizer_state: int
-    kept: int  # bytes saved for backward
+    saved: int  # bytes saved for backward
     seconds: float  # the least time of forward and backward
 
 
@@ -67,7 +67,7 @@ class PlanFigures:
         parameters: bytes of parameters and buffers.
         gradients: bytes of gradients.
         optimizer_state: bytes of optimizer state.
-        kept: bytes saved for backward, without parameters.
+        saved: bytes saved for backward, without parameters.
         transient: bytes at the peak beyond those, parameters and optimizer state.
         seconds: the least time of forward and backward on this GPU (roofline).
         off_seconds: the same with ``memory="off"``, even if that does not fit.
@@ -97,7 +97,7 @@ class PlanFigures:
     parameters: int
     gradients: int
     optimizer_state: int
-    kept: int
+    saved: int
     transient: int
     seconds: float
     off_seconds: float
@@ -264,7 +264,7 @@ def sections(plan: PlanFigures) -> Iterator[Section]:
     parts = (
         ("parameters, in shards, and buffers" if shards else "parameters and buffers", plan.parameters),
         (f"optimizer state ({plan.optimizer}{', in shards' if shards else ''})", plan.optimizer_state),
-        ("saved for backward, the root gathered" if shards else "saved for backward", plan.kept),
+        ("saved for backward, the root gathered" if shards else "saved for backward", plan.saved),
         ("transient, gradients so far included", plan.transient),
         ("peak of forward and backward", plan.step_peak),
         ("peak of the optimizer's step, gradients included", plan.optimizer_peak),
@@ -274,7 +274,7 @@ def sections(plan: PlanFigures) -> Iterator[Section]:
     yield Section("The peak", [("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts)])
     layers: list[tuple[str, ...]] = [("layers", "level", "parameters", "gradients", "optimizer", "saved", "least time")]
     for row in plan.layers:
-        nbytes = map(size, (row.parameters, row.gradients, row.optimizer_state, row.kept))
+        nbytes = map(size, (row.parameters, row.gradients, row.optimizer_state, row.saved))
         layers.append((row.name, row.level, *nbytes, duration(row.seconds)))
     yield Section("Where the bytes are", layers)
     peaks = {row.level: row.peak for row in plan.levels}

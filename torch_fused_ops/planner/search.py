@@ -1,4 +1,4 @@
-"""The choice of levels: the fastest of a fixed list of assignments whose peak meets the limit.
+"""Choose levels: the fastest assignment that fits, out of a fixed list.
 
 The list does not depend on the limit. So more memory never gives a slower plan, if the estimated peaks are exact.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_fused_ops.planner.setup import LEVELS, WITH_ATTENTION
-from torch_fused_ops.planner.step import OFF, Curve, Step
+from torch_fused_ops.planner.step import OFF, Step, StepSummary
 
 LOSSY = ("fp8", "fp8+attention")  # levels that round gradients
 MISSES = 4  # the most mixed assignments that are compiled and do not fit
@@ -17,11 +17,12 @@ ALIKE = 1e-3  # a relative difference that rooflines cannot resolve
 
 
 def levels_for(lossless: bool, attention: bool) -> tuple[str, ...]:
-    """The levels to compile by default, but "off", the plainest first.
+    """Return the levels to compile by default, the plainest first, without "off".
 
     Args:
-        lossless: leave out those that round gradients.
-        attention: with those of attention; of the plain levels only the best one has it, since each takes minutes.
+        lossless: exclude levels that round gradients.
+        attention: include levels of attention. Each level takes minutes, so "free+attention" is included only if
+            "fp8+attention" is not.
     """
     without = {OFF, *(LOSSY if lossless else ("free+attention",))}
     levels = (level for level in LEVELS if level not in without)
@@ -30,10 +31,10 @@ def levels_for(lossless: bool, attention: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Levels by unit, and the step's curve: exact if all units have the same level, else an estimate."""
+    """Levels by unit, and a summary of the step: exact if all units have the same level, else an estimate."""
 
     levels: Mapping[str, str]
-    curve: Curve
+    curve: StepSummary
 
     @property
     def is_mixed(self) -> bool:
@@ -42,34 +43,33 @@ class Candidate:
 
 
 def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
-    """List assignments of levels, independent of the limit, the fastest first.
+    """List assignments of levels, the fastest first. The list does not depend on the limit.
 
-    The list is greedy: from all at the first level, always the change of a unit that lowers the peak most for its time.
-    Assignments of one level to all are in it, too. A level without an advantage (``useful``) is not mixed with others,
-    and comes last.
+    It contains one level for all units, for each level, and the assignments of ``greedy``. A level without an advantage
+    (``useful``) is not mixed with others, and comes last.
 
     Args:
         step: the compiled step.
         levels: memory levels, the plainest first.
     """
     if not step.mlps:
-        return [Candidate({}, step.at({}))]
+        return [Candidate({}, step.at_levels({}))]
     used = useful(step, levels)
     alike = (dict.fromkeys(step.mlps, level) for level in (*levels, OFF))
     assigned = {tuple(sorted(chosen.items())): chosen for chosen in (*greedy(step, used), *alike)}
-    every = [Candidate(chosen, step.at(chosen)) for chosen in assigned.values()]
+    every = [Candidate(chosen, step.at_levels(chosen)) for chosen in assigned.values()]
     unused = set(levels).difference(used)
     return sorted(every, key=lambda c: (not unused.isdisjoint(c.levels.values()), c.curve.seconds, c.curve.peak))
 
 
 def useful(step: Step, levels: Sequence[str]) -> list[str]:
-    """Return ``levels`` (the plainest first) without those that have no advantage over a plainer one.
+    """Return the levels that have an advantage over every plainer level. ``levels`` begins with the plainest.
 
-    With every MLP at such a level, the step's peak, its bytes saved for backward and its time (``ALIKE``) are no lower.
+    An advantage is a lower peak, fewer bytes saved for backward, or less time (by more than ``ALIKE``).
     """
-    used: dict[str, Curve] = {}
+    used: dict[str, StepSummary] = {}
     for level in levels:
-        curve = step.at(dict.fromkeys(step.mlps, level))
+        curve = step.at_levels(dict.fromkeys(step.mlps, level))
         if not any(
             plainer.peak <= curve.peak
             and plainer.saved <= curve.saved
@@ -83,13 +83,13 @@ def useful(step: Step, levels: Sequence[str]) -> list[str]:
 def best(
     every: Sequence[Candidate], limit: int, exactly: Callable[[Candidate], int] = lambda candidate: candidate.curve.held
 ) -> Candidate | None:
-    """The fastest candidate of which PyTorch holds at most ``limit`` bytes; None if there is none.
+    """Return the fastest candidate for which PyTorch holds at most ``limit`` bytes, or None.
 
     Args:
         every: the candidates, the fastest first.
         limit: bytes.
-        exactly: the exact bytes, called if the estimate meets the limit. If they are more for mixed levels, the
-            estimates of the others are raised as much; after ``MISSES`` of these, mixed levels are skipped.
+        exactly: returns the exact bytes; called if the estimate meets the limit. If mixed levels exceed their estimate,
+            later estimates of mixed levels are raised by the difference. After ``MISSES`` misses they are skipped.
     """
     short = misses = 0
     for candidate in every:
@@ -103,20 +103,20 @@ def best(
 
 
 def greedy(step: Step, levels: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Repeat the change of one unit that lowers the peak most for its cost in time."""
+    """Yield assignments, from all units at the first level. Each step changes the unit that saves most for its time."""
     now = dict.fromkeys(step.mlps, levels[0])
-    at = step.at(now)
+    at = step.at_levels(now)
     yield dict(now)
     while True:
         moves = []
         for unit in step.mlps:
             for level in levels[levels.index(now[unit]) + 1 :]:
                 changed = {**now, unit: level}
-                curve = step.at(changed)
+                curve = step.at_levels(changed)
                 gain = at.peak - curve.peak
                 moves.append((gain / max(curve.seconds - at.seconds, 1e-12), gain, changed, curve))
         lower = [move for move in moves if move[1] > 0]
-        # If no single change lowers the peak, two together may: take the one that saves least for backward.
+        # Two changes may lower the peak if no single one does: choose the change with the fewest saved bytes.
         chosen = max(lower, key=lambda move: move[0]) if lower else min(moves, key=lambda m: m[3].saved, default=None)
         if chosen is None:
             return

@@ -13,13 +13,13 @@ class Segment:
     points: tuple[int, ...] = ()  # bytes alive at each of its calls
     net: int = 0  # bytes alive at its end
     seconds: float = 0.0  # the least time of its calls
-    # Bytes of the parameters' gradients that are complete by its end: its own layer's, and those that the compiler
-    # deferred from earlier layers.
+    # Bytes of parameters' gradients that are complete by its end: gradients of its own layer, and of earlier layers if
+    # the compiler deferred them.
     gradients: int = 0
     head: int = 0  # bytes of gradients that are complete by its end, and that count for the step's last segment
     hole: int = 0  # bytes at its peak that PyTorch holds beyond those alive: pieces too small for later tensors
-    main: int | None = None  # with shards: the most bytes of the main pool
-    gather: int = 0  # the most bytes of the pool of FSDP2's flat buffers
+    main: int | None = None  # the main pool's largest size with shards; None without shards
+    gather: int = 0  # the largest size of the pool of FSDP2's flat buffers
 
     @cached_property
     def peak(self) -> int:
@@ -31,4 +31,4 @@ class Segment:
         return self.peak + self.hole if self.main is None else self.main
 
 
-Piece = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its segment
+PlacedSegment = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its segment

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch_fused_ops.policy import is_level
 
-# The levels of a layer: a memory level of its MLPs, and with it "input" for its attention. The plainest first.
+# The levels of a layer, the plainest first: a memory level of its MLPs, with or without "input" for its attention.
 WITH_ATTENTION = "+attention"
 LEVELS = ("off", "free", "fp8", "free+attention", "fp8+attention", "input", "input+attention", "tiled")
-# What each setting accepts, by its name in Python.
+# Accepted values of each setting, by its name in Python.
 GPUS = ("A100", "H100", "H200", "B200", "MI300X")
 ACCEPTED: Mapping[str, Sequence[object]] = {
     "gpu": GPUS,
@@ -25,8 +25,8 @@ ACCEPTED: Mapping[str, Sequence[object]] = {
     "master_weights": ("float32", None),
     "compiled": ("model", "layers", "none"),
 }
-# What PyTorch reserves beside what its pools hold, as a share: with and without expandable segments. They cover 33 of
-# 33 and 13 of 14 published steps (docs/paper-and-devices.md).
+# Bytes that PyTorch reserves beyond its pools' sizes, as a share, with and without expandable segments. With these
+# shares, 33 of 33 and 13 of 14 published steps reserve no more than predicted (docs/paper-and-devices.md).
 FRAGMENTATION = {True: 0.08, False: 0.20}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
@@ -37,22 +37,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 @dataclass(frozen=True)
 class Setup:
-    """The set-up of training, beside the model's own code and its batch.
-
-    Attributes:
-        optimizer: "adamw", "adamw-fused", "sgd" or "none".
-        dp: the number of GPUs.
-        parallel: how they share the work: "fsdp2" or "ddp".
-        mixed_precision: FSDP2's ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` on float32 shards.
-        root: "with": the embedding, the last norm and the head are gathered with the root. "apart": ``fully_shard`` is
-            applied to the embedding, and to norm and head together.
-        reshard: the groups that are freed after forward: "always" all but the root, "not-last" all but the last, or
-            "never" none.
-        master_weights: "float32": weights and state are float32, and forward runs under bfloat16 autocast.
-        accumulate: micro-batches for each step of the optimizer.
-        compiled: "model", "layers" (``layer.compile()`` of each), or "none".
-        expandable_segments: the allocator's setting of that name.
-    """
+    """The set-up of training. ``plan`` documents each setting."""
 
     optimizer: str = "adamw"
     dp: int = 1
@@ -81,11 +66,11 @@ class Setup:
         return self.dp > 1 and self.parallel != "ddp"
 
     def available(self, limit: int) -> int:
-        """The bytes of a limit that live tensors and pools may take: the rest is fragmentation."""
+        """Return the bytes of a limit that pools may take; the remainder is for fragmentation."""
         return int(limit / (1 + FRAGMENTATION[self.expandable_segments]))
 
     def reserved(self, nbytes: int) -> int:
-        """The bytes that PyTorch reserves, about, if its pools hold so many."""
+        """Return about how many bytes PyTorch reserves if its pools hold ``nbytes``."""
         return math.ceil(nbytes * (1 + FRAGMENTATION[self.expandable_segments]))
 
 

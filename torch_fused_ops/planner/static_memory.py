@@ -51,14 +51,14 @@ def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class ResidentTensor:
-    """A parameter, a buffer, or another tensor that lives as long."""
+    """A parameter, a buffer, or an unregistered tensor that stays in memory."""
 
     name: str  # its path in the model
-    unit: str  # its layer, "" if it is in none
+    unit: str  # its layer, or ""
     shape: tuple[int, ...]  # on one GPU
-    dtype: torch.dtype  # of it and its gradient
-    is_parameter: bool  # False for a buffer, and for a tensor that the model does not register
-    trained: bool  # it needs a gradient
+    dtype: torch.dtype  # also its gradient's dtype
+    is_parameter: bool  # False for a buffer or an unregistered tensor
+    trained: bool  # True if it needs a gradient
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +113,7 @@ def check_shards(
     dp: int,
     unregistered: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Check a model for several GPUs for what ``fully_shard`` refuses.
+    """Raise if ``fully_shard`` would refuse the model.
 
     Raises:
         ValueError: as ``check_whole``; or parameters are scalars, or in several layers, or trained ones of several
@@ -147,12 +147,12 @@ class Resident:
     """Bytes that do not depend on levels."""
 
     parameters: int  # and buffers
-    gradients: int  # of all parameters, after backward
-    state: int  # of the optimizer
-    transient: int  # that the optimizer's step allocates and frees
+    gradients: int  # all parameters' gradients after backward
+    state: int  # the optimizer's state
+    transient: int  # bytes that the optimizer's step allocates and frees
     by_unit: Mapping[str, tuple[int, int]]  # parameters and buffers, and gradients, by layer
     shards: FullyShard | None
-    buckets: int = 0  # DDP's, from which gradients are reduced: copies of the gradients
+    buckets: int = 0  # DDP's buckets, which are copies of the gradients
     accumulated: int = 0  # gradients of earlier micro-batches
     batch: int = 0  # the caller's arguments and results that are alive while the optimizer runs
 
@@ -175,7 +175,7 @@ class Resident:
         Args:
             whole: the parameters and buffers.
             setup: how they are trained.
-            group_of: the group of a parameter outside of layers, by its path, if these are apart from the root.
+            group_of: returns the group of a parameter outside layers, by its path; used for ``root="apart"``.
         """
         dp, trained = setup.dp if setup.sharded else 1, []
         halves = torch.bfloat16.itemsize / torch.float32.itemsize

@@ -20,7 +20,7 @@ from torch._inductor import config
 from torch_fused_ops.planner.fsdp import FullyShard
 from torch_fused_ops.planner.model import LOSS, CapturedModel
 from torch_fused_ops.planner.pieces import signature
-from torch_fused_ops.planner.segments import Piece, Segment
+from torch_fused_ops.planner.segments import PlacedSegment, Segment
 from torch_fused_ops.planner.setup import WITH_ATTENTION
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import on_paper
@@ -33,7 +33,7 @@ Compiled = PaperCompilation | EagerGraph
 
 
 @dataclass(frozen=True)
-class Curve:
+class StepSummary:
     """A summary of a step's live-bytes timeline."""
 
     peak: int  # the most bytes alive at once
@@ -44,11 +44,11 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A compiled step, cut."""
+class SegmentedStep:
+    """A compiled step, split into segments."""
 
     entry: int  # bytes alive before it: its arguments
-    pieces: tuple[Piece, ...]  # in execution order: before, in and after the units, for each graph
+    pieces: tuple[PlacedSegment, ...]  # in execution order: before, in and after the units, for each graph
     trained: frozenset[str] = frozenset()  # the paths of the parameters that get a gradient
 
     @cached_property
@@ -62,19 +62,19 @@ class Step:
     """A model's compiled step at each level."""
 
     units: tuple[str, ...]  # in the order of the model
-    mlps: Mapping[str, tuple[str, ...]]  # of the units that have MLPs, for which levels are chosen
-    parts: Mapping[str, Parts]  # the compiled steps, by the level that all of their units are at
+    mlps: Mapping[str, tuple[str, ...]]  # MLPs by unit; levels are chosen for these units
+    parts: Mapping[str, SegmentedStep]  # the compiled steps, by the level of all units
     shards: FullyShard | None = None
     # Gradients are added to ones that exist, and freed: "" no, "layer" as layers end, "step" all at the end.
     accumulates: str = ""
 
     def segment(self, graph: str, unit: str, level: str) -> Segment:
-        """A unit's forward or backward at a level; an empty one where nothing of it runs."""
+        """Return a unit's forward or backward at a level; an empty segment if the unit has no calls there."""
         return self.parts[level].segments.get((graph, unit), Segment())
 
     @property
     def base(self) -> str:
-        """The level of units that are given none: "free", or the plainest that was compiled."""
+        """The default level of a unit: "free", or the plainest compiled level."""
         return "free" if "free" in self.parts else next(iter(self.parts))
 
     def default(self, levels: Mapping[str, str]) -> str:
@@ -82,7 +82,7 @@ class Step:
         chosen = {levels.get(unit, self.base) for unit in self.mlps}
         return chosen.pop() if len(chosen) == 1 else self.base
 
-    def pieces(self, levels: Mapping[str, str]) -> Iterator[Piece]:
+    def pieces(self, levels: Mapping[str, str]) -> Iterator[PlacedSegment]:
         """The segments in the order of the step, without shards."""
         default = self.default(levels)
         for graph, unit, segment in self.parts[default].pieces:
@@ -94,18 +94,18 @@ class Step:
         """Bytes alive before the step: its arguments."""
         return next(iter(self.parts.values())).entry
 
-    def sharded(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]:
+    def sharded(self, pieces: Iterable[PlacedSegment], each_call: bool = False) -> Iterator[PlacedSegment]:
         """The segments, with shards if there are any."""
         return self.shards.around(pieces, each_call) if self.shards else self._accumulated(list(pieces))
 
-    def _accumulated(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    def _accumulated(self, pieces: Sequence[PlacedSegment]) -> Iterator[PlacedSegment]:
         whole = sum(segment.gradients for _, _, segment in pieces)
         for i, (graph, unit, segment) in enumerate(pieces):
             last = whole * (i == len(pieces) - 1)
             freed = {"": 0, "layer": segment.gradients, "step": last}[self.accumulates]
             yield graph, unit, replace(segment, net=segment.net - freed)
 
-    def curve(self, pieces: Iterable[Piece]) -> Curve:
+    def curve(self, pieces: Iterable[PlacedSegment]) -> StepSummary:
         """Summarize consecutive segments."""
         live = peak = saved = main = self.entry
         gather, seconds = 0, 0.0
@@ -116,20 +116,20 @@ class Step:
             seconds += segment.seconds
             saved = live if graph == "forward" else saved
         reduced = self.shards.reduce_pool if self.shards else 0
-        return Curve(peak, saved, live, seconds, main + gather + reduced)
+        return StepSummary(peak, saved, live, seconds, main + gather + reduced)
 
-    def at(self, levels: Mapping[str, str]) -> Curve:
+    def at_levels(self, levels: Mapping[str, str]) -> StepSummary:
         """The step with a memory level for each unit; ``base`` is the default."""
         return self.curve(self.pieces(levels))
 
-    def checkpointed(self, inputs: Mapping[str, int]) -> Curve:
+    def checkpointed(self, inputs: Mapping[str, int]) -> StepSummary:
         """Estimate the step with a checkpoint around each whole unit, which saves its input and runs forward again.
 
         Args:
-            inputs: the bytes of each unit's inputs from the one before.
+            inputs: bytes of each unit's inputs from earlier units.
         """
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Iterator[PlacedSegment]:
             for graph, unit, segment in self.pieces({}):
                 if unit:
                     forward, backward = (self.segment(kind, unit, self.base) for kind in ("forward", "backward"))
@@ -211,7 +211,7 @@ def compiled_timeline(
     return timeline, papers
 
 
-def parts_of(model: CapturedModel, gpu: GPU, policy: FusionPolicy) -> Parts:
+def segmented_step(model: CapturedModel, gpu: GPU, policy: FusionPolicy) -> SegmentedStep:
     """Compile a captured model with a policy, and cut its step."""
     timeline, papers = compiled_timeline(model, gpu, policy)
     return cut(timeline, model, clock(papers, gpu))
@@ -235,10 +235,10 @@ def clock(papers: Sequence[PaperCompilation], gpu: GPU) -> Callable[[Event], flo
     return seconds
 
 
-BEHIND = "(behind)"  # never a module's name
+AFTER_UNITS = "(after units)"  # never a module's name
 
 
-def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], float]) -> Parts:
+def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], float]) -> SegmentedStep:
     """Cut a compiled step at its units, with the least time of each call."""
     kinds = [moment.graph == "backward" for moment in timeline.events]
     first = kinds.index(True) if True in kinds else len(kinds)
@@ -249,14 +249,15 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         for side, owners, start in zip(sides, (forward, backward), (timeline.entry, timeline.between), strict=True)
     ]
     # A gradient is complete at the end of its layer, or later if the compiler deferred it.
-    order = {owner: i for i, owner in enumerate(dict.fromkeys(["", *(o for o in backward if o != BEHIND), BEHIND]))}
+    owners = dict.fromkeys(["", *(owner for owner in backward if owner != AFTER_UNITS), AFTER_UNITS])
+    order = {owner: i for i, owner in enumerate(owners)}
     whole: Counter[str] = Counter()
     head = 0
     for (graph, number), (moment, nbytes) in timeline.gradients.items():
-        born = backward[moment - first] if moment >= first else ""
-        owner_unit = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or BEHIND
-        whole[max(born, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
-        head += nbytes * (born == "" and owner_unit == BEHIND)
+        created_in = backward[moment - first] if moment >= first else ""
+        owner_unit = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or AFTER_UNITS
+        whole[max(created_in, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
+        head += nbytes * (created_in == "" and owner_unit == AFTER_UNITS)
     for owner, nbytes in (+whole).items():
         segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
     segments[1][""] = replace(segments[1].get("", Segment()), head=head)
@@ -264,12 +265,12 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
     if of_loss:
         hole = timeline.hole(of_loss[0], of_loss[-1])
         segments[1][LOSS] = replace(segments[1][LOSS], hole=hole)
-    pieces: list[Piece] = []
+    pieces: list[PlacedSegment] = []
     limits = (timeline.entry, timeline.between, timeline.end)
     for i, (kind, by_owner) in enumerate(zip(("forward", "backward"), segments, strict=True)):
         # Bytes freed between the last call and the graph's return count for the segment after the units.
         left = limits[i + 1] - limits[i] - sum(segment.net for segment in by_owner.values())
-        before, behind, loss = (by_owner.pop(name, None) for name in ("", BEHIND, LOSS))
+        before, behind, loss = (by_owner.pop(name, None) for name in ("", AFTER_UNITS, LOSS))
         middle = [(kind, "", before or Segment())]
         middle += [(kind, unit, segment) for unit, segment in by_owner.items()]
         middle.append((kind, "", behind or Segment()))
@@ -277,16 +278,16 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
             middle.insert(len(middle) if kind == "forward" else 0, (kind, LOSS, loss))
         last = middle[-1][2]
         pieces += [*middle[:-1], (*middle[-1][:2], replace(last, net=last.net + left))]
-    return Parts(
+    return SegmentedStep(
         timeline.entry + model.unread, tuple(pieces), frozenset(model.parameter(*key) for key in timeline.gradients)
     )
 
 
 def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
-    """Assign each call to a unit; "" before all units, BEHIND after them.
+    """Assign each call to a unit; "" before all units, AFTER_UNITS after them.
 
-    Units are ordered by their middle calls, since a compiler may run some calls of a unit, or of all units, early. A
-    unit begins with its first call after the middle call of the unit before.
+    A compiler may run some calls of a unit early. So units are ordered by their middle calls, and a unit begins with
+    its first call after the middle call of the previous unit.
     """
     calls: dict[str, list[int]] = {}
     for i, moment in enumerate(moments):
@@ -303,7 +304,7 @@ def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
         owners[begin:] = [unit] * (len(owners) - begin)
         middle, last = middles[unit], calls[unit][-1]
     if calls:
-        owners[last + 1 :] = [BEHIND] * (len(owners) - last - 1)
+        owners[last + 1 :] = [AFTER_UNITS] * (len(owners) - last - 1)
     return [LOSS if loss else owner for owner, loss in zip(owners, is_loss, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Descriptions of GPUs, and the context in which torch and Triton believe that one of them is present."""
+"""Descriptions of GPUs, and a context in which torch and Triton believe that a described GPU is present."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GPU:
         arch: the machine code's target, "sm_90" or "gfx942".
         capability: compute capability; (9, 4) for gfx942, as ROCm reports it.
         multi_processor_count: streaming multiprocessors, or compute units.
-        total_memory: bytes of device memory, of an H200 as CUDA reports them.
+        total_memory: bytes of device memory; for an H200, the number that CUDA reports.
         shared_memory_per_block: bytes a block gets without asking.
         shared_memory_per_block_optin: bytes a block can get; the limit Triton compiles against.
         warp_size: threads that execute together.
@@ -66,7 +66,7 @@ class GPU:
         return GPUTarget("cuda", self.capability[0] * 10 + self.capability[1], self.warp_size)
 
     def properties(self) -> Any:
-        """A stand-in for the object that `torch.cuda.get_device_properties` returns."""
+        """Return an object like the result of `torch.cuda.get_device_properties`."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         major, minor = self.capability
         gcn = f"{self.arch}:sramecc+:xnack-" if self.is_amd else ""
@@ -176,7 +176,7 @@ def _patches(gpu: GPU) -> dict[str, Any]:
 
 
 def _device_interface(gpu: GPU) -> type:
-    """Dynamo's and Inductor's view of a device: `torch._dynamo.device_interface.CudaInterface` for `gpu`."""
+    """Subclass `torch._dynamo.device_interface.CudaInterface`, through which Dynamo and Inductor query `gpu`."""
     from torch._dynamo.device_interface import CudaInterface
 
     properties = gpu.properties()

@@ -41,7 +41,7 @@ class Rates:
         flop: of a large GEMM in bfloat16 on random numbers.
         nbytes: of a large copy, read and written.
         lane_instructions: of all lanes together; infinite where they are not counted.
-        launch: seconds that a kernel takes besides, to start and to end; 0 where it was not measured.
+        launch: additional seconds of a kernel, to start and to end; 0 if not measured.
     """
 
     flop: float
@@ -98,7 +98,9 @@ def rates_of(gpu: GPU) -> Rates | None:
 
 
 def estimated_rates(gpu: GPU) -> Rates | None:
-    """The measured rates of a GPU; what was not measured is the H200's share of the sheet. None without a sheet.
+    """Return a GPU's measured rates, with the H200's share of the data sheet for rates that were not measured.
+
+    Return None for a GPU without a sheet here.
 
     An H200 reaches 80 % of its sheet's FLOP and 90 % of its bytes; four other GPUs reached 80 to 88 % and 92 to 93 %.
     """
