@@ -1,7 +1,7 @@
-"""What ``plan`` says of six' training steps, from which docs/plan.md has its tables: on paper, minutes.
+"""Plans of six training steps, for the tables of docs/plan.md and README.md. Takes an hour of a CPU core.
 
 python -m torch_fused_ops.benchmarks.laboratory.plans [NAME …]   writes benchmarks/results/plans.json, draws
-python -m torch_fused_ops.benchmarks.laboratory.plans --draw     draws the README's picture of what is there
+python -m torch_fused_ops.benchmarks.laboratory.plans --draw     draws the README's picture from the file
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case:
     limits: tuple[str, ...]
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.bfloat16
-    maximum: tuple[str, str] | None = None  # what is to be as large as fits, and into how many bytes
+    maximum: tuple[str, str] | None = None  # ("batch", memory): find the largest batch within memory
     settings: dict[str, Any] = field(default_factory=dict)  # further ones of ``plan``
 
 
@@ -117,22 +117,22 @@ def planned(case: Case) -> tuple[list[tfo.Plan], float]:
 
 
 def main() -> None:
-    """Plan the cases that are named, or all, write them beside what is there, and draw it."""
+    """Plan the named cases, or all, add them to the file, and draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--draw", action="store_true", help="only draw what is there")
+    parser.add_argument("--draw", action="store_true", help="only draw the picture")
     arguments = parser.parse_args()
-    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for name in () if arguments.draw else arguments.names or CASES:
         plans, took = planned(CASES[name])
         print(f"{name}: {took:.0f} s, {time.process_time():.0f} s of processor time so far\n", flush=True)
         tokens = CASES[name].tokens
-        found[name] = {"tokens": tokens, "limits": CASES[name].limits, "torch": torch.__version__}
-        found[name]["plans"] = [plan.as_dict() for plan in plans]
-        if (largest := found[name]["plans"].pop(0)["largest"]) is not None:
-            found[name]["largest"] = {"memory": (CASES[name].maximum or ("", ""))[1], **largest}
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    picture(DRAWN, found[DRAWN]).savefig(PICTURE, dpi=110, metadata={"Software": None})
+        results[name] = {"tokens": tokens, "limits": CASES[name].limits, "torch": torch.__version__}
+        results[name]["plans"] = [plan.as_dict() for plan in plans]
+        if (largest := results[name]["plans"].pop(0)["largest"]) is not None:
+            results[name]["largest"] = {"memory": (CASES[name].maximum or ("", ""))[1], **largest}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    picture(DRAWN, results[DRAWN]).savefig(PICTURE, dpi=110, metadata={"Software": None})
 
 
 def picture(name: str, case: dict[str, Any]) -> Any:
@@ -140,13 +140,13 @@ def picture(name: str, case: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     plan, (batch, length) = case["plans"][0], case["tokens"]
-    shown = [row for row in plan["levels"] if row["level"] not in ("tiled", "fp8+attention")]
-    names = [NAMES.get(row["level"], f'"{row["level"]}"') for row in shown]
-    figure = Figure(figsize=(8, 0.5 * len(shown) + 1.4), layout="constrained")
+    rows = [row for row in plan["levels"] if row["level"] not in ("tiled", "fp8+attention")]
+    names = [NAMES.get(row["level"], f'"{row["level"]}"') for row in rows]
+    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.4), layout="constrained")
     ax = figure.subplots()
-    colors = [THEIRS if row["level"] in NAMES else OURS for row in shown]
-    ax.barh(names, [row["reserved"] / 2**30 for row in shown], color=colors)
-    for label, row in zip(names, shown, strict=True):
+    colors = [THEIRS if row["level"] in NAMES else OURS for row in rows]
+    ax.barh(names, [row["reserved"] / 2**30 for row in rows], color=colors)
+    for label, row in zip(names, rows, strict=True):
         cost = row["seconds"] / plan["off_seconds"] - 1
         text = f"{row['reserved'] / 2**30:.0f} GiB" + f", step {100 * cost:+.1f} %".replace("-", "−") * bool(cost)
         ax.annotate(text, (row["reserved"] / 2**30, label), (5, 0), textcoords="offset points", va="center",
@@ -154,7 +154,7 @@ def picture(name: str, case: dict[str, Any]) -> Any:
     limit = CAPACITIES[plan["gpu"]] / 2**30
     ax.axvline(limit, color="#b91c1c", linewidth=1.5, linestyle="--", zorder=2)
     ax.text(limit, -0.6, f"{plan['gpu'].split()[1]}: {limit:.0f} GiB", color="#b91c1c", fontsize=12)
-    ax.set_xlim(0, 1.35 * max(row["reserved"] / 2**30 for row in shown))
+    ax.set_xlim(0, 1.35 * max(row["reserved"] / 2**30 for row in rows))
     ax.invert_yaxis()
     ax.tick_params(labelsize=13)
     ax.set_xlabel("reserved on each GPU, GiB, with float32 shards of weights and AdamW's state", fontsize=12)

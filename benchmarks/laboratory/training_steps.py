@@ -1,4 +1,4 @@
-"""Peaks of training steps that others measured on GPUs, beside those that ``plan`` predicts.
+"""Peaks of training steps that others measured on GPUs, compared with ``plan``'s predictions.
 
 The measurements (benchmarks/results/training_steps.csv) are of torchtitan, torchao, torchtune, lightning-thunder and
 transformers' Trainer; each row has its source and its set-up. Each model is written here as its program writes it, on
@@ -80,7 +80,7 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.view_as_real(pairs * angles[:, None]).flatten(3).type_as(x)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding by halves: x (batch, length, heads, size)."""
     a, b = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
@@ -99,7 +99,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, self.size)) for f in (self.q, self.k, self.v))
         q, k = self.q_norm(q), self.k_norm(k)
-        rotate = rotated if self.is_complex else turned
+        rotate = rotated if self.is_complex else rotated_halves
         q, k = rotate(q, *angles), rotate(k, *angles)
         if self.groups > 1:
             k, v = (t[:, :, :, None].expand(-1, -1, -1, self.groups, -1).flatten(2, 3) for t in (k, v))
@@ -109,7 +109,7 @@ class Attention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """litgpt's: one linear layer for queries, keys and values; what is saved of one of them keeps all three alive."""
+    """litgpt's attention: queries, keys and values are views of one result, so saving one of them saves all three."""
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
@@ -119,15 +119,15 @@ class FusedAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         s = self.sizes
-        each = s.heads // s.kv_heads
-        qkv = self.qkv(x).unflatten(-1, (s.kv_heads, each + 2, s.head_size)).permute(0, 2, 3, 1, 4)
-        q, k, v = qkv.split((each, 1, 1), 2)
-        if each > 1:
-            k, v = (t.expand(-1, -1, each, -1, -1) for t in (k, v))
+        queries_per_key = s.heads // s.kv_heads
+        qkv = self.qkv(x).unflatten(-1, (s.kv_heads, queries_per_key + 2, s.head_size)).permute(0, 2, 3, 1, 4)
+        q, k, v = qkv.split((queries_per_key, 1, 1), 2)
+        if queries_per_key > 1:
+            k, v = (t.expand(-1, -1, queries_per_key, -1, -1) for t in (k, v))
         q, k, v = (t.reshape(t.shape[0], -1, t.shape[-2], s.head_size) for t in (q, k, v))
-        turned = s.head_size // 4 if s.parallel else s.head_size  # GPT-NeoX turns a quarter
+        rotary = s.head_size // 4 if s.parallel else s.head_size  # GPT-NeoX turns a quarter
         q, k = (
-            torch.cat((halves(t[..., :turned], cos[:, :turned], sin[:, :turned]), t[..., turned:]), -1) for t in (q, k)
+            torch.cat((halves(t[..., :rotary], cos[:, :rotary], sin[:, :rotary]), t[..., rotary:]), -1) for t in (q, k)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))
@@ -230,7 +230,7 @@ class Decoder(nn.Module):
 
 
 def cross_entropy(logits: Tensor, as_float: bool) -> Tensor:
-    """The mean cross entropy, of logits as they are or of a float32 copy."""
+    """Compute the mean cross entropy of the logits or of their float32 copy."""
     rows = logits.flatten(0, 1)
     return F.cross_entropy(
         rows.float() if as_float else rows, torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)
@@ -277,7 +277,7 @@ def planned(row: dict[str, str], layers: int | None = None) -> tfo.Plan:
 
 
 def prediction(row: dict[str, str]) -> dict[str, Any] | None:
-    """A row's predicted and measured GiB; None if its model is not one of these."""
+    """Return a row's predicted and measured GiB; None if the model is not written here."""
     if row["model"] not in SIZES:
         return None
     plan = planned(row)
@@ -299,26 +299,26 @@ def rows() -> list[dict[str, str]]:
 
 def main(arguments: argparse.Namespace) -> int:
     """Write benchmarks/results/training_steps.json, and print its table."""
-    found = []
+    results = []
     for row in rows():
         if arguments.only and not any(text in row["id"] for text in arguments.only):
             continue
         result = prediction(row)
         if result is not None:
-            found.append(result)
+            results.append(result)
             ratio = result["predicted"] / result["measured"]
             figures = f"{result['predicted']:7.2f} {result['measured']:7.2f} {ratio:5.3f}"
             print(f"{result['id']:28} {result['what']:14} {figures}", flush=True)
-    print(summary(found))
+    print(summary(results))
     if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def summary(found: Sequence[dict[str, Any]]) -> str:
-    """How many rows of each kind are within 5 %."""
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """Count the rows of each kind within 5 %."""
     kinds: dict[str, list[float]] = {}
-    for result in found:
+    for result in results:
         expandable = result["expandable_segments"] == "yes"
         kind = (
             "max allocated" if result["what"] != "max reserved" else f"max reserved, expandable segments: {expandable}"
@@ -326,8 +326,8 @@ def summary(found: Sequence[dict[str, Any]]) -> str:
         kinds.setdefault(kind, []).append(result["predicted"] / result["measured"])
     lines = []
     for kind, ratios in kinds.items():
-        near = f"{sum(abs(r - 1) <= 0.05 for r in ratios)} of {len(ratios)} within 5 %"
-        lines.append(f"{kind}: {near}, median {statistics.median(ratios):.3f}")
+        accurate = f"{sum(abs(r - 1) <= 0.05 for r in ratios)} of {len(ratios)} within 5 %"
+        lines.append(f"{kind}: {accurate}, median {statistics.median(ratios):.3f}")
     return "\n".join(lines)
 
 

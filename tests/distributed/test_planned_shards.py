@@ -1,8 +1,8 @@
-"""``plan(dp=…)``: what its arithmetic says of FSDP2, beside FSDP2 itself, in two processes.
+"""``plan(dp=…)``: its arithmetic for FSDP2, compared with FSDP2 itself in two processes.
 
-Both are counted in eager mode: the bytes of all storages that are alive behind each operator. One process runs the
-whole model, its curve is cut at the layers, and what FSDP2 adds and takes away is computed; then two processes run
-FSDP2. The two agree to the byte.
+Both count the live bytes of all storages after each operator, in eager mode. One process runs the whole model. Its
+timeline is cut at the layers, and FSDP2's additional bytes are computed. Then two processes run FSDP2, with exactly
+these bytes.
 """
 
 import copy
@@ -23,7 +23,7 @@ from torch_fused_ops.benchmarks import models
 # An odd vocabulary: of its 97 rows a GPU has 49, one of which is padding.
 CONFIG = models.Config(layers=5, width=64, hidden=256, heads=4, context=128, vocabulary=97, kv_heads=2)
 WIDE = replace(CONFIG, vocabulary=4999)
-# What decides the peak: parameters of layers, activations, and the root's parameters.
+# By the tensors that make the peak: layers' parameters, activations, or the root's parameters.
 CASES = {
     "layers": (models.GPT(CONFIG), (1, 16)),
     "activations": (models.Llama(CONFIG), (8, 128)),
@@ -35,12 +35,12 @@ CASES = {
 class Live(TorchDispatchMode):
     """While it is on, the bytes that are alive behind each operator are noted, with the layer that it runs in."""
 
-    def __init__(self, apart):
+    def __init__(self, uncounted):
         super().__init__()
-        self.storages, self.apart, self.born = {}, set(), {}
+        self.storages, self.uncounted, self.born = {}, set(), {}
         self.layer, self.kind, self.calls = "", "forward", []
-        for tensor in apart:
-            self.apart.add(tensor.untyped_storage()._cdata)
+        for tensor in uncounted:
+            self.uncounted.add(tensor.untyped_storage()._cdata)
             self.add(tensor)
 
     def add(self, tensor):
@@ -51,27 +51,27 @@ class Live(TorchDispatchMode):
             self.born[storage._cdata] = len(self.calls)
 
     def live(self):
-        """Sizes are asked for each time: FSDP2 sets those of whole parameters to 0 and back."""
-        found = 0
+        """Read the sizes each time: FSDP2 resizes whole parameters to 0 and back."""
+        nbytes = 0
         for key, ref in list(self.storages.items()):
             storage = ref()
             if storage is None:
                 del self.storages[key]
-                self.apart.discard(key)
-            elif key not in self.apart:
-                found += storage.nbytes()
-        return found
+                self.uncounted.discard(key)
+            elif key not in self.uncounted:
+                nbytes += storage.nbytes()
+        return nbytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.calls and len(self.calls[-1]) == 4:
-            self.calls[-1] += (self.live(),)  # what the call before was the last to read is freed
+            self.calls[-1] += (self.live(),)  # tensors last read by the previous call are freed
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves((result, args, kwargs)):
             if isinstance(value, Tensor):
                 self.add(value)
         # Gloo has no reduce-scatter: it reduces a copy of the whole buffer, which NCCL does not make, and splits that.
         if func is torch.ops.aten.split.Tensor and self.calls[-1][1].startswith("c10d._reduce_scatter_base_"):
-            self.apart.add(args[0].untyped_storage()._cdata)
+            self.uncounted.add(args[0].untyped_storage()._cdata)
         self.calls.append((self.kind, str(func), self.layer, self.live()))
         return result
 
@@ -90,7 +90,7 @@ def follow(live, model):
 
         def before(module, args, path=path, first=i == 0):
             live.layer = path
-            if first:  # what the others are given is a layer's result
+            if first:  # the other layers' inputs are results of layers
                 args[0].register_hook(enter(""))
 
         def behind(module, args, result, path=path):
@@ -107,17 +107,17 @@ def step(live, model, tokens):
     live.kind, live.layer, entry = "forward", "", live.live()
     with live:
         loss = model(tokens, tokens)
-        kept = live.live()
+        saved = live.live()
         live.kind = "backward"
         loss.backward()
         end = live.live()
         live.calls[-1] += (end,)
     peaks = [max(call[3] for call in live.calls if call[0] == kind) for kind in ("forward", "backward")]
-    return entry, *peaks, kept, end
+    return entry, *peaks, saved, end
 
 
 def predicted(model, tokens, setup):
-    """The same of one of several GPUs, by arithmetic on the whole model's step."""
+    """Compute ``step``'s figures for one of several GPUs from the whole model's step."""
     from torch_fused_ops.planner.static_memory import Resident, resident_tensors
     from torch_fused_ops.planner.step import Step, cut
     from torch_fused_ops.virtual_gpu.timeline import Event, Timeline
@@ -131,7 +131,7 @@ def predicted(model, tokens, setup):
     model = model.bfloat16() if setup.mixed_precision else model
     live = Live([tokens, *model.parameters()])
     follow(live, model)
-    entry, *_, kept, end = step(live, model, tokens)
+    entry, *_, saved, end = step(live, model, tokens)
     moments = tuple(
         Event(kind, name, alive, after, 0, 0, 0.0, (layer,)) for kind, name, layer, alive, after in live.calls
     )
@@ -147,15 +147,15 @@ def predicted(model, tokens, setup):
         parameter=lambda graph, number: names[number],
         unread=0,
     )
-    parts = cut(Timeline(moments, entry, kept, end, gradients), captured, lambda call: 0.0)
+    parts = cut(Timeline(moments, entry, saved, end, gradients), captured, lambda call: 0.0)
     outer = {"token.weight": "(embedding)", "norm.weight": "(head)", "head.weight": "(head)"}
     resident = Resident.of(tensors, setup, outer.get)
-    found = Step(units, {}, {"free": parts}, resident.shards)
+    sharded = Step(units, {}, {"free": parts}, resident.shards)
     alive, peaks = 0, dict.fromkeys(("forward", "backward"), 0)
-    for graph, _, segment in found.sharded(found.pieces({})):
+    for graph, _, segment in sharded.sharded(sharded.pieces({})):
         peaks[graph] = max(peaks[graph], alive + segment.peak)
         alive += segment.net
-    return 0, *peaks.values(), found.at_levels({}).saved, alive
+    return 0, *peaks.values(), sharded.at_levels({}).saved, alive
 
 
 def planned(rank, ranks, folder):
@@ -192,13 +192,13 @@ def planned(rank, ranks, folder):
         for _ in range(8):
             steps.append(step(live, model, tokens))
             model.zero_grad()
-        # All but the first are alike, but that Gloo's threads may hold what they have sent a moment longer.
-        found = tuple(map(min, *steps[1:]))
+        # All steps except the first are equal, except that Gloo's threads may release sent buffers later.
+        measured = tuple(map(min, *steps[1:]))
         # torch 2.15 frees the flat buffer of the layer before a moment earlier, so forward may have a layer less.
         layer = sum(ranks * p.to_local().nbytes for p in model.blocks[0].parameters())
-        case = name, settings, found, expected
-        assert expected[1] - layer <= found[1] <= expected[1], case
-        assert found[:1] + found[2:] == expected[:1] + expected[2:], case
+        case = name, settings, measured, expected
+        assert expected[1] - layer <= measured[1] <= expected[1], case
+        assert measured[:1] + measured[2:] == expected[:1] + expected[2:], case
 
 
 GROUPS = {"planned": (planned,)}

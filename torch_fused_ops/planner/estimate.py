@@ -1,4 +1,4 @@
-"""A quick estimate of a step: of equal layers only one is compiled, and everything outside layers.
+"""A quick estimate of a step: equal layers are compiled once.
 
 This takes seconds. The whole model takes minutes at each level. The estimate lacks kernels fused across layers.
 """
@@ -48,7 +48,7 @@ class Estimates:
 
         Args:
             levels: levels by unit.
-            pieces: a model in pieces that replaces this one.
+            pieces: the model in pieces; by default ``self.pieces``.
             chunks: compute the loss in chunks, if PyTorch's ``auto_chunker`` accepts it.
         """
         pieces = pieces or self.pieces

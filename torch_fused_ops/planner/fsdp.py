@@ -77,7 +77,7 @@ class FullyShard:
         """Bytes of the flat buffer from which a layer's gradients are reduced and scattered; with padding."""
         return self.dp * self.groups.get(unit, Group()).reduced
 
-    def whole(self, forward: Sequence[str]) -> frozenset[str]:
+    def stay_gathered(self, forward: Sequence[str]) -> frozenset[str]:
         """The groups that stay gathered between forward and backward, without the root."""
         groups = [unit for unit in forward if unit not in ("", LOSS)]
         return frozenset({"always": [], "not-last": groups[-1:], "never": groups}[self.reshard])
@@ -89,7 +89,7 @@ class FullyShard:
         The root, and a group that stays gathered, is gathered once, others before forward and before backward.
         """
         order = [*(unit for unit in self.groups if unit != HEAD), *(unit for unit in self.groups if unit == HEAD)]
-        once = {"", *self.whole(order)}
+        once = {"", *self.stay_gathered(order)}
         buffers = sum((2 - (unit in once)) * self.gathered(unit) + self.reduced(unit) for unit in self.groups)
         return buffers * (self.dp - 1) // self.dp
 
@@ -104,7 +104,7 @@ class FullyShard:
         forward, backward = (self._named(step, graph) for graph in ("forward", "backward"))
         alive = shards = 0  # additional bytes, shards of gradients minus whole ones included
         gradients = 0  # bytes of the gradients' shards so far
-        beside = [*self._forward(forward), *self._backward(backward, self.whole(forward))]
+        beside = [*self._forward(forward), *self._backward(backward, self.stay_gathered(forward))]
         groups = [*forward, *backward]
         for i, ((graph, unit, segment), name, moments) in enumerate(zip(step, groups, beside, strict=True)):
             start, during, end, after = map(sum, moments)
@@ -130,7 +130,7 @@ class FullyShard:
         return sum(group.gradients for group in self.groups.values()) * (not self.accumulate)
 
     def _named(self, step: Sequence[PlacedSegment], graph: str) -> list[str]:
-        """Name the group of each segment of forward or backward."""
+        """Name each segment's group, in forward or in backward."""
         units = [unit for kind, unit, _ in step if kind == graph]
         if EMBEDDING in self.groups or HEAD in self.groups:
             outer = [i for i, unit in enumerate(units) if not unit]
@@ -142,24 +142,26 @@ class FullyShard:
         """Yield a forward segment's additional bytes: at its beginning, during it, at its end, and after it."""
         main = self.gathered("")
         flat = main
-        whole, last = self.whole(units), max(i for i, unit in enumerate(units) if unit != LOSS)
+        stays_gathered, last = self.stay_gathered(units), max(i for i, unit in enumerate(units) if unit != LOSS)
         for i, unit in enumerate(units):
             layer = self.gathered(unit) if unit else 0
             start = Beside(main + layer, flat + layer)
             flat = layer if unit and unit != LOSS else flat
             inside = Beside(main + layer, flat)
-            main += layer * (unit in whole)
+            main += layer * (unit in stays_gathered)
             flat *= i != last  # the root's forward is over
             yield start, inside, inside, Beside(main, flat)
 
-    def _backward(self, units: Sequence[str], whole: frozenset[str]) -> Iterator[tuple[Beside, Beside, Beside, Beside]]:
-        """Yield a backward segment's additional bytes likewise. At its end both copies of its gradients are alive."""
+    def _backward(
+        self, units: Sequence[str], stays_gathered: frozenset[str]
+    ) -> Iterator[tuple[Beside, Beside, Beside, Beside]]:
+        """Yield a backward segment's additional bytes. Both copies of its gradients are alive at its end."""
         root, reducing = self.gathered(""), 0
-        main = root + sum(map(self.gathered, whole))
+        main = root + sum(map(self.gathered, stays_gathered))
 
         def flat(i: int) -> int:
             unit = units[i] if i < len(units) else ""
-            return 0 if unit in ("", LOSS, *whole) else self.gathered(unit)
+            return 0 if unit in ("", LOSS, *stays_gathered) else self.gathered(unit)
 
         for i, unit in enumerate(units):
             if unit == LOSS:
@@ -167,7 +169,7 @@ class FullyShard:
             elif not unit and i < len(units) - 1:
                 yield (Beside(main, flat(i + 1) if root else 0),) * 4
             else:
-                layer, gone = self.gathered(unit), unit in whole or not unit
+                layer, gone = self.gathered(unit), unit in stays_gathered or not unit
                 main -= layer * gone
                 start = Beside(main + layer + reducing, flat(i))
                 during = Beside(main + layer + reducing, flat(i + 1))

@@ -84,13 +84,13 @@ def resized(args: Any, dimension: str, size: int) -> Any:
     """Resize arguments: cut or repeat the tensors that have their size in that dimension."""
     i, old = DIMENSIONS[dimension], size_of(args, dimension)
 
-    def one(value: Any) -> Any:
+    def resize(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() <= i or value.shape[i] != old:
             return value
         index = torch.arange(size, device=value.device) % old
         return value.detach().index_select(i, index).requires_grad_(value.requires_grad)
 
-    return tree_map(one, args)
+    return tree_map(resize, args)
 
 
 def step_of(size: int, dimension: str) -> int:
@@ -118,20 +118,20 @@ class Sizes:
         self.bound, self.stopped = 0, ""  # the largest size with which the model runs; 0 if no size has failed
         self.compiled = functools.cache(self._compiled)
 
-    def largest(self, resident: int, room: int) -> Largest:
+    def largest(self, resident: int, available: int) -> Largest:
         """The largest size at each level.
 
         Args:
             resident: bytes of parameters and optimizer state.
-            room: bytes beside these.
+            available: bytes for everything else.
         """
         rows = []
         for level in sorted(self.step.parts, key=LEVELS.index):
             levels = dict.fromkeys(self.step.mlps, level)
             first = Sample(self.given, self.step.points(levels))
             sample = functools.partial(self.sample, level)
-            fits, over = bisected(sample, room, first, self.between) if room > 0 else (None, None)
-            row = LargestRow(level, 0, 0, 0.0, over.peak - room if over else 0)
+            fits, over = bisected(sample, available, first, self.between) if available > 0 else (None, None)
+            row = LargestRow(level, 0, 0, 0.0, over.peak - available if over else 0)
             if fits:
                 step = self.step if fits is first else self.step_at(level, fits.size, timed=True)
                 row = replace(row, size=fits.size, peak=resident + fits.peak, seconds=step.at_levels(levels).seconds)
@@ -188,13 +188,13 @@ def _middle(low: int, high: int, step: int) -> int:
 
 
 def bisected(
-    sample: Callable[[int], Sample | int], room: int, first: Sample, step: int
+    sample: Callable[[int], Sample | int], available: int, first: Sample, step: int
 ) -> tuple[Sample | None, Sample | None]:
-    """Find the largest size whose step fits into ``room`` bytes, and the next one; sample both.
+    """Find the largest size whose step fits into ``available`` bytes, and the next one; sample both.
 
     Args:
         sample: returns the step at a size; or, if the model fails at it, the largest size that works.
-        room: bytes.
+        available: bytes.
         first: the step to begin with.
         step: sizes are multiples of it, as the first is.
 
@@ -207,36 +207,36 @@ def bisected(
     while True:
         if isinstance(sampled, int):
             high = sampled + step
-        elif sampled.peak <= room:
+        elif sampled.peak <= available:
             low = sampled.size
         else:
             high = sampled.size
         if high and high - low == step:
             return seen.get(low), seen.get(high)
-        size = _guess(list(seen.values()), room, low, high, step)
+        size = _guess(list(seen.values()), available, low, high, step)
         sampled = sample(size)
         if isinstance(sampled, Sample):
             seen[size] = sampled
 
 
-def _guess(seen: Sequence[Sample], room: int, low: int, high: int, step: int) -> int:
+def _guess(seen: Sequence[Sample], available: int, low: int, high: int, step: int) -> int:
     """A size above ``low``, which fits, and below ``high``, which does not."""
     halved = _middle(low, high, step) if high else 2 * low
     if len(seen) > GUESSES:
         return halved
-    guess = crossing(*seen[-2:], room=room) if len(seen) > 1 else seen[0].size * room / seen[0].peak
+    guess = crossing(*seen[-2:], available=available) if len(seen) > 1 else seen[0].size * available / seen[0].peak
     if guess == math.inf and not high:
         return halved
     least, most = low + step, high - step if high else math.inf
     return int(min(max(guess // step * step if guess < math.inf else guess, least), most))
 
 
-def crossing(a: Sample, b: Sample, *, room: int) -> float:
-    """Return the size at which the first call reaches ``room`` bytes, or infinity. Bytes are assumed to be affine.
+def crossing(a: Sample, b: Sample, *, available: int) -> float:
+    """Return the size at which the first call reaches ``available`` bytes, or infinity. Bytes are assumed to be affine.
 
     If the two steps have different calls, their peaks are assumed to be affine.
     """
     same = len(a.points) == len(b.points)
     pairs = zip(a.points, b.points, strict=True) if same else [(a.peak, b.peak)]
     slopes = [(x, (y - x) / (b.size - a.size)) for x, y in pairs]
-    return min((a.size + (room - x) / slope for x, slope in slopes if slope > 0), default=math.inf)
+    return min((a.size + (available - x) / slope for x, slope in slopes if slope > 0), default=math.inf)

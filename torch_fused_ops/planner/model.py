@@ -31,7 +31,7 @@ class CapturedModel:
     """A model's captured graphs."""
 
     graphs: tuple[Capture, ...]  # in the order in which they run
-    links: Mapping[tuple[int, int], tuple[int, int]]  # from (graph, input) to the (earlier graph, result) it reads
+    links: Mapping[tuple[int, int], tuple[int, int]]  # from (graph, input) to (earlier graph, result)
     units: tuple[str, ...]  # the layers in the order of the model: those with MLPs, and all in lists of modules
     mlps: Mapping[str, tuple[str, ...]]  # the modules of the fused MLPs, by unit
     layers: Mapping[str, str]  # the layer of a module, by its path
@@ -62,12 +62,12 @@ class CapturedModel:
         return any(name in call for call in calls for name in ("attention", "softmax"))
 
     def with_loss_alone(self, detach: bool = False) -> CapturedModel | None:
-        """Return the model without the results that it returns beside its loss; None if it returns the loss alone.
+        """Return the model without results beside its loss; None if it returns the loss alone.
 
         Args:
             detach: detach these results instead of removing them.
         """
-        *others, capture = self.graphs
+        *earlier_graphs, capture = self.graphs
         if capture.graph is None:
             return None
         gm = copy_graph(capture.graph.gm)
@@ -84,7 +84,7 @@ class CapturedModel:
         output.args = (tuple(results) if detach else tuple(x for x in returned if x not in beside),)
         gm.graph.eliminate_dead_code()
         gm.recompile()
-        return replace(self, graphs=(*others, replace(capture, graph=replace(capture.graph, gm=gm))))
+        return replace(self, graphs=(*earlier_graphs, replace(capture, graph=replace(capture.graph, gm=gm))))
 
     def group_of(self, path: str) -> str:
         """Return ``EMBEDDING`` if a parameter outside layers is read before the layers, ``HEAD`` if after them.
@@ -136,13 +136,13 @@ def _storages(values: Any) -> dict[int, int]:
 @contextlib.contextmanager
 def weights_as(model: Callable[..., Any], dtype: torch.dtype | None) -> Iterator[None]:
     """Replace floating-point parameters by uninitialized ones of another dtype. With None, replace nothing."""
-    others: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     modules = model.modules() if isinstance(model, nn.Module) and dtype is not None else ()
     for module in modules:
         for name, p in module._parameters.items():
             if p is not None and p.is_floating_point():
-                other = others.setdefault(id(p), nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad))
+                other = replacements.setdefault(id(p), nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad))
                 before.append((module, name, p))
                 module._parameters[name] = other
     try:
@@ -171,7 +171,7 @@ def loss_of(loss: Any) -> tuple[Callable[[Any], Tensor] | None, str]:
 
 
 def cross_entropy(result: Any) -> Tensor:
-    """Compute the mean cross entropy of float32 logits: of a tensor, or of the result's ``logits``."""
+    """Compute the mean cross entropy of float32 logits. ``result`` is the logits, or has an attribute ``logits``."""
     logits = getattr(result, "logits", result)
     rows = logits.flatten(0, -2).float()
     targets = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)
@@ -235,7 +235,7 @@ def captured_model(
             captured = replace(captured, graph=replace(captured.graph, paths=paths))
         graphs.append(captured)
         sites.extend(sites_of(gm, policy))
-        if whole:
+        if fullgraph:
             raise _Captured
         number, runs = len(graphs) - 1, itertools.count(1)
         lives = [is_parameter(node) or source_name(node).startswith("G[") for node in placeholders]
@@ -246,7 +246,7 @@ def captured_model(
             computed = [x for x, lives_anyway in zip(inputs, lives, strict=True) if not lives_anyway]
             if not _storages(computed).keys() <= known.keys():
                 left_out.append(f"something in front of graph {number + 1} is in no graph")
-            links.update({(number, i): of for i, x in enumerate(inputs) for y, of in earlier if x is y})
+            links.update({(number, i): source for i, x in enumerate(inputs) for y, source in earlier if x is y})
             results = gm.forward(*inputs)
             known.update(_storages(results))
             earlier.extend((result, (number, i)) for i, result in enumerate(results) if isinstance(result, Tensor))
@@ -255,17 +255,17 @@ def captured_model(
         return run
 
     why = "it computes nothing on tensors"
-    for whole in (True, False):
+    for fullgraph in (True, False):
         try:
             with torch.enable_grad():
-                result = run_captured(called, args, kwargs, capture, fullgraph=whole, dynamic=False)
-            if not whole and not _storages(result).keys() <= known.keys():
+                result = run_captured(called, args, kwargs, capture, fullgraph=fullgraph, dynamic=False)
+            if not fullgraph and not _storages(result).keys() <= known.keys():
                 left_out.append("something behind the last graph is in no graph")
             break
         except _Captured:
             break
         except torch._dynamo.exc.Unsupported as error:
-            if not whole:
+            if not fullgraph:
                 raise
             why = said(error)
             graphs.clear()

@@ -1,7 +1,7 @@
 """A captured model divided into pieces that are compiled, or run in eager mode, one by one.
 
 ``torch.compile`` of each layer leaves the embedding, the last norm, the head and the loss to eager mode; a loss outside
-of the compiled model is a piece of its own. Equal layers are equal pieces, and only one of them is compiled.
+of the compiled model is a piece of its own. Equal layers are equal pieces, and the first one is compiled for all.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def divided(
     results: dict[tuple[int, int], tuple[int, int]] = {}  # (graph, result) of the model to (piece, result)
     logits: set[tuple[int, int]] = set()
     for i, capture in enumerate(captured.graphs):
-        assert capture.graph is not None
+        if capture.graph is None:
+            raise ValueError(capture.reason)
         graph, parameters = _with_values(capture.graph, gpu)
-        groups = list(_groups(captured, capture.graph, graph, whole=compiled == "model"))
+        groups = list(_groups(captured, capture.graph, graph, as_one_piece=compiled == "model"))
         written_by: dict[fx.Node, tuple[int, int]] = {}
         numbers = {node: j for j, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
         output = graph.graph.output_node()
@@ -130,7 +131,7 @@ def _with_values(captured: CapturedGraph, gpu: GPU) -> tuple[fx.GraphModule, lis
 
 
 def _groups(
-    captured: CapturedModel, graph: CapturedGraph, gm: fx.GraphModule, whole: bool
+    captured: CapturedModel, graph: CapturedGraph, gm: fx.GraphModule, as_one_piece: bool
 ) -> Iterator[tuple[_Key, list[fx.Node]]]:
     """Yield each piece's key and nodes, in order."""
     pieces: list[tuple[_Key, list[fx.Node]]] = []
@@ -144,7 +145,7 @@ def _groups(
             is_loss = True
             node.replace_all_uses_with(node.args[0])
             continue
-        if node.target in _STATE and not (whole and not is_loss):
+        if node.target in _STATE and not (as_one_piece and not is_loss):
             if node.target is _AUTOCAST[0]:
                 entered[node] = (node.args[1] or torch.get_autocast_dtype("cuda")) if node.args[2] else None
             elif node.target is _AUTOCAST[1]:
@@ -153,8 +154,9 @@ def _groups(
                 training = node.args[0]
             continue
         autocast = list(entered.values())[-1] if entered else graph.autocast
-        unit = LOSS if is_loss else "" if whole else _unit_of(captured, gm, node)
-        key = _Key(unit, autocast, training) if not whole or is_loss else _Key("", graph.autocast, graph.training)
+        unit = LOSS if is_loss else "" if as_one_piece else _unit_of(captured, gm, node)
+        as_captured = _Key("", graph.autocast, graph.training)
+        key = as_captured if as_one_piece and not is_loss else _Key(unit, autocast, training)
         sources = [
             x for x in node.all_input_nodes if not isinstance(x.meta.get("example_value"), Tensor) and x in place
         ]
@@ -180,7 +182,7 @@ def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:
     return max(dict.fromkeys(inner), key=inner.count) if inner and not unit else unit
 
 
-def _piece(whole: fx.GraphModule, read: list[fx.Node], nodes: list[fx.Node], written: list[fx.Node]) -> fx.GraphModule:
+def _piece(root: fx.GraphModule, read: list[fx.Node], nodes: list[fx.Node], written: list[fx.Node]) -> fx.GraphModule:
     """Copy nodes of a graph to a graph of their own."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -198,14 +200,14 @@ def _piece(whole: fx.GraphModule, read: list[fx.Node], nodes: list[fx.Node], wri
             copied(x)
         copies[node] = graph.node_copy(node, copied)
     graph.output(tuple(copies[x] for x in written))
-    return fx.GraphModule(whole, graph)
+    return fx.GraphModule(root, graph)
 
 
 def signature(gm: fx.GraphModule) -> tuple[Any, ...]:
     """Return a key that is equal for graphs with the same calls on tensors of the same sizes."""
     numbers: dict[fx.Node, int] = {}
 
-    def of(value: Any) -> Any:
+    def leaf_key(value: Any) -> Any:
         if isinstance(value, fx.Node):
             body = getattr(gm, str(value.target), None) if value.op == "get_attr" else None
             return signature(body) if isinstance(body, fx.GraphModule) else ("node", numbers[value])
@@ -217,10 +219,10 @@ def signature(gm: fx.GraphModule) -> tuple[Any, ...]:
         value = node.meta.get("example_value")
         sizes = (value.shape, value.stride(), value.dtype, value.requires_grad) if isinstance(value, Tensor) else ()
         target = node.target if node.op != "placeholder" and node.op != "get_attr" else ""
-        arguments = fx.node.map_aggregate((node.args, node.kwargs), functools.partial(_leaf, of))
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), functools.partial(_leaf, leaf_key))
         rows.append((node.op, str(target), id(target) if callable(target) else 0, repr(arguments), sizes))
     return (*rows, repr(gm.meta.get("_checkpoint_context_fn")))
 
 
-def _leaf(of: Any, value: Any) -> Any:
-    return of(value) if isinstance(value, fx.Node) else value
+def _leaf(leaf_key: Any, value: Any) -> Any:
+    return leaf_key(value) if isinstance(value, fx.Node) else value

@@ -79,8 +79,8 @@ def plan(
     """Plan a training step: estimate its memory on a GPU, and choose the cheapest memory levels with which it fits.
 
     The whole model is compiled at each level for a target device, without that device; this takes seconds for each
-    layer and level. A choice of mixed levels is compiled, too, so every reported fit is compiled. Nothing is allocated
-    on a device. A model that is captured as one graph does not run.
+    layer and level. Choices of mixed levels are compiled as well. Nothing is allocated on a device. A model that is
+    captured as one graph does not run.
 
     Args:
         model: a module or a function that returns its loss, or that ``loss`` is called with the result of. Without
@@ -90,22 +90,24 @@ def plan(
         gpu: "A100", "H100", "H200", "B200" or "MI300X".
         optimizer: "adamw", "sgd", PyTorch's own with their default settings, "adamw-fused", or "none".
         lossless: do not choose levels that round gradients ("fp8").
-        levels: the memory levels to choose among; by default all.
+        levels: the levels to choose among, ``setup.LEVELS``. "input+attention" is ``memory="input",
+            attention="input"``. By default all, with attention for the best plain level and "input".
         maximum: "batch" or "tokens": also find the largest that fits at each level (``Plan.largest``): dimension 0, or
             1, of all argument tensors with the first one's size in it. Takes minutes; the logger
             "torch_fused_ops.planner" reports progress at level INFO.
         loss: the loss outside of the compiled model: a function of the model's result, which runs in eager mode
             unless ``torch.compile`` made it; "eager" or "compiled" for the mean cross entropy of float32 logits.
         keep_logits: the caller holds the model's result until the step ends.
-        dp: the number of GPUs over which FSDP2 shards the model, by ``fully_shard`` of each layer and of the model,
-            with its defaults. Bytes and ``args`` are then per GPU.
+        dp: the number of GPUs. FSDP2 shards the model over them: ``fully_shard`` of each layer and of the model, with
+            default settings. Bytes and ``args`` are then per GPU.
         parallel: "fsdp2", or "ddp" for ``DistributedDataParallel``.
         mixed_precision: FSDP2 on float32 shards with ``MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)``.
         root: "with", or "apart" if embedding, and norm with head, are groups of their own (``planner.setup``).
-        reshard: "always", "not-last" or "never": the groups that FSDP2 frees after forward.
+        reshard: which groups FSDP2 frees after forward: "always", all except the root; "not-last", all except the root
+            and the last one; "never", none.
         master_weights: "float32": float32 weights and state, forward under bfloat16 autocast (Trainer's ``bf16=True``).
         accumulate: micro-batches for each step of the optimizer.
-        compiled: "model", "layers" if each layer is compiled by itself, or "none".
+        compiled: "model"; "layers", if each layer is compiled separately; or "none".
         expandable_segments: the allocator's setting; without it PyTorch reserves more.
         **kwargs: the model's keyword arguments.
 
@@ -150,8 +152,8 @@ def plan(
         return captured.under_autocast() if master_weights else captured
 
     def prepared(captured: CapturedModel) -> CapturedModel:
-        whole = compiled == "model" and loss_function is None
-        return captured if whole else divided(captured, described, compiled, loss_runs, keep_logits)
+        undivided = compiled == "model" and loss_function is None
+        return captured if undivided else divided(captured, described, compiled, loss_runs, keep_logits)
 
     captured = capture(size)
     if setup.sharded:
@@ -161,7 +163,7 @@ def plan(
     chosen_among = tuple(level for level in known if level != OFF and level in (levels or known)) or ("free",)
     estimates = Estimates(captured, described, loss_runs, keep_logits)
 
-    def planner(ready: CapturedModel, parts: Mapping[str, SegmentedStep]) -> _Planner:
+    def planner_of(ready: CapturedModel, parts: Mapping[str, SegmentedStep]) -> _Planner:
         step = Step(captured.units, captured.mlps if fused else {}, parts)
         trained = next(iter(parts.values())).trained.__contains__
         tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
@@ -170,7 +172,7 @@ def plan(
 
     advice = []
     if compiled == "model":
-        quick = planner(estimates.pieces, {"free": estimates.step_at({})})
+        quick = planner_of(estimates.pieces, {"free": estimates.step_at({})})
         for line in quick.quick_answer():
             log.info(line)
         advice = list(quick.beside_loss()) if loss_function is None else []
@@ -181,15 +183,15 @@ def plan(
         took = f"{time.monotonic() - started:.0f} s so far"
         log.info('compiling: every MLP at "%s", %d of %d levels, %s', level, i + 1, len(to_compile), took)
         parts[level] = segmented_step(ready, described, policy_at(level))
-    whole = replace(planner(ready, parts), advice=tuple(advice))
-    result, resident = whole.within(limit), whole.resident
+    planner = replace(planner_of(ready, parts), advice=tuple(advice))
+    result, resident = planner.within(limit), planner.resident
     if maximum is None:
         return result
     available = setup.available(limit)
-    slack = max(c.curve.held - c.curve.peak for c in whole.candidates)  # of pools and holes, at the given size
-    room = available - resident.nbytes - slack if resident.optimizer_peak <= available else 0
-    sizes = max_batch.Sizes(lambda size: prepared(capture(size)), maximum, size, described, whole.step)
-    return replace(result, largest=sizes.largest(resident.nbytes, room))
+    slack = max(c.curve.pools - c.curve.peak for c in planner.candidates)  # pools and holes at this size
+    available_for_step = available - resident.nbytes - slack if resident.optimizer_peak <= available else 0
+    sizes = max_batch.Sizes(lambda size: prepared(capture(size)), maximum, size, described, planner.step)
+    return replace(result, largest=sizes.largest(resident.nbytes, available_for_step))
 
 
 @dataclass(frozen=True)
@@ -205,60 +207,62 @@ class _Planner:
     levels: Sequence[str]  # the plainest first
     setup: Setup
     estimates: Estimates
-    advice: tuple[str, ...] = ()  # that does not depend on the limit
+    advice: tuple[str, ...] = ()  # sentences that do not depend on the limit
     _mixed: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict, init=False)  # compiled, by levels
 
     def estimated(self, levels: Mapping[str, str], **changes: Any) -> StepSummary:
-        """A quick estimate of the step at levels by unit; ``changes`` as for ``Estimates.parts``."""
+        """Estimate the step quickly at levels by unit; ``changes`` are passed to ``Estimates.step_at``."""
         parts = self.estimates.step_at(levels, **changes)
         return replace(self.step, parts=dict.fromkeys([*self.step.parts, *levels.values()], parts)).at_levels(levels)
 
     def quick_answer(self) -> Iterator[str]:
-        """Say what the plain model and the default level need."""
+        """Yield a sentence for the plain model and for the default level."""
         from torch_fused_ops.reports.text import size
 
         for level in ("off", "free") if self.step.mlps else ("free",):
-            held = self.resident.nbytes + self.estimated(dict.fromkeys(self.step.mlps, level)).held
-            yield f'about {size(self.reserved(held))} at "{level}", estimated from one of each kind of layer'
+            nbytes = self.resident.nbytes + self.estimated(dict.fromkeys(self.step.mlps, level)).pools
+            why = " for the optimizer's step" if nbytes < self.resident.optimizer_peak else ""
+            yield f'about {size(self.reserved(nbytes))}{why} at "{level}", estimated from one layer of each kind'
 
     def beside_loss(self) -> Iterator[str]:
-        """Say what results beside the loss cost, if there are any: backward begins with zeros as large as they are."""
+        """Yield a sentence if the model returns results beside its loss: backward then begins with as many zeros."""
         from torch_fused_ops.reports.text import size
 
         alone, detached = (self.estimates.captured.with_loss_alone(detach) for detach in (False, True))
         if alone is not None and detached is not None:
             divided = self.estimates.divided
-            least, less = (self.estimated({}, pieces=divided(model)).peak for model in (alone, detached))
-            more = self.step.at_levels({}).peak - least
-            if more > 0:
+            peak_alone, peak_detached = (self.estimated({}, pieces=divided(model)).peak for model in (alone, detached))
+            excess = self.step.at_levels({}).peak - peak_alone
+            if excess > 0:
                 yield (
-                    f"The logits are returned beside the loss: +{size(more)}, estimated (pytorch#131794). Return the "
-                    f"loss alone, or detach the logits (+{size(less - least)}): docs/out-of-memory.md."
+                    f"The logits are returned beside the loss: +{size(excess)}, estimated (pytorch#131794). Return the "
+                    f"loss alone, or detach the logits (+{size(peak_detached - peak_alone)}): docs/out-of-memory.md."
                 )
 
     def in_chunks(self, levels: Mapping[str, str], curve: StepSummary) -> StepSummary | None:
         """Estimate the step with the loss in chunks (``auto_chunker``); None if it does not lower the peak.
 
         Args:
-            levels: by unit.
+            levels: levels by unit.
             curve: the compiled step at these levels.
         """
         if self.captured.pieces:
             return None
         try:
             plain, chunked = self.estimated(levels), self.estimated(levels, chunks=True)
-        except Exception:  # it asserts, for instance with a second term of the loss
+        except Exception:  # such as a failed assertion in auto_chunker if the loss has a second term
             log.debug("auto_chunker fails", exc_info=True)
             return None
-        less = plain.peak - chunked.peak
-        small = less < 0.01 * curve.peak
-        return None if small else replace(curve, peak=curve.peak - less, held=curve.held - plain.held + chunked.held)
+        saving = plain.peak - chunked.peak
+        small = saving < 0.01 * curve.peak
+        pools = curve.pools - plain.pools + chunked.pools
+        return None if small else replace(curve, peak=curve.peak - saving, pools=pools)
 
     def over(self, dp: int) -> _Planner:
-        """The same for one of so many GPUs.
+        """Return this planner for another number of GPUs.
 
         Raises:
-            ValueError: as ``check_shards``.
+            ValueError: the errors of ``check_shards``.
         """
         from torch_fused_ops.planner.static_memory import check_shards
 
@@ -312,9 +316,9 @@ class _Planner:
         """The compiled peak of forward and backward at these levels."""
         return self.resident.nbytes + (step or self.exact(chosen)).at_levels(chosen.levels).peak
 
-    def held(self, chosen: Candidate) -> int:
+    def pool_bytes(self, chosen: Candidate) -> int:
         """The bytes that PyTorch's pools hold for the compiled step at these levels, the optimizer's step apart."""
-        return self.resident.nbytes + self.exact(chosen).at_levels(chosen.levels).held
+        return self.resident.nbytes + self.exact(chosen).at_levels(chosen.levels).pools
 
     def reserved(self, nbytes: int) -> int:
         """The bytes that PyTorch reserves, about, for a step that holds so many; the optimizer's step included."""
@@ -329,17 +333,19 @@ class _Planner:
 
         step, resident = self.step, self.resident
         uniform = [candidate for candidate in self.candidates if not candidate.is_mixed]
-        room = self.setup.available(limit) - resident.nbytes
-        chosen = search.best(self.candidates, room, lambda candidate: self.held(candidate) - resident.nbytes)
-        if chosen is not None and chosen.is_mixed:  # its time was an estimate, too
-            plainer = search.best(uniform, room)
+        available = self.setup.available(limit) - resident.nbytes
+        chosen = search.best(self.candidates, available, lambda candidate: self.pool_bytes(candidate) - resident.nbytes)
+        if chosen is not None and chosen.is_mixed:  # compare compiled times
+            plainer = search.best(uniform, available)
             if plainer is not None and plainer.curve.seconds <= self.exact(chosen).at_levels(chosen.levels).seconds:
                 chosen = plainer
         if chosen is None:
-            lowest = (min(candidates, key=lambda c: c.curve.held) for candidates in (self.candidates, uniform))
-            chosen = min(lowest, key=self.held)
+            least = resident.optimizer_peak - resident.nbytes  # lower levels would cost time alone
+            groups = (self.candidates, uniform)
+            lowest = (min(candidates, key=lambda c: max(c.curve.pools, least)) for candidates in groups)
+            chosen = min(lowest, key=lambda candidate: max(self.pool_bytes(candidate), resident.optimizer_peak))
         exact = self.exact(chosen)
-        in_pools = max(self.held(chosen), resident.optimizer_peak)
+        in_pools = max(self.pool_bytes(chosen), resident.optimizer_peak)
         curve, step_peak = exact.at_levels(chosen.levels), self.peak(chosen)
         plainest = OFF if OFF in step.parts else next(iter(step.parts))
         off_levels = dict.fromkeys(step.mlps, plainest)
@@ -348,21 +354,21 @@ class _Planner:
         inputs = _unit_inputs(self.captured if self.captured.pieces else self.estimates.pieces)
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
         chunked = self.in_chunks(chosen.levels, curve)
-        others = {"checkpoint": checkpointed, "chosen, + chunked loss": chunked}
+        estimates = {"checkpoint": checkpointed, "chosen, + chunked loss": chunked}
         chunks = []
         if chunked is not None:
             settings = ", ".join(f"torch._inductor.config.{name} = {value}" for name, value in CHUNKS.items())
             chunks.append(f"PyTorch can compute the loss in chunks: {settings} (docs/out-of-memory.md).")
         rows = []
-        for level in (*LEVELS, *others):
-            at = curves.get(level) or others.get(level)
-            if at is not None:
-                reserved = self.reserved(resident.nbytes + at.held)
-                peak = resident.nbytes + at.peak
-                rows.append(LevelRow(level, peak, at.seconds, reserved, max(0, reserved - limit)))
+        for level in (*LEVELS, *estimates):
+            summary = curves.get(level) or estimates.get(level)
+            if summary is not None:
+                reserved = self.reserved(resident.nbytes + summary.pools)
+                peak = resident.nbytes + summary.peak
+                rows.append(LevelRow(level, peak, summary.seconds, reserved, max(0, reserved - limit)))
         reserved = self.setup.reserved(in_pools)
         missing = max(0, reserved - limit)
-        reduced = 2 * resident.buckets * (self.setup.dp - 1) // self.setup.dp  # as rings send them
+        reduced = 2 * resident.buckets * (self.setup.dp - 1) // self.setup.dp  # sent by a ring all-reduce
         sent = resident.shards.sent if resident.shards else reduced
         return Plan(
             title=name_of(self.model),
@@ -402,23 +408,23 @@ class _Planner:
         """Yield advice to make the step fit, or cheaper."""
         from torch_fused_ops.reports.text import size
 
-        resident, reserved, asked = self.resident, self.setup.reserved, limit
+        resident, reserved, requested = self.resident, self.setup.reserved, limit
         limit = self.setup.available(limit)
         if not self.step.mlps:
             yield "No MLP is fused, so there is no level to choose."
         if resident.optimizer_peak > limit and resident.optimizer_peak - resident.transient <= limit:
             beside = f"{size(resident.transient)} beside its state"
             yield f'The optimizer\'s step allocates {beside}; with fused=True (optimizer="adamw-fused") it does not.'
-        in_pools = max(resident.nbytes + curve.held, resident.optimizer_peak)
+        in_pools = max(resident.nbytes + curve.pools, resident.optimizer_peak)
         if not self.setup.expandable_segments and replace(self.setup, expandable_segments=True).reserved(
             in_pools
-        ) <= asked < reserved(in_pools):
+        ) <= requested < reserved(in_pools):
             yield "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits (expandable_segments=True)."
-        if resident.nbytes + curve.held <= limit:
+        if resident.nbytes + curve.pools <= limit:
             return
         if checkpointed is not None and checkpointed.peak < curve.peak:
-            peak, in_pools = (resident.nbytes + nbytes for nbytes in (checkpointed.peak, checkpointed.held))
-            short = max(0, self.reserved(in_pools) - asked)
+            peak, in_pools = (resident.nbytes + nbytes for nbytes in (checkpointed.peak, checkpointed.pools))
+            short = max(0, self.reserved(in_pools) - requested)
             verdict = f"{size(short)} are missing then, too" if short else "fits"
             if short and in_pools <= limit:
                 verdict = "forward and backward fit then"
@@ -432,7 +438,7 @@ class _Planner:
         yield self.sharding(limit, "fewer tokens" if checkpointed is not None else "fewer tokens, or checkpoints")
 
     def sharding(self, limit: int, fewer: str) -> str:
-        """Find the least power of two of GPUs over which the step fits with FSDP2, every MLP at one level.
+        """Return advice on FSDP2: the smallest power of two of GPUs with which the step fits, all layers at one level.
 
         Args:
             limit: bytes.
@@ -448,7 +454,7 @@ class _Planner:
                 return f"FSDP2 does not help: {error}."
             uniform = [candidate.levels for candidate in self.candidates if not candidate.is_mixed]
             resident, step = other.resident, other.step
-            needs = [max(resident.nbytes + step.at_levels(levels).held, resident.optimizer_peak) for levels in uniform]
+            needs = [max(resident.nbytes + step.at_levels(levels).pools, resident.optimizer_peak) for levels in uniform]
             need = min(needs)
             if need <= limit:
                 level = next(iter(uniform[needs.index(need)].values()), "")

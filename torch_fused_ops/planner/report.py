@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class LevelRow:
     """A whole step with every MLP at one memory level."""
 
-    level: str  # of ``setup.LEVELS``; "checkpoint" and "chosen, + chunked loss" are estimates
+    level: str  # one of ``setup.LEVELS``; "checkpoint" and "chosen, + chunked loss" are estimates
     peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
     seconds: float  # the least time of forward and backward
     reserved: int  # bytes that PyTorch reserves, about; the optimizer's step included
@@ -73,7 +73,7 @@ class PlanFigures:
         off_seconds: the same with ``memory="off"``, even if that does not fit.
         off_peak: its peak.
         policy: the policy to compile with.
-        choices: the level of each MLP, one of ``setup.LEVELS``, by module.
+        choices: each MLP's level (``setup.LEVELS``), by module.
         levels: the whole step at each level.
         layers: the bytes by layer.
         missing: bytes beyond the limit, 0 if it fits.
@@ -208,7 +208,7 @@ def communication(plan: PlanFigures) -> str:
 
 
 def level_rows(plan: PlanFigures) -> list[tuple[str, ...]]:
-    """The peak and time of each level by itself, the memory that it buys with its time, and its missing bytes."""
+    """List each level's peak, time, MiB saved for each additional ms, and missing bytes."""
     columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time", "MiB for each ms")
     rows: list[tuple[str, ...]] = [(*columns, f"in {size(plan.limit)}")]
     for row in plan.levels:
@@ -232,18 +232,18 @@ def largest_rows(largest: Largest) -> list[tuple[str, ...]]:
         )
     ]
     for row in largest.rows:
-        more = f"{size(row.over)} over" if row.over else ""
+        excess = f"{size(row.over)} over" if row.over else ""
         if row.size:
             times = (duration(row.seconds), duration(row.seconds / row.size))
             beside = f"{row.size / off:.2f}" if off else ""
-            rows.append((row.level, str(row.size), beside, size(row.peak), more or "does not run", *times))
+            rows.append((row.level, str(row.size), beside, size(row.peak), excess or "does not run", *times))
         else:
-            rows.append((row.level, "none", "", "", more, "", ""))
+            rows.append((row.level, "none", "", "", excess, "", ""))
     return rows
 
 
 def notes(plan: PlanFigures) -> Iterator[str]:
-    """Remarks: the meaning of the figures, and what they leave out."""
+    """Yield remarks: the meaning of the figures, and costs that are not modeled."""
     margin = FRAGMENTATION[plan.setup.expandable_segments]
     kind = "with" if plan.setup.expandable_segments else "without"
     yield (

@@ -81,7 +81,9 @@ def useful(step: Step, levels: Sequence[str]) -> list[str]:
 
 
 def best(
-    every: Sequence[Candidate], limit: int, exactly: Callable[[Candidate], int] = lambda candidate: candidate.curve.held
+    every: Sequence[Candidate],
+    limit: int,
+    exactly: Callable[[Candidate], int] = lambda candidate: candidate.curve.pools,
 ) -> Candidate | None:
     """Return the fastest candidate for which PyTorch holds at most ``limit`` bytes, or None.
 
@@ -93,19 +95,19 @@ def best(
     """
     short = misses = 0
     for candidate in every:
-        if candidate.curve.held + short * candidate.is_mixed > limit or (candidate.is_mixed and misses == MISSES):
+        if candidate.curve.pools + short * candidate.is_mixed > limit or (candidate.is_mixed and misses == MISSES):
             continue
         exact = exactly(candidate)
         if exact <= limit:
             return candidate
-        short, misses = max(short, exact - candidate.curve.held), misses + 1
+        short, misses = max(short, exact - candidate.curve.pools), misses + 1
     return None
 
 
 def greedy(step: Step, levels: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield assignments, from all units at the first level. Each step changes the unit that saves most for its time."""
     now = dict.fromkeys(step.mlps, levels[0])
-    at = step.at_levels(now)
+    summary = step.at_levels(now)
     yield dict(now)
     while True:
         moves = []
@@ -113,12 +115,12 @@ def greedy(step: Step, levels: Sequence[str]) -> Iterator[dict[str, str]]:
             for level in levels[levels.index(now[unit]) + 1 :]:
                 changed = {**now, unit: level}
                 curve = step.at_levels(changed)
-                gain = at.peak - curve.peak
-                moves.append((gain / max(curve.seconds - at.seconds, 1e-12), gain, changed, curve))
+                gain = summary.peak - curve.peak
+                moves.append((gain / max(curve.seconds - summary.seconds, 1e-12), gain, changed, curve))
         lower = [move for move in moves if move[1] > 0]
         # Two changes may lower the peak if no single one does: choose the change with the fewest saved bytes.
         chosen = max(lower, key=lambda move: move[0]) if lower else min(moves, key=lambda m: m[3].saved, default=None)
         if chosen is None:
             return
-        now, at = chosen[2], chosen[3]
+        now, summary = chosen[2], chosen[3]
         yield dict(now)

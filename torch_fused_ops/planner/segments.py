@@ -19,14 +19,14 @@ class Segment:
     head: int = 0  # bytes of gradients that are complete by its end, and that count for the step's last segment
     hole: int = 0  # bytes at its peak that PyTorch holds beyond those alive: pieces too small for later tensors
     main: int | None = None  # the main pool's largest size with shards; None without shards
-    gather: int = 0  # the largest size of the pool of FSDP2's flat buffers
+    gather: int = 0  # the largest size of the pool for FSDP2's flat buffers
 
     @cached_property
     def peak(self) -> int:
         return max(self.points, default=0)
 
     @property
-    def held(self) -> int:
+    def main_pool(self) -> int:
         """The most bytes that the caching allocator holds in its main pool."""
         return self.peak + self.hole if self.main is None else self.main
 

@@ -53,8 +53,8 @@ class Setup:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             check(name, getattr(self, name))
-        others = (("mixed_precision", True), ("root", "apart"), ("reshard", "not-last"), ("reshard", "never"))
-        for name, value in others:
+        fsdp_settings = (("mixed_precision", True), ("root", "apart"), ("reshard", "not-last"), ("reshard", "never"))
+        for name, value in fsdp_settings:
             if getattr(self, name) == value and not self.sharded:
                 raise ValueError(f"{name}={value!r} is not accepted: it is a setting of FSDP, so dp must be above 1")
         if self.mixed_precision and self.master_weights:

@@ -79,12 +79,12 @@ def resident_tensors(
         gets_gradient: True if backward reaches the parameter at a path; others are not trained.
         unregistered: parameters and buffers that the step reads and the model does not register, by path.
     """
-    others = list((unregistered or {}).items())
+    unregistered_tensors = list((unregistered or {}).items())
     module = model if isinstance(model, nn.Module) else nn.Module()
-    every = [*module.named_parameters(remove_duplicate=False), *others]
+    every = [*module.named_parameters(remove_duplicate=False), *unregistered_tensors]
     reached = {id(p) for name, p in every if gets_gradient(name)}
     tensors = []
-    for kind, named in ((0, module.named_parameters()), (1, module.named_buffers()), (2, others)):
+    for kind, named in ((0, module.named_parameters()), (1, module.named_buffers()), (2, unregistered_tensors)):
         for name, t in named:
             unit, trained = unit_of(name.rpartition(".")[0]), t.requires_grad and id(t) in reached
             tensors.append(ResidentTensor(name, unit, tuple(t.shape), t.dtype, kind == 0, trained))
@@ -136,8 +136,8 @@ def check_shards(
         elif unit != its_unit:
             why = f"{name} is {first}, and FSDP2 does not shard a parameter in two layers"
         elif p.requires_grad and dtypes.setdefault(unit, p.dtype) != p.dtype:
-            others = f"other parameters of {unit or 'no layer'} are {dtypes[unit]}"
-            why = f"{name} is {p.dtype}, {others}; FSDP2 reduces the gradients of one dtype"
+            siblings = f"other parameters of {unit or 'no layer'} are {dtypes[unit]}"
+            why = f"{name} is {p.dtype}, {siblings}; FSDP2 reduces the gradients of one dtype"
         if why:
             raise ValueError(f"dp={dp} is not accepted: {why}")
 
@@ -168,7 +168,7 @@ class Resident:
 
     @classmethod
     def of(
-        cls, whole: Sequence[ResidentTensor], setup: Setup, group_of: Callable[[str], str] = lambda path: ""
+        cls, tensors: Sequence[ResidentTensor], setup: Setup, group_of: Callable[[str], str] = lambda path: ""
     ) -> Resident:
         """The resident memory of one GPU.
 
@@ -181,7 +181,7 @@ class Resident:
         halves = torch.bfloat16.itemsize / torch.float32.itemsize
         by_unit: dict[str, tuple[int, int]] = {}
         groups: dict[str, Group] = {}
-        for t in whole:
+        for t in tensors:
             if t.is_parameter and dp > 1:  # the first GPU's shard is the largest; all others are padded to it
                 t = replace(t, shape=(math.ceil(t.shape[0] / dp), *t.shape[1:]))
             casts = t.is_parameter and t.dtype.is_floating_point

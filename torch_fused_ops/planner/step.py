@@ -40,7 +40,7 @@ class StepSummary:
     saved: int  # bytes alive between forward and backward
     end: int  # bytes alive after backward
     seconds: float  # the least time of the step
-    held: int  # the most bytes that PyTorch's caching allocator holds, by pools
+    pools: int  # the largest sizes of the caching allocator's pools, summed
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Step:
         return self.shards.around(pieces, each_call) if self.shards else self._accumulated(list(pieces))
 
     def _accumulated(self, pieces: Sequence[PlacedSegment]) -> Iterator[PlacedSegment]:
-        whole = sum(segment.gradients for _, _, segment in pieces)
+        gradient_bytes = sum(segment.gradients for _, _, segment in pieces)
         for i, (graph, unit, segment) in enumerate(pieces):
-            last = whole * (i == len(pieces) - 1)
+            last = gradient_bytes * (i == len(pieces) - 1)
             freed = {"": 0, "layer": segment.gradients, "step": last}[self.accumulates]
             yield graph, unit, replace(segment, net=segment.net - freed)
 
@@ -110,7 +110,7 @@ class Step:
         live = peak = saved = main = self.entry
         gather, seconds = 0, 0.0
         for graph, _, segment in self.sharded(pieces):
-            peak, main = max(peak, live + segment.peak), max(main, live + segment.held)
+            peak, main = max(peak, live + segment.peak), max(main, live + segment.main_pool)
             gather = max(gather, segment.gather)
             live += segment.net
             seconds += segment.seconds
@@ -137,10 +137,10 @@ class Step:
                     if graph == "forward":
                         segment = Segment(forward.points, nbytes, forward.seconds)
                     else:
-                        again = (*forward.points, *(forward.net + point for point in backward.points))
+                        recomputed = (*forward.points, *(forward.net + point for point in backward.points))
                         net = forward.net + backward.net - nbytes
                         seconds = forward.seconds + backward.seconds
-                        segment = Segment(again, net, seconds, backward.gradients)
+                        segment = Segment(recomputed, net, seconds, backward.gradients)
                 yield graph, unit, segment
 
         return self.curve(pieces())
@@ -251,14 +251,14 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
     # A gradient is complete at the end of its layer, or later if the compiler deferred it.
     owners = dict.fromkeys(["", *(owner for owner in backward if owner != AFTER_UNITS), AFTER_UNITS])
     order = {owner: i for i, owner in enumerate(owners)}
-    whole: Counter[str] = Counter()
+    gradient_bytes: Counter[str] = Counter()
     head = 0
     for (graph, number), (moment, nbytes) in timeline.gradients.items():
         created_in = backward[moment - first] if moment >= first else ""
         owner_unit = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or AFTER_UNITS
-        whole[max(created_in, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
+        gradient_bytes[max(created_in, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
         head += nbytes * (created_in == "" and owner_unit == AFTER_UNITS)
-    for owner, nbytes in (+whole).items():
+    for owner, nbytes in (+gradient_bytes).items():
         segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
     segments[1][""] = replace(segments[1].get("", Segment()), head=head)
     of_loss = [i for i, moment in enumerate(timeline.events) if moment.modules == (LOSS,)]

@@ -88,7 +88,7 @@ def by_name(name: str | GPU, argument: str = "name") -> GPU:
     """The described GPU called `name`.
 
     Args:
-        name: "A100", "H100", "H200", "B200" or "MI300X", in any case; or a GPU, which is returned.
+        name: "A100", "H100", "H200", "B200" or "MI300X", in upper or lower case; or a GPU, which is returned.
         argument: its name in messages.
 
     Raises:

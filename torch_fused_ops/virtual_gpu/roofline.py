@@ -71,10 +71,10 @@ _SHEETS: Mapping[str, tuple[float, float, float]] = {
 
 # Rates that replace the H200's share of the sheet. Fitted to Liger-Kernel's published measurements
 # (`docs/paper-and-devices.md`): the H100's memory to 25 forward passes of its 0.7 and 0.8 (March and July 2026), the
-# A100's FLOP to 32 rows of its 0.2 (September 2024). The H100's launch is that of a row of six kernels; a kernel that
-# runs alone takes 6.2 µs. From other publications: the A100's memory (the share is 10 to 20 % above published copies),
-# the B200's largest GEMM (1745, https://github.com/stas00/ml-engineering/tree/master/compute/accelerator), and the
-# faster of the MI300X's two (668 there, and 782; its share of the sheet would be 1044).
+# A100's FLOP to 32 rows of its 0.2 (September 2024). The H100's launch was measured in a row of six kernels; a kernel
+# that runs alone takes 6.2 µs. From other publications: the A100's memory (the share is 10 to 20 % above published
+# copies), the B200's fastest GEMM (1745, https://github.com/stas00/ml-engineering/tree/master/compute/accelerator), and
+# the faster of two for the MI300X (668 there, and 782; the share would be 1044).
 _FITTED: Mapping[str, Mapping[str, float]] = {
     "NVIDIA A100-SXM4-80GB": {"flop": 250e12, "nbytes": 1.66e12},
     "NVIDIA H100 80GB HBM3": {"nbytes": 3.08e12, "launch": 3.5e-6},
@@ -118,7 +118,7 @@ _BRANCH = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?BRA\S*\s+.*?0x(
 
 def loops(code: MachineCode) -> bool:
     """Tell whether the machine code branches back; not to itself, as it does behind its end."""
-    return any(int(target, 16) < int(at, 16) for at, target in _BRANCH.findall(code.asm))
+    return any(int(target, 16) < int(address, 16) for address, target in _BRANCH.findall(code.asm))
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def works_of(graph: GeneratedGraph, instructions: bool = True) -> list[Work]:
         launches = [Work(nbytes=k.bytes_moved / k.launches) for k in graph.kernels for _ in range(k.launches)]
     counted = ((node, flops_of_node(node, flop_of_bf16)) for node in graph.graph.graph.nodes)
     products = [Work(flop, nbytes_of_node(node)) for node, flop in counted if flop]
-    others = graph.bytes_moved - sum(work.nbytes for work in (*launches, *products))
-    return [*launches, *products, *([Work(nbytes=others)] if others > 0 else [])]
+    other_bytes = graph.bytes_moved - sum(work.nbytes for work in (*launches, *products))
+    return [*launches, *products, *([Work(nbytes=other_bytes)] if other_bytes > 0 else [])]
 
 
 def nbytes_of_node(call: torch.fx.Node) -> int:
