@@ -321,6 +321,7 @@ SAVES = {
     "free": "all except the activation's result",
     "fp8": "the same, the activation's inputs in 8 bits",
     "input": "only the MLP's input",
+    "input+attention": "the same, and of attention only its input and result",
     "checkpoint": "only the layer's input",
 }
 
@@ -341,7 +342,11 @@ def readme() -> str:
     ]
     for row in plan["levels"]:
         if row["level"] in SAVES:
-            name = {"free": '`"free"`, the default', "checkpoint": "a checkpoint around each layer"}.get(row["level"])
+            name = {
+                "free": '`"free"`, the default',
+                "input+attention": '`"input"`, with `attention="input"`',
+                "checkpoint": "a checkpoint around each layer",
+            }.get(row["level"])
             peak = max(row["peak"], plan["optimizer_peak"])
             cells = (name or f'`"{row["level"]}"`', SAVES[row["level"]], f"{peak / 2**30:.0f} GiB")
             share = f"{100 * peak / H200.total_memory:.0f} %"

@@ -157,7 +157,7 @@ def picture(name: str, case: dict[str, Any]) -> Any:
     ax.set_xlim(0, 1.35 * max(row["reserved"] / 2**30 for row in rows))
     ax.invert_yaxis()
     ax.tick_params(labelsize=13)
-    ax.set_xlabel("reserved on each GPU, GiB, with float32 shards of weights and AdamW's state", fontsize=12)
+    ax.set_xlabel("reserved on each GPU, GiB; shards of weights and AdamW's state are float32", fontsize=11)
     figure.suptitle(f"{name} (FSDP2), {batch} × {length:,} tokens on each, estimated", fontsize=13)
     ax.spines[["top", "right"]].set_visible(False)
     return figure

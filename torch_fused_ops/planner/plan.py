@@ -8,23 +8,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_fused_ops.graphs.capture import check_model, name_of
+from torch_fused_ops.planner import max_batch, search
+from torch_fused_ops.planner import model as models
+from torch_fused_ops.planner.estimate import CHUNKS, Estimates
+from torch_fused_ops.planner.model import CapturedModel
+from torch_fused_ops.planner.pieces import divided
 from torch_fused_ops.planner.report import LayerRow, LevelRow, PlanFigures
+from torch_fused_ops.planner.search import Candidate
 from torch_fused_ops.planner.setup import LEVELS, Setup, bytes_of, check
+from torch_fused_ops.planner.static_memory import Resident, ResidentTensor, check_shards, check_whole, resident_tensors
+from torch_fused_ops.planner.step import OFF, SegmentedStep, Step, StepSummary, policy_at, policy_of, segmented_step
 from torch_fused_ops.policy import FusionPolicy
-
-if TYPE_CHECKING:
-    from torch_fused_ops.planner.estimate import Estimates
-    from torch_fused_ops.planner.model import CapturedModel
-    from torch_fused_ops.planner.search import Candidate
-    from torch_fused_ops.planner.static_memory import Resident, ResidentTensor
-    from torch_fused_ops.planner.step import Step, StepSummary
-    from torch_fused_ops.virtual_gpu import GPU
+from torch_fused_ops.reports.text import size
+from torch_fused_ops.virtual_gpu import GPU, gpus, roofline
 
 log = logging.getLogger("torch_fused_ops.planner")
 
@@ -47,11 +49,6 @@ class Plan(PlanFigures):
         assert self._planner is not None
         limit = bytes_of(memory)
         return self._planner.over(self.setup.dp if dp is None else dp).within(limit)
-
-    def recompiled_peak_bytes(self) -> int:
-        """Recompute ``step_peak``: capture the model and compile it with the plan's policy; seconds a layer."""
-        assert self._planner is not None and self._chosen is not None
-        return self._planner.peak(self._chosen, self._planner.recompiled(self._chosen))
 
 
 def plan(
@@ -121,13 +118,6 @@ def plan(
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
-    from torch_fused_ops.planner import max_batch, search
-    from torch_fused_ops.planner import model as models
-    from torch_fused_ops.planner.estimate import Estimates
-    from torch_fused_ops.planner.pieces import divided
-    from torch_fused_ops.planner.static_memory import check_shards, check_whole, resident_tensors
-    from torch_fused_ops.planner.step import OFF, SegmentedStep, Step, policy_at, segmented_step
-    from torch_fused_ops.virtual_gpu import gpus
 
     started = time.monotonic()
     model = check_model(model)
@@ -138,14 +128,14 @@ def plan(
     limit, described = bytes_of(memory), gpus.by_name(gpu)
     loss_function, loss_runs = models.loss_of(loss)
     weights = torch.bfloat16 if mixed_precision else torch.float32 if master_weights else None
-    size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
+    first_size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
     gpus.import_triton()  # fail at once, not after capturing the model
     lowerings.require()
     if setup.sharded:
         check_whole(model, dp)
 
-    def capture(size: int) -> CapturedModel:
-        resized = max_batch.resized((args, kwargs), maximum, size) if maximum is not None else (args, kwargs)
+    def capture(at_size: int) -> CapturedModel:
+        resized = max_batch.resized((args, kwargs), maximum, at_size) if maximum is not None else (args, kwargs)
         resized = models.floats_as(resized, torch.bfloat16) if mixed_precision else resized
         with models.weights_as(model, weights):
             captured = models.captured_model(model, resized[0], resized[1], loss_function)
@@ -155,7 +145,7 @@ def plan(
         undivided = compiled == "model" and loss_function is None
         return captured if undivided else divided(captured, described, compiled, loss_runs, keep_logits)
 
-    captured = capture(size)
+    captured = capture(first_size)
     if setup.sharded:
         check_shards(model, captured.unit_of, dp, captured.unregistered)  # its errors come before minutes of compiling
     fused = bool(captured.mlps) and compiled != "none"
@@ -167,7 +157,7 @@ def plan(
         step = Step(captured.units, captured.mlps if fused else {}, parts)
         trained = next(iter(parts.values())).trained.__contains__
         tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
-        recapture = lambda: prepared(capture(size))  # noqa: E731
+        recapture = lambda: prepared(capture(first_size))  # noqa: E731
         return _Planner(model, recapture, ready, step, tensors, described, chosen_among, setup, estimates)
 
     advice = []
@@ -190,7 +180,7 @@ def plan(
     available = setup.available(limit)
     slack = max(c.curve.pools - c.curve.peak for c in planner.candidates)  # pools and holes at this size
     available_for_step = available - resident.nbytes - slack if resident.optimizer_peak <= available else 0
-    sizes = max_batch.Sizes(lambda size: prepared(capture(size)), maximum, size, described, planner.step)
+    sizes = max_batch.Sizes(lambda n: prepared(capture(n)), maximum, first_size, described, planner.step)
     return replace(result, largest=sizes.largest(resident.nbytes, available_for_step))
 
 
@@ -217,8 +207,6 @@ class _Planner:
 
     def quick_answer(self) -> Iterator[str]:
         """Yield a sentence for the plain model and for the default level."""
-        from torch_fused_ops.reports.text import size
-
         for level in ("off", "free") if self.step.mlps else ("free",):
             nbytes = self.resident.nbytes + self.estimated(dict.fromkeys(self.step.mlps, level)).pools
             why = " for the optimizer's step" if nbytes < self.resident.optimizer_peak else ""
@@ -226,8 +214,6 @@ class _Planner:
 
     def beside_loss(self) -> Iterator[str]:
         """Yield a sentence if the model returns results beside its loss: backward then begins with as many zeros."""
-        from torch_fused_ops.reports.text import size
-
         alone, detached = (self.estimates.captured.with_loss_alone(detach) for detach in (False, True))
         if alone is not None and detached is not None:
             divided = self.estimates.divided
@@ -264,8 +250,6 @@ class _Planner:
         Raises:
             ValueError: the errors of ``check_shards``.
         """
-        from torch_fused_ops.planner.static_memory import check_shards
-
         check("dp", dp)
         if self.setup.parallel != "ddp":
             check_shards(self.model, self.captured.unit_of, dp, self.captured.unregistered)
@@ -274,8 +258,6 @@ class _Planner:
     @cached_property
     def resident(self) -> Resident:
         """The memory that does not depend on levels."""
-        from torch_fused_ops.planner.static_memory import Resident
-
         resident = Resident.of(self.tensors, self.setup, self.captured.group_of)
         step = self._sharded(resident)
         gradients = 0 if resident.accumulated else resident.gradients
@@ -292,14 +274,11 @@ class _Planner:
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        from torch_fused_ops.planner import search
 
         return search.candidates(self.step, self.levels)
 
     def recompiled(self, chosen: Candidate) -> Step:
         """Capture and compile the model again at these levels; the step has the same parts for any level."""
-        from torch_fused_ops.planner.step import policy_of, segmented_step
-
         parts = segmented_step(self.capture(), self.gpu, policy_of(self.step.mlps, chosen.levels))
         return replace(self.step, parts=dict.fromkeys(self.step.parts, parts))
 
@@ -312,25 +291,16 @@ class _Planner:
             self._mixed[key] = self.recompiled(chosen)
         return self._mixed[key]
 
-    def peak(self, chosen: Candidate, step: Step | None = None) -> int:
-        """The compiled peak of forward and backward at these levels."""
-        return self.resident.nbytes + (step or self.exact(chosen)).at_levels(chosen.levels).peak
-
     def pool_bytes(self, chosen: Candidate) -> int:
-        """The bytes that PyTorch's pools hold for the compiled step at these levels, the optimizer's step apart."""
+        """Return the bytes of PyTorch's pools in forward and backward, compiled at these levels."""
         return self.resident.nbytes + self.exact(chosen).at_levels(chosen.levels).pools
 
     def reserved(self, nbytes: int) -> int:
-        """The bytes that PyTorch reserves, about, for a step that holds so many; the optimizer's step included."""
+        """Return about how many bytes PyTorch reserves if forward and backward take ``nbytes``."""
         return self.setup.reserved(max(nbytes, self.resident.optimizer_peak))
 
     def within(self, limit: int) -> Plan:
         """The plan for a limit."""
-        from torch_fused_ops.planner import search
-        from torch_fused_ops.planner.estimate import CHUNKS
-        from torch_fused_ops.planner.step import OFF, policy_of
-        from torch_fused_ops.virtual_gpu import roofline
-
         step, resident = self.step, self.resident
         uniform = [candidate for candidate in self.candidates if not candidate.is_mixed]
         available = self.setup.available(limit) - resident.nbytes
@@ -346,7 +316,8 @@ class _Planner:
             chosen = min(lowest, key=lambda candidate: max(self.pool_bytes(candidate), resident.optimizer_peak))
         exact = self.exact(chosen)
         in_pools = max(self.pool_bytes(chosen), resident.optimizer_peak)
-        curve, step_peak = exact.at_levels(chosen.levels), self.peak(chosen)
+        curve = exact.at_levels(chosen.levels)
+        step_peak = resident.nbytes + curve.peak
         plainest = OFF if OFF in step.parts else next(iter(step.parts))
         off_levels = dict.fromkeys(step.mlps, plainest)
         off = step.at_levels(off_levels)
@@ -406,8 +377,6 @@ class _Planner:
 
     def help(self, curve: StepSummary, checkpointed: StepSummary | None, limit: int) -> Iterator[str]:
         """Yield advice to make the step fit, or cheaper."""
-        from torch_fused_ops.reports.text import size
-
         resident, reserved, requested = self.resident, self.setup.reserved, limit
         limit = self.setup.available(limit)
         if not self.step.mlps:
@@ -444,8 +413,6 @@ class _Planner:
             limit: bytes.
             fewer: the advice if shards alone do not suffice.
         """
-        from torch_fused_ops.reports.text import size
-
         need = 0
         for dp in (n for n in DP if n > self.setup.dp):
             try:
