@@ -640,10 +640,10 @@ def test_loss_in_chunks_is_offered() -> None:
     assert any("torch._inductor.config.auto_chunker.enable = True" in line for line in plan.help)
 
 
+@pytest.mark.slow
 def test_attention_is_a_level_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     with torch.device("meta"):
-        model = models.Llama(replace(SMALL, layers=2)).bfloat16()
-        tokens = torch.zeros(16, 128, dtype=torch.long)
+        model, tokens = models.Llama(SMALL).bfloat16(), torch.zeros(16, 128, dtype=torch.long)
     levels = ["input", "input+attention"]
     with caplog.at_level("INFO", "torch_fused_ops.planner"):
         plan = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none", levels=levels)
