@@ -1,4 +1,4 @@
-"""``python -m torch_fused_ops``, as a user runs it."""
+"""The command line ``python -m torch_fused_ops``."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def one_tensor():
     return MLP(), torch.randn(4, 8)
 
 class Decaying(MLP):
-    # Backward reads a buffer as it was before forward has updated it.
+    # Backward reads a buffer's value before forward updates it.
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.rand(8))
@@ -87,7 +87,7 @@ def models(tmp_path, monkeypatch):
     sys.modules.pop("some_models", None)
 
 
-def test_info(capsys):
+def test_info_lists_versions_operators_and_features(capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     for fact in (tfo.__version__, torch.__version__, sys.version.split()[0], "fused::bias_act", "gelu_tanh"):
@@ -113,7 +113,7 @@ def test_info_lists_upstream_faults_of_installed_versions(capsys):
 
 
 @pytest.mark.slow
-def test_check_quick():
+def test_check_quick_passes():
     done = run("check", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -131,8 +131,8 @@ def test_check_reports_failures(monkeypatch, capsys):
     assert "FAIL" in out and "1 failures" in out and "glu[some sample]: forward error 7 ulp, allowed 1 ulp" in out
 
 
-def test_a_gpu_on_which_check_has_passed_is_noted(monkeypatch, tmp_path, capsys, caplog, inductor):
-    """Until then the first compilation of a process that uses a GPU names the command."""
+def test_gpus_are_recorded_after_check_passes(monkeypatch, tmp_path, capsys, caplog, inductor):
+    """Until then, the first compilation on a GPU in each process logs the command."""
     from torch_fused_ops.lowerings import passes
 
     setup = f"Some GPU, driver 12080, torch {torch.__version__}, Triton "
@@ -144,7 +144,7 @@ def test_a_gpu_on_which_check_has_passed_is_noted(monkeypatch, tmp_path, capsys,
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
-    def said():
+    def output():
         caplog.clear()
         environment.remind.cache_clear()
         with monkeypatch.context() as patch:
@@ -153,24 +153,24 @@ def test_a_gpu_on_which_check_has_passed_is_noted(monkeypatch, tmp_path, capsys,
                 passes.PreGradPass(tfo.FusionPolicy())(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)).graph)
         return [r.getMessage() for r in caplog.records if "torch_fused_ops check" in r.getMessage()]
 
-    (line,) = said()
+    (line,) = output()
     assert f"not checked yet on {setup}" in line and "minutes" in line
     assert main(["check", "--device", "cuda"]) == 1
     assert environment.checked_gpus() == []
     failures.clear()
     assert [main(["check", "--device", "cuda"]) for _ in range(2)] == [0, 0]
-    assert len(environment.checked_gpus()) == 1 and said() == []
+    assert len(environment.checked_gpus()) == 1 and output() == []
     capsys.readouterr()
     main(["info"])
     line = rf"^checked +{re.escape(setup)}.*, torch_fused_ops {re.escape(tfo.__version__)}$"
     assert re.search(line, capsys.readouterr().out, re.M)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000)
-    assert len(said()) == 1
+    assert len(output()) == 1
 
 
 @pytest.mark.parametrize("spec", ["some_models:example", "some_models.py:with_keywords", "some_models:Zoo.tiny"])
 @pytest.mark.parametrize("train", [False, True])
-def test_explain(models, capsys, spec, train):
+def test_explain_runs_every_kind_of_callable(models, capsys, spec, train):
     assert main(["explain", spec, *(["--train"] if train else [])]) == 0
     out = capsys.readouterr().out
     assert "gelu" in out and "some_models.py" in out
@@ -204,7 +204,7 @@ def test_explain_with_figures_and_a_policy(models, capsys):
     assert 'memory="fp8" stores it in 8 bits' in capsys.readouterr().out
 
 
-def test_figures_that_cannot_be_had_are_refused_before_the_model_is_made(models, capsys, monkeypatch):
+def test_missing_triton_is_reported_before_the_model_is_created(models, capsys, monkeypatch):
     def import_triton():
         raise ModuleNotFoundError("Triton is missing", name="triton")
 
@@ -214,29 +214,29 @@ def test_figures_that_cannot_be_had_are_refused_before_the_model_is_made(models,
 
 
 @pytest.mark.parametrize("command", [["explain"], ["plan", "--memory", "1MiB"], ["verify"]], ids=lambda c: c[0])
-def test_errors_of_the_models_own_are_no_findings(models, capsys, command):
+def test_model_errors_exit_with_2(models, capsys, command):
     assert main([*command, "some_models:wrong"]) == 2
-    said = capsys.readouterr().err
-    assert said.endswith("\nerror: some_models:wrong cannot be run: RuntimeError: no such weights\n")
-    assert "Traceback" in said and "in wrong" in said
+    output = capsys.readouterr().err
+    assert output.endswith("\nerror: some_models:wrong cannot be run: RuntimeError: no such weights\n")
+    assert "Traceback" in output and "in wrong" in output
 
 
-def test_plan(models, capsys):
+def test_plan_writes_all_formats(models, capsys):
     pytest.importorskip("triton")
     arguments = ["plan", "some_models:example", "--gpu", "H100", "--optimizer", "sgd", "--meta", "--lossless"]
     assert main([*arguments, "--dp", "3", "--memory", "1MiB", "--json", "plan.json", "--html", "plan.html"]) == 0
-    said = capsys.readouterr().out
-    assert "MLP in 1.00 MiB of an NVIDIA H100 80GB HBM3, one of 3: fits" in said
-    assert "a step (FSDP2)" in said
-    found = json.loads((models / "plan.json").read_text())
-    assert found["dp"] == 3 and found["sent"] > 0
-    assert found["fits"] and found["optimizer"] == "sgd" and found["memory"] == "off"
-    assert {row["level"] for row in found["levels"]} >= {"off", "free", "input"}
+    output = capsys.readouterr().out
+    assert "MLP in 1.00 MiB of an NVIDIA H100 80GB HBM3, one of 3: fits" in output
+    assert "a step (FSDP2)" in output
+    parsed = json.loads((models / "plan.json").read_text())
+    assert parsed["dp"] == 3 and parsed["sent"] > 0
+    assert parsed["fits"] and parsed["optimizer"] == "sgd" and parsed["memory"] == "off"
+    assert {row["level"] for row in parsed["levels"]} >= {"off", "free", "input"}
     page = (models / "plan.html").read_text()
     assert page.count("<polyline") == 2 and "one of 3" in page and "Each GPU sends" in page
 
 
-def test_verify(models, capsys, monkeypatch):
+def test_verify_exits_with_1_on_wrong_gradients(models, capsys, monkeypatch):
     arguments = ["verify", "some_models.py:decaying", "--memory", "input", "--json", "found.json"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
@@ -247,7 +247,7 @@ def test_verify(models, capsys, monkeypatch):
     assert main(["verify", "some_models.py:decaying"]) == 1
     out = capsys.readouterr().out
     assert "gradient of scale" in out and "not ok" in out
-    assert main(["verify", "some_models.py:decaying", "--eval"]) == 0, "nothing is written in evaluation"
+    assert main(["verify", "some_models.py:decaying", "--eval"]) == 0, "evaluation does not update the buffer"
     assert main(["verify", "some_models.py:decaying", "--json", "/"]) == 2
     assert main(["verify", "nowhere.py:example"]) == 2
 
@@ -261,7 +261,7 @@ def test_progress_is_printed_on_standard_error(capsys):
     assert printed.err == "... compiling\n" and not printed.out and not logger.handlers
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     assert raises(SystemExit, "", main, ["--version"]).code == 0
     assert capsys.readouterr().out == f"torch_fused_ops {tfo.__version__}\n"
 
@@ -270,7 +270,7 @@ def test_version(capsys):
     *(["--help"], ["plan", "--help"], ["bench", "mlp", "--help"], ["plan"]),
     ["plan", "no_such:x", "--memory", "1GiB", "--gpu", "H1000"],
 ])  # fmt: skip
-def test_what_needs_no_torch_does_not_import_it(arguments):
+def test_help_and_usage_errors_do_not_import_torch(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "torch_fused_ops", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == (0 if "--help" in arguments else 2)
@@ -279,7 +279,7 @@ def test_what_needs_no_torch_does_not_import_it(arguments):
     assert "torch_fused_ops.tools.arguments" in imported and "torch" not in imported
 
 
-def test_help_and_no_command(capsys):
+def test_help_lists_commands_and_a_missing_command_exits_with_2(capsys):
     for arguments, code in ((["--help"], 0), ([], 2)):
         assert raises(SystemExit, "", main, arguments).code == code
     help_text = capsys.readouterr().out
@@ -312,8 +312,8 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["program.py"], ["-m", "program"]])
-def test_run(models, how):
-    """A program as it is: its arguments, its neighbors, its exit code; its children do as it does."""
+def test_run_keeps_arguments_imports_and_exit_code(models, how):
+    """Child processes inherit the policy."""
     (models / "program.py").write_text(PROGRAM)
     done = run("run", "--memory", "input", "--strict", "--report", "report.json", *how, "--memory", "x", cwd=models)
     assert done.returncode == 3, done.stderr
@@ -326,7 +326,7 @@ def test_run(models, how):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
-def test_run_behind_torchrun(models):
+def test_run_works_under_torchrun(models):
     program = PROGRAM.replace("sys.exit(3)", 'print("fused:", torch_fused_ops.lowerings.passes._graphs)')
     (models / "program.py").write_text(program.replace("import torch\n", "import torch, torch_fused_ops\n", 1))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -338,8 +338,8 @@ def test_run_behind_torchrun(models):
 
 
 @pytest.mark.slow
-def test_run_is_the_program_itself(models):
-    """What `python script.py` does, `run` does: paths, `__main__` at exit, sys.path, the program's own errors."""
+def test_run_behaves_like_python(models):
+    """Paths, `__main__` at exit, sys.path, and the program's errors are those of `python script.py`."""
     folder = models / "elsewhere"
     folder.mkdir()
     (models / "beside.py").write_text("VALUE = 7")
@@ -374,13 +374,13 @@ def test_run_replaces_the_process(models, monkeypatch):
     )
     (executable, command, environ) = calls[0]
     assert executable == command[0] == sys.executable and command[-4:] == ["-m", "some_models", "--memory", "x"]
-    asked = tfo.FusionPolicy.parse(environ["TORCH_FUSED_OPS"])
-    assert asked == tfo.FusionPolicy(memory={"layers.[0,1].*": "input", "*": "fp8"}, exclude=("b.[0,1]",))
+    policy = tfo.FusionPolicy.parse(environ["TORCH_FUSED_OPS"])
+    assert policy == tfo.FusionPolicy(memory={"layers.[0,1].*": "input", "*": "fp8"}, exclude=("b.[0,1]",))
     assert environ["TORCH_FUSED_OPS_REPORT"] == str(models / "r.json")
 
 
-# What is refused: the command and its arguments, separated by spaces, and what is said.
-REFUSED = {
+# Invalid commands with their arguments, and the message.
+INVALID = {
     "check --device cuda:77": "error: --device cuda:77 cannot be used",
     "check --device toaster": "error: --device toaster cannot be used",
     "explain some_models": "error: 'some_models' is not of the form module:callable",
@@ -425,9 +425,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("command", REFUSED)
-def test_what_is_refused(models, capsys, command):
-    """With the status 2; argparse, which ends the process itself, says the usage before."""
+@pytest.mark.parametrize("command", INVALID)
+def test_invalid_arguments_exit_with_2_and_a_message(models, capsys, command):
+    """Argparse exits itself, and prints the usage first."""
     if "--figures" in command:
         pytest.importorskip("triton")
     usage = ""
@@ -435,5 +435,5 @@ def test_what_is_refused(models, capsys, command):
         status = main(command.split())
     except SystemExit as end:
         status, usage = end.code, f"usage: python -m torch_fused_ops {command.partition(' ')[0]}".rstrip()
-    said = capsys.readouterr()
-    assert status == 2 and usage in said.err and REFUSED[command] in said.err and not said.out
+    output = capsys.readouterr()
+    assert status == 2 and usage in output.err and INVALID[command] in output.err and not output.out

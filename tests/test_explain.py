@@ -1,4 +1,4 @@
-"""Reports: what explain says, what it leaves unchanged, and how a report is shown."""
+"""``explain`` and its reports as text, JSON and HTML."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("fields", [{"memory": "fp8"}, {"memroy": "fp8"}])
-def test_fields_of_a_policy_are_not_the_models(fields: dict[str, str]) -> None:
+def test_policy_fields_as_keywords_are_rejected_with_a_hint(fields: dict[str, str]) -> None:
     for call in (explain, verify, *([replace_mlps] if "memroy" in fields else [])):
         with pytest.raises(TypeError, match=r"the model takes no '\w+'; did you mean FusionPolicy's memory\?"):
             call(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8), **fields)
@@ -51,14 +51,14 @@ def test_fields_of_a_policy_are_not_the_models(fields: dict[str, str]) -> None:
     def takes_it(x: torch.Tensor, memory: str) -> torch.Tensor:
         return x * len(memory)
 
-    def takes_all(x: torch.Tensor, **more: str) -> torch.Tensor:
-        return x * len(more)
+    def takes_all(x: torch.Tensor, **options: str) -> torch.Tensor:
+        return x * len(options)
 
     explain(takes_it, torch.randn(2), memory="its own")
     explain(takes_all, torch.randn(2), memory="its own")
 
 
-def test_sites():
+def test_explain_lists_every_site():
     report = explain(Block(), torch.randn(4, 8))
     fused, dropout, left = report.sites
     assert (fused.op, fused.activation, fused.users) == ("fused::bias_act", "gelu", ("linear",))
@@ -69,7 +69,7 @@ def test_sites():
     assert report.summary == "1 of 2 MLP sites fused, 1 of 1 dropouts (1 graph)"
 
 
-def test_graph_breaks():
+def test_sites_on_both_sides_of_a_graph_break_are_listed():
     model = Block()
 
     def broken(x):
@@ -83,7 +83,7 @@ def test_graph_breaks():
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_the_model_is_as_before(train):
+def test_explain_leaves_the_model_unchanged(train):
     model, x = Block().train(train), torch.randn(4, 8)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     explain(model, x)
@@ -94,16 +94,16 @@ def test_the_model_is_as_before(train):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_shapes_seen_here_do_not_make_later_compilations_dynamic():
-    model, seen = Block(), []
+def test_explain_does_not_make_later_compilations_dynamic():
+    model, is_dynamic = Block(), []
     explain(model, torch.randn(4, 8))
 
     def backend(gm, inputs):
-        seen.append(any(isinstance(i, torch.SymInt) for i in inputs))
+        is_dynamic.append(any(isinstance(i, torch.SymInt) for i in inputs))
         return gm.forward
 
     torch.compile(model, backend=backend)(torch.randn(6, 8))
-    assert seen == [False]
+    assert is_dynamic == [False]
 
 
 SITES = (
@@ -113,18 +113,18 @@ SITES = (
 )
 
 
-def test_print():
+def test_text_has_a_row_per_site():
     lines = str(Report(SITES)).splitlines()
     assert lines[0].split() == ["operator", "activation", "source", "read", "by", "reason"]
     column = lines[0].index("reason")
-    said = [SITES[0].reason, *(text for s in SITES[1:] for text in (s.reason, f"→ {s.kind.row}"))]
-    assert [line[column:] for line in lines[2:7]] == said, "what was refused has its place in the docs below it"
+    expected = [SITES[0].reason, *(text for s in SITES[1:] for text in (s.reason, f"→ {s.kind.row}"))]
+    assert [line[column:] for line in lines[2:7]] == expected, "a reason has a link to the docs below it"
     assert "linear ×2" in lines[2]
     assert lines[-1] == "1 of 2 MLP sites fused, 1 not MLPs (1 graph)"
     assert str(Report(())).startswith("0 of 0 MLP sites fused (1 graph)\n")
 
 
-def test_print_collapses_what_differs_in_the_layer_only():
+def test_text_groups_equal_sites_of_several_layers():
     def site(module, reason="proved from gelu", op="fused::bias_act"):
         return Site(op, "gelu" if op else None, f"model.py:12 in {module}", reason, ("linear",), module=module)
 
@@ -139,18 +139,18 @@ def test_print_collapses_what_differs_in_the_layer_only():
     assert len(json.loads(report.to_json())["sites"]) == 40
 
 
-def test_a_site_without_a_module_is_shown_as_it_is():
+def test_sites_without_a_module_have_their_source():
     (group,) = grouped([Site(None, None, "unknown", "why", ())])
     assert (group.source, group.modules) == ("unknown", "")
 
 
-def test_long_reasons_are_wrapped_and_a_minus_is_no_bullet():
+def test_long_reasons_are_wrapped_and_do_not_start_with_a_minus():
     reason = "-1 + " + " + ".join(f"x·sigmoid({i}·x)" for i in range(40)) + " is not a supported activation"
     lines = str(Report((Site(None, None, "model.py:1 in a", reason, ("linear",)),))).splitlines()
     column = lines[0].index("reason")
     assert max(map(len, lines)) <= 120
-    shown = [line[column:] for line in lines[2 : lines.index("")]]
-    assert shown[0].startswith("the value -1 + ") and " ".join(shown) == f"the value {reason}"
+    text = [line[column:] for line in lines[2 : lines.index("")]]
+    assert text[0].startswith("the value -1 + ") and " ".join(text) == f"the value {reason}"
 
 
 @pytest.mark.parametrize("call", [explain, functools.partial(plan, memory="1GiB"), verify])
@@ -161,22 +161,22 @@ def test_arguments_in_a_tuple_are_explained(call: Any):
     raises(TypeError, r"^(?!args=)", call, nn.Linear(4, 4), x, x)
 
 
-def test_pages_are_not_written_where_there_is_no_folder(tmp_path: Path):
+def test_html_into_a_missing_folder_raises(tmp_path: Path):
     with pytest.raises(ValueError, match="cannot be written: it must be a file in an existing folder"):
         Report(()).to_html(tmp_path / "none" / "page.html")
 
 
-def test_json():
+def test_json_has_every_site():
     parsed = json.loads(Report(SITES).to_json())
-    as_they_were = {"users": tuple, "spelling": tuple, "kind": lambda name: name and Kind[name]}
-    sites = [Site(**{k: as_they_were.get(k, lambda v: v)(v) for k, v in site.items()}) for site in parsed["sites"]]
+    convert = {"users": tuple, "spelling": tuple, "kind": lambda name: name and Kind[name]}
+    sites = [Site(**{k: convert.get(k, lambda v: v)(v) for k, v in site.items()}) for site in parsed["sites"]]
     assert sites == list(SITES)
     assert [site["kind"] for site in parsed["sites"]] == [None, "OTHER_OPERAND", "STANDS_BETWEEN"]
     assert parsed["figures"] is None and parsed["graphs"] == 1
 
 
 class Balanced(HTMLParser):
-    """Checks that tags are closed in order and that nothing is fetched; collects the text."""
+    """Checks that tags are closed in order and that the page is self-contained; collects the text."""
 
     def __init__(self):
         super().__init__()
@@ -207,7 +207,7 @@ def read(path):
 NASTY = "<script>alert('&')</script>{body}{title}%s"
 
 
-def test_html(tmp_path):
+def test_html_escapes_reasons_and_has_all_sections(tmp_path):
     path = tmp_path / "report.html"
     assert Report(SITES, graphs=2).to_html(path) == path
     text, parser = read(path)
@@ -224,10 +224,10 @@ def test_html_escapes_everything(tmp_path):
         report.title, report.notes, report.figures_missing = NASTY, (NASTY,), NASTY
         text, parser = read(report.to_html(str(tmp_path / "report.html")))
         assert "<script" not in text and text.count("&lt;script&gt;") >= 8
-        assert sum(NASTY in t for t in parser.texts) >= 7, "and shows it as it is"
+        assert sum(NASTY in t for t in parser.texts) >= 7, "the text is unchanged"
 
 
-def test_html_of_refusals_shows_the_line_and_what_to_do(tmp_path):
+def test_html_has_the_source_line_and_hint_of_unfused_sites(tmp_path):
     class Odd(nn.Module):
         def forward(self, x):
             return F.mish(x) * (1 < 2)
@@ -239,7 +239,7 @@ def test_html_of_refusals_shows_the_line_and_what_to_do(tmp_path):
     assert text.count('<p class="hint">') == 1 and "register_activation" in text
 
 
-def test_html_of_nothing(tmp_path):
+def test_html_without_sites_names_graph_breaks(tmp_path):
     text, _ = read(Report((), graphs=3).to_html(tmp_path / "report.html"))
     assert "graph break" in text and "Not fused" not in text and "<h2>Graph breaks" not in text
 
@@ -254,35 +254,36 @@ def breaks_twice(x, w):
     return torch.relu(breaks(breaks(x, w), w)) @ w
 
 
-def test_each_graph_break_has_its_line_its_reason_and_what_helps(tmp_path):
+def test_graph_breaks_have_line_reason_and_hint(tmp_path):
     arguments = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
     report = explain(breaks_twice, *arguments)
     assert report.graphs > 2 and report.sites == ()
-    (one,), times = set(report.breaks), len(report.breaks)
+    (graph_break,), times = set(report.breaks), len(report.breaks)
     assert times > 1
-    assert one.code == "torch._dynamo.graph_break()" and one.kind is Kind.GRAPH_BREAK
-    assert one.location.startswith(__file__) and one.source.startswith("test_explain.py:")
-    shown = " ".join(str(report).split())
-    assert f"{one.source} ×{times}: {one.code} {one.reason} → {Kind.GRAPH_BREAK.hint} ({Kind.GRAPH_BREAK.row})" in shown
+    assert graph_break.code == "torch._dynamo.graph_break()" and graph_break.kind is Kind.GRAPH_BREAK
+    assert graph_break.location.startswith(__file__) and graph_break.source.startswith("test_explain.py:")
+    text = " ".join(str(report).split())
+    hint = f"{Kind.GRAPH_BREAK.hint} ({Kind.GRAPH_BREAK.row})"
+    assert f"{graph_break.source} ×{times}: {graph_break.code} {graph_break.reason} → {hint}" in text
     text, parser = read(report.to_html(tmp_path / "report.html"))
-    assert text.count(f"<pre>{one.code}</pre>") == 1 and f"{times} times" in text and "Graph breaks" in text
+    assert text.count(f"<pre>{graph_break.code}</pre>") == 1 and f"{times} times" in text and "Graph breaks" in text
     assert any(Kind.GRAPH_BREAK.row in t for t in parser.texts)
     assert [b["kind"] for b in json.loads(report.to_json())["breaks"]] == ["GRAPH_BREAK"] * times
-    whole = explain(lambda x, w: torch.relu(x @ w) @ w, *arguments)
-    assert whole.breaks == () and "graph break" not in str(whole)
+    unbroken = explain(lambda x, w: torch.relu(x @ w) @ w, *arguments)
+    assert unbroken.breaks == () and "graph break" not in str(unbroken)
 
 
 @pytest.mark.codegen_is_slow
-def test_recorded_graph_breaks():
+def test_record_lists_graph_breaks_of_fused_graphs_only():
     with record() as report:
         torch.compile(breaks, backend="aot_eager")(torch.randn(4, 4), torch.randn(4, 4))
         torch._dynamo.reset()
         torch.compile(breaks, backend="fused")(torch.randn(4, 4), torch.randn(4, 4))
-    (one,) = report.breaks
-    assert one.code == "torch._dynamo.graph_break()" and one.reason in " ".join(str(report).split())
+    (graph_break,) = report.breaks
+    assert graph_break.code == "torch._dynamo.graph_break()" and graph_break.reason in " ".join(str(report).split())
 
 
-def test_where_nothing_is_captured_dynamos_reasons_are_said():
+def test_without_a_captured_graph_dynamos_reasons_are_listed():
     def loop(x, w):
         for _ in range(2):
             x = x @ w
@@ -291,13 +292,13 @@ def test_where_nothing_is_captured_dynamos_reasons_are_said():
 
     report = explain(loop, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
     assert report.graphs == 0 and "0 graphs" in str(report)
-    assert report.breaks and {one.kind for one in report.breaks} == {Kind.GRAPH_BREAK}
+    assert report.breaks and {graph_break.kind for graph_break in report.breaks} == {Kind.GRAPH_BREAK}
     assert "torch._dynamo.graph_break()" in str(report)
     assert explain(lambda x: x + 1, torch.randn(4)).breaks == ()
 
 
 class Loop(nn.Module):
-    """Experts one after the other, as transformers' are where they are eager."""
+    """A loop over experts, like transformers' eager implementation."""
 
     def __init__(self):
         super().__init__()
@@ -312,8 +313,8 @@ class Loop(nn.Module):
 
 
 @pytest.mark.parametrize("dispatched", [True, False])
-def test_loops_over_experts_that_transformers_can_compute_otherwise_are_told_so(monkeypatch, tmp_path, dispatched):
-    """By the class, whose forward is a wrapper of transformers': a loop that nobody can switch gets no such hint."""
+def test_expert_loops_get_a_hint_only_if_transformers_has_alternatives(monkeypatch, tmp_path, dispatched):
+    """Transformers wraps the forward of such a class."""
     wrappers = tmp_path / "moe.py"
     wrappers.write_text(
         "from functools import wraps\ndef dispatch(forward):\n    @wraps(forward)\n"
@@ -326,12 +327,12 @@ def test_loops_over_experts_that_transformers_can_compute_otherwise_are_told_so(
     if dispatched:
         monkeypatch.setattr(Loop, "forward", module.dispatch(Loop.forward))
     report = explain(Loop(), torch.randn(6, 8), torch.tensor([0, 1, 1, 0, 1, 0]))
-    kinds = {one.kind for one in report.breaks}
+    kinds = {graph_break.kind for graph_break in report.breaks}
     assert kinds == {Kind.EXPERT_LOOP if dispatched else Kind.GRAPH_BREAK}
     assert ('set_experts_implementation("grouped_mm")' in str(report)) == dispatched
 
 
-def test_the_hint_for_experts_is_an_implementation_that_transformers_has():
+def test_the_hinted_experts_implementation_exists():
     moe = pytest.importorskip("transformers.integrations.moe")
     assert "grouped_mm" in moe.ALL_EXPERTS_FUNCTIONS
     from transformers import PreTrainedModel
@@ -348,11 +349,11 @@ product.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[0]))
 
 
 @torch.library.custom_op("test_explain::same", mutates_args=())
-def same(x: torch.Tensor) -> torch.Tensor:
+def tanh_op(x: torch.Tensor) -> torch.Tensor:
     return x.tanh()
 
 
-same.register_fake(torch.empty_like)
+tanh_op.register_fake(torch.empty_like)
 
 
 class Traced(torch.autograd.Function):
@@ -371,34 +372,34 @@ BETWEEN = "not an MLP: {} lies between GEMMs and cannot be analyzed"
 PRODUCT = "not an MLP: it is not known whether {} is a GEMM"
 W, D = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
 HIDDEN = {
-    "an operator": (lambda x: F.linear(same(F.linear(x, W)), D), [BETWEEN.format("torch.ops.test_explain.same")]),
+    "an operator": (lambda x: F.linear(tanh_op(F.linear(x, W)), D), [BETWEEN.format("torch.ops.test_explain.same")]),
     "a function": (lambda x: F.linear(Traced.apply(F.linear(x, W) + 1)[None], D), [BETWEEN.format("Traced")]),
     "products": (lambda x: product(F.silu(product(x, W)), D), [PRODUCT.format("torch.ops.test_explain.product")] * 2),
     "the second product": (
         lambda x: product(F.silu(F.linear(x, W)), D),
         [PRODUCT.format("torch.ops.test_explain.product")],
     ),
-    "a norm of a sum": (lambda x: F.linear(same(x + F.linear(F.linear(x, W), D)), W), []),
-    "at an end": (lambda x: same(F.linear(F.linear(same(x), W), D)), []),
+    "a norm of a sum": (lambda x: F.linear(tanh_op(x + F.linear(F.linear(x, W), D)), W), []),
+    "at an end": (lambda x: tanh_op(F.linear(F.linear(tanh_op(x), W), D)), []),
     "torch's own": (lambda x: F.linear(torch.fft.rfft(F.linear(x, W)).abs(), D[:, :9]), []),
     "in a checkpoint": (
-        lambda x: checkpoint(lambda x: F.linear(same(F.linear(x, W)), D), x, use_reentrant=False),
+        lambda x: checkpoint(lambda x: F.linear(tanh_op(F.linear(x, W)), D), x, use_reentrant=False),
         [BETWEEN.format("torch.ops.test_explain.same")],
     ),
 }
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_calls_that_are_not_looked_into_are_named_where_they_stand_between_products(name, tmp_path):
-    fn, wanted = HIDDEN[name]
+def test_opaque_calls_between_gemms_are_named(name, tmp_path):
+    fn, expected = HIDDEN[name]
     report = explain(fn, torch.randn(4, 8))
     hidden = [site for site in report.unread if site.kind is Kind.OPAQUE]
-    assert [site.reason for site in hidden] == wanted and not any(site.is_mlp for site in hidden)
-    for shown in (" ".join(str(report).split()), read(report.to_html(tmp_path / "report.html"))[0]):
-        assert ("register it: torch_fused_ops.register_gemm" in shown) == bool(wanted)
+    assert [site.reason for site in hidden] == expected and not any(site.is_mlp for site in hidden)
+    for text in (" ".join(str(report).split()), read(report.to_html(tmp_path / "report.html"))[0]):
+        assert ("register it: torch_fused_ops.register_gemm" in text) == bool(expected)
 
 
-def test_the_policys_memory_level_stands_with_each_site():
+def test_sites_have_the_policys_memory_level():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)))
     policy = FusionPolicy(memory={"0": "fp8", "[12]": "input"})
     report = explain(model, torch.randn(4, 8), policy=policy)
@@ -409,9 +410,9 @@ def test_the_policys_memory_level_stands_with_each_site():
     for memory in ("off", "fp8", "tiled:2"):
         text = str(explain(model, torch.randn(4, 8), policy=FusionPolicy(memory=memory)))
         assert f"memory={memory!r}" in text
-    with torch.no_grad():  # nothing is kept
+    with torch.no_grad():  # a step without backward saves no tensors
         assert {site.memory for site in explain(model, torch.randn(4, 8), policy=policy).sites} == {""}
-    with torch._functorch.config.patch(activation_memory_budget=0.5):  # which decides alone
+    with torch._functorch.config.patch(activation_memory_budget=0.5):  # the budget takes precedence
         assert {site.memory for site in explain(model, torch.randn(4, 8), policy=policy).sites} == {""}
 
 
@@ -424,7 +425,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_the_hint_to_register_works(name):
+def test_registering_as_hinted_fuses_the_site(name):
     fn = UNKNOWN[name]
 
     def mlp(x, w):
@@ -433,14 +434,14 @@ def test_the_hint_to_register_works(name):
     x, w = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8))
     (site,) = explain(mlp, x, w).sites
     assert site.op is None and "register_activation" in site.hint
-    shown = " ".join(str(explain(mlp, x, w)).split())
-    assert f"→ {site.hint} ({site.kind.row})" in shown, "beside the refusal"
+    text = " ".join(str(explain(mlp, x, w)).split())
+    assert f"→ {site.hint} ({site.kind.row})" in text, "the hint follows the reason"
     register_activation(f"hinted_{name}", fn)
     (site,) = explain(mlp, x, w).sites
     assert (site.op, site.activation, site.hint) == ("fused::bias_act", f"hinted_{name}", "")
 
 
-def test_no_hint_where_registering_would_not_help():
+def test_no_hint_to_register_if_it_would_not_help():
     def gated(x, w, v):
         return (F.mish(x @ w) * (x @ v)) @ w
 
@@ -453,14 +454,14 @@ def test_no_hint_where_registering_would_not_help():
     assert "exclude" in site.hint
 
 
-def test_explaining_does_not_use_up_the_models_compilations():
+def test_explain_does_not_count_toward_dynamos_recompile_limit():
     model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
     for _ in range(20):
         assert explain(model, x).sites
-    torch.compile(model, fullgraph=True, backend="eager")(x)  # raises where Dynamo's limit is reached
+    torch.compile(model, fullgraph=True, backend="eager")(x)  # raises at Dynamo's limit
 
 
-def test_nothing_found_says_what_to_look_at():
+def test_reports_without_sites_give_advice():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     report = explain(model, torch.randn(2, 8))
     assert report.sites == () and "another op (a norm" in str(report) and repr(report) == str(report)
@@ -473,7 +474,7 @@ def test_nothing_found_says_what_to_look_at():
     assert "graph break" in str(explain(broken, torch.randn(4, 4)))
 
 
-def test_bad_arguments_are_named_and_errors_are_the_models_own():
+def test_invalid_arguments_are_named_and_model_errors_propagate():
     raises(KeyError, "mine", explain, {}.__getitem__, "mine")
     raises(TypeError, "model=3", explain, 3)
     with pytest.raises(TypeError, match=r"model=<class .*Block'> is a class: it must be an instance of it, Block\(…\)"):
@@ -484,16 +485,16 @@ def test_bad_arguments_are_named_and_errors_are_the_models_own():
 
 
 @pytest.mark.codegen_is_slow
-def test_activations_that_no_gemm_reads():
+def test_activations_without_a_reading_gemm_are_unread():
     def norm_former(s, x):
         h = s.up(x)
         return s.down(s.norm(F.gelu(h))) + h.square().mean()
 
     model = Net(norm_former, up=nn.Linear(8, 16), norm=nn.LayerNorm(16), down=nn.Linear(16, 8))
     report = explain(model, torch.randn(4, 8))
-    (seen,) = report.unread
-    assert report.sites == () and not seen.is_mlp
-    assert (seen.spelling, seen.users) == (("gelu",), ("layer_norm",))
+    (unread_site,) = report.unread
+    assert report.sites == () and not unread_site.is_mlp
+    assert (unread_site.spelling, unread_site.users) == (("gelu",), ("layer_norm",))
     assert "gelu is not a site: no GEMM reads it, but layer_norm (test_explain.py:" in str(report)
     assert json.loads(report.to_json())["unread"][0]["users"] == ["layer_norm"]
     with record() as recorded:
@@ -501,7 +502,7 @@ def test_activations_that_no_gemm_reads():
     assert [site.spelling for site in recorded.unread] == [("gelu",)]
 
 
-def test_activations_behind_what_is_no_gemm_and_after_a_break():
+def test_activations_of_norms_and_after_breaks_are_unread():
     def fn(x, w, d):
         h = F.linear(F.gelu(F.layer_norm(F.linear(x, w), (16,))), d)
         torch._dynamo.graph_break()
@@ -516,7 +517,7 @@ def test_activations_behind_what_is_no_gemm_and_after_a_break():
     )
 
 
-again = functools.partial(checkpoint, use_reentrant=False)
+ckpt = functools.partial(checkpoint, use_reentrant=False)
 
 
 def parts(body):
@@ -529,27 +530,27 @@ def swiglu(gate, up):
 
 CHECKPOINT = "tag_activation_checkpoint"
 CUT = {
-    "activation": (lambda s, x: s.down(again(F.gelu, s.up(x))), "gelu"),
-    "by hand": (lambda s, x: s.down(again(lambda h: 0.5 * h * (1 + torch.erf(h / 2**0.5)), s.up(x))), "erf, add, mul"),
-    "up": (lambda s, x: s.down(F.gelu(again(s.up, x) + 1)), "gelu"),
-    "activation, down": (lambda s, x: again(lambda h: s.down(F.gelu(h)), s.up(x)), "gelu"),
-    "up, activation": (lambda s, x: s.down(again(lambda x: F.gelu(s.up(x)), x)), "gelu"),
-    "down": (lambda s, x: again(s.down, swiglu(s.gate(x), s.up(x))), "silu, mul"),
-    "gated activation": (lambda s, x: s.down(again(swiglu, s.gate(x), s.up(x))), "silu, mul"),
-    "one up": (lambda s, x: s.down(swiglu(again(s.gate, x), s.up(x))), "silu, mul"),
-    "both ups": (lambda s, x: s.down(swiglu(*again(lambda x: (s.gate(x), s.up(x)), x))), "silu, mul"),
-    "activation of the gate": (lambda s, x: s.down(again(F.silu, s.gate(x)) * s.up(x)), "silu, mul"),
-    "glu": (lambda s, x: s.down(again(F.glu, F.linear(x, torch.cat((s.gate.weight, s.up.weight))))), "glu"),
-    "a body in a body": (lambda s, x: again(lambda x: s.down(again(F.gelu, s.up(x))), x), "gelu"),
-    "two bodies": (lambda s, x: again(s.down, again(lambda x: F.gelu(s.up(x)), x)), "gelu"),
+    "activation": (lambda s, x: s.down(ckpt(F.gelu, s.up(x))), "gelu"),
+    "by hand": (lambda s, x: s.down(ckpt(lambda h: 0.5 * h * (1 + torch.erf(h / 2**0.5)), s.up(x))), "erf, add, mul"),
+    "up": (lambda s, x: s.down(F.gelu(ckpt(s.up, x) + 1)), "gelu"),
+    "activation, down": (lambda s, x: ckpt(lambda h: s.down(F.gelu(h)), s.up(x)), "gelu"),
+    "up, activation": (lambda s, x: s.down(ckpt(lambda x: F.gelu(s.up(x)), x)), "gelu"),
+    "down": (lambda s, x: ckpt(s.down, swiglu(s.gate(x), s.up(x))), "silu, mul"),
+    "gated activation": (lambda s, x: s.down(ckpt(swiglu, s.gate(x), s.up(x))), "silu, mul"),
+    "one up": (lambda s, x: s.down(swiglu(ckpt(s.gate, x), s.up(x))), "silu, mul"),
+    "both ups": (lambda s, x: s.down(swiglu(*ckpt(lambda x: (s.gate(x), s.up(x)), x))), "silu, mul"),
+    "activation of the gate": (lambda s, x: s.down(ckpt(F.silu, s.gate(x)) * s.up(x)), "silu, mul"),
+    "glu": (lambda s, x: s.down(ckpt(F.glu, F.linear(x, torch.cat((s.gate.weight, s.up.weight))))), "glu"),
+    "a body in a body": (lambda s, x: ckpt(lambda x: s.down(ckpt(F.gelu, s.up(x))), x), "gelu"),
+    "two bodies": (lambda s, x: ckpt(s.down, ckpt(lambda x: F.gelu(s.up(x)), x)), "gelu"),
 }
 
 
 @pytest.mark.codegen_is_slow
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("part", CUT)
-def test_a_checkpoint_around_a_part_of_an_mlp_is_the_reason(part):
-    """Dynamo puts a checkpoint's body into a graph of its own, and a site is of one graph."""
+def test_checkpoints_that_split_an_mlp_are_the_reason(part):
+    """Dynamo captures a checkpoint's body as a separate graph, and a site cannot span two graphs."""
     body, spelling = CUT[part]
     reports = [explain(parts(body), torch.randn(4, 8))]
     if part in ("activation", "activation, down", "both ups"):  # compiling takes a second
@@ -557,55 +558,55 @@ def test_a_checkpoint_around_a_part_of_an_mlp_is_the_reason(part):
             torch.compile(parts(body), backend="fused")(torch.randn(4, 8))
         reports.append(recorded)
     for report in reports:
-        (seen,) = report.unread
-        assert report.sites == () and ", ".join(seen.spelling) == spelling
-        assert seen.reason == f"the boundary of {CHECKPOINT} lies between it and a GEMM"
-        assert f"{spelling} is not a site: {seen.reason} (test_explain.py:" in str(report)
-        assert seen.users == ("linear",) and seen.op is None
+        (unread_site,) = report.unread
+        assert report.sites == () and ", ".join(unread_site.spelling) == spelling
+        assert unread_site.reason == f"the boundary of {CHECKPOINT} lies between it and a GEMM"
+        assert f"{spelling} is not a site: {unread_site.reason} (test_explain.py:" in str(report)
+        assert unread_site.users == ("linear",) and unread_site.op is None
 
 
-WHOLE = {
-    "inside": lambda s, x: again(lambda x: s.down(F.gelu(s.up(x))), x),
-    "gated, inside": lambda s, x: again(lambda x: s.down(swiglu(s.gate(x), s.up(x))), x),
-    "inside, one after another": lambda s, x: again(
-        lambda x: s.down(F.gelu(s.up(x))), again(lambda x: s.down(F.silu(s.up(x))), x)
+UNCUT = {
+    "inside": lambda s, x: ckpt(lambda x: s.down(F.gelu(s.up(x))), x),
+    "gated, inside": lambda s, x: ckpt(lambda x: s.down(swiglu(s.gate(x), s.up(x))), x),
+    "inside, one after another": lambda s, x: ckpt(
+        lambda x: s.down(F.gelu(s.up(x))), ckpt(lambda x: s.down(F.silu(s.up(x))), x)
     ),
-    "beside": lambda s, x: s.down(F.gelu(s.up(x))) + again(lambda x: s.down(s.up(x)), x),
+    "beside": lambda s, x: s.down(F.gelu(s.up(x))) + ckpt(lambda x: s.down(s.up(x)), x),
     "inside, read outside, too": lambda s, x: (lambda y, h: y + s.down(h))(
-        *again(lambda x: (lambda h: (s.down(h), h))(F.gelu(s.up(x))), x)
+        *ckpt(lambda x: (lambda h: (s.down(h), h))(F.gelu(s.up(x))), x)
     ),
 }
 
 
-@pytest.mark.parametrize("body", WHOLE)
-def test_a_checkpoint_around_the_whole_or_beside_is_none(body):
-    report = explain(parts(WHOLE[body]), torch.randn(4, 8))
+@pytest.mark.parametrize("body", UNCUT)
+def test_checkpoints_around_or_beside_an_mlp_do_not_split_it(body):
+    report = explain(parts(UNCUT[body]), torch.randn(4, 8))
     assert report.unread == () and len(report.sites) == 1 + ("one after" in body)
     assert all(site.op for site in report.sites)
-    assert explain(parts(lambda s, x: s.down(again(lambda h: h + 1, s.up(x)))), torch.randn(4, 8)).unread == ()
+    assert explain(parts(lambda s, x: s.down(ckpt(lambda h: h + 1, s.up(x)))), torch.randn(4, 8)).unread == ()
 
 
 def test_a_site_that_also_reads_across_a_boundary_is_listed_once():
     def body(s, x):
-        return again(lambda x, up: s.down(F.silu(s.gate(x)) * up), x, s.up(x))
+        return ckpt(lambda x, up: s.down(F.silu(s.gate(x)) * up), x, s.up(x))
 
     report = explain(parts(body), torch.randn(4, 8))
     (site,) = report.sites
-    assert report.unread == () and site.op == "fused::bias_act", "of this side of the boundary"
+    assert report.unread == () and site.op == "fused::bias_act", "the part on this side of the boundary is fused"
     assert site.reason.endswith("mul by another tensor stays behind it")
 
 
-def test_activations_in_other_operators_bodies():
+def test_activations_in_operator_bodies_have_reasons():
     w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
 
     def branches(x):
         return F.linear(torch.cond(x.sum() > 0, F.gelu, F.silu, (F.linear(x, w),)), d)
 
     def attention(x):
-        return again(lambda q, k: F.silu(q) @ k.t(), F.linear(x, w), F.linear(x, w))
+        return ckpt(lambda q, k: F.silu(q) @ k.t(), F.linear(x, w), F.linear(x, w))
 
     def normed(x):
-        return F.linear(F.layer_norm(again(lambda x: F.gelu(F.linear(x, w)), x), (16,)), d)
+        return F.linear(F.layer_norm(ckpt(lambda x: F.gelu(F.linear(x, w)), x), (16,)), d)
 
     def mapped(x):
         return F.linear(torch._higher_order_ops.map(F.gelu, F.linear(x, w)), d)
@@ -616,11 +617,11 @@ def test_activations_in_other_operators_bodies():
         normed: ["not an MLP: no GEMM reads it, but layer_norm"],
         mapped: ["the boundary of map_impl lies between it and a GEMM"],
     }
-    for fn, wanted in reasons.items():
-        assert [site.reason for site in explain(fn, torch.randn(4, 8)).unread] == wanted
+    for fn, expected in reasons.items():
+        assert [site.reason for site in explain(fn, torch.randn(4, 8)).unread] == expected
 
 
-def test_an_activation_before_a_linear_layer_is_listed_behind_convolutions():
+def test_activations_between_convolutions_are_not_listed():
     norm = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
     (site,) = explain(norm, torch.randn(2, 3, 8, 8)).unread
     assert site.reason == "not an MLP: it reads batch_norm, which no GEMM with weights has produced"
@@ -628,7 +629,7 @@ def test_an_activation_before_a_linear_layer_is_listed_behind_convolutions():
     assert explain(convolutions, torch.randn(1, 3, 8, 8)).unread == ()
 
 
-def test_a_disabled_model_is_said():
+def test_a_disabled_model_is_reported():
     model = Block()
     model.forward = torch.compiler.disable(model.forward)
     text = str(explain(model, torch.randn(4, 8)))
@@ -637,15 +638,14 @@ def test_a_disabled_model_is_said():
 
 
 def test_a_disabled_mlp_is_a_graph_break():
-    """Dynamo captures no graph before it."""
     block = Block()
     block.forward = torch.compiler.disable(block.forward)
     (graph_break,) = explain(Net(lambda s, x: s.block(x) + 1, block=block), torch.randn(4, 8)).breaks
     assert "torch.compiler.disable" in graph_break.reason
 
 
-def test_a_configuration_s_constructor_is_no_call_that_hides_a_product():
-    """torchao's float8 makes its ``LinearMMConfig`` in the graph, of tensors' own settings."""
+def test_constructors_in_the_graph_are_not_opaque_calls():
+    """torchao's float8 constructs its ``LinearMMConfig`` in the graph from tensors' settings."""
 
     class Config:
         def __init__(self, x: torch.Tensor, config: Any = None) -> None:
@@ -662,7 +662,7 @@ def test_a_configuration_s_constructor_is_no_call_that_hides_a_product():
     assert [site.reason for site in recognize.unread(graph) if "Config" in site.reason] == []
 
 
-def test_exclude_that_matches_nothing_is_said():
+def test_patterns_without_a_match_are_noted():
     model = Block()
     report = explain(model, x=torch.randn(4, 8), policy=FusionPolicy(exclude=("mlp.*", "mpl")))
     assert report.sites[0].reason == "the policy excludes 'mlp.*'"
@@ -676,7 +676,7 @@ def test_exclude_that_matches_nothing_is_said():
     )
 
 
-def test_dropouts_without_mlps_are_summed_up_alone():
+def test_summaries_of_models_with_dropouts_only():
     report = explain(lambda x, w: F.dropout(x @ w, 0.5) + x, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
     assert report.summary == "1 of 1 dropouts fused (1 graph)"
     report = explain(lambda x, w: F.dropout(x, 0.5) @ w, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
@@ -714,12 +714,12 @@ def test_dropouts_without_mlps_are_summed_up_alone():
         ("L['self'].__dict__['_modules']['base_model'].__dict__['_modules']['model'].a", "base_model.model.a"),  # PEFT
     ],
 )
-def test_paths_are_as_the_model_names_its_modules(by_dynamo: str, by_the_model: str) -> None:
+def test_module_paths_match_named_modules(by_dynamo: str, by_the_model: str) -> None:
     assert module_path(by_dynamo) == by_the_model
 
 
-def test_a_pattern_fits_below_a_class_with_a_getattr_of_its_own() -> None:
-    """PEFT's and diffusers' have one, and so have checkpoint wrappers."""
+def test_patterns_match_below_modules_with_a_custom_getattr() -> None:
+    """PEFT, diffusers and checkpoint wrappers define ``__getattr__``."""
 
     class Wrapper(nn.Module):
         def __init__(self) -> None:

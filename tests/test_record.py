@@ -1,4 +1,4 @@
-"""``record``: real compilations report what pick-up did, in this context only, and what it saves."""
+"""``record`` reports the sites and figures of real compilations in its context."""
 
 import contextlib
 import json
@@ -51,15 +51,15 @@ def operators(report: tfo.Report) -> list[tuple[str | None, str | None]]:
 GELU = [("fused::bias_act", "gelu")]
 
 
-# ---- what is recorded ------------------------------------------------------------------------------------------------
+# ---- sites -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["backend", "options", "enable", "enabled"])
-def test_every_way_of_compiling(way: str) -> None:
+@pytest.mark.parametrize("entry_point", ["backend", "options", "enable", "enabled"])
+def test_every_entry_point_is_recorded(entry_point: str) -> None:
     model, x = mlp(), batch()
-    settings = {"backend": {"backend": "fused"}, "options": {"options": tfo.compile_options()}}.get(way, {})
-    with tfo.record() as report, tfo.enabled() if way == "enabled" else contextlib.nullcontext():
-        if way == "enable":
+    settings = {"backend": {"backend": "fused"}, "options": {"options": tfo.compile_options()}}.get(entry_point, {})
+    with tfo.record() as report, tfo.enabled() if entry_point == "enabled" else contextlib.nullcontext():
+        if entry_point == "enable":
             tfo.enable()
         torch.compile(model, **settings)(x).sum().backward()
     assert operators(report) == GELU and report.graphs == 1
@@ -67,7 +67,7 @@ def test_every_way_of_compiling(way: str) -> None:
     assert "1 of 1 MLP sites fused" in str(report)
 
 
-def test_what_is_compiled_before_and_after_the_block_is_not_in_it() -> None:
+def test_compilations_outside_of_the_block_are_not_recorded() -> None:
     before, after, x = mlp(), mlp(nn.SiLU()), batch()
     compiled = torch.compile(before, backend="fused")
     compiled(x)
@@ -78,14 +78,14 @@ def test_what_is_compiled_before_and_after_the_block_is_not_in_it() -> None:
     assert "Nothing was compiled." in str(report) and "first call" in str(report)
 
 
-def test_a_block_without_pick_up_says_so() -> None:
+def test_compilations_without_fusion_are_noted() -> None:
     with tfo.record() as report:
         torch.compile(mlp(), backend="eager")(batch())
     assert report.graphs == 0
     assert "No model was compiled with fusion" in str(report) and "Dynamo captured 1 graph:" in str(report)
 
 
-def test_nested_blocks_each_get_everything_inside() -> None:
+def test_nested_blocks_record_all_compilations_inside() -> None:
     with tfo.record() as outer:
         torch.compile(mlp(nn.SiLU()), backend="fused")(batch())
         with tfo.record() as inner:
@@ -95,14 +95,14 @@ def test_nested_blocks_each_get_everything_inside() -> None:
     assert (inner.graphs, outer.graphs) == (1, 2)
 
 
-def test_an_exception_propagates_and_the_report_keeps_what_it_saw() -> None:
+def test_reports_survive_exceptions() -> None:
     with pytest.raises(KeyError, match="mine"), tfo.record(figures=True) as report:
         torch.compile(mlp(), backend="fused")(batch())
         raise KeyError("mine")
     assert operators(report) == GELU
 
 
-def test_strict_raises_and_the_refusal_is_recorded() -> None:
+def test_strict_raises_and_the_site_is_recorded() -> None:
     options = {"policy": tfo.FusionPolicy(strict=True)}
     with pytest.raises(BackendCompilerFailed, match="strict=True") as error, tfo.record() as report:
         torch.compile(mlp(nn.Mish()), backend="fused", options=options)(batch())
@@ -110,8 +110,8 @@ def test_strict_raises_and_the_refusal_is_recorded() -> None:
     assert operators(report) == [(None, None)]
 
 
-def test_patterns_that_match_no_site_are_noted() -> None:
-    """Of each policy by itself, once; what another graph of the same policy has is matched."""
+def test_patterns_that_match_no_site_are_noted_once_per_policy() -> None:
+    """A pattern matches if any graph with the same policy has such a site."""
     policies = [tfo.FusionPolicy(memory={"1": "fp8", "typo": "input"}), tfo.FusionPolicy(exclude=("3.*",))]
     with tfo.record() as report:
         for policy in policies:
@@ -124,8 +124,8 @@ def test_patterns_that_match_no_site_are_noted() -> None:
     ]
 
 
-def test_sites_and_what_is_saved_are_in_torchs_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TORCH_TRACE and tlparse read what a handler of this logger is given."""
+def test_sites_and_saved_tensors_are_in_torchs_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCH_TRACE and tlparse read the records of this logger."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -162,7 +162,7 @@ def test_a_failing_pass_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "note: fusion failed on a graph and left it unchanged: pre-grad pass: RuntimeError: broken" in str(report)
 
 
-def test_two_threads_do_not_mix() -> None:
+def test_threads_record_separately() -> None:
     reports: dict[str, tfo.Report] = {}
     errors: list[BaseException] = []
     barrier = threading.Barrier(2, timeout=60)
@@ -179,44 +179,44 @@ def test_two_threads_do_not_mix() -> None:
             barrier.abort()
 
     threads = [threading.Thread(target=work, args=args) for args in (("gelu", nn.GELU()), ("silu", nn.SiLU()))]
-    with tfo.record() as mine:
+    with tfo.record() as outer:
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert not errors
     assert operators(reports["gelu"]) == GELU and operators(reports["silu"]) == [("fused::bias_act", "silu")]
-    assert mine.sites == ()
+    assert outer.sites == ()
 
 
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow(False)
-def test_code_out_of_the_caches_is_recorded() -> None:
-    model, x, hits, found = mlp(nn.Tanh()), batch(ROWS + 1), [], []
+def test_code_from_caches_is_recorded() -> None:
+    model, x, hits, recorded = mlp(nn.Tanh()), batch(ROWS + 1), [], []
     for _ in range(2):
         torch._dynamo.reset()
         counters.clear()
         with tfo.record() as report:
             torch.compile(model, backend="fused")(x).sum().backward()
-        found.append(operators(report))
+        recorded.append(operators(report))
         hits.append(counters["aot_autograd"]["autograd_cache_hit"])
-    assert hits == [0, 1], "the second compilation comes out of AOTAutograd's cache"
-    assert found == [[("fused::bias_act", "tanh")]] * 2
+    assert hits == [0, 1], "the second compilation hits AOTAutograd's cache"
+    assert recorded == [[("fused::bias_act", "tanh")]] * 2
 
 
-def test_dynamic_sizes_and_recompilations() -> None:
+def test_recompilations_add_no_sites() -> None:
     compiled = torch.compile(mlp(), backend="fused")
     with tfo.record() as report:
         for rows in (3, 5, 7):
             compiled(batch(rows))
-    assert (report.graphs, report.recompilations) == (1, 1), "static, then dynamic, which holds for the third size"
+    assert (report.graphs, report.recompilations) == (1, 1), "the second one is dynamic"
     assert operators(report) == GELU and "(1 graph, recompiled 1 time)" in str(report)
 
 
 @pytest.mark.slow
-def test_layers_that_share_their_code_are_no_recompilation() -> None:
-    """Where Dynamo captures each layer by itself, its second one is the first one's code with other parameters."""
-    numbered = enumerate((nn.GELU(), nn.GELU(), nn.SiLU()))  # a number makes each instance's code another
+def test_layers_that_share_their_code_are_not_recompilations() -> None:
+    """If Dynamo captures each layer alone, the layers have the same code with other parameters."""
+    numbered = enumerate((nn.GELU(), nn.GELU(), nn.SiLU()))  # the number makes Dynamo recompile for each layer
     layers = nn.ModuleList(Net(lambda s, x: s.mlp(x) + s.number, mlp=mlp(act), number=i) for i, act in numbered)
 
     def model(x: Tensor) -> Tensor:
@@ -232,9 +232,9 @@ def test_layers_that_share_their_code_are_no_recompilation() -> None:
     assert [site.activation for site in report.sites] == ["gelu", "gelu", "silu"]
 
 
-def test_an_attempt_that_dynamo_gives_up_is_not_counted() -> None:
+def test_restarted_attempts_are_not_counted() -> None:
     with tfo.record() as report:
-        torch.compile(normed(), backend="fused", dynamic=True)(batch())  # takes eps for dynamic first
+        torch.compile(normed(), backend="fused", dynamic=True)(batch())  # Dynamo first treats eps as dynamic
     assert report.graphs == 1 and operators(report) == GELU
 
 
@@ -244,20 +244,20 @@ triton = pytest.importorskip("triton", reason="figures need Triton")
 
 
 def by_hand() -> tuple[int, int]:
-    """Bytes that the GELU MLP keeps: the input, what the activation reads, and, before, what it gives."""
+    """Return the bytes that a GELU MLP saves without and with fusion: input, preactivation, activation."""
     x, h = ROWS * WIDTH * FLOAT, ROWS * FFN * FLOAT
     return x + 2 * h, x + h
 
 
-def test_saved_bytes_are_those_by_hand() -> None:
+def test_saved_bytes_match_figures_by_hand() -> None:
     with tfo.record(figures=True) as report:
         torch.compile(mlp(), backend="fused")(batch(grad=True)).sum().backward()
-    found = report.figures
-    assert found is not None, report.figures_missing
-    assert (found.before.saved, found.after.saved) == by_hand()
-    assert found.training and found.target == "NVIDIA H200" and found.skipped == ()
-    assert str(found) == repr(found) and str(found) in str(report) and "saved for backward" in str(found)
-    assert report.measure() is found, "they are kept"
+    figures = report.figures
+    assert figures is not None, report.figures_missing
+    assert (figures.before.saved, figures.after.saved) == by_hand()
+    assert figures.training and figures.target == "NVIDIA H200" and figures.skipped == ()
+    assert str(figures) == repr(figures) and str(figures) in str(report) and "saved for backward" in str(figures)
+    assert report.measure() is figures, "the figures are cached"
     for nonsense in ("H300", 3):
         raises(ValueError, f"gpu={nonsense!r} is not known; accepted: A100", report.measure, nonsense)
     other = report.measure("A100")
@@ -265,33 +265,32 @@ def test_saved_bytes_are_those_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_float8_is_counted_where_the_gpu_has_it() -> None:
-    """The model is nowhere; what is asked of its device is asked of the GPU that figures are for."""
+def test_float8_counts_only_on_gpus_that_support_it() -> None:
+    """The model is on meta. Checks of its device apply to the GPU of the figures."""
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16(), torch.empty(128, 128)
-    given = x.bfloat16().requires_grad_()
-    report, plain = (tfo.explain(model, given, policy=tfo.FusionPolicy(gemm=gemm)) for gemm in ("fp8", "bf16"))
+    batch_input = x.bfloat16().requires_grad_()
+    report, plain = (tfo.explain(model, batch_input, policy=tfo.FusionPolicy(gemm=gemm)) for gemm in ("fp8", "bf16"))
     assert report.sites[0].gemm == "fp8"
     without, measured = report.measure("A100"), report.measure("H200")
     assert without.after == plain.measure("A100").after and "sm_80" in "".join(without.notes)
-    assert measured.after != plain.measure("H200").after and "not measured" in "".join(measured.notes)
-    assert all(note in str(figures) for figures in (without, measured) for note in figures.notes)
-    assert plain.measure("H200").notes == ()
+    assert measured.after != plain.measure("H200").after and measured.notes == ()
+    assert all(note in str(without) for note in without.notes)
 
 
 @pytest.mark.slow
-def test_explain_measures_the_same() -> None:
+def test_explain_and_record_measure_the_same() -> None:
     model, x = mlp(), batch(grad=True)
     report = tfo.explain(model, x)
     assert report.figures is None and "torch.compile" not in str(report)
-    found = report.measure()
-    assert found is not None, report.figures_missing
-    assert (found.before.saved, found.after.saved) == by_hand()
+    figures = report.measure()
+    assert figures is not None, report.figures_missing
+    assert (figures.before.saved, figures.after.saved) == by_hand()
     off = tfo.explain(model, x, policy=tfo.FusionPolicy(memory="off")).measure()
-    assert off is not None and off.after.saved == off.before.saved == found.before.saved
+    assert off is not None and off.after.saved == off.before.saved == figures.before.saved
 
 
-def test_enabled_pick_up_is_not_in_the_figures_before() -> None:
+def test_figures_before_fusion_ignore_enable() -> None:
     tfo.enable()
     with tfo.record(figures=True) as report:
         torch.compile(mlp())(batch(grad=True))
@@ -299,40 +298,40 @@ def test_enabled_pick_up_is_not_in_the_figures_before() -> None:
     assert report.graphs == 1, "measuring is not recorded"
 
 
-def test_inference_has_bytes_and_kernels_by_hand_and_nothing_saved() -> None:
+def test_inference_saves_no_bytes() -> None:
     with torch.no_grad(), tfo.record(figures=True) as report:
         torch.compile(mlp(bias=False), backend="fused")(batch())
-    found = report.figures
-    assert found is not None, report.figures_missing
+    figures = report.figures
+    assert figures is not None, report.figures_missing
     x, h, weight = ROWS * WIDTH, ROWS * FFN, WIDTH * FFN
     gemms = 2 * (x + weight + h)
-    for cost in (found.before, found.after):
+    for cost in (figures.before, figures.after):
         assert (cost.forward_bytes, cost.forward_kernels) == ((gemms + 2 * h) * FLOAT, 3)
         assert (cost.saved, cost.backward_bytes, cost.backward_kernels) == (0, 0, 0)
-    assert not found.training and "saved for backward" not in str(report) and "backward" not in str(report)
+    assert not figures.training and "saved for backward" not in str(report) and "backward" not in str(report)
 
 
 @pytest.mark.slow
-def test_layers_add_up_and_each_has_its_bar(tmp_path: Path) -> None:
+def test_layers_add_up_and_have_bars(tmp_path: Path) -> None:
     report = tfo.explain(stack(2), batch(grad=True))
-    found = report.measure()
-    assert found is not None, report.figures_missing
-    layers = {layer.name: layer for layer in found.layers}
+    figures = report.measure()
+    assert figures is not None, report.figures_missing
+    layers = {layer.name: layer for layer in figures.layers}
     assert {"layers.0", "layers.1", "end"} <= set(layers)
     for name in ("layers.0", "layers.1"):
         h = ROWS * FFN * FLOAT
-        assert layers[name].before.saved - layers[name].after.saved >= h, "the activation's value is kept no more"
+        assert layers[name].before.saved - layers[name].after.saved >= h, "the activation is not saved"
         assert layers[name].before.forward_kernels >= 4  # two GEMMs, a norm, an activation
-    whole = report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")
-    saved = sum(bool(layer.before.saved or layer.after.saved) for layer in found.layers)
-    moved = sum(bool(layer.before.bytes_moved or layer.after.bytes_moved) for layer in found.layers)
-    assert whole.count('<li title="') == saved + moved
+    page = report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    saved = sum(bool(layer.before.saved or layer.after.saved) for layer in figures.layers)
+    moving = sum(bool(layer.before.bytes_moved or layer.after.bytes_moved) for layer in figures.layers)
+    assert page.count('<li title="') == saved + moving
     for name in ("layers.0", "layers.1"):
-        assert whole.count(f'<span class="name">{name}</span>') == 2
-    figures = json.loads(report.to_json())["figures"]
+        assert page.count(f'<span class="name">{name}</span>') == 2
+    parsed = json.loads(report.to_json())["figures"]
     for side in ("before", "after"):
-        for key, value in figures[side].items():
-            assert value == sum(layer[side][key] for layer in figures["layers"])
+        for key, value in parsed[side].items():
+            assert value == sum(layer[side][key] for layer in parsed["layers"])
 
 
 @pytest.mark.parametrize(
@@ -347,12 +346,12 @@ def test_layers_add_up_and_each_has_its_bar(tmp_path: Path) -> None:
         ("", "(other)"),
     ],
 )
-def test_which_layer_a_module_is_in(path: str, layer: str) -> None:
-    others = ["model.layers.3.mlp.up", "mlp.0", "mlp.1"]
-    assert layers_of([path, *others])[path] == layer
+def test_modules_map_to_layers(path: str, layer: str) -> None:
+    paths = ["model.layers.3.mlp.up", "mlp.0", "mlp.1"]
+    assert layers_of([path, *paths])[path] == layer
 
 
-def test_a_failure_in_measuring_loses_no_site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failure_in_measuring_leaves_the_sites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fails = mock.Mock(side_effect=RuntimeError("no <paper> left\nand pages of advice"))
     monkeypatch.setattr(figures_module, "on_paper", fails)
     with tfo.record(figures=True) as report:
@@ -365,7 +364,7 @@ def test_a_failure_in_measuring_loses_no_site(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.slow
-def test_a_graph_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_cannot_be_measured_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fails_once = [RuntimeError("not this one"), mock.DEFAULT, mock.DEFAULT]
     monkeypatch.setattr(figures_module, "on_paper", mock.Mock(wraps=figures_module.on_paper, side_effect=fails_once))
     with tfo.record(figures=True) as report:
@@ -377,7 +376,9 @@ def test_a_graph_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatc
     assert "a graph is missing from the figures: RuntimeError: not this one" in str(report)
 
 
-def test_without_triton_it_says_what_to_get(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_measuring_without_triton_names_the_install_command(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     report = tfo.explain(mlp(), batch())
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.WARNING, "torch_fused_ops"):
@@ -386,7 +387,7 @@ def test_without_triton_it_says_what_to_get(monkeypatch: pytest.MonkeyPatch, cap
     assert operators(report) == GELU
 
 
-def test_compilations_go_on_as_before_after_measuring() -> None:
+def test_measuring_does_not_affect_compilations() -> None:
     model, x = mlp(), batch(grad=True)
     with tfo.record(figures=True):
         compiled = torch.compile(model, backend="fused")

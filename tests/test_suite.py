@@ -1,4 +1,4 @@
-"""The suite itself: what leaves the default run is in one part of .ci/slow, and what the default run takes is said."""
+"""The test suite: slow tests are in one part of .ci/slow, and the default run reports its time."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ SLOW = ROOT / ".ci" / "slow"
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, str]:
-    """What .ci/slow lists: each part's files."""
+    """Return the parts of .ci/slow with their files."""
     if not SLOW.exists() or shutil.which("bash") is None:
         pytest.skip("needs a clone and bash")
     listed = subprocess.run(["bash", str(SLOW)], capture_output=True, text=True, check=True).stdout
@@ -38,35 +38,35 @@ def test_lines_are_counted_and_limited(tmp_path: Path) -> None:
     script = shutil.copy(ROOT / ".ci" / "size", tmp_path / ".ci")
     for file, lines in (("one/a.py", 3), ("one/inner/b.py", 2), ("two/c.py", 4), ("two/d.txt", 9)):
         (tmp_path / file).write_text("\n" * lines)
-    for most, status in ((5, 0), (9, 0), (4, 1)):
-        (tmp_path / ".ci" / "lines").write_text(f"# a comment\nsome {most} one\nothers 4 two\n")
+    for limit, status in ((5, 0), (9, 0), (4, 1)):
+        (tmp_path / ".ci" / "lines").write_text(f"# a comment\nsome {limit} one\nothers 4 two\n")
         counted = subprocess.run(["bash", script], capture_output=True, text=True)
         assert counted.returncode == status, counted
         assert "some: 5 lines" in (counted.stderr if status else counted.stdout)
-        assert "others: 4 lines of at most 4\n" in counted.stdout, "the other is counted, too"
+        assert "others: 4 lines of at most 4\n" in counted.stdout, "all rows are counted"
     limits = [line for line in (ROOT / ".ci" / "lines").read_text().splitlines() if line[0] != "#"]
     assert [line.split()[0] for line in limits] == ["product", "tests", "benchmarks"]
 
 
-def test_a_part_takes_every_processor(parts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread for each process, and a process for each processor: nproc of itself counts OMP_NUM_THREADS."""
+def test_a_part_uses_every_processor(parts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each processor runs one process with one thread. By default, nproc returns OMP_NUM_THREADS."""
     (tmp_path / "python").write_text('#!/bin/sh\necho "$OMP_NUM_THREADS" "$@"\n')
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for name, given, workers in (("none", {}, len(os.sched_getaffinity(0))), ("WORKERS", {"WORKERS": "7"}, 7)):
-        env = {k: v for k, v in os.environ.items() if k != "WORKERS"} | {"OMP_NUM_THREADS": "1"} | given
+    for name, variables, workers in (("none", {}, len(os.sched_getaffinity(0))), ("WORKERS", {"WORKERS": "7"}, 7)):
+        env = {k: v for k, v in os.environ.items() if k != "WORKERS"} | {"OMP_NUM_THREADS": "1"} | variables
         ran = subprocess.run(["bash", str(SLOW), "ops", "--lf"], capture_output=True, text=True, check=True, env=env)
         called = ran.stdout.split("==== ops", 1)[1].split()
         assert called[0] == "1" and called[called.index("-n") + 1] == str(workers), name
         assert called[called.index("--lf") + 1 :] == parts["ops"].split()
 
 
-def test_the_workflow_has_every_part(parts: dict[str, str]) -> None:
+def test_the_workflow_runs_every_part(parts: dict[str, str]) -> None:
     yaml = pytest.importorskip("yaml")
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     assert jobs["slow"]["strategy"]["matrix"]["part"] == list(parts)
-    ours = [step["run"].split() for job in jobs.values() for step in job["steps"] if "run" in step]
-    scripts = [words for words in ours if words[0] != "pip"]
+    commands = [step["run"].split() for job in jobs.values() for step in job["steps"] if "run" in step]
+    scripts = [words for words in commands if words[0] != "pip"]
     assert scripts == [[".ci/run"], [".ci/slow", "${{", "matrix.part", "}}"]]
     assert all(os.access(ROOT / words[0], os.X_OK) for words in scripts)
 
@@ -117,7 +117,7 @@ def test_both_ways(inductor_code): pass
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A suite of its own with this one's conftest.py."""
+    """A small test suite with a copy of this suite's conftest.py."""
     (tests := pytester.path / "tests").mkdir()
     here = Path(__file__).parent
     for name in ("conftest.py", "processor_time.py"):
@@ -128,7 +128,7 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 @pytest.mark.slow
-def test_the_default_run_has_one_of_each_kind_and_says_what_it_takes(suite: pytest.Pytester) -> None:
+def test_the_default_run_samples_cases_and_reports_its_time(suite: pytest.Pytester) -> None:
     run = suite.runpytest_subprocess("-p", "no:xdist", "--processor-time", "times.json", "tests")
     run.assert_outcomes(passed=1 + 10 + 3 + 3 + 1, deselected=1 + 17 + 9 + 4 + 1)
     run.stdout.fnmatch_lines(["processor time: * s of it in*the dearest: *"])
@@ -136,8 +136,7 @@ def test_the_default_run_has_one_of_each_kind_and_says_what_it_takes(suite: pyte
 
 
 @pytest.mark.slow
-def test_the_rest_is_slow(suite: pytest.Pytester) -> None:
-    """Nothing is lost: what the default run left out, as many as it said, and no more."""
+def test_slow_runs_the_cases_that_the_default_run_deselects(suite: pytest.Pytester) -> None:
     run = suite.runpytest_subprocess("-p", "no:xdist", "-m", "slow", "tests")
     run.assert_outcomes(passed=1 + 17 + 9 + 4 + 1, deselected=1 + 10 + 3 + 3 + 1)
 
@@ -155,16 +154,14 @@ def test_case(device, n):
 
 
 @pytest.mark.slow
-def test_cases_of_a_gpu_are_spread_over_processes_that_share_it(
-    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_cases_are_spread_over_processes(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "PYTEST_XDIST_WORKER"):
         monkeypatch.delenv(name, raising=False)
-    faked = "import os, torch; torch.cuda.is_available = lambda: True; os.cpu_count = lambda: 8"
-    (suite.path / "gpu.py").write_text(faked)
+    fake_gpu = "import os, torch; torch.cuda.is_available = lambda: True; os.cpu_count = lambda: 8"
+    (suite.path / "gpu.py").write_text(fake_gpu)
     (suite.path / "tests" / "test_them.py").write_text(ON_A_GPU)
     suite.runpytest_subprocess("-p", "gpu").assert_outcomes(passed=16)
     rows = [line.split() for line in (suite.path / "ran").read_text().splitlines()]
     workers = {on: {worker for device, worker, *_ in rows if device == on} for on in ("cpu", "cuda")}
-    assert len(workers["cpu"]) == 1 and len(workers["cuda"]) >= 3, "a file's tests share what they compile"
+    assert len(workers["cpu"]) == 1 and len(workers["cuda"]) >= 3, "a file's CPU tests run in one process"
     assert {tuple(settings) for _, _, *settings in rows} == {("2", "per_process_memory_fraction:0.225")}

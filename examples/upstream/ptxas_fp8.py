@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_fused_ops.virtual_gpu import H100, audit
+from torch_fused_ops.virtual_gpu import H100, Audit, audit
 
 
 @triton.jit
@@ -30,7 +30,12 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-x, scale = meta(8192, 4096, dtype=torch.bfloat16), meta(1, dtype=torch.float32)
-straight, transposed = (meta(*s, dtype=torch.float8_e5m2) for s in ((8192, 4096), (4096, 8192)))
-args = x, scale, straight, transposed, 8192, 4096
-print(audit(transposed_float8, *args, gpu=H100, grid=(64, 64), YBLOCK=128, XBLOCK=64, num_warps=8))
+def audit_in(**configuration: int) -> Audit:
+    x, scale = meta(8192, 4096, dtype=torch.bfloat16), meta(1, dtype=torch.float32)
+    straight, transposed = (meta(*s, dtype=torch.float8_e5m2) for s in ((8192, 4096), (4096, 8192)))
+    grid = 4096 // configuration["XBLOCK"], 8192 // configuration["YBLOCK"]
+    return audit(transposed_float8, x, scale, straight, transposed, 8192, 4096, gpu=H100, grid=grid, **configuration)
+
+
+if __name__ == "__main__":
+    print(audit_in(YBLOCK=128, XBLOCK=64, num_warps=8))

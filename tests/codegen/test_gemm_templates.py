@@ -27,7 +27,7 @@ def options(**policy: Any) -> dict[str, Any]:
 
 
 def kernels(graph: Any) -> list[str]:
-    """The kernels of a graph by kind ("tem" for a template, "poi", "red" and "per" for the rest) and external calls."""
+    """List a graph's kernels by kind ("tem" for templates, "poi", "red", "per") and its external calls."""
     return sorted([k.name.split("_")[1] for k in graph.kernels for _ in range(k.launches)] + list(graph.extern))
 
 
@@ -37,21 +37,21 @@ PackedWithBias = named(
 
 
 def inference(model: Model, *shape: int, dtype: torch.dtype = BF16, **arguments: Any) -> Any:
-    made = on_meta(model, 256, 512, dtype=dtype)
-    return virtual_gpu.compile_on_paper(made, meta(*shape, dtype=dtype), training=False, **arguments).inference
+    module = on_meta(model, 256, 512, dtype=dtype)
+    return virtual_gpu.compile_on_paper(module, meta(*shape, dtype=dtype), training=False, **arguments).inference
 
 
 @cache
-def by_templates(model: Model, ours: bool, training: bool = True) -> Any:
-    made = on_meta(model, 4096, 16384)
-    config = {**GEMM_TEMPLATES, **(options() if ours else {})}
+def by_templates(model: Model, is_fused: bool, training: bool = True) -> Any:
+    module = on_meta(model, 4096, 16384)
+    config = {**GEMM_TEMPLATES, **(options() if is_fused else {})}
     return virtual_gpu.compile_on_paper(
-        made, meta(8192, 4096, requires_grad=training), training=training, config=config
+        module, meta(8192, 4096, requires_grad=training), training=training, config=config
     )
 
 
 def stores(kernel: Any) -> int:
-    """How many results a kernel writes."""
+    """Count the results that a kernel writes."""
     return len(re.findall(r"\btl\.store\(", kernel.source))
 
 
@@ -69,20 +69,20 @@ def kernel_with(graph: Any, operator: str) -> Any:
         (Glu, ["poi", "tem", "tem"], ["poi", "tem", "tem"], ["poi", "tem", "tem", "tem", "tem"]),
     ],
 )
-def test_what_fuses_into_templates(model: Model, inference: list[str], forward: list[str], backward: list[str]) -> None:
-    """Exactly what fuses upstream's: activations and their derivatives, but for packed gate and up, whose halves are no
-    epilogue of one tile; and not the bias gradient, a reduction.
-    """
-    for ours in (False, True):
-        training = by_templates(model, ours)
-        assert kernels(by_templates(model, ours, training=False).inference) == inference
+def test_templates_fuse_the_same_epilogues_as_pytorch(
+    model: Model, inference: list[str], forward: list[str], backward: list[str]
+) -> None:
+    """Activations and derivatives are fused, except for packed gate and up. Bias gradients are reductions."""
+    for is_fused in (False, True):
+        training = by_templates(model, is_fused)
+        assert kernels(by_templates(model, is_fused, training=False).inference) == inference
         assert (kernels(training.forward), kernels(training.backward)) == (forward, backward)
 
 
 @pytest.mark.slow
-def test_gelu_in_the_gemms_epilogues() -> None:
-    """Forward: the sum that backward needs and the activation from one GEMM. Backward: the gradient, and the activation
-    again for the weight gradient, from the one that makes the activation's gradient.
+def test_gelu_is_in_gemm_epilogues() -> None:
+    """In forward, one GEMM writes the preactivation and the activation. In backward, one GEMM writes its
+    gradient and the recomputed activation.
     """
     paper = by_templates(GeluMLP, True)
     assert stores(paper.forward.kernels[0]) == 2 and "addmm" in paper.forward.kernels[0].name
@@ -90,8 +90,8 @@ def test_gelu_in_the_gemms_epilogues() -> None:
     assert stores(by_templates(GeluMLP, True, training=False).inference.kernels[0]) == 1
 
 
-def test_swiglu_in_the_gemms_epilogues() -> None:
-    """Backward: gradients of gate and up, and the product again, from one GEMM."""
+def test_swiglu_is_in_gemm_epilogues() -> None:
+    """In backward, one GEMM writes the gradients of gate and up, and their recomputed product."""
     paper = by_templates(SwiGLU, True)
     assert sum(map(stores, paper.forward.kernels)) == 4  # gate, up and the product, and the second linear
     assert stores(kernel_with(paper.backward, "glu_glu_backward")) == 3
@@ -101,7 +101,7 @@ def test_swiglu_in_the_gemms_epilogues() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 16])
 @pytest.mark.parametrize("model", [GeluMLP, SwiGLU])
 @pytest.mark.parametrize("config", [{}, {"coordinate_descent_tuning": True}, GEMM_TEMPLATES], ids=str)
-def test_decoding_takes_no_more_kernels(model: Model, rows: int, config: dict[str, Any]) -> None:
+def test_decoding_launches_the_same_kernels_as_plain(model: Model, rows: int, config: dict[str, Any]) -> None:
     plain, fused = (inference(model, rows, 256, config=config | policy) for policy in ({}, options()))
     assert kernels(fused) == kernels(plain)
 
@@ -109,7 +109,7 @@ def test_decoding_takes_no_more_kernels(model: Model, rows: int, config: dict[st
 @pytest.mark.covering(every=10)
 @pytest.mark.parametrize("model", [GeluMLP, SwiGLU, Glu, LlamaBlock, PackedWithBias])
 @pytest.mark.parametrize("gemms", [{}, GEMM_TEMPLATES], ids=["library", "triton"])
-def test_nothing_is_added_atomically(model: Model, gemms: dict[str, Any]) -> None:
+def test_steps_have_no_atomic_adds(model: Model, gemms: dict[str, Any]) -> None:
     x, module = meta(2, 1024, 4096, requires_grad=True), on_meta(model, 4096, 16384)
     paper = virtual_gpu.compile_on_paper(module, x, config=gemms | options())
     assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())
@@ -117,8 +117,7 @@ def test_nothing_is_added_atomically(model: Model, gemms: dict[str, Any]) -> Non
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ["bias_act", "glu", "bias_glu"])
-def test_no_gradient_is_added_atomically(name: str) -> None:
-    """Of any argument: biases and token scales too."""
+def test_gradients_of_all_arguments_have_no_atomic_adds(name: str) -> None:
     n = {"bias_act": 512, "glu": 512, "bias_glu": 1024}[name]
     x, scale = meta(4, 64, n, requires_grad=True), meta(4, 64, requires_grad=True)
     second = meta(4, 64, n, requires_grad=True) if name == "glu" else meta(n, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Golden code: what Inductor generates for an H200 from our lowerings.
+"""Golden code that Inductor generates for an H200 from this library's lowerings.
 
 Renew it with ``EXPECTTEST_ACCEPT=1 pytest tests/codegen/test_golden.py``.
 """
@@ -14,11 +14,11 @@ from expecttest import TestCase
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
 fused = torch.ops.fused
-GOLDEN_TORCH = "2.13"  # Inductor's text changes with torch; its meaning is tested on every version elsewhere
+GOLDEN_TORCH = "2.13"  # Inductor's text changes with torch; other tests check its meaning on every version
 
 
 def body(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> str:
-    """The statements of the one kernel that ``fn`` becomes, without its name, metadata and index arithmetic."""
+    """Return the statements of ``fn``'s only kernel, without its name, metadata and index arithmetic."""
     inputs = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes]
     (kernel,) = virtual_gpu.compile_on_paper(fn, *inputs, training=False).inference.kernels
     statements = kernel.source.split("):\n")[-1].split("''', device_str")[0]

@@ -1,6 +1,6 @@
-"""What softmax becomes on an H200, counted on paper: kernels, bytes moved and saved, instructions; and plain PyTorch's.
+"""Kernels, bytes and instructions of softmax in code generated for an H200, compared with plain PyTorch.
 
-Plain is the spelling that users have: ``softmax((x·scale).masked_fill(mask, −∞).float()).to(dtype)``.
+Plain is the code that users write: ``softmax((x·scale).masked_fill(mask, −∞).float()).to(dtype)``.
 """
 
 import functools
@@ -34,22 +34,22 @@ def plain(x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor
 
 
 meta = functools.partial(harness.meta, requires_grad=True)
-WAYS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+VARIANTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "plain": (lambda x: plain(x), ()),
-    "ours": (lambda x: softmax(x, None, None, 0.1), ()),
+    "fused": (lambda x: softmax(x, None, None, 0.1), ()),
     "plain causal": (lambda x: plain(x, causal=True), ()),
-    "ours causal": (lambda x: softmax(x, None, None, 0.1, True), ()),
+    "fused causal": (lambda x: softmax(x, None, None, 0.1, True), ()),
     "plain mask": (plain, ("mask",)),
-    "ours mask": (lambda x, m: softmax(x, m, None, 0.1), ("mask",)),
-    "ours everything": (lambda x, m, s: softmax(x, m, s, 0.1, True, 100), ("mask", "sink")),
+    "fused mask": (lambda x, m: softmax(x, m, None, 0.1), ("mask",)),
+    "fused everything": (lambda x, m, s: softmax(x, m, s, 0.1, True, 100), ("mask", "sink")),
 }
 
 
 @cache
-def on_paper(way: str, sk: int) -> Any:
-    fn, more = WAYS[way]
+def on_paper(variant: str, sk: int) -> Any:
+    fn, extra_names = VARIANTS[variant]
     extra = {"mask": harness.meta(BATCH, 1, 1, sk, dtype=torch.bool), "sink": meta(HEADS)}
-    return virtual_gpu.compile_on_paper(fn, meta(BATCH, HEADS, QUERIES, sk), *(extra[name] for name in more))
+    return virtual_gpu.compile_on_paper(fn, meta(BATCH, HEADS, QUERIES, sk), *(extra[name] for name in extra_names))
 
 
 def scores(sk: int, tensors: int) -> int:
@@ -58,12 +58,13 @@ def scores(sk: int, tensors: int) -> int:
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
-    ("way", "sk"), [*((w, 512) for w in WAYS if w.startswith("ours")), ("ours causal", 4096), ("ours everything", 4096)]
+    ("variant", "sk"),
+    [*((w, 512) for w in VARIANTS if w.startswith("fused")), ("fused causal", 4096), ("fused everything", 4096)],
 )
-def test_kernels_and_bytes(way: str, sk: int) -> None:
-    """One kernel each way, and nothing but what is given and returned; a sink's gradient: one float a row, and back."""
-    paper, sink = on_paper(way, sk), "everything" in way
-    mask = BATCH * sk if sink or "mask" in way else 0
+def test_softmax_moves_only_inputs_and_results(variant: str, sk: int) -> None:
+    """Forward and backward have one kernel each, which only touches inputs and results. A sink adds a float per row."""
+    paper, sink = on_paper(variant, sk), "everything" in variant
+    mask = BATCH * sk if sink or "mask" in variant else 0
     assert not paper.forward.extern and not paper.backward.extern
     assert (len(paper.forward.kernels), len(paper.backward.kernels)) == (1, 2 if sink else 1)
     assert paper.forward.bytes_moved == scores(sk, 2) + mask + (2 * HEADS if sink else 0)
@@ -73,52 +74,54 @@ def test_kernels_and_bytes(way: str, sk: int) -> None:
 
 
 @pytest.mark.parametrize("case", ["", " causal", " mask"])
-def test_no_more_than_plain_pytorch(case: str) -> None:
-    """A causal mask that is spelled out is a kernel more; every mask is read again in backward."""
-    ours, theirs = on_paper(f"ours{case}", 512), on_paper(f"plain{case}", 512)
+def test_softmax_moves_at_most_plains_bytes(case: str) -> None:
+    """Plain needs a kernel to build a causal mask, and reads every mask in backward."""
+    fused_paper, aten = on_paper(f"fused{case}", 512), on_paper(f"plain{case}", 512)
     for graph in ("forward", "backward"):
-        a, b = getattr(ours, graph), getattr(theirs, graph)
+        a, b = getattr(fused_paper, graph), getattr(aten, graph)
         assert len(a.kernels) <= len(b.kernels) and a.bytes_moved <= b.bytes_moved
-    assert ours.saved_bytes() < theirs.saved_bytes()
+    assert fused_paper.saved_bytes() < aten.saved_bytes()
     if case == " causal":
-        assert len(theirs.forward.kernels) == 2
+        assert len(aten.forward.kernels) == 2
 
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
-    ("way", "sk", "forward", "backward"),
+    ("variant", "sk", "forward", "backward"),
     [
-        ("ours", 1024, 14, 10.5),
-        ("ours causal", 512, 18.5, 13.5),
-        ("ours causal", 4096, 40, 24),
-        pytest.param("ours", 4096, 35, 20, marks=pytest.mark.slow),
-        pytest.param("ours mask", 1024, 36, 10.5, marks=pytest.mark.slow),
+        ("fused", 1024, 14, 10.5),
+        ("fused causal", 512, 18.5, 13.5),
+        ("fused causal", 4096, 40, 24),
+        pytest.param("fused", 4096, 35, 20, marks=pytest.mark.slow),
+        pytest.param("fused mask", 1024, 36, 10.5, marks=pytest.mark.slow),
     ],
 )
-def test_instructions_per_element(way: str, sk: int, forward: float, backward: float) -> None:
-    """In rows that are not held there are three loops forward, two backward; a mask is reason enough for Inductor."""
-    paper = on_paper(way, sk)
-    for graph, most in ((paper.forward, forward), (paper.backward, backward)):
-        # Their number depends on the block: as Inductor tries it first.
+def test_softmax_is_vectorized_within_instruction_limits(
+    variant: str, sk: int, forward: float, backward: float
+) -> None:
+    """Rows that do not fit in registers take three loops forward and two backward, as do rows with a mask."""
+    paper = on_paper(variant, sk)
+    for graph, limit in ((paper.forward, forward), (paper.backward, backward)):
+        # The count depends on the block: use Inductor's first.
         first = virtual_gpu.kernels.load(graph.kernels[-1]).configurations[0]
         code = virtual_gpu.assemble(graph.kernels[-1], block=first.block, num_warps=first.num_warps)
         assert code.spills == 0
-        assert code.instructions_per_element() <= most, code.instructions_per_element()
+        assert code.instructions_per_element() <= limit, code.instructions_per_element()
         large = [i for i in code.instructions if i.startswith(("LDG", "STG"))]
         assert sum(i.endswith(".128") for i in large) >= len(large) // 2, "not vectorized"
 
 
 @pytest.mark.slow
-def test_fewer_instructions_than_plain_pytorch() -> None:
+def test_softmax_takes_fewer_instructions_than_plain() -> None:
     counts = [
         [virtual_gpu.assemble(k[-1]).instructions_per_element() for k in (p.forward.kernels, p.backward.kernels)]
-        for p in (on_paper("ours causal", 512), on_paper("plain causal", 512))
+        for p in (on_paper("fused causal", 512), on_paper("plain causal", 512))
     ]
     assert counts[0][0] < 0.75 * counts[1][0] and counts[0][1] < 0.75 * counts[1][1]
 
 
-def test_windows_read_no_memory_and_switch_loads_off() -> None:
-    paper = on_paper("ours causal", 4096)
+def test_windows_read_no_mask_and_disable_loads() -> None:
+    paper = on_paper("fused causal", 4096)
     for graph, inputs in ((paper.forward, 1), (paper.backward, 2)):
         (kernel,) = graph.kernels
         assert len(re.findall(r"'in_ptr\d': '", kernel.source)) == inputs
@@ -127,8 +130,7 @@ def test_windows_read_no_memory_and_switch_loads_off() -> None:
 
 
 @pytest.mark.parametrize("sk", [512, 4096])
-def test_neighbors_are_in_the_same_kernels(sk: int) -> None:
-    """A bias and a scale in front, a dropout behind: one kernel forward (and the seed), one backward."""
+def test_bias_scale_and_dropout_fuse_into_the_softmax_kernel(sk: int) -> None:
 
     def fn(x: Tensor, b: Tensor) -> Tensor:
         return F.dropout(softmax(x * 2 + b, None, None, 0.1, True), 0.1)

@@ -1,4 +1,4 @@
-"""What memory="tiled" keeps alive and moves on an H200, on paper."""
+"""Peaks, saved bytes and bytes moved of memory="tiled" in code generated for an H200."""
 
 from collections.abc import Callable
 from functools import cache
@@ -22,10 +22,10 @@ MIB = 2**20
 
 
 @cache
-def compiled(way: str, model: Callable[[int, int], nn.Module], *sizes: int) -> tuple[PaperCompilation, Timeline]:
+def compiled(level: str, model: Callable[[int, int], nn.Module], *sizes: int) -> tuple[PaperCompilation, Timeline]:
     tokens, hidden, ffn = sizes
-    config = {} if way in ("plain", "budget") else compile_options(FusionPolicy(memory=way, strict=True))
-    with functorch_config.patch(activation_memory_budget=0.99 if way == "budget" else 1.0):
+    config = {} if level in ("plain", "budget") else compile_options(FusionPolicy(memory=level, strict=True))
+    with functorch_config.patch(activation_memory_budget=0.99 if level == "budget" else 1.0):
         paper = compile_on_paper(
             on_meta(model, hidden, ffn), meta(tokens, hidden, requires_grad=True), gpu=H200, config=config
         )
@@ -33,17 +33,17 @@ def compiled(way: str, model: Callable[[int, int], nn.Module], *sizes: int) -> t
 
 
 def peak(step: Timeline) -> int:
-    """The most bytes alive, without the result, which is as large as the input."""
+    """Return the peak without the result, which is as large as the input."""
     return step.peak - step.entry
 
 
 def products(paper: PaperCompilation) -> float:
-    """FLOP of the matrix products of both graphs."""
+    """Return the FLOP of both graphs' GEMMs."""
     return sum(map(flops, paper.graphs.values()))
 
 
 def normed(norm: type[nn.Module], width: int, hidden: int) -> nn.Module:
-    """A block's MLP: between the residual and the linear layers stands a norm."""
+    """Make a block's MLP, with a norm between the residual and the linear layers."""
     return Net(lambda s, x: x + s.mlp(s.norm(x)), norm=norm(width), mlp=SwiGLUMLP(width, hidden))
 
 
@@ -57,7 +57,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "numbers"),
+    ("model", "flop_ratio", "statistics"),
     [
         (SwiGLUMLP, 11 / 9, 0),
         pytest.param(GELUMLP, 7 / 6, 0, marks=SLOW),
@@ -65,15 +65,14 @@ SLOW = pytest.mark.slow
         pytest.param(LayerNormedMLP, 11 / 9, 2, marks=SLOW),
     ],
 )
-def test_a_tile_of_the_hidden_layer_is_alive_at_a_time(model: type[nn.Module], more: float, numbers: int) -> None:
-    """What is kept is the input; behind a norm the residual, and a number or two a row: each tile makes its rows of the
-    norm's result again."""
+def test_only_one_tile_of_the_hidden_layer_is_alive(model: type[nn.Module], flop_ratio: float, statistics: int) -> None:
+    """A step saves the input, or a norm's residual and its statistics per row. Tiles recompute the norm's rows."""
     sizes = (4096, 256, 1024)
-    plain, whole, tiled = (compiled(way, model, *sizes) for way in ("plain", "input", "tiled:4"))
+    plain, whole, tiled = (compiled(level, model, *sizes) for level in ("plain", "input", "tiled:4"))
     x = sizes[0] * sizes[1] * 2
-    assert tiled[0].saved_bytes() == whole[0].saved_bytes() == x + 4 * numbers * sizes[0]
+    assert tiled[0].saved_bytes() == whole[0].saved_bytes() == x + 4 * statistics * sizes[0]
     assert tiled[1].end == plain[1].end and peak(tiled[1]) < 0.7 * peak(whole[1])
-    assert products(tiled[0]) == products(whole[0]) == round(more * products(plain[0]))
+    assert products(tiled[0]) == products(whole[0]) == round(flop_ratio * products(plain[0]))
 
 
 def layers(width: int, hidden: int) -> nn.Module:
@@ -81,15 +80,16 @@ def layers(width: int, hidden: int) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_the_budget_lowers_the_peak_of_several_layers_alone() -> None:
-    """What all layers keep makes the peak there; what one works with makes that of a single MLP."""
-    plain, budget, ours = (peak(compiled(way, layers, 4096, 256, 1024)[1]) for way in ("plain", "budget", "free"))
-    assert ours <= budget < plain
-    plain, budget, ours = (peak(compiled(way, SwiGLUMLP, 4096, 256, 1024)[1]) for way in ("plain", "budget", "free"))
-    assert ours < plain < budget
+def test_the_budget_lowers_the_peak_only_with_several_layers() -> None:
+    """Saved tensors set the peak of several layers, temporaries the peak of a single MLP."""
+    plain, budget, free = (peak(compiled(level, layers, 4096, 256, 1024)[1]) for level in ("plain", "budget", "free"))
+    assert free <= budget < plain
+    levels = ("plain", "budget", "free")
+    plain, budget, free = (peak(compiled(level, SwiGLUMLP, 4096, 256, 1024)[1]) for level in levels)
+    assert free < plain < budget
 
 
-WAYS = {
+LEVELS = {
     "plain `torch.compile`": "plain",
     "`activation_memory_budget = 0.99`": "budget",
     '`"free"`': "free",
@@ -101,28 +101,28 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", WAYS)
-def test_the_figures_of_the_page(row: str) -> None:
-    """docs/memory.md has them, and the targets: 2700 and 2400 MiB at the peak, 1.5 times plain's bytes with 8 tiles."""
+@pytest.mark.parametrize("row", LEVELS)
+def test_the_page_has_each_levels_figures(row: str) -> None:
+    """The targets in docs/memory.md are peaks of 2700 and 2400 MiB, and 1.5 times plain's bytes with 8 tiles."""
     sizes = (65536, 4096, 14336)
-    paper, step = compiled(WAYS[row], SwiGLUMLP, *sizes)
-    kept, most, moved = (n // MIB for n in (paper.saved_bytes(), peak(step), paper.bytes_moved))
+    paper, step = compiled(LEVELS[row], SwiGLUMLP, *sizes)
+    saved, highest, moved = (n // MIB for n in (paper.saved_bytes(), peak(step), paper.bytes_moved))
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
-    assert f"| {row} | {kept} | {most} | {moved} |" in page
+    assert f"| {row} | {saved} | {highest} | {moved} |" in page
     plain = compiled("plain", SwiGLUMLP, *sizes)
-    assert WAYS[row] in ("budget", "fp8") or most <= peak(plain[1]) // MIB
+    assert LEVELS[row] in ("budget", "fp8") or highest <= peak(plain[1]) // MIB
     if "tiled" in row:
-        assert kept == 512 and products(paper) * 9 == products(plain[0]) * 11
-        assert most <= (2400 if "16" in row else 2700)
+        assert saved == 512 and products(paper) * 9 == products(plain[0]) * 11
+        assert highest <= (2400 if "16" in row else 2700)
         assert "16" in row or paper.bytes_moved <= 1.5 * plain[0].bytes_moved
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", WAYS)
-def test_other_peaks_of_the_page(row: str) -> None:
-    """With biases, whose gradients are sums over all tiles: they must not bring these together."""
+@pytest.mark.parametrize("row", LEVELS)
+def test_the_page_has_peaks_of_packed_and_gelu_mlps(row: str) -> None:
+    """A bias gradient, a sum over all tiles, must not keep all tiles alive."""
     models = ((PackedMLP, 2 * 14336), (GELUMLP, 16384))
-    packed, gelu = (peak(compiled(WAYS[row], model, 65536, 4096, hidden)[1]) // MIB for model, hidden in models)
+    packed, gelu = (peak(compiled(LEVELS[row], model, 65536, 4096, hidden)[1]) // MIB for model, hidden in models)
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
     assert any(line.endswith(f"| {packed} | {gelu} |") for line in rows), rows

@@ -1,4 +1,4 @@
-"""Graphs set aside in a compiler pass or a Dynamo backend, and compiled on paper later: as if captured on paper."""
+"""Graphs from a compiler pass or a Dynamo backend compile on paper as if captured there."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 
 def block() -> nn.Module:
-    """With a buffer."""
+    """Make a block with a buffer."""
     return Net(
         lambda s, x: x + s.mlp(s.norm(x)) * s.scale, norm=nn.LayerNorm(64), mlp=MLP(64, 256), scale=torch.ones(64)
     )
@@ -37,32 +37,33 @@ BLOCK, BLOCKS = block(), Stack(block() for _ in range(2))
 
 
 def twice(x: Tensor) -> Tensor:
-    one, two = BLOCKS.layers
-    return checkpoint(two, checkpoint(one, x, use_reentrant=False), use_reentrant=False)  # type: ignore[no-any-return]
+    first, second = BLOCKS.layers
+    return checkpoint(second, checkpoint(first, x, use_reentrant=False), use_reentrant=False)  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fn", [BLOCK, BLOCKS, twice], ids=["block", "blocks", "checkpointed"])
-def test_it_is_as_if_captured_on_paper(fn: Callable[..., Any], dynamic: bool) -> None:
+def test_captured_graphs_compile_as_on_paper(fn: Callable[..., Any], dynamic: bool) -> None:
     x = torch.randn(32, 64, requires_grad=True)
     graph = captured(fn, x, dynamic=dynamic)
     paper = virtual_gpu.compile_graph_on_paper(graph)
     assert measured(paper) == measured(virtual_gpu.compile_on_paper(fn, x))
-    assert measured(virtual_gpu.compile_graph_on_paper(graph)) == measured(paper), "what is set aside stays as it is"
+    assert measured(virtual_gpu.compile_graph_on_paper(graph)) == measured(paper), "compiling does not change the graph"
 
 
 @pytest.mark.slow
-def test_modules_of_launches_and_saved_tensors() -> None:
+def test_launches_and_saved_tensors_have_modules() -> None:
     paper = virtual_gpu.compile_on_paper(BLOCKS, torch.randn(32, 64, requires_grad=True))
     for graph in paper.graphs.values():
         assert len(graph.launches) == sum(kernel.launches for kernel in graph.kernels) + len(graph.extern)
         assert sum(launch.bytes_moved for launch in graph.launches) == graph.bytes_moved
-        assert all(one.modules and all(path.startswith("layers.") for path in one.modules) for one in graph.launches)
+        assert all(launch.modules for launch in graph.launches)
+        assert all(path.startswith("layers.") for launch in graph.launches for path in launch.modules)
     assert {"layers.0.mlp.up", "layers.1.mlp.up"} <= {t.module for t in paper.saved if t.shape == (32, 256)}
 
 
-def test_autocast_and_devices_in_the_graph() -> None:
+def test_cpu_autocast_and_devices_become_the_gpus() -> None:
     linear = nn.Linear(64, 64)
 
     def fn(x: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def test_autocast_and_devices_in_the_graph() -> None:
     assert {n.meta["val"].device.type for n in products} == {"cuda"}
 
 
-def test_a_graph_from_a_gpu_is_compiled_as_one_from_the_cpu() -> None:
+def test_graphs_from_a_gpu_and_the_cpu_compile_alike() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def fn(x: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def test_a_graph_from_a_gpu_is_compiled_as_one_from_the_cpu() -> None:
         return (y.to("cpu") + torch.zeros(64, device="cpu") + torch.ones(64, device=torch.device("cpu"))).cpu()
 
     graph = captured(fn, torch.randn(32, 64, requires_grad=True))
-    wanted = measured(virtual_gpu.compile_graph_on_paper(graph))
+    expected = measured(virtual_gpu.compile_graph_on_paper(graph))
 
     def on_gpu(value: Any) -> Any:
         if value == "cpu":
@@ -107,20 +108,20 @@ def test_a_graph_from_a_gpu_is_compiled_as_one_from_the_cpu() -> None:
         renamed += args != (node.args, node.kwargs) or node.target == "cuda"
         node.args, node.kwargs = args
     assert renamed >= 4 and "cuda" in str(graph.gm.graph)
-    assert measured(virtual_gpu.compile_graph_on_paper(graph)) == wanted
+    assert measured(virtual_gpu.compile_graph_on_paper(graph)) == expected
 
 
-def test_sizes_that_depend_on_data_are_refused() -> None:
+def test_sizes_that_depend_on_data_raise() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         graph = captured(lambda x: x[x > 0] * 2, torch.randn(8))
     (placeholder,) = graph.gm.graph.find_nodes(op="placeholder")
     values = (n.meta["example_value"] for n in graph.gm.graph.nodes if n.op != "placeholder")
-    made_inside = next(v for v in values if v.dim() == 1 and not isinstance(v.shape[0], int))
-    placeholder.meta["example_value"] = made_inside
+    dynamic = next(v for v in values if v.dim() == 1 and not isinstance(v.shape[0], int))
+    placeholder.meta["example_value"] = dynamic
     raises(ValueError, "depends on data", virtual_gpu.compile_graph_on_paper, graph)
 
 
-def test_inputs_that_are_no_plain_tensors_are_refused() -> None:
+def test_tensor_subclasses_and_objects_raise() -> None:
     graph = captured(lambda x: x + 1, torch.randn(8))
     (placeholder,) = graph.gm.graph.find_nodes(op="placeholder")
     placeholder.meta["example_value"] = torch.nested.nested_tensor([torch.randn(2)], layout=torch.jagged)

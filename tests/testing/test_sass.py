@@ -1,4 +1,4 @@
-"""Listings of NVIDIA's machine code: all that wait are made at once, each as cuobjdump shows it."""
+"""Listings of NVIDIA's machine code are made together, and equal those of cuobjdump."""
 
 import os
 import re
@@ -39,35 +39,35 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many kernels nvdisasm was given, call by call."""
-    found: list[int] = []
+    """Record the number of kernels in each call of nvdisasm."""
+    counts: list[int] = []
     original = sass._disassembled
 
     def counted(codes: Any, arch: str) -> list[str]:
-        found.append(len(codes))
+        counts.append(len(codes))
         return original(codes, arch)
 
     monkeypatch.setattr(sass, "_disassembled", counted)
     monkeypatch.setattr(sass, "_WAITING", type(sass._WAITING)())
-    return found
+    return counts
 
 
-def test_all_that_wait_are_listed_at_once_as_cuobjdump_lists_each(
+def test_waiting_kernels_are_listed_together_as_by_cuobjdump(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: list[int]
 ) -> None:
     cubins = []
     original = sass._functions
 
-    def kept(cubin: bytes) -> list[bytes]:
+    def record(cubin: bytes) -> list[bytes]:
         cubins.append(cubin)
         return original(cubin)
 
-    monkeypatch.setattr(sass, "_functions", kept)
+    monkeypatch.setattr(sass, "_functions", record)
     codes = [assembled(virtual_gpu.H100, block) for block in (32, 64)]
-    assembled(virtual_gpu.H100, 128)  # nobody has it any more
+    assembled(virtual_gpu.H100, 128)  # no reference to it remains
     older = assembled(virtual_gpu.A100, 64)
     assert processes == []
-    assert codes[1].instructions and processes == [2], "those for the same GPU that somebody still has"
+    assert codes[1].instructions and processes == [2], "the kernels for the same GPU that are still referenced"
     assert all(code.instructions for code in codes) and processes == [2]
     assert older.instructions and processes == [2, 1]
     tools = sass.nvidia_tools()
@@ -75,14 +75,14 @@ def test_all_that_wait_are_listed_at_once_as_cuobjdump_lists_each(
     for code, cubin in ((codes[0], cubins[0]), (codes[1], cubins[1])):
         (tmp_path / "cubin").write_bytes(cubin)
         command = [str(tools / "cuobjdump"), "-sass", str(tmp_path / "cubin")]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-        assert instructions(code.asm) == instructions(shown)
+        listing = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        assert instructions(code.asm) == instructions(listing)
         jumps = {name.split(".")[0] for name in code.instructions}
-        assert jumps > {"BRA", "CALL", "RET"}, "what names an address"
+        assert jumps > {"BRA", "CALL", "RET"}, "instructions with an address"
 
 
 @pytest.mark.slow
-def test_what_cannot_be_read_spoils_nothing_else(processes: list[int]) -> None:
+def test_an_unreadable_kernel_does_not_break_other_listings(processes: list[int]) -> None:
     good, bad = assembled(virtual_gpu.H100, 32), assembled(virtual_gpu.H100, 64)
     assert isinstance(bad.listing, sass.Listing)
     bad.listing.code = b"\xff" * len(bad.listing.code)

@@ -1,4 +1,4 @@
-"""The curve of live bytes: what the profiler sees when the same code runs, and what must hold of any curve."""
+"""Live-bytes timelines: compared with PyTorch's profiler, and with figures computed by hand."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ MiB = 2**20
 
 
 class Loss(nn.Module):
-    """The mean square of what layers make, one after the other; each checkpointed, or not."""
+    """The mean square of a chain of layers, each checkpointed if requested."""
 
     def __init__(self, *layers: nn.Module, checkpointed: bool = False) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def glu(width: int, hidden: int) -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """A model of transformers: its loss of predicting its own input."""
+    """A model from transformers, with the loss of predicting its input."""
 
     def __init__(self, name: str, checkpointed: bool, attention: str = "sdpa") -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
         config = getattr(transformers, f"{name}Config")(vocab_size=512, **settings)
         config.use_cache, config._attn_implementation = False, attention
         self.model = transformers.AutoModelForCausalLM.from_config(config)
-        self.model.loss_type = "ForCausalLM"  # else it looks for one, and logs that
+        self.model.loss_type = "ForCausalLM"  # otherwise it searches for a loss, and logs that
         if checkpointed:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -105,12 +105,12 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "Llama, checkpointed, attention by hand": lambda: (Transformer("Llama", True, "eager"), ids()),
     "Mixtral": lambda: (Transformer("Mixtral", False), ids()),
 }  # fmt: skip
-# What attention's kernel for CPUs allocates inside its backward cannot be seen from outside, where the peak is there.
+# If attention's backward makes the peak, its CPU kernel's internal allocations are missing from the timeline.
 UNSEEN = {"attention": 0.12, "Llama, checkpointed": 0.03}
 
 
 class Compilation:
-    """What Inductor generates for the CPU of this machine while it compiles in earnest."""
+    """Records the code that Inductor generates for this machine's CPU in a real compilation."""
 
     def __init__(self) -> None:
         self.graphs: dict[str, GeneratedGraph] = {}
@@ -134,9 +134,9 @@ class Compilation:
         placeholders = [node for node in lowering.module.graph.nodes if node.op == "placeholder"]
         kind = "backward" if lowering.is_backward else "forward"
         if kind == "backward":
-            kept = {name: i for i, name in enumerate(self.outputs) if i >= self.results}
-            self.handed = tuple(kept.get(node.name) for node in placeholders)
-        # parameters are what the step was not called with: counted apart, below
+            saved = {name: i for i, name in enumerate(self.outputs) if i >= self.results}
+            self.handed = tuple(saved.get(node.name) for node in placeholders)
+        # treat all forward inputs as parameters, because they are allocated before the step
         inputs = tuple(graph_input(node.meta["val"], is_parameter=kind == "forward") for node in placeholders)
         code = generated[0]
         code = getattr(code, "value", code)
@@ -154,19 +154,19 @@ def patched(owner: Any, name: str, wrapper: Callable[..., Any]) -> Any:
 
 
 def peaks(name: str) -> tuple[int, int]:
-    """The peaks of a step above what is alive before it: as the profiler saw it, and of the same code on meta."""
+    """Return a step's peak above the bytes alive before it, from the profiler and from the same code on meta."""
     from torch._inductor import compile_fx
     from torch._inductor.graph import GraphLowering
 
     torch.manual_seed(0)
     model, argument = MODELS[name]()
     model.train()
-    seen = Compilation()
+    compilation = Compilation()
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-        patched(compile_fx, "partition_fn", seen.partition),
-        patched(GraphLowering, "codegen", seen.codegen),
+        patched(compile_fx, "partition_fn", compilation.partition),
+        patched(GraphLowering, "codegen", compilation.codegen),
     ):
         compiled = torch.compile(model, fullgraph=True)
         compiled(argument).backward()
@@ -175,19 +175,19 @@ def peaks(name: str) -> tuple[int, int]:
         loss = compiled(argument)
         loss.backward()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = most = 0
+    live = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
-        most = max(most, live)
-    return most, timeline_of([seen.paper()], device="cpu").peak
+        highest = max(highest, live)
+    return highest, timeline_of([compilation.paper()], device="cpu").peak
 
 
-@pytest.mark.slow  # machine code by the C++ compiler, run under the profiler
+@pytest.mark.slow  # compiles C++ code, and runs it under the profiler
 @pytest.mark.parametrize("name", MODELS)
-def test_the_profiler_sees_the_same_peak(name: str, record_property: Any) -> None:
+def test_the_profiler_reports_the_same_peak(name: str, record_property: Any) -> None:
     profiler, on_meta = peaks(name)
     record_property("peaks", (profiler, on_meta))
-    assert profiler > MiB, "too small to tell"
+    assert profiler > MiB, "too small to compare"
     unseen = UNSEEN.get(name, 0.01)
     assert -0.01 * profiler <= profiler - on_meta <= unseen * profiler, (profiler / MiB, on_meta / MiB)
 
@@ -195,61 +195,61 @@ def test_the_profiler_sees_the_same_peak(name: str, record_property: Any) -> Non
 meta = functools.partial(harness.meta, requires_grad=True)
 
 
-def test_a_gelu_mlp_by_hand() -> None:
-    """8192 tokens, 4096 to 16384 to 4096: rows of the width are 64 MiB, hidden ones 256, a weight is 128."""
+def test_a_gelu_mlps_timeline_matches_figures_by_hand() -> None:
+    """8192 tokens, 4096 to 16384 to 4096: inputs and results have 64 MiB, hidden tensors 256, a weight 128."""
     mlp = gelu_mlp(4096, 16384).bfloat16().to("meta")
     paper = compile_on_paper(mlp, meta(8192, 4096))
-    found = paper.timeline()
-    products = [(moment.graph, moment.live // MiB) for moment in found.events if moment.call in ("addmm", "mm")]
+    curve = paper.timeline()
+    products = [(moment.graph, moment.live // MiB) for moment in curve.events if moment.call in ("addmm", "mm")]
     assert products == [
         ("forward", 64 + 256),  # input, pre-activation
-        ("forward", 64 + 2 * 256 + 64),  # and the activation, and the result
+        ("forward", 64 + 2 * 256 + 64),  # plus the activation and the result
         ("backward", 640 + 64 + 256),  # the result's gradient, the activation's gradient
         ("backward", 960 + 128),  # the second weight's gradient
-        ("backward", 64 + 64 + 256 + 128 + 64),  # the pre-activation's gradient in place of the activation's
+        ("backward", 64 + 64 + 256 + 128 + 64),  # the pre-activation's gradient reuses the activation's gradient
         ("backward", 576 + 128),
     ]
-    assert found.entry == 64 * MiB and found.peak == paper.peak_bytes() == 1088 * MiB
-    assert found.between == paper.saved_bytes() + 64 * MiB  # and the result, which the caller holds
+    assert curve.entry == 64 * MiB and curve.peak == paper.peak_bytes() == 1088 * MiB
+    assert curve.between == paper.saved_bytes() + 64 * MiB  # plus the result, which the caller holds
     gradients = sum(p.nbytes for p in mlp.parameters()) + 64 * MiB
-    assert found.end == 2 * 64 * MiB + gradients
-    assert sum(moment.flop for moment in found.events) == 6 * 2 * 8192 * 4096 * 16384
-    assert sum(moment.nbytes for moment in found.events) == paper.bytes_moved
-    assert [moment.modules for moment in found.events if moment.call == "addmm"] == [("0",), ("2",)]
+    assert curve.end == 2 * 64 * MiB + gradients
+    assert sum(moment.flop for moment in curve.events) == 6 * 2 * 8192 * 4096 * 16384
+    assert sum(moment.nbytes for moment in curve.events) == paper.bytes_moved
+    assert [moment.modules for moment in curve.events if moment.call == "addmm"] == [("0",), ("2",)]
 
 
-def test_inference_has_a_curve_too() -> None:
+def test_inference_has_a_timeline() -> None:
     paper = compile_on_paper(lambda x: torch.relu(x) + 1, meta(1024, 1024, requires_grad=False), training=False)
     assert paper.peak_bytes() == 4 * MiB  # the argument and the result: one kernel
 
 
-def test_memory_that_waits_for_a_later_result() -> None:
-    """Each matrix is 2 MiB; the last product is written where the first was. relu reads what it overwrites."""
+def test_memory_waits_for_reuse_by_a_later_result() -> None:
+    """Each matrix has 2 MiB. The last GEMM reuses the first one's memory; relu overwrites its input at once."""
     a, b, c = (nn.Parameter(meta(1024, 1024), requires_grad=False) for _ in range(3))
     paper = compile_on_paper(lambda x: (x @ a).relu() @ b @ c, meta(1024, 1024, requires_grad=False), training=False)
     assert paper.inference is not None and paper.inference.code.count("# reuse") == 2
-    found = [(moment.after // MiB, moment.waiting // MiB) for moment in paper.timeline().events]
-    assert found == [(4, 0), (4, 0), (6, 2), (4, 0)]
+    curve = [(moment.after // MiB, moment.waiting // MiB) for moment in paper.timeline().events]
+    assert curve == [(4, 0), (4, 0), (6, 2), (4, 0)]
 
 
-def test_graphs_are_joined() -> None:
-    """A product and, in a graph of its own, its loss: what the second is given is the first's result."""
+def test_a_link_joins_the_timelines_of_two_graphs() -> None:
+    """The second graph, a loss, reads the first graph's result."""
     weight = nn.Parameter(meta(512, 512, dtype=torch.float32))
     first = compile_on_paper(lambda x: x @ weight, meta(512, 512, dtype=torch.float32, requires_grad=False))
     second = compile_on_paper(lambda y: y.square().sum(), meta(512, 512, dtype=torch.float32))
     joined = timeline_of([first, second], {(1, 0): (0, 0)})
     assert joined.entry == MiB
     assert joined.between == 2 * MiB + 4  # x, y, the loss
-    assert joined.peak == 3 * MiB + 8  # and y's gradient; the loss's own
+    assert joined.peak == 3 * MiB + 8  # plus the gradients of y and the loss
     assert joined.end == 2 * MiB + 4  # x, the weight's gradient, the loss
-    apart = timeline_of([first, second])
-    assert apart.peak >= joined.peak + MiB  # the second graph's argument is another tensor
+    separate = timeline_of([first, second])
+    assert separate.peak >= joined.peak + MiB  # without a link, the second graph has a separate argument
     metric = compile_on_paper(lambda x: x.mean(), meta(512, 512, dtype=torch.float32, requires_grad=False))
     events = timeline_of([first, metric, second], {(1, 0): (0, 0), (2, 0): (0, 0)}).events
     assert list(dict.fromkeys(event.graph for event in events)) == ["forward", "inference", "backward"]
 
 
-def test_attention_counts_what_it_allocates_inside() -> None:
+def test_attention_backward_counts_its_workspace() -> None:
     q = [meta(2, 4, 1024, 64) for _ in range(3)]
     paper = compile_on_paper(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *q)
     (backward,) = (m for m in paper.timeline().events if m.call.endswith("flash_attention_backward"))
@@ -257,7 +257,7 @@ def test_attention_counts_what_it_allocates_inside() -> None:
     assert backward.live >= 8 * MiB + 2 * 4 * 1024 * 4 + 2 * MiB
 
 
-def test_a_slice_counts_as_what_is_read_of_it() -> None:
+def test_only_the_bytes_read_of_a_slice_count() -> None:
     x = meta(1024, 4096, requires_grad=False)
     pointwise = compile_on_paper(lambda x: torch.relu(x[:256]), x, training=False)
     assert pointwise.bytes_moved == 2 * 2 * MiB
@@ -268,18 +268,18 @@ def test_a_slice_counts_as_what_is_read_of_it() -> None:
 
 @pytest.mark.slow
 def test_higher_order_operators_compile() -> None:
-    """Inductor's joint passes call themselves on bodies, with the device given by position."""
+    """Inductor's joint passes recurse into subgraphs, and pass the device by position."""
     from torch._higher_order_ops.map import map as mapped
 
     mlp = gelu_mlp(64, 256).bfloat16().to("meta")
     paper = compile_on_paper(lambda x: mapped(mlp, x), meta(4, 128, 64))
     assert paper.backward is not None and paper.saved_bytes()
     with pytest.raises(ValueError, match="forward graph cannot run without data"):
-        paper.peak_bytes()  # how often a loop runs is a tensor's value
+        paper.peak_bytes()  # a tensor's value is the number of iterations
 
 
-def test_what_is_handed_over_goes_by_its_place() -> None:
-    """As AOTAutograd hands it over: a partitioner may name it differently in its two graphs."""
+def test_saved_tensors_are_matched_by_position_not_by_name() -> None:
+    """A partitioner may use different names in its two graphs."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -302,15 +302,15 @@ def test_what_is_handed_over_goes_by_its_place() -> None:
 
 
 @pytest.mark.parametrize(("queries", "keys", "pairs"), [(64, 64, 64 * 65 / 2), (64, 48, 48 * 49 / 2 + 16 * 48)])
-def test_causal_attention_counts_the_pairs_that_its_mask_leaves(queries: int, keys: int, pairs: float) -> None:
+def test_causal_attention_counts_unmasked_pairs(queries: int, keys: int, pairs: float) -> None:
     q, k = (torch.empty(1, 2, n, 16, device="meta") for n in (queries, keys))
     packet = torch.ops.aten._scaled_dot_product_flash_attention
     full, causal = (flop_of(packet, (q, k, k, 0.0, is_causal), {}, (q,)) for is_causal in (False, True))
     assert causal == full * pairs / (queries * keys)
 
 
-def test_a_checkpoints_attention_counts() -> None:
-    """Torch wraps it in operators that save and restore the random states."""
+def test_attention_in_a_checkpoint_counts() -> None:
+    """Torch wraps it in operators that save and restore random states."""
 
     def attention(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q)
@@ -320,5 +320,5 @@ def test_a_checkpoints_attention_counts() -> None:
     for fn in (attention, lambda q: checkpoint(attention, q, use_reentrant=False)):
         paper = compile_on_paper(fn, q)
         counts.append([roofline.flops(graph) for graph in (paper.forward, paper.backward)])
-    (forward, backward), again = counts
-    assert forward and again == [forward, forward + backward]
+    (forward, backward), checkpointed = counts
+    assert forward and checkpointed == [forward, forward + backward]

@@ -1,4 +1,4 @@
-"""The virtual GPU: exact bytes and kernels, instruction counts, real numerics, and no trace left behind."""
+"""The virtual GPU: bytes, kernels, instruction counts and numerics; it leaves no patches behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import GEMM_TEMPLATES, GeluMLP, SwiGLU, meta, on_meta, python, raises
+from harness import GeluMLP, SwiGLU, meta, on_meta, python, raises
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +34,7 @@ BF16 = torch.bfloat16
 
 @cache
 def mlp_on_paper(module: Callable[..., nn.Module], tokens: int = 512, hidden: int = 256, budget: float | None = None):
-    """A training step, compiled once for all tests that read it."""
+    """Compile a training step once for all tests."""
     x = meta(tokens, hidden, requires_grad=True)
     return compile_on_paper(on_meta(module, hidden, 4 * hidden), x, memory_budget=budget)
 
@@ -52,20 +52,20 @@ def mlp_on_paper(module: Callable[..., nn.Module], tokens: int = 512, hidden: in
         (SwiGLU, 0.99, 576, 4288),
     ],
 )
-def test_saved_and_moved_bytes(module, budget, saved, backward):
+def test_steps_save_and_move_exact_bytes(module, budget, saved, backward):
     paper = mlp_on_paper(module, 8192, 4096, budget)
     assert paper.saved_bytes() == saved * MIB
     assert paper.saved_bytes(include_inputs=False) == (saved - 64) * MIB
     weights = sum(parameter.nbytes for parameter in on_meta(module, 4096, 16384).parameters() if parameter.dim() == 2)
     counted = paper.saved_bytes(include_parameters=True) - paper.saved_bytes()
-    # the first linear layers' weights serve the input's gradient, the last one's the activation's
+    # the weights are needed for gradients of the input and the activation
     assert counted == weights
-    # to the nearest MiB: biases come to some KiB
+    # rounded to MiB, because biases have a few KiB
     assert round(paper.backward.bytes_moved / MIB) == backward
     assert paper.inference is None
 
 
-def test_gelu_mlp_graphs():
+def test_a_gelu_mlps_graphs_have_exact_kernels_and_bytes():
     paper = mlp_on_paper(GeluMLP, 8192, 4096, None)
     assert [kernel.name for kernel in paper.forward.kernels] == ["triton_poi_fused_gelu_0"]
     assert paper.forward.kernels[0].bytes_moved == 512 * MIB
@@ -82,7 +82,7 @@ def test_gelu_mlp_graphs():
     assert "async_compile.triton('triton_poi_fused_gelu_0'" in paper.forward.code
 
 
-def test_inference():
+def test_inference_has_one_graph():
     paper = compile_on_paper(on_meta(GeluMLP, 4096, 16384), meta(8192, 4096), training=False)
     assert paper.forward is None and paper.backward is None and paper.saved == ()
     assert len(paper.inference.kernels) == 1
@@ -97,7 +97,7 @@ def test_launches_of_one_kernel_are_counted():
     assert kernel.bytes_moved == 2 * 3 * 512 * 1024 * 2
 
 
-def test_checkpoint():
+def test_checkpoints_save_their_inputs_only():
     first, second = on_meta(SwiGLU, 256, 1024), on_meta(SwiGLU, 256, 1024)
 
     def checkpointed(x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def test_checkpoint():
     assert len(paper.backward.extern) > len(paper.forward.extern)
 
 
-def test_plain_functions_and_real_tensors():
+def test_real_tensors_are_not_modified():
     x, w = torch.randn(8, 16, requires_grad=True), nn.Parameter(torch.randn(32, 16))
     before = x.clone(), w.clone()
     paper = compile_on_paper(lambda x, w: F.silu(F.linear(x, w)), x, w)
@@ -117,7 +117,7 @@ def test_plain_functions_and_real_tensors():
     assert x.grad is None and w.grad is None
 
 
-def test_fake_inputs_and_keyword_arguments():
+def test_fake_inputs_and_keyword_arguments_compile():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -126,7 +126,7 @@ def test_fake_inputs_and_keyword_arguments():
     assert paper.inference.bytes_moved == 2 * 64 * 128 * 4
 
 
-def test_dynamic_sizes():
+def test_dynamic_sizes_are_symbolic_in_the_code():
     paper = compile_on_paper(on_meta(SwiGLU, 256, 1024), meta(512, 256, requires_grad=True), dynamic=True)
     static = mlp_on_paper(SwiGLU)
     assert re.search(r"\bs\d+\b", paper.forward.code) and not re.search(r"\bs\d+\b", static.forward.code)
@@ -142,10 +142,10 @@ def test_str_is_aligned():
     assert any("saved for backward" in line for line in rows)
 
 
-# Where the CPU stands in for the GPU
+# Emulation of the GPU on CPU tensors
 
 
-def test_cuda_autocast_lists():
+def test_cuda_autocast_lists_apply():
     """pow, softmax and layer_norm give float32 under CUDA's autocast; gelu keeps bfloat16."""
     weight = nn.Parameter(meta(256, 256, dtype=torch.float32))
 
@@ -161,7 +161,7 @@ def test_cuda_autocast_lists():
     assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
 
 
-def test_autocast_around_the_call_and_of_the_cpu():
+def test_enclosing_cuda_autocast_applies_and_cpu_autocast_does_not():
     weight = nn.Parameter(meta(256, 256, dtype=torch.float32))
 
     def dtype(context: torch.autocast) -> torch.dtype:
@@ -180,7 +180,7 @@ def test_autocast_around_the_call_and_of_the_cpu():
         assert torch.ones(2, dtype=BF16).pow(2.0).dtype == BF16  # the CPU's own lists are back
 
 
-def test_layer_norm_keeps_statistics_in_float32():
+def test_layer_norms_statistics_are_float32():
     weight, bias = nn.Parameter(meta(256)), nn.Parameter(meta(256))
     graph = compile_on_paper(
         lambda x: torch.native_layer_norm(x, (256,), weight, bias, 1e-5), meta(512, 256), training=False
@@ -190,7 +190,7 @@ def test_layer_norm_keeps_statistics_in_float32():
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [(BF16, "flash"), (torch.float32, "efficient")])
-def test_attention_is_the_gpus(dtype, kernel):
+def test_attention_uses_the_gpus_kernel(dtype, kernel):
     q, k, v = (meta(2, 4, 128, 64, dtype=dtype, requires_grad=True) for _ in range(3))
     paper = compile_on_paper(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
     (forward,) = paper.forward.extern
@@ -202,27 +202,27 @@ def test_attention_is_the_gpus(dtype, kernel):
     ("dtype", "heads", "operators"),
     [(torch.float32, 2, {"mm", "bmm"}), (BF16, 2, {"aten._scaled_dot_product_flash_attention"})],
 )
-def test_grouped_queries_take_the_kernel_that_has_them(dtype, heads, operators):
-    """The memory-efficient kernel has no groups, so in float32 CUDA takes the plain products."""
+def test_grouped_queries_use_flash_attention_or_gemms(dtype, heads, operators):
+    """The memory-efficient kernel does not support groups, so float32 uses plain GEMMs."""
     q, *kv = (meta(2, n, 128, 64, dtype=dtype, requires_grad=True) for n in (4, heads, heads))
     paper = compile_on_paper(lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True), q, *kv)
     assert set(paper.forward.extern) <= operators
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_a_checkpoint_around_attention(dtype):
-    """It keeps what attention is given, and no random state on the GPU, which has no generator here."""
+def test_a_checkpoint_around_attention_saves_its_inputs_only(dtype):
+    """It saves no GPU random state, because a described GPU has no generator."""
     qkv = [meta(2, 4, 128, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
 
     def fn(*qkv: Tensor) -> Tensor:
         return checkpoint(F.scaled_dot_product_attention, *qkv, use_reentrant=False)
 
     paper = compile_on_paper(fn, *qkv)
-    assert paper.saved_bytes() == sum(each.nbytes for each in qkv)
-    assert paper.timeline().between == 4 * qkv[0].nbytes  # with the result
+    assert paper.saved_bytes() == sum(tensor.nbytes for tensor in qkv)
+    assert paper.timeline().between == 4 * qkv[0].nbytes  # includes the result
 
 
-def test_a_mask_is_laid_out_for_the_kernel():
+def test_masks_are_padded_for_the_efficient_kernel():
     q = meta(2, 4, 24, 64, dtype=torch.float32, requires_grad=True)
     mask = meta(24, 24, dtype=torch.bool)
     paper = compile_on_paper(lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask), q, mask)
@@ -231,13 +231,13 @@ def test_a_mask_is_laid_out_for_the_kernel():
     assert node.args[3].meta["val"].stride()[-2:] == (32, 1)
 
 
-def test_shape_functions_answer_for_the_gpu():
-    """On CPUs a histogram of integers is refused: mixtures of experts count their tokens so."""
+def test_shape_functions_follow_the_gpus_rules():
+    """CPUs reject a histogram of integers, with which mixtures of experts count their tokens."""
     paper = compile_on_paper(lambda x: torch.histc(x, bins=4, min=0, max=3), meta(64, dtype=torch.int32))
     assert paper.inference is not None
 
 
-def test_constants_indexing_embedding_and_dropout():
+def test_constants_indexing_embedding_and_dropout_compile():
     table = nn.Embedding(1000, 256, device="meta")
 
     def fn(index: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ def test_joint_pass_sets_the_memory_budget():
     assert budgeted.saved_bytes() == compile_on_paper(mlp, x, memory_budget=0.99).saved_bytes()
 
 
-def test_custom_operator_opaque_and_lowered():
+def test_custom_operators_are_external_unless_lowered():
     from torch._inductor import lowering
 
     @torch.library.custom_op("virtual_gpu_test::double", mutates_args=())
@@ -326,19 +326,6 @@ def test_config_reaches_inductor():
     assert "sum" not in named.inference.kernels[0].name
 
 
-@pytest.mark.slow
-def test_gemm_templates():
-    x = meta(512, 256, requires_grad=True)
-    paper = compile_on_paper(on_meta(GeluMLP, 256, 1024), x, config=GEMM_TEMPLATES)
-    assert [kernel.name for kernel in paper.forward.kernels] == [
-        "triton_tem_fused_addmm_gelu_t_0",
-        "triton_tem_fused_addmm_t_1",
-    ]
-    assert paper.forward.kernels[1].bytes_moved == x.element_size() * (512 * 1024 + 1024 * 256 + 256 + 512 * 256)
-    assert not paper.forward.extern and not paper.backward.extern
-    assert sum("tem" in kernel.name for kernel in paper.backward.kernels) == 4
-
-
 # Machine code
 
 
@@ -356,7 +343,7 @@ def elementwise(fn, tensors: int):
 @pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     ("fn", "tensors", "low", "high"),
-    [  # Triton 3.6 to 3.9, in whose versions exp and tanh differ
+    [  # the ranges cover Triton 3.6 to 3.9, whose exp and tanh differ
         (copied, 1, 2.3, 2.5),
         (lambda x: F.gelu(x, approximate="tanh"), 1, 26, 35),
         (F.gelu, 1, 34, 38),
@@ -365,7 +352,7 @@ def elementwise(fn, tensors: int):
     ],
     ids=["copy", "gelu_tanh", "gelu", "swiglu", "gelu_tanh_backward"],
 )
-def test_instructions_per_element(fn, tensors, low, high):
+def test_instruction_counts_are_in_range(fn, tensors, low, high):
     code = virtual_gpu.assemble(elementwise(fn, tensors), block=1024, num_warps=4)
     assert code.elements / code.threads == 8
     assert low < code.instructions_per_element() < high
@@ -376,7 +363,7 @@ def test_instructions_per_element(fn, tensors, low, high):
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("gpu", [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X])
-def test_machine_code_of_every_gpu(gpu):
+def test_kernels_assemble_for_every_gpu(gpu):
     code = virtual_gpu.assemble(elementwise(copied, 1), gpu, block=1024, num_warps=4)
     assert code.threads == 4 * gpu.warp_size
     if gpu.is_amd:
@@ -399,21 +386,21 @@ def test_reductions_assemble_with_inductors_blocks():
 
 
 @pytest.mark.slow
-def test_the_best_of_a_reductions_configurations_is_taken():
-    """Sums over 8192 rows of so many columns that Inductor does not split them: a block of one column reads 2 bytes."""
+def test_the_best_configuration_of_a_reduction_is_assembled():
+    """Inductor does not split sums over 8192 rows of so many columns. A block of one column reads 2 bytes per row."""
     paper = compile_on_paper(lambda x: (x * x).sum(0), meta(8192, 16384), training=False)
     (kernel,) = paper.inference.kernels
-    first, *others = load(kernel, virtual_gpu.H200).configurations
+    first, *remaining = load(kernel, virtual_gpu.H200).configurations
     best = virtual_gpu.assemble(kernel)
-    assert best.block in [c.block for c in others]
+    assert best.block in [c.block for c in remaining]
     code = virtual_gpu.assemble(kernel, block=first.block, num_warps=first.num_warps)
     assert first.block == code.block == {"XBLOCK": 1, "R0_BLOCK": 2048}
     assert (best.spills, code.spills) == (0, 0)
     assert len(best.instructions) / best.bytes_accessed < 0.75 * len(code.instructions) / code.bytes_accessed
-    assert virtual_gpu.assemble(kernel) is best, "it is sought once"
+    assert virtual_gpu.assemble(kernel) is best, "the result is cached"
 
 
-def test_bytes_accessed_in_the_text():
+def test_bytes_accessed_match_the_arguments():
     for gpu in (virtual_gpu.H100, virtual_gpu.MI300X):
         code = gate_code(gpu)
         assert code.bytes_accessed == 2 * 4 * code.elements / code.threads
@@ -472,14 +459,14 @@ def test_a_hand_written_kernel_assembles_for_arguments_divisible_by_16(divisible
 
 
 @pytest.mark.slow
-def test_spills_are_seen():
+def test_spills_are_reported():
     signature = {"x": "*fp32", "out": "*fp32"}
 
     def spills(block: int) -> int:
         code = virtual_gpu.assemble(many_registers_kernel, signature=signature, block={"BLOCK": block}, num_warps=1)
         return code.spills
 
-    assert spills(256) == 0 < spills(8192)  # 256 values a thread, and at most 255 registers
+    assert spills(256) == 0 < spills(8192)  # 256 values per thread, but at most 255 registers
 
 
 def test_amd_spills_are_read_from_the_metadata():
@@ -497,14 +484,14 @@ def test_amd_spills_are_read_from_the_metadata():
 
 
 def ulps(result: Tensor, exact: Tensor) -> int:
-    """Largest distance from the correctly rounded bfloat16 result, in units of the last place."""
+    """Return the largest distance from the correctly rounded bfloat16 result, in units of the last place."""
     as_int = [t.view(torch.int16).int() for t in (result, exact.to(BF16))]
     ordered = [torch.where(i < 0, -(i & 0x7FFF), i) for i in as_int]
     return int((ordered[0] - ordered[1]).abs().max())
 
 
 def interpreted(fn, *inputs, **options):
-    """What the one kernel that a function becomes writes, and the kernel."""
+    """Interpret a function's only kernel. Return its result and the kernel."""
     (kernel,) = compile_on_paper(fn, *inputs, training=False, **options).inference.kernels
     expected = fn(*inputs)
     out = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
@@ -513,7 +500,7 @@ def interpreted(fn, *inputs, **options):
 
 
 @pytest.mark.parametrize("size", [(64, 1000), (64, 1024)], ids=["masked", "even"])
-def test_pointwise_numerics(size):
+def test_pointwise_kernels_are_within_one_ulp(size):
     def fn(x: Tensor, b: Tensor) -> Tensor:
         return torch.tanh(x + b) * torch.erfc(x)
 
@@ -535,7 +522,7 @@ def test_float32_rounds_to_the_nearest_bfloat16():
 
 @pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2))
 def test_float32_rounds_to_the_nearest_float8(dtype: torch.dtype):
-    """What lies between is a tie or is carried into the exponent; what lies above is the largest number."""
+    """Includes ties, carries into the exponent, and values beyond the largest number."""
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     numbers = numbers[numbers.isfinite()].sort().values
     x = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, numbers * 0.999, torch.tensor([1e9, -1e9])])
@@ -556,13 +543,13 @@ def test_float32_rounds_to_the_nearest_float8(dtype: torch.dtype):
     ],
     ids=["softmax", "softmax_looped", "layer_norm", "layer_norm_looped", "sum", "transpose"],
 )
-def test_reduction_and_tiled_numerics(fn, shape):
+def test_reductions_and_tiled_kernels_are_accurate(fn, shape):
     x = torch.randn(shape)
     out, _ = interpreted(fn, x)
     torch.testing.assert_close(out.double(), fn(x.double()), rtol=2e-5, atol=2e-5)
 
 
-def test_dynamic_size_arguments():
+def test_kernels_with_dynamic_sizes_run():
     x = torch.randn(300)
     torch.testing.assert_close(interpreted(torch.exp, x, dynamic=True)[0], x.exp())
 
@@ -576,13 +563,13 @@ def test_hand_written_kernel_runs():
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_a_kernel_is_rewritten_once_and_sees_what_its_globals_are_now(monkeypatch):
+def test_kernels_are_rewritten_once_and_use_current_globals(monkeypatch):
     x, out = torch.randn(8), torch.zeros(8)
     virtual_gpu.interpret(gate_kernel, x, out, 8, grid=(1,), BLOCK=8)
     before = out.clone()
-    again = mock.Mock(side_effect=AssertionError("its source was read again"))
+    rewrite = mock.Mock(side_effect=AssertionError("the source was rewritten twice"))
     with monkeypatch.context() as patched:
-        patched.setattr(import_module("triton.runtime.interpreter").FunctionRewriter, "rewrite_ast", again)
+        patched.setattr(import_module("triton.runtime.interpreter").FunctionRewriter, "rewrite_ast", rewrite)
         virtual_gpu.interpret(gate_kernel, x, out.zero_(), 8, grid=(1,), BLOCK=8)
     assert torch.equal(out, before) and before.any()
     monkeypatch.setitem(globals(), "half_of", tenth_of)
@@ -591,7 +578,7 @@ def test_a_kernel_is_rewritten_once_and_sees_what_its_globals_are_now(monkeypatc
 
 
 def test_kernels_of_one_name_have_their_own_defaults(tmp_path):
-    def made(bias: float) -> object:
+    def load_kernel(bias: float) -> object:
         file = tmp_path / f"kernel_{bias}.py"
         file.write_text(f"""import triton, triton.language as tl
 @triton.jit
@@ -604,7 +591,7 @@ def kernel(out, bias={bias}, BLOCK: tl.constexpr = 4):
         return module.kernel
 
     for bias in (2.0, 3.0):
-        kernel = made(bias)
+        kernel = load_kernel(bias)
         for block in (4, 2):
             out = torch.zeros(4)
             virtual_gpu.interpret(kernel, out, grid=(1,), **({} if block == 4 else {"BLOCK": block}))
@@ -651,15 +638,15 @@ def test_errors_name_argument_value_and_choice():
     )
 
 
-def test_missing_triton_is_said_clearly(monkeypatch):
+def test_missing_triton_raises_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     raises(ModuleNotFoundError, "pip install triton numpy", compile_on_paper, lambda x: x + 1, torch.ones(4))
 
 
-def test_triton_says_nothing_about_its_next_version():
+def test_tritons_warning_on_its_next_version_is_suppressed():
     warn_once = getattr(pytest.importorskip("triton._utils"), "warn_once", None)
     if warn_once is None:
-        pytest.skip("this Triton has nothing to say")
+        pytest.skip("this Triton has no such warning")
     warn_once.cache_clear()
     gpus._warned.cache_clear()
     with warnings.catch_warnings():
@@ -736,8 +723,8 @@ def test_leaves_no_trace():
 
 
 @pytest.mark.slow
-def test_a_compiler_that_is_imported_while_kernels_are_interpreted_is_whole():
-    """As it is imported it copies min and max of the language, which the interpreter has replaced for a while."""
+def test_importing_the_compiler_during_interpretation_copies_original_functions():
+    """On import it copies the language's min and max, which the interpreter replaces temporarily."""
     program = """
 from torch_fused_ops.virtual_gpu import interpreter
 with interpreter._interpreting():
@@ -749,7 +736,7 @@ print(compiler.CodeGenerator.builtin_namespace["min"] in (core.minimum, getattr(
 
 
 def test_automatic_dynamic_sizes_do_not_leak():
-    """Two sizes on paper must not make the second, or the user's own compilation, dynamic."""
+    """Compiling for two sizes must not make the second, or the user's compilation, dynamic."""
     for rows in (64, 128):
         paper = compile_on_paper(F.silu, meta(rows, 64))
         assert "ks0" not in paper.inference.code
@@ -759,8 +746,8 @@ def test_automatic_dynamic_sizes_do_not_leak():
 # ---- interpret_step --------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_step_interpreted() -> None:
-    """A module with a norm, reductions and reuse of memory: results and gradients are eager mode's."""
+def test_interpreted_steps_match_eager_mode() -> None:
+    """The module has a norm, reductions and buffer reuse."""
     module = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
     x, gradient = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32)
     paper = virtual_gpu.compile_on_paper(module, x)
@@ -769,13 +756,13 @@ def test_a_whole_step_interpreted() -> None:
     used = [parameters.get(path, x) for path in paths]
     assert len(set(paths)) == len(used) == 7
     for strided in (gradient, gradient.t().contiguous().t()):
-        (result,), found = virtual_gpu.interpret_step(paper, [t.detach().clone() for t in used], [strided])
+        (result,), actual = virtual_gpu.interpret_step(paper, [t.detach().clone() for t in used], [strided])
     expected = module(x)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, used, gradient), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, torch.autograd.grad(expected, used, gradient), rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_step_is_given_is_checked() -> None:
+def test_interpret_step_checks_its_arguments() -> None:
     x = torch.randn(8, 16, requires_grad=True)
     paper = virtual_gpu.compile_on_paper(F.gelu, x)
     for inputs, gradients, text in (
@@ -795,7 +782,7 @@ def test_what_a_step_is_given_is_checked() -> None:
     assert virtual_gpu.interpret_step(paper, [x.detach()])[1] == ()
 
 
-def test_a_convolution_of_one_dimension() -> None:
-    """Its fake kernel calls `contiguous`, a method that enters a device guard."""
+def test_one_dimensional_convolutions_compile() -> None:
+    """Their fake kernel calls `contiguous`, a method that enters a device guard."""
     conv = nn.Conv1d(4, 4, 3, device="meta")
     assert compile_on_paper(lambda x: conv(x).square().sum(), meta(2, 4, 16, dtype=torch.float32)).backward is not None

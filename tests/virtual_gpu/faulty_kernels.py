@@ -1,11 +1,11 @@
-"""Kernels with one planted fault each, and their right counterparts."""
+"""Kernels with one planted fault each, and correct counterparts."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def right(in_out, other, out, XBLOCK: tl.constexpr):
+def correct(in_out, other, out, XBLOCK: tl.constexpr):
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     a, b = tl.load(in_out + i), tl.load(other + i).to(tl.float32)
     tl.store(out + i, a + b)
@@ -13,14 +13,14 @@ def right(in_out, other, out, XBLOCK: tl.constexpr):
 
 
 @triton.jit
-def of_another_program(in_out, other, n, XBLOCK: tl.constexpr):
+def reads_another_program(in_out, other, n, XBLOCK: tl.constexpr):
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     tl.store(in_out + i, tl.load(in_out + (n - 1 - i)) * tl.load(other + i).to(tl.float32))
 
 
 @triton.jit
-def of_another_thread(in_out, other, out, XBLOCK: tl.constexpr):
-    """Float32 is loaded for a bfloat16 result, in its layout; the float32 result does not depend on it."""
+def reads_another_thread(in_out, other, out, XBLOCK: tl.constexpr):
+    """Loads float32 in the layout of a bfloat16 operand. The stored values do not depend on the load."""
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     a, b = tl.load(in_out + i), tl.load(other + i).to(tl.float32)
     tl.store(in_out + i, i.to(tl.float32))
@@ -28,16 +28,16 @@ def of_another_thread(in_out, other, out, XBLOCK: tl.constexpr):
 
 
 @triton.jit
-def after_the_store(in_out, alias, out, XBLOCK: tl.constexpr):
-    """`alias` is `in_out`."""
+def loads_after_store(in_out, alias, out, XBLOCK: tl.constexpr):
+    """``alias`` shares memory with ``in_out``."""
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     tl.store(in_out + i, tl.load(in_out + i) * 2)
     tl.store(out + i, tl.load(alias + i) + 1)
 
 
 @triton.jit
-def behind_a_barrier(in_out, out, XBLOCK: tl.constexpr):
-    """Each thread loads what another one stores, and a barrier is between them."""
+def waits_at_barrier(in_out, out, XBLOCK: tl.constexpr):
+    """Each thread loads an element that another thread stores after a barrier."""
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     a = tl.load(in_out + i)
     total = tl.sum(a, 0)
@@ -47,8 +47,8 @@ def behind_a_barrier(in_out, out, XBLOCK: tl.constexpr):
 
 
 @triton.jit
-def of_a_copy(in_out, out, XBLOCK: tl.constexpr):
-    """Where a block has fewer elements than threads, several load each; one stores, and a sum takes any of them."""
+def has_copies(in_out, out, XBLOCK: tl.constexpr):
+    """In a block with fewer elements than threads, several threads load an element that one thread overwrites."""
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     a = tl.load(in_out + i)
     tl.store(in_out + i, i.to(tl.float32))
@@ -56,20 +56,20 @@ def of_a_copy(in_out, out, XBLOCK: tl.constexpr):
 
 
 @triton.jit
-def copied(x, out, STEP, XBLOCK: tl.constexpr):
+def copies(x, out, STEP, XBLOCK: tl.constexpr):
     i = tl.program_id(0) * STEP + tl.arange(0, XBLOCK)
     tl.store(out + i, tl.load(x + i))
 
 
 @triton.jit
-def in_one_place(x, out, XBLOCK: tl.constexpr):
+def writes_one_place(x, out, XBLOCK: tl.constexpr):
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     tl.store(out + tl.program_id(0) + i * 0, tl.load(x + i))
 
 
 @triton.jit
-def of_some_programs(x, out, n, XBLOCK: tl.constexpr):
-    """Programs behind the end return, and the first one stores an element more."""
+def returns_early(x, out, n, XBLOCK: tl.constexpr):
+    """Programs beyond the end return early. The first program stores one more element."""
     if tl.program_id(0) * XBLOCK >= n:
         return
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
@@ -79,8 +79,8 @@ def of_some_programs(x, out, n, XBLOCK: tl.constexpr):
 
 
 @triton.jit
-def far_away(x, out, rows, columns, XBLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """The last rows begin more than 2³¹ elements from the first."""
+def overflows(x, out, rows, columns, XBLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The last rows start more than 2³¹ elements after the first row."""
     row = tl.program_id(0)
     if WIDE:
         row = row.to(tl.int64)
@@ -90,8 +90,8 @@ def far_away(x, out, rows, columns, XBLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def column_by_column(x, out, rows, columns, XBLOCK: tl.constexpr):
-    """A program sums one column."""
+def reads_columns(x, out, rows, columns, XBLOCK: tl.constexpr):
+    """Each program sums one column."""
     i = tl.arange(0, XBLOCK)
     total = tl.zeros([XBLOCK], tl.float32)
     for start in range(0, rows, XBLOCK):
@@ -100,8 +100,8 @@ def column_by_column(x, out, rows, columns, XBLOCK: tl.constexpr):
 
 
 @triton.jit
-def many_values(x, out, XBLOCK: tl.constexpr, TERMS: tl.constexpr):
-    """All values are alive at the middle; with few registers they do not fit."""
+def spills(x, out, XBLOCK: tl.constexpr, TERMS: tl.constexpr):
+    """All values are alive in the middle, so a few registers cannot hold them."""
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     a = tl.load(x + i)
     values = ()
@@ -114,24 +114,10 @@ def many_values(x, out, XBLOCK: tl.constexpr, TERMS: tl.constexpr):
 
 
 @triton.jit
-def one_large_block(x, out, columns, XBLOCK: tl.constexpr):
+def has_one_large_block(x, out, columns, XBLOCK: tl.constexpr):
     i = tl.arange(0, XBLOCK)
     row = tl.program_id(0) * columns
     a = tl.load(x + row + i, i < columns, other=0.0)
     largest = tl.max(a, 0)
     e = tl.exp(a - largest)
     tl.store(out + row + i, e / tl.sum(e, 0), i < columns)
-
-
-@triton.jit
-def transposed_float8(in0, in1, out0, out1, ynumel, xnumel, YBLOCK: tl.constexpr, XBLOCK: tl.constexpr):
-    """A store in float8, straight and transposed, of values limited by minimum and maximum."""
-    yindex = tl.program_id(1) * YBLOCK + tl.arange(0, YBLOCK)[:, None]
-    xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[None, :]
-    ymask, xmask = yindex < ynumel, xindex < xnumel
-    v = tl.load(in0 + (xindex + 4096 * yindex), ymask & xmask, eviction_policy="evict_last").to(tl.float32)
-    v = v * tl.broadcast_to(tl.load(in1 + tl.full([1, 1], 0, tl.int32)), [YBLOCK, XBLOCK])
-    v = tl.maximum(v, tl.full([1, 1], -57344.0, tl.float32), tl.PropagateNan.ALL)
-    q = tl.minimum(v, tl.full([1, 1], 57344.0, tl.float32), tl.PropagateNan.ALL).to(tl.float8e5)
-    tl.store(out0 + (xindex + 4096 * yindex), q, ymask & xmask)
-    tl.store(out1 + (yindex + 8192 * xindex), q, ymask & xmask)

@@ -1,9 +1,11 @@
-"""The audit: every planted fault is found, and programs without a fault have no finding."""
+"""The audit finds every planted fault, and has no findings for correct programs."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,18 +44,18 @@ def kinds(audit: virtual_gpu.Audit) -> list[str]:
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("warps", [1, 4, 8])
 @pytest.mark.parametrize("block", [64, 1024])
-def test_a_right_kernel_has_no_finding(block: int, warps: int) -> None:
+def test_correct_kernels_have_no_findings(block: int, warps: int) -> None:
     shared = meta(2 * N)
-    args = shared[:N], bf16(N), shared[N:]  # halves of one memory
-    audit = audited(kernels.right, *args, grid=(N // block,), XBLOCK=block, num_warps=warps)
+    args = shared[:N], bf16(N), shared[N:]  # halves of one storage
+    audit = audited(kernels.correct, *args, grid=(N // block,), XBLOCK=block, num_warps=warps)
     assert audit.ok and not audit.notes, str(audit)
 
 
 RACES: dict[str, tuple[Callable[[], tuple[Any, ...]], int, str]] = {
-    "of_another_program": (lambda: (meta(N), bf16(N), N), 1024, "programs run in any order"),
-    "of_another_thread": (lambda: (meta(N), bf16(N), meta(N)), 1024, "no barrier"),
-    "of_a_copy": (lambda: (meta(N), meta(N // 64)), 64, "thread 0 or another one of 2"),
-    "after_the_store": (lambda: (*[meta(N)] * 2, meta(N)), 1024, "the load comes after the store"),
+    "reads_another_program": (lambda: (meta(N), bf16(N), N), 1024, "programs run in any order"),
+    "reads_another_thread": (lambda: (meta(N), bf16(N), meta(N)), 1024, "no barrier"),
+    "has_copies": (lambda: (meta(N), meta(N // 64)), 64, "thread 0 or another one of 2"),
+    "loads_after_store": (lambda: (*[meta(N)] * 2, meta(N)), 1024, "the load comes after the store"),
 }
 
 
@@ -65,61 +67,60 @@ def test_races_are_found(name: str) -> None:
     assert evidence in audit.findings[0].evidence and "store of in_out" in audit.findings[0].where
 
 
-def test_a_barrier_makes_it_right() -> None:
-    assert audited(kernels.after_the_store, meta(N), meta(N), meta(N), grid=(4,), XBLOCK=1024).ok, "no memory is shared"
-    assert audited(kernels.behind_a_barrier, meta(N), meta(4), grid=(4,), XBLOCK=1024).ok
-    assert audited(kernels.of_a_copy, meta(N), meta(4), grid=(4,), XBLOCK=1024).ok, "no thread has a copy"
+def test_barriers_and_separate_memory_prevent_races() -> None:
+    assert audited(kernels.loads_after_store, meta(N), meta(N), meta(N), grid=(4,), XBLOCK=1024).ok, "separate memory"
+    assert audited(kernels.waits_at_barrier, meta(N), meta(4), grid=(4,), XBLOCK=1024).ok
+    assert audited(kernels.has_copies, meta(N), meta(4), grid=(4,), XBLOCK=1024).ok, "no two threads hold an element"
 
 
 PLACES: dict[str, tuple[Any, str, tuple[Any, ...], int]] = {
-    "beyond the end": (kernels.copied, "out of bounds", (meta(N - 1), meta(N), 1024), 4),
-    "beyond the end in one program": (kernels.of_some_programs, "out of bounds", (meta(N), meta(N), N), 6),
-    "not all": (kernels.of_some_programs, "unwritten", (meta(N), meta(N), N - 3), 6),
-    "in both programs": (kernels.copied, "written twice", (meta(N), meta(N), 512), 7),
-    "in one place": (kernels.in_one_place, "written twice", (meta(N), meta(4)), 4),
+    "beyond the end": (kernels.copies, "out of bounds", (meta(N - 1), meta(N), 1024), 4),
+    "beyond the end in one program": (kernels.returns_early, "out of bounds", (meta(N), meta(N), N), 6),
+    "not all": (kernels.returns_early, "unwritten", (meta(N), meta(N), N - 3), 6),
+    "in both programs": (kernels.copies, "written twice", (meta(N), meta(N), 512), 7),
+    "in one place": (kernels.writes_one_place, "written twice", (meta(N), meta(4)), 4),
 }
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_wrong_places_are_found(name: str) -> None:
+def test_address_faults_are_found(name: str) -> None:
     kernel, kind, args, programs = PLACES[name]
     audit = audited(kernel, *args, grid=(programs,), XBLOCK=1024)
     assert kinds(audit) == [kind], str(audit)
-    assert audited(kernels.of_some_programs, meta(N), meta(N + 1), N, grid=(6,), XBLOCK=1024).ok
+    assert audited(kernels.returns_early, meta(N), meta(N + 1), N, grid=(6,), XBLOCK=1024).ok
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_an_index_of_32_bits_that_overflows_is_found(wide: bool) -> None:
+def test_overflows_of_32_bit_indices_are_found(wide: bool) -> None:
     rows, columns = 70000, 32768
     args = bf16(rows, columns), bf16(rows, columns), rows, columns
-    audit = audited(kernels.far_away, *args, grid=(rows,), XBLOCK=8192, WIDE=wide)
+    audit = audited(kernels.overflows, *args, grid=(rows,), XBLOCK=8192, WIDE=wide)
     assert kinds(audit) == ([] if wide else ["overflow"] * 2), str(audit)
 
 
-def test_columns_move_whole_sectors() -> None:
-    audit = audited(kernels.column_by_column, bf16(N, N), meta(N), N, N, grid=(N,), XBLOCK=1024)
+def test_column_reads_are_uncoalesced() -> None:
+    audit = audited(kernels.reads_columns, bf16(N, N), meta(N), N, N, grid=(N,), XBLOCK=1024)
     assert kinds(audit) == ["uncoalesced"] and "moves 16 × its bytes" in audit.findings[0].evidence
-    assert audited(kernels.column_by_column, bf16(N, 16), meta(16), N, 16, grid=(16,), XBLOCK=1024).ok, "small"
+    assert audited(kernels.reads_columns, bf16(N, 16), meta(16), N, 16, grid=(16,), XBLOCK=1024).ok, "small"
 
 
-def test_spills_and_occupancy() -> None:
+def test_spills_and_low_occupancy_are_found() -> None:
     large = meta(1 << 22), meta(1 << 22)
-    assert kinds(audited(kernels.many_values, *large, grid=(N,), XBLOCK=1024, TERMS=24, maxnreg=24)) == ["spills"]
+    assert kinds(audited(kernels.spills, *large, grid=(N,), XBLOCK=1024, TERMS=24, maxnreg=24)) == ["spills"]
     rows = meta(N, 20000), meta(N, 20000), 20000
-    audit = audited(kernels.one_large_block, *rows, grid=(N,), XBLOCK=32768, num_warps=32)
+    audit = audited(kernels.has_one_large_block, *rows, grid=(N,), XBLOCK=32768, num_warps=32)
     assert kinds(audit) == ["occupancy"] and audit.findings[0].where == "1 block a multiprocessor"
     rows = meta(N, 1000), meta(N, 1000), 1000
-    assert audited(kernels.one_large_block, *rows, grid=(N,), XBLOCK=1024, num_warps=4).ok
+    assert audited(kernels.has_one_large_block, *rows, grid=(N,), XBLOCK=1024, num_warps=4).ok
 
 
-def test_the_float8_store_that_ptxas_miscompiles_is_found() -> None:
-    """ptxas 12.8 and 12.9, of Triton 3.7 and 3.8, write a transposed float8 store wrongly (triton#11111)."""
-    straight, transposed = (meta(*s, dtype=torch.float8_e5m2) for s in ((8192, N), (N, 8192)))
-    args = bf16(8192, N), meta(1), straight, transposed, 8192, N
-    audit = audited(kernels.transposed_float8, *args, grid=(64, 64), YBLOCK=128, XBLOCK=64, num_warps=8)
+def test_ptxas_miscompiled_float8_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 12.8 and 12.9, in Triton 3.7 and 3.8, miscompile a transposed float8 store (triton#11111)."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "upstream")
+    example = importlib.import_module("ptxas_fp8")
     miscompiled = triton.__version__.startswith(("3.7.", "3.8."))
-    assert kinds(audit) == ["register"] * miscompiled, str(audit)
-    assert audited(kernels.transposed_float8, *args, grid=(64, 128), YBLOCK=64, XBLOCK=64, num_warps=4).ok
+    assert kinds(example.audit_in(YBLOCK=128, XBLOCK=64, num_warps=8)) == ["register"] * miscompiled
+    assert example.audit_in(YBLOCK=64, XBLOCK=64, num_warps=4).ok
 
 
 TID, NEXT = "S2R R0, SR_TID.X", "IADD3 R3, R2, 0x1, RZ"
@@ -127,7 +128,7 @@ START = f"{TID}; ISETP.GE.AND P0, PT, R0, 0x4, PT"
 CLEAR, CLEAR_TWO = (f"LOP3.LUT R2, R2, 0xfffff{digit}ff, RZ, 0xc0, !PT" for digit in "b3")
 SPILL = "LDC R1, c[0x0][0x28]; STL [R1+0x8], R2; LDL R2, [R1+0x8]"
 PAIR = f"{TID}; IMAD.U32 R3, RZ, RZ, UR4; F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R3, R0, RZ"
-# The instructions before EXIT, and the registers that they read unwritten.
+# The instructions before EXIT, and the unwritten registers that they read.
 LISTINGS: dict[str, tuple[str, str]] = {
     "written": ("LDC R1, c[0x0][0x28]; IADD3 R2, R1, 0x1, RZ", ""),
     "not written": ("IADD3 R2, R1, 0x1, RZ", "R1"),
@@ -158,29 +159,29 @@ LISTINGS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", LISTINGS)
-def test_registers(name: str) -> None:
+def test_reads_of_unwritten_registers_are_found(name: str) -> None:
     instructions, registers = LISTINGS[name]
     lines = [f"        /*{16 * i:04x}*/  {text} ;" for i, text in enumerate([*instructions.split("; "), "EXIT"])]
     assert " ".join(register for _, register in unwritten("\n".join(lines))) == registers
 
 
-def test_what_it_says() -> None:
+def test_audits_convert_to_text_and_json() -> None:
     audit = audited(
-        kernels.of_another_program, meta(N), bf16(N), N, grid=lambda meta: (N // meta["XBLOCK"],), XBLOCK=512
+        kernels.reads_another_program, meta(N), bf16(N), N, grid=lambda meta: (N // meta["XBLOCK"],), XBLOCK=512
     )
     text, data = str(audit), json.loads(audit.to_json())
     assert text.startswith("1 kernel in 1 configuration for NVIDIA H100 80GB HBM3: 1 finding\n")
-    assert "race: of_another_program (4 warps)" in text
+    assert "race: reads_another_program (4 warps)" in text
     assert data["ok"] is False and set(data["findings"][0]) == {"kernel", "configuration", "kind", "where", "evidence"}
     with pytest.raises(ValueError, match="grid=64 is not accepted: it must be a tuple"):
-        audited(kernels.right, meta(N), bf16(N), meta(N), grid=64, XBLOCK=512)
+        audited(kernels.correct, meta(N), bf16(N), meta(N), grid=64, XBLOCK=512)
     with pytest.raises(TypeError, match="got int"):
         audited(3, grid=(1,))
 
 
-def test_an_autotuned_kernel_is_audited_in_its_configurations() -> None:
+def test_autotuned_kernels_are_audited_in_every_configuration() -> None:
     configs = [triton.Config({"XBLOCK": 64}), triton.Config({"XBLOCK": 1024}, num_warps=8)]
-    tuned = triton.autotune(configs, key=[])(kernels.of_a_copy)
+    tuned = triton.autotune(configs, key=[])(kernels.has_copies)
     audit = audited(tuned, meta(N), meta(N // 64), grid=lambda meta: (N // meta["XBLOCK"],))
     assert audit.configurations == 2 and [f.configuration for f in audit.findings if f.kind == "race"] == [
         "XBLOCK 64, 4 warps"
@@ -205,7 +206,7 @@ PROGRAMS: dict[str, tuple[Callable[[], tuple[Any, Tensor]], dict[str, Any] | Non
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_have_no_finding(name: str) -> None:
+def test_generated_programs_have_no_findings(name: str) -> None:
     make, policy = PROGRAMS[name]
     model, x = make()
     config = None if policy is None else tfo.compile_options(policy=tfo.FusionPolicy(**policy))
