@@ -56,26 +56,9 @@ def has_copies(in_out, out, XBLOCK: tl.constexpr):
 
 
 @triton.jit
-def copies(x, out, STEP, XBLOCK: tl.constexpr):
-    i = tl.program_id(0) * STEP + tl.arange(0, XBLOCK)
-    tl.store(out + i, tl.load(x + i))
-
-
-@triton.jit
 def writes_one_place(x, out, XBLOCK: tl.constexpr):
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     tl.store(out + tl.program_id(0) + i * 0, tl.load(x + i))
-
-
-@triton.jit
-def returns_early(x, out, n, XBLOCK: tl.constexpr):
-    """Programs beyond the end return early. The first program stores one more element."""
-    if tl.program_id(0) * XBLOCK >= n:
-        return
-    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
-    if tl.program_id(0) == 0:
-        tl.store(out + n, 0.0)
-    tl.store(out + i, tl.load(x + i), i < n)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The audit of whole models, plain and at every memory level and float8 recipe: no finding."""
+"""The audit has no findings for whole models, plain and at every memory level and float8 recipe."""
 
 import importlib
 import sys
@@ -29,7 +29,7 @@ NAMES = ["quickstart", *ARCHITECTURES]
 POLICIES = ["plain", *(f"memory={level}" for level in MEMORY), *(f"gemm={recipe}" for recipe in GEMM[1:])]
 
 
-def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def make_model(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A model in bfloat16, or the quickstart's in float32, and its arguments, on the meta device."""
     with torch.device("meta"):
         if name == "quickstart":
@@ -47,9 +47,9 @@ def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_no_model_has_a_finding(name: str, policy: str) -> None:
+def test_models_have_no_findings(name: str, policy: str) -> None:
     torch._dynamo.reset()
-    model, args, kwargs = made(name)
+    model, args, kwargs = make_model(name)
     config = None if policy == "plain" else tfo.compile_options(policy=tfo.FusionPolicy.parse(policy))
     gpu = virtual_gpu.B200 if "mxfp8" in policy else virtual_gpu.H100
     paper = virtual_gpu.compile_on_paper(model, *args, gpu=gpu, config=config, **kwargs)

@@ -1,4 +1,4 @@
-"""The audit of hand-written kernels in the forms that users write, right ones and wrong ones."""
+"""The audit of correct and faulty hand-written kernels."""
 # ruff: noqa: E501 (a table)
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def summed_rows(x, y, columns, stride, B: tl.constexpr):
 
 @triton.jit
 def summed_rows_by_pointer(x, y, columns, stride, B: tl.constexpr):
-    """Carries the pointers from turn to turn, and loads whole blocks."""
+    """Carries pointers between iterations, and loads blocks without a mask."""
     pointers = x + tl.program_id(0) * stride + tl.arange(0, B)
     total = tl.zeros([B], tl.float32)
     for _ in range(tl.cdiv(columns, B)):
@@ -134,7 +134,7 @@ def gathered(x, index, y, n, B: tl.constexpr):
 
 @triton.jit
 def where_positive(x, y, n, B: tl.constexpr):
-    """Several programs may write an element; the mask depends on data."""
+    """The mask depends on data, so several programs may write an element."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     v = tl.load(x + i, i < n, 0.0)
     tl.store(y + tl.arange(0, B), v, v > 0)
@@ -162,7 +162,7 @@ def only_the_first(x, y, n, B: tl.constexpr):
 
 @triton.jit
 def grouped(x, y, groups, B: tl.constexpr):
-    """Program ids divided and taken modulo, as in GEMMs."""
+    """Divides program ids and takes their remainder, as GEMMs do."""
     pid = tl.program_id(0)
     i = (pid % groups * tl.num_programs(0) // groups + pid // groups) * B + tl.arange(0, B)
     tl.store(y + i, tl.load(x + i))
@@ -170,7 +170,7 @@ def grouped(x, y, groups, B: tl.constexpr):
 
 @triton.jit
 def triangle(x, y, n, B: tl.constexpr):
-    """Each program has a number of turns of its own."""
+    """Each program has another number of iterations."""
     total = tl.zeros([B], tl.float32)
     for k in range(0, tl.program_id(0) + 1):
         total += tl.load(x + k * B + tl.arange(0, B))
@@ -213,23 +213,23 @@ def gemm(a, b, c, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr)
 
 @triton.jit
 def wrapped(x, y, n, B: tl.constexpr):
-    """Carries an index that starts over: its value in the last turn does not follow from its first turns."""
-    at = 0
+    """Carries an index that starts over, so the first iterations do not predict its last value."""
+    offset = 0
     total = tl.zeros([B], tl.float32)
     for _ in range(1 << 20):
-        total += tl.load(x + at + tl.arange(0, B))
-        at = (at + B) % n
+        total += tl.load(x + offset + tl.arange(0, B))
+        offset = (offset + B) % n
     tl.store(y + tl.arange(0, B), total)
 
 
 @triton.jit
 def alternating(x, y, turns, B: tl.constexpr):
-    """Carries an index that grows in one turn and shrinks in the next one."""
-    at = 0
+    """Carries an index that alternately grows and shrinks."""
+    offset = 0
     total = tl.zeros([B], tl.float32)
     for k in range(turns):
-        total += tl.load(x + at + tl.arange(0, B))
-        at += B - 2 * B * (k % 2)
+        total += tl.load(x + offset + tl.arange(0, B))
+        offset += B - 2 * B * (k % 2)
     tl.store(y + tl.arange(0, B), total)
 
 
@@ -309,15 +309,14 @@ QUICK = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 )
-def test_right_and_wrong_kernels(name: str) -> None:
+def test_hand_written_kernels_have_the_expected_findings(name: str) -> None:
     kernel, args, grid, named, kinds, note = CASES[name]
     audit = virtual_gpu.audit(kernel, *args, grid=grid, gpu=virtual_gpu.H100, **named)
     assert ", ".join(sorted(finding.kind for finding in audit.findings)) == kinds, str(audit)
     assert note in " ".join(audit.notes) and bool(note) == bool(audit.notes), str(audit)
 
 
-def test_it_says_which_bytes_and_which_part() -> None:
-    """Ranges of unwritten bytes; programs and turns of a large launch; names that are not accepted."""
+def test_audits_name_unwritten_bytes_evaluated_parts_and_invalid_arguments() -> None:
     audit = virtual_gpu.audit(only_the_first, meta(N), meta(N), N, grid=(4,), B=1024, gpu=virtual_gpu.H100)
     assert audit.findings[0].evidence == "no program writes 12,288 of its 16,384 bytes: bytes 4,096 to 16,383"
     kernel, args, grid, named, *_ = CASES["huge rows by pointer"]
@@ -331,9 +330,9 @@ def test_it_says_which_bytes_and_which_part() -> None:
         virtual_gpu.audit(only_the_first, meta(N), meta(N), N, BLOCK=3, **options)
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_accesses_that_are_equally_uncoalesced_are_found(both: bool) -> None:
+@pytest.mark.parametrize("strided_store", [False, True])
+def test_equally_uncoalesced_accesses_are_found(strided_store: bool) -> None:
     n = 1 << 22
-    args = meta(8 * n), meta(8 * n if both else n), 8, 8 if both else 1
+    args = meta(8 * n), meta(8 * n if strided_store else n), 8, 8 if strided_store else 1
     audit = virtual_gpu.audit(strided, *args, grid=(n // 1024,), B=1024, gpu=virtual_gpu.H100)
-    assert [finding.kind for finding in audit.findings] == ["uncoalesced"] * (1 + both), str(audit)
+    assert [finding.kind for finding in audit.findings] == ["uncoalesced"] * (1 + strided_store), str(audit)

@@ -208,10 +208,9 @@ class Report:
         """Convert the report to JSON.
 
         ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
-        "figures", "figures_missing", "notes", "saved"}``: a site's entries are ``Site``'s attributes, its ``kind`` by
-        its name. A break's are those of ``Break``. Figures, if measured, are those of ``Figures``, with the totals
-        ``before`` and ``after``; else null. So is ``saved``, with those of ``Saved``, if it was read. ``attention`` has
-        those of ``AttentionSite``.
+        "figures", "figures_missing", "notes", "attention", "saved"}``. Entries have the attributes of ``Site`` (``kind``
+        by name), ``Break``, ``Figures`` (with the totals ``before`` and ``after``), ``AttentionSite`` and ``Saved``.
+        "figures" and "saved" are null unless they were computed.
         """
         names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "figures")
         report = {name: getattr(self, name) for name in (*names, "figures_missing", "notes", "attention")}

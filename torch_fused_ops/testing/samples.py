@@ -69,7 +69,7 @@ class Sample:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the result, which is that of the first data tensor."""
+        """The result's dtype, which the first data tensor determines."""
         if self.op.endswith("dropout_add_backward"):
             return next(a for a in self.args if isinstance(a, torch.dtype))
         dtype: torch.dtype = self.args[1 if self.op.endswith("_backward") else 0].dtype
@@ -206,7 +206,7 @@ def build(op: Operator, case: Case, device: torch.device) -> Sample:
     g = torch.Generator().manual_seed(zlib.crc32(f"{op.name} {case.name}".encode()))
     packed = "packed" in op.kinds
     rows, n = case.shape[:-1], case.shape[-1] * (2 if packed else 1)
-    # Bias and scale get unusual strides too.
+    # Bias and scale also get unusual strides.
     small = "sliced" if case.view == "transposed" else case.view
     dtypes = (case.dtype, *(case.other_dtypes or (case.dtype,)))
     tensors: list[Tensor | None] = []

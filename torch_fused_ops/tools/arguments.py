@@ -44,7 +44,7 @@ BENCHMARKS = {
 
 
 def add_bench_options(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
-    """Add options of ``bench``, by name; the scripts of benchmarks/laboratory share some of them."""
+    """Add ``bench`` options by name; scripts in benchmarks/laboratory share them."""
     for option in options:
         parser.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
 

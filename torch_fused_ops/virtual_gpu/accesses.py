@@ -28,7 +28,7 @@ class Memory(NamedTuple):
     itemsize: int
 
     @classmethod
-    def of(cls, tensor: Tensor, storages: dict[int, int]) -> Memory:
+    def of_tensor(cls, tensor: Tensor, storages: dict[int, int]) -> Memory:
         """Describe a tensor's memory. A new storage gets the next number in ``storages``."""
         storage = tensor.untyped_storage()
         number = storages.setdefault(storage._cdata, len(storages))
@@ -59,7 +59,11 @@ class _Records(NamedTuple):
 
 
 def faults(
-    accesses: Sequence[Access], memory: Mapping[str, Memory], grid: Grid, whole: bool, filled: Collection[str] = ()
+    accesses: Sequence[Access],
+    memory: Mapping[str, Memory],
+    grid: Grid,
+    complete: bool,
+    filled: Collection[str] = (),
 ) -> Iterator[Fault]:
     """Yield a launch's faults: races, accesses out of bounds, overflows, bytes written twice or not at all.
 
@@ -67,7 +71,7 @@ def faults(
         accesses: the evaluated loads and stores.
         memory: the arguments' memory by name.
         grid: the launch's programs.
-        whole: True if all programs were evaluated.
+        complete: True if all programs were evaluated.
         filled: names of arguments that have values before the launch; the kernel need not write all of their bytes.
     """
     by_storage: dict[int, list[Access]] = defaultdict(list)
@@ -82,7 +86,7 @@ def faults(
             stores = storage.records("store")
             if len(stores.address):
                 yield from storage.written(stores)
-                yield from storage.unwritten(stores, filled) if whole else ()
+                yield from storage.unwritten(stores, filled) if complete else ()
                 yield from storage.races(storage.records("load"), stores)
 
 
@@ -163,9 +167,9 @@ class _Storage:
             if examined < elements:
                 evidence = f"no program writes bytes {ranges[0]} and others"
             else:
-                others = f" and {len(ranges) - 3:,} more ranges" if len(ranges) > 3 else ""
+                suffix = f" and {len(ranges) - 3:,} more ranges" if len(ranges) > 3 else ""
                 nbytes = f"{len(missing) * self.unit:,} of its {len(addresses) * self.unit:,} bytes"
-                evidence = f"no program writes {nbytes}: bytes {', '.join(ranges[:3])}{others}"
+                evidence = f"no program writes {nbytes}: bytes {', '.join(ranges[:3])}{suffix}"
             yield "unwritten", f"store of {argument}", evidence
 
     def races(self, loads: _Records, stores: _Records) -> Iterator[Fault]:

@@ -67,8 +67,8 @@ class Audit:
         for finding in self.findings:
             groups[finding.kernel, finding.kind, re.sub(r" \(.*?\)", "", finding.where)].append(finding)
         for (kernel, kind, _), same in groups.items():
-            others = f", and {len(same) - 1} more" if len(same) > 1 else ""
-            lines += ["", f"{kind}: {kernel} ({same[0].configuration}{others})"]
+            suffix = f", and {len(same) - 1} more" if len(same) > 1 else ""
+            lines += ["", f"{kind}: {kernel} ({same[0].configuration}{suffix})"]
             lines += [f"    {same[0].where}", f"    {same[0].evidence}"]
         for title, texts in (("not analyzed:", self.notes), ("evaluated in part:", self.sampled)):
             lines += ["", title, *(f"    {text}" for text in texts)] if texts else []
@@ -98,7 +98,7 @@ class _Launch:
     @functools.cached_property
     def memory(self) -> dict[str, Memory]:
         numbers: dict[int, int] = {}
-        return {name: Memory.of(v, numbers) for name, v in self.arguments.items() if isinstance(v, Tensor)}
+        return {name: Memory.of_tensor(v, numbers) for name, v in self.arguments.items() if isinstance(v, Tensor)}
 
     @functools.cached_property
     def integers(self) -> dict[str, int]:
@@ -119,7 +119,7 @@ def audit(
 ) -> Audit:
     """Look for faults in the kernels of a program, or in one hand-written kernel, without a device.
 
-    A small launch is evaluated completely, a large one in part. Slow code (uncoalesced, spills,
+    A small launch is evaluated completely, a large launch in part. Slow code (uncoalesced, spills,
     occupancy) is reported for a kernel's best configuration only, other faults for every configuration.
 
     Args:
@@ -289,7 +289,7 @@ class _Auditor:
         for name in {access.name for access in accesses if access.argument and not access.mask_known}:
             self.notes[f"{launch.name}: the mask of {name} depends on data or on an operation not evaluated"] += 1
         distinct: dict[tuple[str, str], str] = {}  # an access in a loop is reported once
-        for kind, where, evidence in faults(accesses, launch.memory, grid, whole=not part, filled=launch.filled):
+        for kind, where, evidence in faults(accesses, launch.memory, grid, complete=not part, filled=launch.filled):
             distinct.setdefault((kind, where), evidence)
         for (kind, where), evidence in distinct.items():
             self.add(launch, configuration, kind, where, evidence)

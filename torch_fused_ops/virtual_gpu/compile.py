@@ -110,7 +110,7 @@ def emulated(gpu: GPU, autocast: torch.dtype | None = None) -> Iterator[None]:
 
 
 class _Compiled(BaseException):
-    """Raised to leave Dynamo once the code is generated. Not an Exception, because Dynamo catches those."""
+    """Raised to leave Dynamo after generating code; a BaseException, because Dynamo catches Exceptions."""
 
 
 class _Paper:

@@ -150,7 +150,7 @@ def _float32_result_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions. Those that depend on the device take the GPU's branch."""
+    """Return Inductor's decompositions. Device-dependent decompositions take the GPU's branch."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())

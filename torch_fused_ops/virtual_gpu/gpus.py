@@ -26,13 +26,13 @@ class GPU:
     """The properties of a GPU that Inductor and Triton read, named as in `torch.cuda.get_device_properties`.
 
     Attributes:
-        name: as the driver reports it.
+        name: the driver's name for the GPU.
         arch: the machine code's target, "sm_90" or "gfx942".
-        capability: compute capability; (9, 4) for gfx942, as ROCm reports it.
+        capability: compute capability; ROCm reports (9, 4) for gfx942.
         multi_processor_count: streaming multiprocessors, or compute units.
         total_memory: bytes of device memory; for an H200, the number that CUDA reports.
-        shared_memory_per_block: bytes a block gets without asking.
-        shared_memory_per_block_optin: bytes a block can get; the limit Triton compiles against.
+        shared_memory_per_block: bytes per block by default.
+        shared_memory_per_block_optin: the most bytes per block, which is Triton's limit.
         warp_size: threads that execute together.
         max_threads_per_block: threads in a block.
         max_threads_per_multi_processor: resident threads.
@@ -55,11 +55,11 @@ class GPU:
 
     @property
     def is_amd(self) -> bool:
-        """True where Triton's AMD backend makes the machine code."""
+        """True if Triton's AMD backend generates the machine code."""
         return self.arch.startswith("gfx")
 
     def target(self) -> Any:
-        """The `triton.backends.compiler.GPUTarget` of this GPU."""
+        """Return this GPU's `triton.backends.compiler.GPUTarget`."""
         GPUTarget = import_triton("triton.backends.compiler").GPUTarget
         if self.is_amd:
             return GPUTarget("hip", self.arch, self.warp_size)
@@ -85,7 +85,7 @@ GPUS = {"A100": A100, "H100": H100, "H200": H200, "B200": B200, "MI300X": MI300X
 
 
 def by_name(name: str | GPU, argument: str = "name") -> GPU:
-    """The described GPU called `name`.
+    """Return the described GPU called `name`.
 
     Args:
         name: "A100", "H100", "H200", "B200" or "MI300X", in upper or lower case; or a GPU, which is returned.
@@ -101,7 +101,7 @@ def by_name(name: str | GPU, argument: str = "name") -> GPU:
 
 
 def import_triton(module: str = "triton") -> Any:
-    """Import a module of Triton, with an error that says how to get it."""
+    """Import a module of Triton, or raise an error with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -112,9 +112,9 @@ def import_triton(module: str = "triton") -> Any:
 
 @functools.cache
 def _warned() -> None:
-    """Trigger and drop Triton's warning, once a process, when torch asks for a GPU's types.
+    """Trigger and suppress a warning of Triton once per process, before torch queries a GPU's types.
 
-    It is about the rounding of its next version, which no estimate depends on.
+    The warning announces the rounding of Triton's next version, which does not affect estimates.
     """
     backend = import_triton("triton.compiler").make_backend(H200.target())
     with warnings.catch_warnings():
@@ -123,9 +123,9 @@ def _warned() -> None:
 
 
 def _device_caches() -> Iterator[Any]:
-    """The caches in torch that depend on the device: an answer for a described GPU must not outlive the description.
+    """Yield torch's caches that depend on the device. They must not keep results for a described GPU.
 
-    Only modules whose cached functions are free of side effects are listed, so that emptying them is always safe.
+    Only modules whose cached functions have no side effects are listed, so that clearing is always safe.
     """
     import torch._inductor.runtime.hints as hints
 
@@ -144,7 +144,7 @@ def _clear_device_caches() -> None:
 
 
 def _patches(gpu: GPU) -> dict[str, Any]:
-    """Replacements of torch's functions, by dotted name, while `gpu` is described."""
+    """Return replacements for torch's functions by dotted name while `gpu` is described."""
     properties = gpu.properties()
 
     def answer(value: Any) -> Callable[..., Any]:
@@ -162,12 +162,12 @@ def _patches(gpu: GPU) -> dict[str, Any]:
         "torch.cuda.is_current_stream_capturing": answer(False),
         "torch.cuda.synchronize": answer(None),
         "torch.cuda._lazy_init": answer(None),
-        # the compiler saves and restores the generator's state around its work
+        # the compiler saves and restores the generator's state
         "torch.cuda.get_rng_state": lambda *args: torch.zeros(16, dtype=torch.uint8),
         "torch.cuda.set_rng_state": answer(None),
         "torch._inductor.runtime.triton_helpers.set_driver_to_gpu": answer(None),
         "torch._subclasses.fake_tensor.init_gpu_context": answer(None),
-        # fake tensors on a device that must not be initialized: torch's own mode for machines without one
+        # torch's mode for machines without a device: fake tensors do not initialize it
         "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init": True,
     }
     if gpu.is_amd:
@@ -207,7 +207,7 @@ def _device_interface(gpu: GPU) -> type:
 
 
 def _driver(gpu: GPU) -> Any:
-    """An active Triton driver that knows the target and nothing else."""
+    """Return an active Triton driver that only knows the target."""
     return types.SimpleNamespace(
         get_current_target=gpu.target,
         get_active_torch_device=functools.partial(torch.device, "cuda", 0),
@@ -217,23 +217,23 @@ def _driver(gpu: GPU) -> Any:
 
 @contextlib.contextmanager
 def described(gpu: GPU) -> Iterator[None]:
-    """Make torch and Triton believe that `gpu` is the only device; undo everything on leaving.
+    """Make torch and Triton treat `gpu` as the only device until exit.
 
-    One thread at a time: another waits. Code generation works inside; launching a kernel or allocating on the device
-    does not. A real device is neither initialized nor used.
+    Other threads wait for this context. Code generation works inside, but launching kernels and allocating on the
+    device do not. A real device is not initialized or used.
 
     Args:
         gpu: the GPU to describe.
 
     Raises:
-        ModuleNotFoundError: when Triton is not installed.
+        ModuleNotFoundError: Triton is not installed.
     """
     triton = import_triton()
     import torch._dynamo.device_interface as device_interface
     import torch._inductor.runtime.triton_helpers
     import torch._subclasses.fake_tensor  # noqa: F401
 
-    device_interface.get_interface_for_device("cpu")  # the registry fills itself lazily, over any patch made before
+    device_interface.get_interface_for_device("cpu")  # fills the registry, which overwrites earlier patches
     driver = triton.runtime.driver
     active = driver._active
     with _LOCK, contextlib.ExitStack() as stack:

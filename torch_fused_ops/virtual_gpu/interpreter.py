@@ -33,8 +33,7 @@ def interpret(
     """Run a kernel on CPU tensors, in place, in Triton's interpreter.
 
     `TRITON_INTERPRET` need not be set. Device functions (`libdevice.tanh`) compute in float64 and round; conversions
-    to bfloat16 and float8 round to nearest even. Triton's patches of its language are undone. Not safe to use from
-    several threads at once.
+    to bfloat16 and float8 round to nearest even. Triton's patches of its language are undone. It is not thread-safe.
 
     Args:
         kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.

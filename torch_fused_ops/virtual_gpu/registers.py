@@ -102,7 +102,7 @@ def _followed(code: list[_Instruction]) -> list[_Instruction]:
 
 
 def _is_unwritten(guards: frozenset[str], guard: str) -> bool:
-    """Return True if no write, under one of these predicates, can precede a read under `guard`."""
+    """Return True if no write under these predicates can precede a read under `guard`."""
     return not guards or (guard != "" and guards == {guard[1:] if guard.startswith("!") else f"!{guard}"})
 
 

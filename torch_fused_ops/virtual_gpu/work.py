@@ -47,7 +47,7 @@ def _operand(operand: Any) -> Iterator[tuple[str, int]]:
     from torch._inductor.utils import get_dtype_size
     from torch._inductor.virtualized import V
 
-    if operand.maybe_get_size() is not None:  # None for the tuple of another call's results
+    if operand.maybe_get_size() is not None:  # it is None for a tuple of results
         sizes = [V.graph.sizevars.optimization_hint(size, fallback=0) for size in operand.get_size()]
         yield operand.get_name(), math.prod(sizes) * get_dtype_size(operand.get_dtype())
 
