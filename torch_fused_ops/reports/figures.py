@@ -201,7 +201,8 @@ def measure(captures: Sequence[Capture], gpu: GPU) -> Figures:
             progress.info("estimating graph %d of %d, %s", i, len(captures), FUSED)
             fused, sites = on_paper(captured, gpu, captured.policy)
             measured.append((plain, fused))
-            notes.update(dict.fromkeys(_notes(sites)))
+            for reason, n in Counter(site.gemm_reason for site in sites if site.gemm_reason).items():
+                notes[f"not all in float8, {n} of {len(sites)} MLPs: {reason}"] = None
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
             skipped.append(said(error))
@@ -226,12 +227,6 @@ def said(error: Exception) -> str:
     """Shorten an exception to one line: compilers wrap errors, and append pages of advice."""
     lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _notes(sites: Sequence[Site]) -> Iterator[str]:
-    """Yield notes on a fused graph's figures."""
-    for reason, n in Counter(site.gemm_reason for site in sites if site.gemm_reason).items():
-        yield f"not all in float8, {n} of {len(sites)} MLPs: {reason}"
 
 
 def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy | None) -> tuple[PaperCompilation, list[Site]]:

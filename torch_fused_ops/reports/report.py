@@ -208,9 +208,9 @@ class Report:
         """Convert the report to JSON.
 
         ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
-        "figures", "figures_missing", "notes", "attention", "saved"}``. Entries have the attributes of ``Site`` (``kind``
-        by name), ``Break``, ``Figures`` (with the totals ``before`` and ``after``), ``AttentionSite`` and ``Saved``.
-        "figures" and "saved" are null unless they were computed.
+        "figures", "figures_missing", "notes", "attention", "saved"}``. Entries have the attributes of ``Site``
+        (``kind`` by name), ``Break`` and ``AttentionSite``. "figures" has the attributes of ``Figures``
+        and the totals ``before`` and ``after``; "saved" has those of ``Saved``. Both are null unless computed.
         """
         names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "figures")
         report = {name: getattr(self, name) for name in (*names, "figures_missing", "notes", "attention")}

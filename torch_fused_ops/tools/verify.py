@@ -117,15 +117,8 @@ class Verification:
     def as_dict(self) -> dict[str, Any]:
         """Convert the result to plain types, for JSON."""
         rows = [{**asdict(compared), "ok": compared.ok, "plain_ok": compared.plain_ok} for compared in self.comparisons]
-        return {
-            "title": self.title,
-            "ok": self.ok,
-            "policy": asdict(self.policy),
-            "sites": {"fused": self.sites[0], "found": self.sites[1]},
-            "failures": self.failures,
-            "notes": list(self.notes),
-            "comparisons": rows,
-        }
+        sites = {"fused": self.sites[0], "found": self.sites[1]}
+        return {**asdict(self), "ok": self.ok, "sites": sites, "comparisons": rows}
 
     def to_json(self) -> str:
         """Convert to JSON. An infinite distance (a missing or a non-finite tensor) is null."""

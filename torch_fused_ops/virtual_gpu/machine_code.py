@@ -83,20 +83,13 @@ class MachineCode:
             nbytes += next((_WIDTHS[word] for word in words if word in _WIDTHS), 4)
         return nbytes
 
-    def instructions_per_element(self, elements_per_thread: float | None = None) -> float:
-        """Instructions in the kernel's text for each element that a thread handles.
+    def instructions_per_element(self) -> float:
+        """Return the instructions in the kernel's text per element that a thread handles.
 
         Counts the text, not its execution: exact for pointwise kernels without loops. In a loop, every instruction
         counts once.
-
-        Args:
-            elements_per_thread: by default, the block's elements divided by its threads.
         """
-        if elements_per_thread is None:
-            elements_per_thread = self.elements / self.threads
-        if elements_per_thread <= 0:
-            raise ValueError(f"elements_per_thread: got {elements_per_thread}, expected a number above 0")
-        return len(self.instructions) / elements_per_thread
+        return len(self.instructions) * self.threads / self.elements
 
 
 def assemble(

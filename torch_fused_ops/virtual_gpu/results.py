@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-
-from .gpus import GPU
 
 
 @dataclass(frozen=True)
@@ -113,81 +110,3 @@ class SavedTensor:
     is_parameter: bool
     is_graph_input: bool
     module: str = ""
-
-
-@dataclass(frozen=True)
-class CompiledGraphs:
-    """The graphs of a function that was compiled without a device, and the tensors they exchange.
-
-    Attributes:
-        gpu: the described GPU.
-        forward: the forward graph of a training step; None in inference.
-        backward: the backward graph of a training step; None in inference.
-        inference: the graph if nothing requires a gradient; None in training.
-        saved: tensors that forward saves for backward.
-        handed: for each input of backward, the number of the forward output it receives; None for a result's gradient.
-        tangents: the numbers of forward's results whose gradients are inputs of backward, in backward's order.
-    """
-
-    gpu: GPU
-    forward: GeneratedGraph | None
-    backward: GeneratedGraph | None
-    inference: GeneratedGraph | None
-    saved: tuple[SavedTensor, ...]
-    handed: tuple[int | None, ...] = field(default=(), repr=False)
-    tangents: tuple[int, ...] = field(default=(), repr=False)
-
-    @property
-    def graphs(self) -> dict[str, GeneratedGraph]:
-        """The graphs that are not None, by name."""
-        named = {"forward": self.forward, "backward": self.backward, "inference": self.inference}
-        return {name: graph for name, graph in named.items() if graph is not None}
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes read and written by all graphs together."""
-        return sum(graph.bytes_moved for graph in self.graphs.values())
-
-    @property
-    def kernels(self) -> tuple[GeneratedKernel, ...]:
-        """The Triton kernels of all graphs."""
-        return tuple(kernel for graph in self.graphs.values() for kernel in graph.kernels)
-
-    def saved_bytes(self, *, include_inputs: bool = True, include_parameters: bool = False) -> int:
-        """Return the bytes saved for backward.
-
-        Parameters, buffers and their views are excluded, because they stay alive whether saved or not. Inputs are
-        included: in a model, a block's input is another block's output, and alive only because it was saved.
-
-        Args:
-            include_inputs: count the function's inputs that are neither parameters nor buffers.
-            include_parameters: count parameters and buffers.
-
-        Returns:
-            The sum of `SavedTensor.nbytes`.
-        """
-        return sum(
-            tensor.nbytes
-            for tensor in self.saved
-            if (include_parameters or not tensor.is_parameter) and (include_inputs or not tensor.is_graph_input)
-        )
-
-    def __str__(self) -> str:
-        rows = [("", "bytes moved", "launches")]
-        for name, graph in self.graphs.items():
-            rows.append((name, _mib(graph.bytes_moved), str(sum(kernel.launches for kernel in graph.kernels))))
-            rows += [(f"  {kernel.name}", _mib(kernel.bytes_moved), str(kernel.launches)) for kernel in graph.kernels]
-            rows += [(f"  {call}", "", str(count)) for call, count in Counter(graph.extern).items()]
-        if self.saved:
-            rows.append(("saved for backward", _mib(self.saved_bytes()), ""))
-            for tensor in self.saved:
-                kind = "parameter" if tensor.is_parameter else "input" if tensor.is_graph_input else "intermediate"
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                rows.append((f"  {tensor.name} {dtype}{list(tensor.shape)}", _mib(tensor.nbytes), kind))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]
-        return "\n".join([f"compiled for {self.gpu.name} ({self.gpu.arch}), without a device", *lines])
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"

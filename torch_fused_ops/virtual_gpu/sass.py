@@ -100,10 +100,7 @@ def _disassembled(codes: Sequence[bytes], arch: str) -> list[str]:
     lines: list[list[str]] = [[] for _ in codes]
     for before, address, after in _LINE.findall(listing):
         number = bisect.bisect_right(starts, int(address, 16)) - 1
-        lines[number].append(f"{before}{int(address, 16) - starts[number]:04x}{_relative(after, starts[number])}")
+        start = starts[number]
+        relative = _JUMP.sub(lambda jump, start=start: f"{jump[1]}{int(jump[2], 16) - start:x}", after)
+        lines[number].append(f"{before}{int(address, 16) - start:04x}{relative}")
     return ["\n".join(kernel_lines) for kernel_lines in lines]
-
-
-def _relative(instruction: str, start: int) -> str:
-    """Make an instruction's jump target relative to the start of its kernel."""
-    return _JUMP.sub(lambda match: f"{match[1]}{int(match[2], 16) - start:x}", instruction)
