@@ -340,31 +340,12 @@ def elementwise(fn, tensors: int):
     return kernel
 
 
-@pytest.mark.covering(every=4)
-@pytest.mark.parametrize(
-    ("fn", "tensors", "low", "high"),
-    [  # the ranges cover Triton 3.6 to 3.9, whose exp and tanh differ
-        (copied, 1, 2.3, 2.5),
-        (lambda x: F.gelu(x, approximate="tanh"), 1, 26, 35),
-        (F.gelu, 1, 34, 38),
-        (lambda gate, up: F.silu(gate) * up, 2, 22, 27),
-        (lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"), 2, 33, 43),
-    ],
-    ids=["copy", "gelu_tanh", "gelu", "swiglu", "gelu_tanh_backward"],
-)
-def test_instruction_counts_are_in_range(fn, tensors, low, high):
-    code = virtual_gpu.assemble(elementwise(fn, tensors), block=1024, num_warps=4)
-    assert code.elements / code.threads == 8
-    assert low < code.instructions_per_element() < high
-    assert code.spills == 0 and 0 < code.registers <= 64
-    assert ".target sm_90" in code.ptx
-
-
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("gpu", [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X])
 def test_kernels_assemble_for_every_gpu(gpu):
     code = virtual_gpu.assemble(elementwise(copied, 1), gpu, block=1024, num_warps=4)
-    assert code.threads == 4 * gpu.warp_size
+    assert code.threads == 4 * gpu.warp_size and code.elements == 1024
+    assert code.instructions_per_element() == len(code.instructions) * code.threads / 1024
     if gpu.is_amd:
         assert code.instructions[-1] == "s_endpgm" and "global_store_dwordx2" in code.instructions
         assert code.ptx == "" and "gfx942" in code.asm

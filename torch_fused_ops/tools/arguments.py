@@ -22,8 +22,8 @@ from torch_fused_ops.policy import ATTENTION, GEMM, LEVELS, FusionPolicy
 _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"help": "cpu, cuda, cuda:1, …; by default a GPU, if there is one"},
     "quick": {"action": "store_true", "help": "a tiny run, to check that it works"},
-    "sizes": {"nargs": "+", "metavar": "SIZE", "default": [], "help": "8192x4096, …; default: its sizes"},
-    "dtypes": {"nargs": "+", "choices": ("bfloat16", "float16", "float32"), "default": [], "help": "default: its dtypes"},
+    "sizes": {"nargs": "+", "metavar": "SIZE", "default": [], "help": "8192x4096, …; default: its own"},
+    "dtypes": {"nargs": "+", "choices": ("bfloat16", "float16", "float32"), "default": [], "help": "default: its own"},
     "only": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "only cases whose names contain all these texts"},
     "skip": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "skip cases whose names contain one of these"},
     "ways": {"nargs": "+", "metavar": "WAY", "default": [], "help": "only these variants (below)"},

@@ -73,7 +73,6 @@ def compile_graph_on_paper(
     captured: CapturedGraph,
     *,
     gpu: GPU = H200,
-    memory_budget: float | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> PaperCompilation:
     """Generate Inductor's code on `gpu` for a graph that was captured earlier for any device.
@@ -83,7 +82,6 @@ def compile_graph_on_paper(
     Args:
         captured: the result of `set_aside`; not changed.
         gpu: the GPU to generate code for.
-        memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
         config: settings of `torch._inductor.config` for this compilation.
 
     Returns:
@@ -91,10 +89,10 @@ def compile_graph_on_paper(
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
-        ValueError: `memory_budget` is not in [0, 1], or a size depends on data.
+        ValueError: a size depends on data.
         TypeError: an input is a tensor subclass, or neither a tensor nor a number.
     """
-    return _Paper(gpu, memory_budget, config or {}).compile_graph(captured)
+    return _Paper(gpu, None, config or {}).compile_graph(captured)
 
 
 @contextlib.contextmanager
