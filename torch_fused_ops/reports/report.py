@@ -81,7 +81,7 @@ class Report:
         mlps = [s for s in self.sites if s.is_mlp]
         fused = [s for s in mlps if s.op is not None]
         dropouts = [s for s in self.sites if s.activation == DROPOUT]
-        others = len(self.sites) - len(mlps) - len(dropouts)
+        other_sites = len(self.sites) - len(mlps) - len(dropouts)
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
         if self.recompilations:
             graphs += f", recompiled {self.recompilations} time{'s' * (self.recompilations != 1)}"
@@ -93,8 +93,8 @@ class Report:
             parts.append(f"{partly} of these with float8 in some GEMMs only")
         if dropouts:
             parts.append(f"{unmasked} of {len(dropouts)} dropouts{'' if mlps or not unmasked else ' fused'}")
-        if others:
-            parts.append(f"{others} not MLPs")
+        if other_sites:
+            parts.append(f"{other_sites} not MLPs")
         return "; note: ".join((f"{', '.join(parts)} ({graphs})", *self.notes))
 
     def measure(self, gpu: str | GPU = "H200") -> Figures | None:

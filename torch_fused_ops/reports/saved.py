@@ -70,9 +70,9 @@ def saved(captures: Sequence[Capture], sites: Sequence[Site], gpu: GPU) -> Saved
     done, skipped = _partitioned(captures, gpu, Variants)
     settings = [name for name in (done[0].totals if done else ()) if all(name in v.totals for v in done)]
     totals = {name: sum(v.totals[name] for v in done) for name in settings}
-    less = {name: total for name, total in totals.items() if total < totals[""]}
+    smaller = {name: total for name, total in totals.items() if total < totals[""]}
     rows = (replace(row, refused=row.refused or tuple(_not_fused(row, sites))) for v in done for row in v.rows)
-    return Saved(tuple(merged(rows)), less, skipped)
+    return Saved(tuple(merged(rows)), smaller, skipped)
 
 
 def attention_sites(captures: Sequence[Capture], gpu: GPU) -> tuple[AttentionSite, ...]:
