@@ -51,30 +51,30 @@ def break_of(gm: GraphModule) -> Break | None:
 
 
 def reasons_noted() -> Mapping[str, int]:
-    """Dynamo's count of graph breaks in this process by reason, with or without a graph."""
+    """Return Dynamo's counts of this process's graph breaks by reason, including breaks without a graph."""
     from torch._dynamo.utils import counters
 
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
 def since(before: Mapping[str, int]) -> tuple[Break, ...]:
-    """The graph breaks since then; Dynamo does not record their places."""
+    """Return the graph breaks since ``before``, without locations, which Dynamo does not record."""
     new = [_said(reason) for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
     reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {text}") for text in dict.fromkeys(new)]
     return tuple(Break(reason.kind, str(reason)) for reason in reasons)
 
 
 def _said(text: str) -> str:
-    """Dynamo's headline and its explanation in one line; advice and links follow them."""
+    """Shorten Dynamo's message to its headline and explanation, in one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
     explained = [line.removeprefix("Explanation:").strip() for line in lines[1:2] if line.startswith("Explanation:")]
     return ": ".join((lines[0], *explained))
 
 
 def _loops_over_experts(frames: Sequence[tuple[str, int]]) -> bool:
-    """True if a frame is in a loop over experts for which transformers (5 and later) has other implementations.
+    """Return True if a frame is in a loop over experts that transformers (5 and later) can replace.
 
-    Such a class' forward is a wrapper from ``transformers.integrations.moe``; it wraps the class' own loop.
+    The forward of such a class is a wrapper from ``transformers.integrations.moe`` around the loop.
     """
     wrappers = getattr(sys.modules.get("transformers.integrations.moe"), "__file__", None)
     files = {file for file, _ in frames if wrappers is not None}

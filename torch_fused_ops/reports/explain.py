@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None, **kwargs: Any) -> Report:
     """Report every MLP site of a model, whether the fusion pass would fuse it, and the reason if not.
 
-    The model runs once, eagerly, on the arguments, while Dynamo captures its graphs (several where it breaks them).
+    The model runs once, eagerly, on the arguments, while Dynamo captures its graphs (several if it has graph breaks).
     Nothing is compiled. Parameters, buffers and random number generators are restored afterwards.
 
     Args:

@@ -114,7 +114,7 @@ class Figures:
         return str(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The attributes and the totals ``before`` and ``after``, for JSON."""
+        """Convert the attributes and the totals ``before`` and ``after`` to plain types, for JSON."""
         return {"before": asdict(self.before), "after": asdict(self.after), **asdict(self)}
 
 
@@ -128,7 +128,7 @@ class Capture:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The types of the devices that the graph's inputs are on: "cpu", "cuda"."""
+        """The device types of the graph's inputs: "cpu", "cuda"."""
         nodes = self.graph.gm.graph.find_nodes(op="placeholder") if self.graph else ()
         values = (node.meta.get("example_value") for node in nodes)
         return tuple(dict.fromkeys(v.device.type for v in values if isinstance(v, torch.Tensor)))
@@ -172,7 +172,7 @@ def beside_loss(gm: GraphModule) -> list[Node]:
 
 
 def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
-    """List the sites of a graph from Dynamo and of the graphs that its operators call, without editing them."""
+    """List the sites of a graph from Dynamo, and of the graphs that its operators call, without editing them."""
     from torch_fused_ops.lowerings import recognize
 
     for module in graphs_of(gm):
@@ -196,9 +196,9 @@ def measure(captures: Sequence[Capture], gpu: GPU) -> Figures:
     skipped: list[str] = []
     for i, captured in enumerate(captures, 1):
         try:
-            progress.info("estimating graph %d of %d, %s", i, len(captures), PLAIN)
+            progress.info("estimating graph %d of %d: %s", i, len(captures), PLAIN)
             plain, _ = on_paper(captured, gpu, None)
-            progress.info("estimating graph %d of %d, %s", i, len(captures), FUSED)
+            progress.info("estimating graph %d of %d: %s", i, len(captures), FUSED)
             fused, sites = on_paper(captured, gpu, captured.policy)
             measured.append((plain, fused))
             for reason, n in Counter(site.gemm_reason for site in sites if site.gemm_reason).items():
@@ -248,7 +248,7 @@ def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy | None) -> tuple[
 
 
 def fused_graph(captured: Capture, gpu: GPU, policy: FusionPolicy | None) -> tuple[CapturedGraph, list[Site]]:
-    """Return a copy of a captured graph, fused by a policy for a GPU, and its sites; if None, the graph as captured.
+    """Fuse a copy of a captured graph for a GPU. Return it and its sites; if the policy is None, the original graph.
 
     Raises:
         RuntimeError: the graph could not be copied when it was captured.
@@ -268,7 +268,7 @@ def fused_graph(captured: Capture, gpu: GPU, policy: FusionPolicy | None) -> tup
 
 
 def _paths(paper: PaperCompilation) -> Iterator[str]:
-    """The module paths in a program, in its order."""
+    """Yield the module paths of a program in order."""
     for graph in paper.graphs.values():
         for launch in graph.launches:
             yield from launch.modules or ("",)
@@ -311,7 +311,7 @@ def _costs(paper: PaperCompilation, layers: dict[str, str]) -> Iterator[tuple[st
 
 
 def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
-    """The totals as text: name, before, after, change."""
+    """Format the totals as rows: name, before, after, change."""
     names = {"bytes moved": "forward_bytes", "kernels": "forward_kernels"}
     if figures.training:
         names = {

@@ -49,13 +49,13 @@ class Report:
         sites: every site, in graph order.
         unread: activations that are not sites, because they are not between two GEMMs, or a boundary such as a
             checkpoint separates them from a GEMM.
-        graphs: the number of graphs that Dynamo captured (``record``: that were compiled with fusion).
-        recompilations: the number of recompilations for other sizes, which add no sites.
-        breaks: the graph breaks that end these graphs, in order, repeats included.
+        graphs: the number of graphs that Dynamo captured; for ``record``, of graphs compiled with fusion.
+        recompilations: the number of recompilations for other sizes, which do not add sites.
+        breaks: the graph breaks that end these graphs, in order, including repeats.
         figures: memory, traffic and kernels before and after; None before ``measure`` is called, and if it fails.
-        figures_missing: the reason why it failed; "" if it did not.
+        figures_missing: the reason if ``measure`` failed; otherwise "".
         title: the name of the model or function.
-        notes: further remarks, a sentence each.
+        notes: further remarks, one sentence each.
     """
 
     sites: tuple[Site, ...]
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line: how many sites there are, are fused, and lack requested float8; how many other sites; the notes."""
+        """One line: the numbers of fused MLPs, of MLPs without the requested float8, and of other sites; the notes."""
         mlps = [s for s in self.sites if s.is_mlp]
         fused = [s for s in mlps if s.op is not None]
         dropouts = [s for s in self.sites if s.activation == DROPOUT]

@@ -40,7 +40,7 @@ class Saved:
         return sum(row.nbytes for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The attributes and the sum, for JSON."""
+        """Convert the attributes and the sum to plain types, for JSON."""
         return {"nbytes": self.nbytes, **asdict(self)}
 
     def __repr__(self) -> str:

@@ -189,7 +189,7 @@ def verify(
 
     The step is forward, a loss and backward. It runs on copies of the model and the arguments, in the model's dtype and
     in float64 (float32 if the model cannot run in float64). The loss is the result's ``loss``, or the result if it is a
-    single number, else a fixed random linear function of all results. The reference is eager in float64. The step
+    single number, else a fixed random linear function of all results. The reference is eager in float64. ``verify``
     compares the loss, the outputs, the gradients of parameters and arguments, and the final buffers and arguments.
 
     In the model's dtype, the tolerance is twice the larger error of eager and plain, or two rounding units; in float64
@@ -230,7 +230,7 @@ def verify(
     sites = (0, 0)
     step = functools.partial(_step, model, args, kwargs)
     with unchanged(model), torch.enable_grad():
-        progress.info("eager, %s", name)
+        progress.info("running eager in %s", name)
         with arguments_checked(args, kwargs):
             eager = step(None, call_model)
         is_random = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
@@ -244,7 +244,7 @@ def verify(
                 run_policy = replace(policy, gemm="bf16") if run.exact else policy
                 fn = interpreted(run_policy if variant == "fused" else None, exact=run.exact, compiled=compiled)
                 recording: AbstractContextManager[Any] = record() if variant == "fused" else nullcontext()
-                progress.info("%s, %s", variant, run.name)
+                progress.info("running %s in %s", variant, run.name)
                 try:
                     with unobserved(), recording as report:
                         run.steps[variant] = step(run.dtype, fn)

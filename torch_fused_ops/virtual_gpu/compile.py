@@ -43,7 +43,7 @@ def compile_on_paper(
     is allocated or executed.
 
     Args:
-        fn: a function or an `nn.Module`, which may close over other modules.
+        fn: a function or an `nn.Module`. A function may use modules from its closure.
         *inputs: its arguments. Tensors may be real, meta or fake, on any device. Only their shapes, strides,
             dtypes and `requires_grad` matter, as for parameters and buffers.
         gpu: the GPU to generate code for, or its name (``by_name``).
@@ -138,7 +138,7 @@ class _Paper:
         self.graphs: dict[str, GeneratedGraph] = {}
         self.saved: tuple[SavedTensor, ...] = ()
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        self.arguments: list[tuple[bool, str]] = []  # per argument: is it a parameter or buffer, and its name
+        self.arguments: list[tuple[bool, str]] = []  # per argument: True for a parameter or buffer, and the name
         self.saved_outputs: dict[str, int] = {}  # name of backward's input -> number of forward's output
         self.results = 0
         self.handed: tuple[int | None, ...] = ()

@@ -1,4 +1,4 @@
-"""Reader of Inductor's generated code: kernels, launches, external calls, saved tensors, and their modules."""
+"""Read Inductor's generated code: kernels, launches, external calls, saved tensors, and their modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generated_graph(
     inputs: Sequence[GraphInput],
     results: int,
 ) -> GeneratedGraph:
-    from torch._inductor.ir import MultiOutput  # not earlier: Inductor takes seconds to import
+    from torch._inductor.ir import MultiOutput  # imported late, because importing Inductor takes seconds
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
     code = unmarked(marked_code)

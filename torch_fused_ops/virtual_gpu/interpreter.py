@@ -33,7 +33,8 @@ def interpret(
     """Run a kernel on CPU tensors, in place, in Triton's interpreter.
 
     `TRITON_INTERPRET` need not be set. Device functions (`libdevice.tanh`) compute in float64 and round; conversions
-    to bfloat16 and float8 round to nearest even. Triton's patches of its language are undone. It is not thread-safe.
+    to bfloat16 and float8 round to nearest even. Triton's patches of its language are undone. Not
+    thread-safe.
 
     Args:
         kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.
@@ -88,7 +89,7 @@ def interpret_step(
     Raises:
         ModuleNotFoundError: Triton or NumPy is not installed.
         TypeError: an input or a gradient is not a tensor, or has another dtype.
-        ValueError: another number of them, other shapes, or tensors that are not on the CPU.
+        ValueError: the number of inputs or gradients, a shape or a device does not fit.
         NotImplementedError, RuntimeError: from torch, for a call that has no CPU kernel.
     """
     forward = paper.forward or paper.inference
@@ -148,7 +149,7 @@ def _run(graph: GeneratedGraph, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Choose a kernel's block sizes, and the grid that covers its sizes. Inductor omits masks for larger blocks."""
+    """Choose block sizes up to Inductor's maxima, beyond which it omits masks, and the grid that covers the sizes."""
     from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
     grid_type = kernel.inductor_meta.get("grid_type")

@@ -1,4 +1,4 @@
-"""Kernels as Python objects: generated ones from their source, hand-written ones from their decorators."""
+"""Load kernels as Python objects: generated kernels from source, hand-written kernels from their decorators."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Configuration:
     """A launch configuration that Inductor may choose for a kernel that it generated.
 
     Attributes:
-        block: sizes of a block by name.
-        num_warps: warps in a block.
+        block: block sizes by name.
+        num_warps: warps per block.
         num_stages: depth of Triton's software pipeline.
     """
 
@@ -34,16 +34,17 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Triton kernel with the arguments of its compilation.
+    """A Triton kernel with the arguments for its compilation.
 
     Attributes:
         jit: the `triton.JITFunction`.
-        signature: argument to type, "*bf16", "i32" or "constexpr".
-        constants: arguments whose value is fixed.
+        signature: types of arguments by name, "*bf16", "i32" or "constexpr".
+        constants: values of arguments that are fixed.
         attrs: divisibility of arguments, by position.
-        options: compiler options that go with the kernel.
-        configurations: those Inductor would try on a GPU, in its order; one without block sizes if it is hand-written.
-        inductor_meta: Inductor's notes for its launcher; empty for a hand-written kernel.
+        options: compiler options.
+        configurations: the configurations that Inductor would try, in order; for a hand-written kernel, a single one
+            without block sizes.
+        inductor_meta: Inductor's metadata for its launcher; empty for a hand-written kernel.
     """
 
     jit: Any
@@ -56,13 +57,13 @@ class Kernel:
 
 
 def written_sizes(source: str) -> dict[str, int]:
-    """The sizes that Inductor wrote into a kernel's source, ``xnumel = 512``."""
+    """Read the sizes that Inductor wrote into a kernel's source, ``xnumel = 512``."""
     return {name: int(size) for name, size in re.findall(r"^    (\w+numel) = (\d+)$", source, re.M)}
 
 
 @functools.cache
 def _source_folder() -> pathlib.Path:
-    """The folder of generated kernels' files until the process ends: Triton and tracebacks read them again."""
+    """Return a folder for generated kernels until the process ends. Triton and tracebacks read the files later."""
     folder = tempfile.mkdtemp(prefix="virtual_gpu_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return pathlib.Path(folder)
@@ -93,7 +94,7 @@ def _load(source: str, gpu: GPU) -> Kernel:
 
 
 def load(kernel: Any, gpu: GPU = H200) -> Kernel:
-    """The kernel behind a `GeneratedKernel`, its source, or a hand-written `triton.jit` function.
+    """Load the kernel of a `GeneratedKernel`, of its source, or of a hand-written `triton.jit` function.
 
     Raises:
         TypeError: for anything else.
@@ -115,7 +116,7 @@ def load(kernel: Any, gpu: GPU = H200) -> Kernel:
 
 
 def _for_gpu(source: str, gpu: GPU) -> str:
-    """Generated source with its device replaced by `gpu`, for Inductor's choice of blocks."""
+    """Replace the device in generated source by `gpu`, which decides the blocks that Inductor chooses."""
     major, minor = gpu.capability
     fields = {
         **asdict(gpu),

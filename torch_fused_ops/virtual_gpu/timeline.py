@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The bytes alive during forward and backward, including gradients, without parameters and buffers.
+    """The bytes alive during forward and backward: gradients count, parameters and buffers do not.
 
     Attributes:
         events: the calls, in order.
@@ -106,7 +106,7 @@ class Timeline:
 
 
 class Pool:
-    """The caching allocator's pool of a stream, with expandable segments: best fit, in the order of addresses."""
+    """The caching allocator's pool for one stream, with expandable segments. It allocates by best fit."""
 
     def __init__(self) -> None:
         self.pieces: list[list[int | None]] = []  # bytes, and the storage that uses the piece or None
@@ -371,7 +371,7 @@ def timeline_of(
 
 
 def _call(memory: Memory, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
-    """Call a generated graph. It frees its inputs."""
+    """Call a generated graph, which frees its inputs."""
     memory.begin(kind, graph.scheduled)
     boxed = list(inputs)
     inputs.clear()
@@ -450,11 +450,11 @@ class Memory(Storages):
     def new(self, spec: Any, counted: bool) -> Any:
         if spec.number is not None:
             return spec.number
-        with _disable_current_modes():  # no call of the program
+        with _disable_current_modes():  # this is not a call of the program
             return self.add(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"), counted)
 
     def empty_strided(self, size: Any, stride: Any, dtype: torch.dtype, device: Any) -> Tensor:
-        with _disable_current_modes():  # no call of the program
+        with _disable_current_modes():  # this is not a call of the program
             tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return self.add(tensor, counted=torch.device(device).type == self.device)
 

@@ -21,7 +21,7 @@ from . import layouts
 
 
 class NotAnalyzed(Exception):
-    """The kernel has an operation that cannot be evaluated; the message is a sentence about the kernel."""
+    """A kernel has an operation that cannot be evaluated. The message is a sentence about the kernel."""
 
 
 class TooLarge(Exception):
@@ -321,7 +321,7 @@ class _Evaluation:
             if "(" in last.text.replace("()", ""):
                 raise NotAnalyzed(f"an early return passes values on{last.line}")
             label = targets[0] if len(targets) == 1 or self.uniform(last.operands[0], last) else targets[1]
-        raise NotAnalyzed("its branches form a loop")
+        raise NotAnalyzed("the kernel's branches form a loop")
 
     def block(self, ops: list[Op]) -> Op | None:
         for op in ops:
