@@ -242,7 +242,7 @@ def test_choice_is_within_2_percent_of_the_best(seed: int, equal: bool) -> None:
     step = random_step(7, seed, equal)
     candidates = search.candidates(step, LEVELS)
     greedy = [search.Candidate(levels, step.at_levels(levels)) for levels in search.greedy(step, LEVELS)]
-    greedy.sort(key=lambda candidate: candidate.curve.seconds)
+    greedy.sort(key=lambda candidate: candidate.summary.seconds)
     curves = [
         step.at_levels(dict(zip(step.mlps, chosen, strict=True))) for chosen in itertools.product(LEVELS, repeat=7)
     ]
@@ -250,9 +250,9 @@ def test_choice_is_within_2_percent_of_the_best(seed: int, equal: bool) -> None:
     for limit in range(low, high, max(1, (high - low) // 12)):
         fastest = min(curve.seconds for curve in curves if curve.peak <= limit)
         choice = search.best(candidates, limit)
-        assert choice is not None and choice.curve.seconds <= 1.02 * fastest, limit
+        assert choice is not None and choice.summary.seconds <= 1.02 * fastest, limit
         greedy_choice = search.best(greedy, limit)
-        assert limit == low or (greedy_choice is not None and greedy_choice.curve.seconds <= 1.02 * fastest), limit
+        assert limit == low or (greedy_choice is not None and greedy_choice.summary.seconds <= 1.02 * fastest), limit
 
 
 @pytest.mark.covering(1)
@@ -260,24 +260,24 @@ def test_choice_is_within_2_percent_of_the_best(seed: int, equal: bool) -> None:
 @pytest.mark.parametrize("units", [7, 40])
 def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
     candidates = search.candidates(random_step(units, 1, equal), LEVELS)
-    peaks = sorted({candidate.curve.peak for candidate in candidates})
+    peaks = sorted({candidate.summary.peak for candidate in candidates})
     chosen = [search.best(candidates, limit) for limit in peaks]
-    seconds = [candidate.curve.seconds for candidate in chosen if candidate is not None]
+    seconds = [candidate.summary.seconds for candidate in chosen if candidate is not None]
     assert len(seconds) == len(peaks) and seconds == sorted(seconds, reverse=True)
     assert search.best(candidates, peaks[0] - 1) is None
-    assert all(choice is not None and choice.curve.peak <= limit for choice, limit in zip(chosen, peaks, strict=True))
+    assert all(choice is not None and choice.summary.peak <= limit for choice, limit in zip(chosen, peaks, strict=True))
 
 
 @pytest.mark.parametrize("short", [0, 3, 10, 1000])
 def test_chosen_mixed_levels_were_compiled(short: int) -> None:
     """Compiled peaks of mixed levels are ``short`` bytes above the estimates. At most two are compiled."""
     candidates = search.candidates(random_step(7, 1, equal=True), LEVELS)
-    peaks = [candidate.curve.peak for candidate in candidates]
+    peaks = [candidate.summary.peak for candidate in candidates]
     compiled: list[search.Candidate] = []
 
     def peak(candidate: search.Candidate) -> int:
         compiled.extend([candidate] * candidate.is_mixed)
-        return candidate.curve.peak + short * candidate.is_mixed
+        return candidate.summary.peak + short * candidate.is_mixed
 
     for limit in range(min(peaks), max(peaks), 7):
         compiled.clear()
@@ -290,11 +290,11 @@ def test_chosen_mixed_levels_were_compiled(short: int) -> None:
 
 def test_mixed_levels_are_skipped_after_several_misses() -> None:
     candidates = search.candidates(random_step(7, 1, equal=True), LEVELS)
-    limit, compiled = sorted(candidate.curve.peak for candidate in candidates)[len(candidates) // 2], []
+    limit, compiled = sorted(candidate.summary.peak for candidate in candidates)[len(candidates) // 2], []
 
     def peak(candidate: search.Candidate) -> int:
         compiled.extend([candidate] * candidate.is_mixed)
-        return limit + 1 if candidate.is_mixed else candidate.curve.peak
+        return limit + 1 if candidate.is_mixed else candidate.summary.peak
 
     choice = search.best(candidates, limit, peak)
     assert choice is not None and not choice.is_mixed and 0 < len(compiled) <= search.MISSES
@@ -318,7 +318,7 @@ def test_levels_without_an_advantage_are_not_mixed(keeps: float, slower: float, 
     assert offered or (
         candidates[-1:] == tiled_candidates and not tiled_candidates[0].is_mixed
     )  # it is listed, but never chosen
-    best = search.best(candidates, min(candidate.curve.peak for candidate in candidates))
+    best = search.best(candidates, min(candidate.summary.peak for candidate in candidates))
     assert best is not None and ("tiled" in best.levels.values()) == offered
 
 
@@ -1184,14 +1184,14 @@ class Between(nn.Module):
                 torch._dynamo.graph_break()
             return x
         x = self.outside(self.layers[0](x), "between")
-        return self.outside(self.layers[1](x * self.mask), "behind")
+        return self.outside(self.layers[1](x * self.mask), "after")
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("between", "something in front of graph 2 is in no graph: Unsupported: "),
-        ("behind", "something behind the last graph is in no graph: Unsupported: "),
+        ("between", "graph 2 reads a tensor computed outside graphs: Unsupported: "),
+        ("after", "it returns a tensor computed outside graphs: Unsupported: "),
         ("again", "graph 1 runs several times: Unsupported: "),
     ],
 )

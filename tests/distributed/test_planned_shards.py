@@ -33,7 +33,7 @@ CASES = {
 
 
 class Live(TorchDispatchMode):
-    """While it is on, the bytes that are alive behind each operator are noted, with the layer that it runs in."""
+    """Records the live bytes after each operator, and the operator's layer."""
 
     def __init__(self, uncounted):
         super().__init__()
@@ -93,16 +93,16 @@ def follow(live, model):
             if first:  # the other layers' inputs are results of layers
                 args[0].register_hook(enter(""))
 
-        def behind(module, args, result, path=path):
+        def after(module, args, result, path=path):
             live.layer = ""
             result.register_hook(enter(path))
 
         block.register_forward_pre_hook(before)
-        block.register_forward_hook(behind)
+        block.register_forward_hook(after)
 
 
 def step(live, model, tokens):
-    """Bytes alive: before a step, at most in forward and in backward, between them, and behind."""
+    """Return live bytes: before a step, the peaks of forward and backward, between them, and after the step."""
     live.calls.clear()
     live.kind, live.layer, entry = "forward", "", live.live()
     with live:
@@ -159,7 +159,7 @@ def predicted(model, tokens, setup):
 
 
 def planned(rank, ranks, folder):
-    """Before, at the peaks of forward and backward, between them, and behind: as many bytes as computed."""
+    """Compare all figures of ``step`` with the computed ones."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

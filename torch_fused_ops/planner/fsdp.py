@@ -21,7 +21,7 @@ With a ``MixedPrecisionPolicy`` a parameter has three sizes: 4 bytes in its shar
 
 The caching allocator has a pool for each stream, and memory that is free in one is not used in another. Flat buffers of
 gathering are allocated on the copy-in stream, results of reduce-scatter on a stream of their own. So PyTorch holds the
-most of each pool, although the pools are not at their most at the same moment.
+most of each pool, although the pools are not largest at the same time.
 
 Parameters are cut along dimension 0 in equal pieces, the last one padded (``FSDPParam._init_sharded_param``).
 """
@@ -45,8 +45,8 @@ class Group:
     reduced: int = 0  # bytes of the gradients in the dtype of the reduction
 
 
-class Beside(NamedTuple):
-    """Additional bytes at a moment, by pool."""
+class Additional(NamedTuple):
+    """Additional bytes at one time, by pool."""
 
     main: int
     gather: int
@@ -104,10 +104,10 @@ class FullyShard:
         forward, backward = (self._named(step, graph) for graph in ("forward", "backward"))
         alive = shards = 0  # additional bytes, shards of gradients minus whole ones included
         gradients = 0  # bytes of the gradients' shards so far
-        beside = [*self._forward(forward), *self._backward(backward, self.stay_gathered(forward))]
+        additional = [*self._forward(forward), *self._backward(backward, self.stay_gathered(forward))]
         groups = [*forward, *backward]
-        for i, ((graph, unit, segment), name, moments) in enumerate(zip(step, groups, beside, strict=True)):
-            start, during, end, after = map(sum, moments)
+        for i, ((graph, unit, segment), name, four) in enumerate(zip(step, groups, additional, strict=True)):
+            start, during, end, after = map(sum, four)
             live = segment.points if each_call else (segment.peak,) if segment.points else ()
             points = (start, *(during + point for point in live), segment.net + end)
             points = tuple(shards + point - alive for point in points)
@@ -115,13 +115,13 @@ class FullyShard:
             if graph == "backward" and ((name and name != LOSS) or i == len(step) - 1):
                 gradients += self.groups.get(name, Group()).gradients * (not self.accumulate)
                 shards += self.groups.get(name, Group()).gradients * (not self.accumulate)
-            first, inside, last, _ = (beside.main - gradients_before for beside in moments)
+            first, inside, last, _ = (at_time.main - gradients_before for at_time in four)
             main_pool = max(first, inside + segment.peak + segment.hole, last + segment.net) + shards_before - alive
             shards -= segment.gradients + (segment.head if name == HEAD else 0)
             shards += sum(s.head for _, _, s in step) if name == EMBEDDING and graph == "backward" else 0
             net = segment.net + after + shards - alive
             alive = after + shards
-            gather_pool = max(beside.gather for beside in moments)
+            gather_pool = max(at_time.gather for at_time in four)
             yield graph, unit, Segment(points, net, segment.seconds, main=main_pool, gather=gather_pool)
 
     @property
@@ -138,23 +138,23 @@ class FullyShard:
             units[outer[0]], units[outer[-1]] = ends
         return units
 
-    def _forward(self, units: Sequence[str]) -> Iterator[tuple[Beside, Beside, Beside, Beside]]:
+    def _forward(self, units: Sequence[str]) -> Iterator[tuple[Additional, Additional, Additional, Additional]]:
         """Yield a forward segment's additional bytes: at its beginning, during it, at its end, and after it."""
         main = self.gathered("")
         flat = main
         stays_gathered, last = self.stay_gathered(units), max(i for i, unit in enumerate(units) if unit != LOSS)
         for i, unit in enumerate(units):
             layer = self.gathered(unit) if unit else 0
-            start = Beside(main + layer, flat + layer)
+            start = Additional(main + layer, flat + layer)
             flat = layer if unit and unit != LOSS else flat
-            inside = Beside(main + layer, flat)
+            inside = Additional(main + layer, flat)
             main += layer * (unit in stays_gathered)
             flat *= i != last  # the root's forward is over
-            yield start, inside, inside, Beside(main, flat)
+            yield start, inside, inside, Additional(main, flat)
 
     def _backward(
         self, units: Sequence[str], stays_gathered: frozenset[str]
-    ) -> Iterator[tuple[Beside, Beside, Beside, Beside]]:
+    ) -> Iterator[tuple[Additional, Additional, Additional, Additional]]:
         """Yield a backward segment's additional bytes. Both copies of its gradients are alive at its end."""
         root, reducing = self.gathered(""), 0
         main = root + sum(map(self.gathered, stays_gathered))
@@ -165,14 +165,14 @@ class FullyShard:
 
         for i, unit in enumerate(units):
             if unit == LOSS:
-                yield (Beside(main, 0),) * 4
+                yield (Additional(main, 0),) * 4
             elif not unit and i < len(units) - 1:
-                yield (Beside(main, flat(i + 1) if root else 0),) * 4
+                yield (Additional(main, flat(i + 1) if root else 0),) * 4
             else:
                 layer, gone = self.gathered(unit), unit in stays_gathered or not unit
                 main -= layer * gone
-                start = Beside(main + layer + reducing, flat(i))
-                during = Beside(main + layer + reducing, flat(i + 1))
+                start = Additional(main + layer + reducing, flat(i))
+                during = Additional(main + layer + reducing, flat(i + 1))
                 reducing = self.reduced(unit)
-                end = Beside(main + reducing, flat(i + 1))
-                yield start, during, end, end if i < len(units) - 1 else Beside(0, 0)
+                end = Additional(main + reducing, flat(i + 1))
+                yield start, during, end, end if i < len(units) - 1 else Additional(0, 0)

@@ -50,13 +50,13 @@ class CapturedModel:
         return captured.paths[number] if captured else ""
 
     def under_autocast(self) -> CapturedModel:
-        """The model with its forward under bfloat16 autocast."""
+        """Return the model with its forward under bfloat16 autocast."""
         graphs = (replace(c.graph, autocast=torch.bfloat16) if c.graph else None for c in self.graphs)
         return replace(self, graphs=tuple(replace(c, graph=g) for c, g in zip(self.graphs, graphs, strict=True)))
 
     @property
     def has_attention(self) -> bool:
-        """True if a graph calls attention, or a softmax as attention does."""
+        """True if a graph calls attention or a softmax."""
         graphs = (gm for capture in self.graphs if capture.graph for gm in graphs_of(capture.graph.gm))
         calls = (str(getattr(node.target, "__name__", node.target)) for gm in graphs for node in gm.graph.nodes)
         return any(name in call for call in calls for name in ("attention", "softmax"))
@@ -96,19 +96,14 @@ class CapturedModel:
         passed = False
         for capture in self.graphs:
             nodes = capture.graph.gm.graph.nodes if capture.graph else ()
-            paths = dict(
-                zip(
-                    (n for n in nodes if n.op == "placeholder"),
-                    capture.graph.paths if capture.graph else (),
-                    strict=True,
-                )
-            )
+            placeholders = (node for node in nodes if node.op == "placeholder")
+            paths = dict(zip(placeholders, capture.graph.paths if capture.graph else (), strict=True))
             for node in nodes:
                 passed |= self.unit_of(next(reversed(module_stack(node)), "")) != ""
                 if node.op != "placeholder" and any(paths.get(x) == path for x in node.all_input_nodes):
                     ends.add(HEAD if passed else EMBEDDING)
         if len(ends) > 1:
-            raise ValueError(f"root='apart' is not accepted: {path} is read before the layers and behind them")
+            raise ValueError(f"root='apart' is not accepted: {path} is read before the layers and after them")
         return ends.pop() if ends else EMBEDDING
 
     def unit_of(self, path: str) -> str:
@@ -245,7 +240,7 @@ def captured_model(
                 left_out.append(f"graph {number + 1} runs several times")
             computed = [x for x, lives_anyway in zip(inputs, lives, strict=True) if not lives_anyway]
             if not _storages(computed).keys() <= known.keys():
-                left_out.append(f"something in front of graph {number + 1} is in no graph")
+                left_out.append(f"graph {number + 1} reads a tensor computed outside graphs")
             links.update({(number, i): source for i, x in enumerate(inputs) for y, source in earlier if x is y})
             results = gm.forward(*inputs)
             known.update(_storages(results))
@@ -260,7 +255,7 @@ def captured_model(
             with torch.enable_grad():
                 result = run_captured(called, args, kwargs, capture, fullgraph=fullgraph, dynamic=False)
             if not fullgraph and not _storages(result).keys() <= known.keys():
-                left_out.append("something behind the last graph is in no graph")
+                left_out.append("it returns a tensor computed outside graphs")
             break
         except _Captured:
             break

@@ -178,7 +178,7 @@ def plan(
     if maximum is None:
         return result
     available = setup.available(limit)
-    slack = max(c.curve.pools - c.curve.peak for c in planner.candidates)  # pools and holes at this size
+    slack = max(c.summary.pools - c.summary.peak for c in planner.candidates)  # pools and holes at this size
     available_for_step = available - resident.nbytes - slack if resident.optimizer_peak <= available else 0
     sizes = max_batch.Sizes(lambda n: prepared(capture(n)), maximum, first_size, described, planner.step)
     return replace(result, largest=sizes.largest(resident.nbytes, available_for_step))
@@ -307,12 +307,12 @@ class _Planner:
         chosen = search.best(self.candidates, available, lambda candidate: self.pool_bytes(candidate) - resident.nbytes)
         if chosen is not None and chosen.is_mixed:  # compare compiled times
             plainer = search.best(uniform, available)
-            if plainer is not None and plainer.curve.seconds <= self.exact(chosen).at_levels(chosen.levels).seconds:
+            if plainer is not None and plainer.summary.seconds <= self.exact(chosen).at_levels(chosen.levels).seconds:
                 chosen = plainer
         if chosen is None:
             least = resident.optimizer_peak - resident.nbytes  # lower levels would cost time alone
             groups = (self.candidates, uniform)
-            lowest = (min(candidates, key=lambda c: max(c.curve.pools, least)) for candidates in groups)
+            lowest = (min(candidates, key=lambda c: max(c.summary.pools, least)) for candidates in groups)
             chosen = min(lowest, key=lambda candidate: max(self.pool_bytes(candidate), resident.optimizer_peak))
         exact = self.exact(chosen)
         in_pools = max(self.pool_bytes(chosen), resident.optimizer_peak)
@@ -321,7 +321,7 @@ class _Planner:
         plainest = OFF if OFF in step.parts else next(iter(step.parts))
         off_levels = dict.fromkeys(step.mlps, plainest)
         off = step.at_levels(off_levels)
-        curves = {level: candidate.curve for candidate in uniform for level in candidate.levels.values()}
+        curves = {level: candidate.summary for candidate in uniform for level in candidate.levels.values()}
         inputs = _unit_inputs(self.captured if self.captured.pieces else self.estimates.pieces)
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
         chunked = self.in_chunks(chosen.levels, curve)

@@ -34,7 +34,7 @@ class Candidate:
     """Levels by unit, and a summary of the step: exact if all units have the same level, else an estimate."""
 
     levels: Mapping[str, str]
-    curve: StepSummary
+    summary: StepSummary
 
     @property
     def is_mixed(self) -> bool:
@@ -59,7 +59,7 @@ def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     assigned = {tuple(sorted(chosen.items())): chosen for chosen in (*greedy(step, used), *alike)}
     every = [Candidate(chosen, step.at_levels(chosen)) for chosen in assigned.values()]
     unused = set(levels).difference(used)
-    return sorted(every, key=lambda c: (not unused.isdisjoint(c.levels.values()), c.curve.seconds, c.curve.peak))
+    return sorted(every, key=lambda c: (not unused.isdisjoint(c.levels.values()), c.summary.seconds, c.summary.peak))
 
 
 def useful(step: Step, levels: Sequence[str]) -> list[str]:
@@ -83,7 +83,7 @@ def useful(step: Step, levels: Sequence[str]) -> list[str]:
 def best(
     every: Sequence[Candidate],
     limit: int,
-    exactly: Callable[[Candidate], int] = lambda candidate: candidate.curve.pools,
+    exactly: Callable[[Candidate], int] = lambda candidate: candidate.summary.pools,
 ) -> Candidate | None:
     """Return the fastest candidate for which PyTorch holds at most ``limit`` bytes, or None.
 
@@ -95,12 +95,12 @@ def best(
     """
     short = misses = 0
     for candidate in every:
-        if candidate.curve.pools + short * candidate.is_mixed > limit or (candidate.is_mixed and misses == MISSES):
+        if candidate.summary.pools + short * candidate.is_mixed > limit or (candidate.is_mixed and misses == MISSES):
             continue
         exact = exactly(candidate)
         if exact <= limit:
             return candidate
-        short, misses = max(short, exact - candidate.curve.pools), misses + 1
+        short, misses = max(short, exact - candidate.summary.pools), misses + 1
     return None
 
 

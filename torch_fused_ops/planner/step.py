@@ -105,7 +105,7 @@ class Step:
             freed = {"": 0, "layer": segment.gradients, "step": last}[self.accumulates]
             yield graph, unit, replace(segment, net=segment.net - freed)
 
-    def curve(self, pieces: Iterable[PlacedSegment]) -> StepSummary:
+    def summarize(self, pieces: Iterable[PlacedSegment]) -> StepSummary:
         """Summarize consecutive segments."""
         live = peak = saved = main = self.entry
         gather, seconds = 0, 0.0
@@ -120,7 +120,7 @@ class Step:
 
     def at_levels(self, levels: Mapping[str, str]) -> StepSummary:
         """The step with a memory level for each unit; ``base`` is the default."""
-        return self.curve(self.pieces(levels))
+        return self.summarize(self.pieces(levels))
 
     def checkpointed(self, inputs: Mapping[str, int]) -> StepSummary:
         """Estimate the step with a checkpoint around each whole unit, which saves its input and runs forward again.
@@ -143,7 +143,7 @@ class Step:
                         segment = Segment(recomputed, net, seconds, backward.gradients)
                 yield graph, unit, segment
 
-        return self.curve(pieces())
+        return self.summarize(pieces())
 
     def points(self, levels: Mapping[str, str]) -> list[int]:
         """Bytes alive at each call of the step."""
@@ -193,16 +193,24 @@ def compiled_timeline(
     programs: list[Compiled] = []
     known = {} if known is None else known
     for i, captured in enumerate(model.graphs):
-        unit, graph, its = model.pieces[i] if model.pieces else None, captured.graph, policy
+        unit, graph, piece_policy = model.pieces[i] if model.pieces else None, captured.graph, policy
         key: object = i
         if unit is not None and graph is not None:
             level = memory if isinstance(memory, str) else memory.get(next(iter(model.mlps.get(unit, ("",)))), "free")
-            its = FusionPolicy(memory=level, attention=policy.attention_of({unit}))  # type: ignore[arg-type]
+            piece_policy = FusionPolicy(memory=level, attention=policy.attention_of({unit}))  # type: ignore[arg-type]
             chunks = config.auto_chunker.enable and unit not in model.units
-            key = (signature(graph.gm), graph.parameters, graph.autocast, graph.training, its, i in model.eager, chunks)
+            key = (
+                signature(graph.gm),
+                graph.parameters,
+                graph.autocast,
+                graph.training,
+                piece_policy,
+                i in model.eager,
+                chunks,
+            )
         if key not in known:
             is_eager = graph is not None and i in model.eager
-            known[key] = EagerGraph(graph, gpu) if graph and is_eager else on_paper(captured, gpu, its)[0]
+            known[key] = EagerGraph(graph, gpu) if graph and is_eager else on_paper(captured, gpu, piece_policy)[0]
         programs.append(known[key])
     papers = tuple(paper for paper in programs if isinstance(paper, PaperCompilation))
     if all(paper.backward is None for paper in papers) and not model.eager:
@@ -240,7 +248,7 @@ AFTER_UNITS = "(after units)"  # never a module's name
 
 def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], float]) -> SegmentedStep:
     """Cut a compiled step at its units, with the least time of each call."""
-    kinds = [moment.graph == "backward" for moment in timeline.events]
+    kinds = [event.graph == "backward" for event in timeline.events]
     first = kinds.index(True) if True in kinds else len(kinds)
     sides = timeline.events[:first], timeline.events[first:]
     forward, backward = (_owners(side, model) for side in sides)
@@ -253,15 +261,15 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
     order = {owner: i for i, owner in enumerate(owners)}
     gradient_bytes: Counter[str] = Counter()
     head = 0
-    for (graph, number), (moment, nbytes) in timeline.gradients.items():
-        created_in = backward[moment - first] if moment >= first else ""
+    for (graph, number), (call, nbytes) in timeline.gradients.items():
+        created_in = backward[call - first] if call >= first else ""
         owner_unit = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or AFTER_UNITS
         gradient_bytes[max(created_in, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
         head += nbytes * (created_in == "" and owner_unit == AFTER_UNITS)
     for owner, nbytes in (+gradient_bytes).items():
         segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
     segments[1][""] = replace(segments[1].get("", Segment()), head=head)
-    of_loss = [i for i, moment in enumerate(timeline.events) if moment.modules == (LOSS,)]
+    of_loss = [i for i, event in enumerate(timeline.events) if event.modules == (LOSS,)]
     if of_loss:
         hole = timeline.hole(of_loss[0], of_loss[-1])
         segments[1][LOSS] = replace(segments[1][LOSS], hole=hole)
@@ -269,35 +277,35 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
     limits = (timeline.entry, timeline.between, timeline.end)
     for i, (kind, by_owner) in enumerate(zip(("forward", "backward"), segments, strict=True)):
         # Bytes freed between the last call and the graph's return count for the segment after the units.
-        left = limits[i + 1] - limits[i] - sum(segment.net for segment in by_owner.values())
-        before, behind, loss = (by_owner.pop(name, None) for name in ("", AFTER_UNITS, LOSS))
-        middle = [(kind, "", before or Segment())]
-        middle += [(kind, unit, segment) for unit, segment in by_owner.items()]
-        middle.append((kind, "", behind or Segment()))
+        remaining = limits[i + 1] - limits[i] - sum(segment.net for segment in by_owner.values())
+        before_units, after_units, loss = (by_owner.pop(name, None) for name in ("", AFTER_UNITS, LOSS))
+        placed = [(kind, "", before_units or Segment())]
+        placed += [(kind, unit, segment) for unit, segment in by_owner.items()]
+        placed.append((kind, "", after_units or Segment()))
         if loss is not None:
-            middle.insert(len(middle) if kind == "forward" else 0, (kind, LOSS, loss))
-        last = middle[-1][2]
-        pieces += [*middle[:-1], (*middle[-1][:2], replace(last, net=last.net + left))]
+            placed.insert(len(placed) if kind == "forward" else 0, (kind, LOSS, loss))
+        last = placed[-1][2]
+        pieces += [*placed[:-1], (*placed[-1][:2], replace(last, net=last.net + remaining))]
     return SegmentedStep(
         timeline.entry + model.unread, tuple(pieces), frozenset(model.parameter(*key) for key in timeline.gradients)
     )
 
 
-def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
+def _owners(events: Sequence[Event], model: CapturedModel) -> list[str]:
     """Assign each call to a unit; "" before all units, AFTER_UNITS after them.
 
     A compiler may run some calls of a unit early. So units are ordered by their middle calls, and a unit begins with
     its first call after the middle call of the previous unit.
     """
     calls: dict[str, list[int]] = {}
-    for i, moment in enumerate(moments):
-        votes = Counter(model.layers.get(path, "") for path in moment.modules)
+    for i, event in enumerate(events):
+        votes = Counter(model.layers.get(path, "") for path in event.modules)
         unit = votes.most_common(1)[0][0] if votes else ""
         if unit in model.units:
             calls.setdefault(unit, []).append(i)
     middles = {unit: numbers[len(numbers) // 2] for unit, numbers in calls.items()}
-    is_loss = [moment.modules == (LOSS,) for moment in moments]
-    owners = [""] * len(moments)
+    is_loss = [event.modules == (LOSS,) for event in events]
+    owners = [""] * len(events)
     middle = last = -1
     for unit in sorted(calls, key=middles.__getitem__):
         begin = next(i for i in calls[unit] if i > middle)
@@ -309,12 +317,12 @@ def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
 
 
 def _segments(
-    moments: Sequence[Event], owners: Sequence[str], start: int, seconds: Callable[[Event], float]
+    events: Sequence[Event], owners: Sequence[str], start: int, seconds: Callable[[Event], float]
 ) -> dict[str, Segment]:
     """Each owner's segment, from its adjacent calls."""
     segments = {}
-    for owner, calls in itertools.groupby(zip(owners, moments, strict=True), key=lambda pair: pair[0]):
-        of_owner = [moment for _, moment in calls]
+    for owner, calls in itertools.groupby(zip(owners, events, strict=True), key=lambda pair: pair[0]):
+        of_owner = [event for _, event in calls]
         end = of_owner[-1].after - of_owner[-1].waiting  # a buffer that waits for reuse counts for its next writer
         segments[owner] = Segment(tuple(m.live - start for m in of_owner), end - start, sum(map(seconds, of_owner)))
         start = end
