@@ -840,6 +840,9 @@ def test_models_without_mlps_are_planned() -> None:
     plan = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none")
     assert plan.fits and plan.choices == {} and plan.policy == FusionPolicy() and plan.optimizer_state == 0
     assert plan.help == ("No MLP is fused, so there is no level to choose.",)
+    assert [row.level for row in plan.levels] == ["free"]
+    eager = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none", compiled="none")
+    assert [row.level for row in eager.levels] == ["eager mode"] and "FusionPolicy" not in str(eager)
 
 
 def positions() -> nn.Module:

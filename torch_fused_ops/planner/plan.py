@@ -321,7 +321,9 @@ class _Planner:
         plainest = OFF if OFF in step.parts else next(iter(step.parts))
         off_levels = dict.fromkeys(step.mlps, plainest)
         off = step.at_levels(off_levels)
-        curves = {level: candidate.summary for candidate in uniform for level in candidate.levels.values()}
+        name = "eager mode" if self.setup.compiled == "none" else step.base
+        summaries = {level: candidate.summary for candidate in uniform for level in candidate.levels.values()}
+        summaries = summaries or {name: curve}
         inputs = _unit_inputs(self.captured if self.captured.pieces else self.estimates.pieces)
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
         chunked = self.in_chunks(chosen.levels, curve)
@@ -331,8 +333,8 @@ class _Planner:
             settings = ", ".join(f"torch._inductor.config.{name} = {value}" for name, value in CHUNKS.items())
             chunks.append(f"PyTorch can compute the loss in chunks: {settings} (docs/out-of-memory.md).")
         rows = []
-        for level in (*LEVELS, *estimates):
-            summary = curves.get(level) or estimates.get(level)
+        for level in ("eager mode", *LEVELS, *estimates):
+            summary = summaries.get(level) or estimates.get(level)
             if summary is not None:
                 reserved = self.reserved(resident.nbytes + summary.pools)
                 peak = resident.nbytes + summary.peak
@@ -379,7 +381,9 @@ class _Planner:
         """Yield advice to make the step fit, or cheaper."""
         resident, reserved, requested = self.resident, self.setup.reserved, limit
         limit = self.setup.available(limit)
-        if not self.step.mlps:
+        if self.setup.compiled == "none":
+            yield "Nothing is compiled, so there is no level to choose."
+        elif not self.step.mlps:
             yield "No MLP is fused, so there is no level to choose."
         if resident.optimizer_peak > limit and resident.optimizer_peak - resident.transient <= limit:
             beside = f"{size(resident.transient)} beside its state"

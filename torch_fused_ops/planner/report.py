@@ -296,7 +296,8 @@ def text(plan: PlanFigures) -> str:
     lines = [headline(plan), ""]
     for section in sections(plan):
         lines += [*aligned(section.rows), *([section.note] if section.note else ()), ""]
-    lines.append(f"chosen: {chosen(plan)}")
+    if plan.setup.compiled != "none":
+        lines.append(f"chosen: {chosen(plan)}")
     lines.append(f"least time of forward and backward: {duration(plan.seconds)}, {cost(plan)}")
     lines += [*filter(None, [communication(plan)]), *plan.help, "", *notes(plan)]
     return "\n".join(lines)
