@@ -4,7 +4,8 @@ Beside eager PyTorch and torch.compile of the same formula: *operators*, ours in
 torch.compile; *liger*, Liger-Kernel's where it has one and is installed; *megatron*, bias and GELU with a derivative
 written by hand, each compiled, as Megatron does it; *copy*, a copy that reads and writes as many bytes.
 
-On the CPU the overhead of a call is measured too, on tensors so small that it is all there is.
+On the CPU the overhead of a call is measured too, on tensors so small that it is all there is. These calls come last:
+they then run the kernels that calls on larger tensors have compiled.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def"
@@ -280,7 +281,7 @@ def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: 
             found += [(side, o, *main[0], dtype) for dtype in others for o in MOST_USED for side in sides]
     if not gpu:
         calls = [("call", o, 8, 64, kinds[0]) for o in MOST_USED]
-        found = [*calls, *(("call with gradients", *c[1:]) for c in calls), *found]
+        found += [*calls, *(("call with gradients", *c[1:]) for c in calls)]
     return found
 
 

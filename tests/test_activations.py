@@ -49,7 +49,7 @@ MPMATH = {
 
 
 def decimal(value):
-    """A constant as it is written: 1.702 is not the nearest float's value."""
+    """Return the decimal constant: 1.702 differs from the nearest float."""
     return mpf(repr(value)) if isinstance(value, float) else value
 
 
@@ -89,9 +89,9 @@ def test_value_and_derivative_against_mpmath(name, dtype):
 @pytest.mark.parametrize("name", BUILTIN)
 def test_formulas_can_be_differentiated_where_they_have_kinks_inside(name, dtype):
     """|x| in a tail's formula has no derivative at 0; the activation has, and so has its derivative."""
-    act, at = activations.get(name), (0.0, -0.5, 0.5)
+    act, points = activations.get(name), (0.0, -0.5, 0.5)
     for fn, order in ((act.value, 1), (act.derivative, 2)):
-        for x in at if "relu" not in name else at[1:]:
+        for x in points if "relu" not in name else points[1:]:
             got = torch.func.grad(fn)(torch.tensor(x, dtype=dtype))
             with mpmath.workdps(60):
                 truth = float(mpmath.diff(EXACT[name], mpf(x), order))
@@ -168,7 +168,7 @@ def test_register_again():
 
 @pytest.mark.slow
 def test_register_in_place_of_another():
-    """As a cell of a notebook is run again: what is the same does nothing, and what is another is asked for."""
+    """Registering again, as a notebook cell does, changes nothing; other functions need ``replace=True``."""
     tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
     tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
     raises(ValueError, "replace=True replaces it, or choose another name", tfo.register_activation, "celled", mish)

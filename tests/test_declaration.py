@@ -1,6 +1,6 @@
-"""An operator that is declared gets everything: CONTRIBUTING.md's, and one of packed data.
+"""Declared operators work everywhere: the operator in CONTRIBUTING.md, and one on packed data.
 
-They are tried in a process of their own, since operators are for good.
+They run in a separate process, since operators cannot be unregistered.
 """
 
 import re
@@ -154,9 +154,9 @@ def test_a_declared_operator_gets_everything() -> None:
 )
 def test_wrong_declarations_say_what_is_wrong(changed: dict[str, object], text: str) -> None:
     before = dict(OPERATORS)
-    given: dict[str, object] = {"name": "wrong", "doc": "", "tensors": {"input": "data"}, "scalars": {}}
+    fields: dict[str, object] = {"name": "wrong", "doc": "", "tensors": {"input": "data"}, "scalars": {}}
     with pytest.raises(ValueError, match=re.escape(text)):
-        PointwiseOperator(**{**given, "value": lambda x: x, "grads": lambda g, x: (g,), **changed})  # type: ignore[arg-type]
+        PointwiseOperator(**{**fields, "value": lambda x: x, "grads": lambda g, x: (g,), **changed})  # type: ignore[arg-type]
     assert before == OPERATORS
 
 

@@ -1,4 +1,4 @@
-"""What a release makes (CONTRIBUTING.md): a source distribution that is a clone, and a wheel that is the package."""
+"""A release (CONTRIBUTING.md): the source distribution equals a clone, and the wheel contains the package."""
 
 import functools
 import re
@@ -21,17 +21,17 @@ alone = functools.partial(python, PYTHONPATH="")  # without this clone
 
 @pytest.fixture(scope="module")
 def tracked() -> set[str]:
-    """The clone's files. Those that are changed or new and not ignored count, too."""
+    """The clone's files, including changed files and new files that are not ignored."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not in a clone")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    return {name for name in found if (ROOT / name).exists()}
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {name for name in names if (ROOT / name).exists()}
 
 
 @pytest.fixture(scope="module")
 def source(tracked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution: built in a copy, as a build leaves files beside its sources."""
+    """The source distribution, built in a copy because a build writes files next to its sources."""
     folder = tmp_path_factory.mktemp("source")
     for name in tracked:
         (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -55,25 +55,25 @@ def wheel(unpacked: Path) -> Path:
     folder = unpacked.parent / "wheels"
     options = ("--no-build-isolation", "--no-deps", "--wheel-dir", str(folder))
     alone("-m", "pip", "wheel", ".", *options, cwd=unpacked)
-    (found,) = folder.iterdir()
-    assert found.name == f"torch_fused_ops-{tfo.__version__}-py3-none-any.whl"
-    return found
+    (built,) = folder.iterdir()
+    assert built.name == f"torch_fused_ops-{tfo.__version__}-py3-none-any.whl"
+    return built
 
 
 def test_a_source_distribution_is_a_clone(unpacked: Path, tracked: set[str]) -> None:
     packed = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
-    made = {name for name in packed if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
-    links = {name for name in tracked if (ROOT / name).is_symlink()}  # which a distribution holds as copies
+    generated = {name for name in packed if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
+    links = {name for name in tracked if (ROOT / name).is_symlink()}  # a distribution contains copies instead
     copies = {
         f"{link}/{name.partition('/')[2]}"
         for link in links
         for name in tracked
         if name.startswith(f"{Path(link).name}/")
     }
-    assert tracked - links <= packed - made <= tracked | copies
+    assert tracked - links <= packed - generated <= tracked | copies
 
 
-def test_its_tests_run(unpacked: Path) -> None:
+def test_tests_run_in_a_source_distribution(unpacked: Path) -> None:
     which = "import torch_fused_ops, torch_fused_ops.lowerings as l; print(torch_fused_ops.__file__, l.__file__)"
     assert alone("-c", which, cwd=unpacked).count(str(unpacked)) == 2
     out = alone("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_reference.py", cwd=unpacked)
@@ -83,14 +83,14 @@ def test_its_tests_run(unpacked: Path) -> None:
 def test_a_wheel_is_the_package(wheel: Path, tracked: set[str], tmp_path: Path) -> None:
     top = "torch_fused_ops"
     links = {f"{top}/benchmarks", f"{top}/lowerings"}
-    wanted = {name for name in tracked if name.startswith(f"{top}/")} - links | {f"{top}_autoload.py"}
+    expected = {name for name in tracked if name.startswith(f"{top}/")} - links | {f"{top}_autoload.py"}
     parts = tuple(f"{part}/" for part in ("benchmarks", "lowerings"))
-    wanted |= {f"{top}/{name}" for name in tracked if name.startswith(parts) and name.endswith(".py")}
-    wanted = {name for name in wanted if not name.startswith(f"{top}/benchmarks/laboratory/")}
+    expected |= {f"{top}/{name}" for name in tracked if name.startswith(parts) and name.endswith(".py")}
+    expected = {name for name in expected if not name.startswith(f"{top}/benchmarks/laboratory/")}
     with zipfile.ZipFile(wheel) as archive:
-        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        actual = {name for name in archive.namelist() if ".dist-info/" not in name}
         archive.extractall(tmp_path)
-    assert found == wanted
+    assert actual == expected
     program = f"""
 import torch_fused_ops, torch_fused_ops.benchmarks, torch_fused_ops.lowerings as lowerings
 assert {str(tmp_path)!r} in torch_fused_ops.__file__ and {str(tmp_path)!r} in lowerings.__file__
@@ -104,7 +104,7 @@ print(*(point.name for group in ("torch.backends", "torch_dynamo_backends") for 
     assert printed == f"torch_fused_ops {tfo.__version__}\n"
 
 
-def test_the_index_takes_them(source: Path, wheel: Path) -> None:
+def test_twine_accepts_both(source: Path, wheel: Path) -> None:
     if find_spec("twine") is None:
         pytest.skip("twine is not installed")
     out = alone("-m", "twine", "check", "--strict", str(source), str(wheel), cwd=source.parent)

@@ -56,7 +56,7 @@ FORMULAS = [  # (name, args, kwargs, formula in PyTorch)
 ]
 
 
-VIEWLESS = {"MakeViewlessTensor", "assert_viewless_tensor", "make_viewless_tensor", "safely_set_viewless_tensor_data"}
+VIEWLESS = {"MakeViewlessTensor", "make_viewless_tensor"}
 # No formula, or only one dtype: tests/ops/test_viewless.py, test_dropout.py, test_float8_experts.py
 ELSEWHERE = {*VIEWLESS, "shard_seed", "grouped_linear_fp8"}
 COMPUTING = [name for name in tf.__all__ if name not in ELSEWHERE]
@@ -79,11 +79,11 @@ def test_compiles_to_one_graph_with_gradients(name, args, kwargs, formula):
     fn = getattr(tf, name)
     leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
     out = torch.compile(lambda *a: fn(*a, **kwargs), backend="aot_eager", fullgraph=True)(*leaves)
-    assert torch.equal(out.detach(), fn(*args, **kwargs))
+    rtol = 2e-6 if name == "silu" else 0  # with a graph, eager mode calls PyTorch's own silu
+    torch.testing.assert_close(out.detach(), fn(*args, **kwargs), rtol=rtol, atol=0)
     tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
     expected = torch.autograd.grad(fn(*leaves, **kwargs).sum(), tensors)
-    for got, truth in zip(torch.autograd.grad(out.sum(), tensors), expected, strict=True):
-        assert torch.equal(got, truth)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), tensors), expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("name", COMPUTING)

@@ -32,7 +32,7 @@ CORE = (
     *("activations", "formulas", "declaration"),
     *("operators.activation", "operators.registration", "operators.eager", "operators.checks"),
     *("operators.batching", "operators.autograd", "operators.fp8_store", "operators.reference"),
-    *("kernels.cpu", "kernels.launching", "kernels.activation", "settings.switches"),
+    *("kernels.compiled", "kernels.cpu", "kernels.launching", "kernels.activation", "settings.switches"),
     *("graphs.reasons", "graphs.gemm_registry", "graphs.modules", "graphs.target"),
     *("lowerings.recognize.symbolic", "lowerings.recognize.graph", "lowerings.recognize.values"),
     *("lowerings.recognize.prove", "lowerings.recognize.autograd_functions", "lowerings.recognize.subgraph"),

@@ -48,7 +48,7 @@ def test_float32_everywhere(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", activations.names())
 def test_gated_tails_below_the_floor(name, dtype):
-    """Where an activation is so small that its exponential overflows, and ``up`` makes a result of it that is not."""
+    """A tiny activation whose exponential overflows times a large ``up`` gives a normal result."""
     least, largest = math.log(torch.finfo(torch.float32 if dtype != torch.float64 else dtype).smallest_normal), 1e10
     gate = torch.linspace(1.1 * least, 0.4 * least, 2001).to(dtype)[None].requires_grad_()
     up = torch.full_like(gate, largest).requires_grad_()
@@ -56,7 +56,7 @@ def test_gated_tails_below_the_floor(name, dtype):
         assert e <= precision.LIMITS[kind, dtype], kind
 
 
-# An activation's zeros of the derivative, and PyTorch's own spelling of it. Terms of 0.22 cancel there.
+# The zero of each activation's derivative, where terms of 0.22 cancel, and PyTorch's function for the activation.
 ZEROS = {
     "silu": (-1.278464542761074, F.silu),
     "gelu": (-0.7517915246935645, F.gelu),
@@ -66,15 +66,15 @@ ZEROS = {
 
 
 @pytest.mark.parametrize("name", activations.names())
-def test_float32_gradients_next_to_the_derivative_s_zero(name):
-    """Every float32 of some thousand around each zero, in each of the ways in which it is computed."""
+def test_float32_gradients_near_zeros_of_the_derivative(name):
+    """Compare thousands of float32 numbers around each zero, for each implementation."""
     derivative = activations.get(name).derivative
     x = torch.linspace(-30, 30, 60001, dtype=torch.float64) + 3e-5
     change = x[:-1][derivative(x[:-1]) * derivative(x[1:]) < 0]
     assert len(change) == (name in ZEROS)
     if name not in ZEROS:
         return
-    zero, own = ZEROS[name]
+    zero, in_torch = ZEROS[name]
     assert abs(change.item() - zero) < 2e-3
     x = (torch.tensor(zero).view(torch.int32) + torch.arange(-4096, 4097, dtype=torch.int32)).view(torch.float32)
     truth, ones, only = derivative(x.double()), torch.ones_like(x), [True, False, False]
@@ -89,7 +89,7 @@ def test_float32_gradients_next_to_the_derivative_s_zero(name):
         "gated": torch.ops.fused.glu_backward(ones, x, 0 * x, None, name, 1.0, None, only)[0],
     }
     leaf = x.clone().requires_grad_()
-    (torchs,) = torch.autograd.grad(own(leaf).sum(), leaf)
+    (torchs,) = torch.autograd.grad(in_torch(leaf).sum(), leaf)
     worst = (torchs.double() - truth).abs().max()
     for way, got in ways.items():
         difference = (got.double() - truth).abs()
@@ -99,8 +99,8 @@ def test_float32_gradients_next_to_the_derivative_s_zero(name):
     assert ((torchs.double() - truth) / truth).abs().max() > 0.1  # no relative bound, in PyTorch's own either
 
 
-def test_the_contract_s_text_is_the_measure():
-    """What testing/precision.py and docs/numerics.md say of derivatives' zeros is what is measured."""
+def test_contract_states_the_measured_bound():
+    """testing/precision.py and docs/numerics.md state the bound near derivatives' zeros that tests use."""
     contract = precision.__doc__ or ""
     numerics = (Path(__file__).parents[1] / "docs" / "numerics.md").read_text(encoding="utf-8")
     relative = precision.LIMITS["gradient", torch.float32]
@@ -133,7 +133,7 @@ def tail(low=-10.0, high=-3.0):
 
 
 def lost(fn, approximate):
-    """The share of them that fn gets wrong by more than one ulp, and the worst."""
+    """Return the share of fn's results with an error above one ulp, and the largest error."""
     x = tail()
     exact = activations.get("gelu" if approximate == "none" else "gelu_tanh").value(x.double())
     e = precision.error(fn(x), exact)
@@ -142,7 +142,7 @@ def lost(fn, approximate):
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_the_negative_tail_of_gelu(approximate):
-    """None of ours is lost; more than half of PyTorch's are, by up to hundreds of ulp. The share varies by CPU."""
+    """No result is off by more than 1 ulp; more than half of PyTorch's are, by up to hundreds. CPUs differ."""
     name = "gelu" if approximate == "none" else "gelu_tanh"
     assert len(tail()) > 200
     assert lost(lambda x: torch.ops.fused.bias_act(x, None, None, name), approximate) == (
@@ -174,7 +174,7 @@ def test_wide_types_count_relative():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("got", "truth"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (-math.inf, math.inf)])
-def test_what_is_not_finite_by_mistake_is_an_error(dtype, got, truth):
+def test_unexpected_infinities_and_nan_are_errors(dtype, got, truth):
     e = precision.error(torch.tensor([got], dtype=dtype), torch.tensor([truth], dtype=torch.float64))
     assert e.item() > 1000
 
@@ -187,7 +187,7 @@ def test_floors():
         assert precision.error(torch.zeros(1, dtype=dtype), above).item() > 0.5
 
 
-def test_near_zero_is_near_the_derivative_s_zero_only():
+def test_near_zero_only_near_zeros_of_the_derivative():
     x = torch.tensor([-6.0, -3.0, -0.76, -0.75, 0.0, 3.0], dtype=torch.float64)
     assert precision.near_zero("gelu", x).tolist() == [0, 0, 1 / 32, 1 / 32, 0, 0]
     assert not precision.near_zero("tanh", x).any()
@@ -208,7 +208,7 @@ def test_every_value_is_every_value():
     raises(ValueError, r"dtype=torch.float64 is not accepted", precision.every_value, torch.float64)
 
 
-def test_the_runner_is_no_rubber_stamp():
+def test_runner_rejects_torchs_gelu():
     """PyTorch's own GELU in the operator's place does not pass."""
     x = precision.every_value(torch.bfloat16)
     row = Row("bias_act gelu", torch.bfloat16)
@@ -229,14 +229,14 @@ def test_run_opcheck_tells_what_is_wrong():
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_samples_are_named_once_and_always_the_same(op):
-    once, again = list(samples(op)), list(samples(op))
-    assert len({s.name for s in once}) == len(once) > 45
-    for a, b in zip(once, again, strict=True):
+    first, second = list(samples(op)), list(samples(op))
+    assert len({s.name for s in first}) == len(first) > 45
+    for a, b in zip(first, second, strict=True):
         assert a.scalars == b.scalars
         for t, u in zip(a.tensors, b.tensors, strict=True):
             assert t is None or (torch.equal(t, u) and t.stride() == u.stride())
     few = {s.name for s in samples(op, core=True)}
-    assert 20 <= len(few) < len(once)
+    assert 20 <= len(few) < len(first)
 
 
 def test_samples_refuse_an_unknown_operator():
@@ -244,7 +244,7 @@ def test_samples_refuse_an_unknown_operator():
 
 
 def test_the_truth_is_of_the_rounded_sum():
-    """0.9477 - 0.4463 - 0.5 = 0.0014, of which float32's sum has lost 2e-5: nothing of that is the operator's."""
+    """0.9477 - 0.4463 - 0.5 = 0.0014. The float32 sum loses 2e-5, which does not count as the operator's error."""
     x = torch.tensor([[-1.0, 0.9477]]), torch.tensor([0.0, -0.4463])
     sample = Sample("bias_glu", "cancels", (*x, None, "silu", "halves", -0.5, None))
     wide = [t.double() for t in x]
@@ -254,7 +254,7 @@ def test_the_truth_is_of_the_rounded_sum():
 
 
 def test_factors_of_what_float32_hardly_holds():
-    """gelu(-14) is 1e-43, which may be 0, also times 1e38: the result may be off by as much as that of the floor."""
+    """gelu(-14) is 1e-43 and may be 0, so a result 1e38 times larger may be off by 1e38 times the floor."""
     args = torch.tensor([[-14.0]], dtype=torch.bfloat16), None, torch.tensor([1e38])
     sample = Sample("bias_act", "subnormal", (*args, "gelu"))
     (near,) = precision.near_of(sample)

@@ -36,7 +36,7 @@ SCALARS = {
     "bias_glu": [(), ("interleaved",), ("halves", 1.0, 0.8), ("interleaved", 0.5, 0.8), ("swapped", 0.5, 0.8)],
 }
 CASES = [
-    (op, name, *s) for op, rest in SCALARS.items() for s in rest for name in (NAMES if not s else ("gelu", "silu"))
+    (op, name, *s) for op, calls in SCALARS.items() for s in calls for name in (NAMES if not s else ("gelu", "silu"))
 ]
 
 
@@ -55,14 +55,14 @@ def test_forward_and_backward(case):
     grad = torch.randn(plain.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     expected = torch.autograd.grad(plain, tensors, grad)
     full = {"bias_act": (), "glu": (0.0, None), "bias_glu": ("halves", 0.0, None)}[op]
-    rest = (scalars[0], *scalars[1:], *full[len(scalars) - 1 :])
+    complete = (*scalars, *full[len(scalars) - 1 :])
     detached = [t.detach() for t in tensors]
     for mask in itertools.product((True, False), repeat=3):
-        grads = getattr(reference, f"{op}_backward")(grad, *detached, *rest, mask)
-        for wanted, got, truth in zip(mask, grads, expected, strict=True):
-            assert (got is not None) == wanted
-            if wanted:
-                torch.testing.assert_close(got, truth, rtol=1e-11, atol=1e-14)
+        grads = getattr(reference, f"{op}_backward")(grad, *detached, *complete, mask)
+        for requested, actual, truth in zip(mask, grads, expected, strict=True):
+            assert (actual is not None) == requested
+            if requested:
+                torch.testing.assert_close(actual, truth, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("missing", [(1,), (2,), (1, 2)])
@@ -97,13 +97,13 @@ def test_pack_is_the_inverse_of_unpack(layout, shape):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float32, torch.float64])
-def test_dtypes(dtype, other):
+def test_results_have_the_arguments_dtypes(dtype, other):
     """Every result has its argument's dtype, and the arithmetic float32 at least."""
     assert reference.compute_dtype(torch.empty(0, dtype=dtype), None, torch.empty(0, dtype=other)) == (
         torch.float64 if torch.float64 in (dtype, other) else torch.float32
     )
-    first, *rest = arguments("glu")
-    tensors = first.to(dtype), *(t.to(other) for t in rest)
+    first, *others = arguments("glu")
+    tensors = first.to(dtype), *(t.to(other) for t in others)
     out = reference.glu(*tensors, "silu")
     assert out.dtype == dtype
     wide = reference.glu(*(t.double() for t in tensors), "silu")

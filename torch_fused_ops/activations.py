@@ -1,15 +1,15 @@
 """The activation table: each activation's value and derivative, written once, in plain torch.
 
-This text is the CPU kernel, the float64 oracle of the tests, the function that double backward and ``torch.func``
-transforms differentiate, and (traced) the Inductor lowering. Only the eager Triton kernels repeat it; tests tie them
-to it.
+These functions are the float64 oracle of the tests, the functions that double backward and ``torch.func`` transforms
+differentiate, and (traced) the Inductor lowering, from which eager CPU kernels are compiled. Only the eager Triton
+kernels repeat them; tests compare both.
 
-The formulas are chosen for two things that PyTorch's own do not have:
+The formulas have two properties that PyTorch's formulas lack:
 
-* **They keep the negative tail.** ``1 + tanh(u)`` and ``1 + erf(x)`` cancel for negative ``x``: of all bf16 inputs in
-  [-10, -3] more than half of PyTorch's GELU results are off by more than one ulp, and from x = -6 on nothing is left.
+* **An accurate negative tail.** ``1 + tanh(u)`` and ``1 + erf(x)`` cancel for negative ``x``: for bf16 inputs in
+  [-10, -3] more than half of PyTorch's GELU results are off by more than one ulp, and below x = -6 all are 0.
   The sigmoid form ``x / (1 + exp(-2u))`` and the complementary error function do not cancel.
-* **They cost less.** Exponentials are base two (one instruction on a GPU), there are no branches, and no ``tanh``.
+* **Lower cost.** Exponentials are base two (one instruction on a GPU), without branches and ``tanh``.
 
 They are evaluated in float32 (float64 for float64 input); the caller widens and rounds.
 """
@@ -39,9 +39,9 @@ QUICK_GELU_SLOPE = 1.702
 SQRT1_2 = math.sqrt(0.5)
 INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
 
-# ½·erfc(a/√2)·exp(a²/2) = t·P(t) with t = 1/(1 + NORMAL_TAIL_P·a), a in [0, 13.5]: a minimax fit of the relative error
-# (9.4e-8, below float32's rounding), made as Abramowitz & Stegun 7.1.26 is, with more terms and for the relative error,
-# which is what keeps the tail. Coefficients from the lowest power.
+# ½·erfc(a/√2)·exp(a²/2) = t·P(t) with t = 1/(1 + NORMAL_TAIL_P·a), a in [0, 13.5]: a minimax fit with relative error
+# 9.4e-8, below float32's rounding. It has the form of Abramowitz & Stegun 7.1.26 with more terms. Minimizing the
+# relative error preserves the tail. Coefficients start at the lowest power.
 NORMAL_TAIL_P = 0.305
 NORMAL_TAIL = (
     0.12163973187139278,
@@ -60,16 +60,17 @@ class Activation:
     """An elementwise function without parameters.
 
     Attributes:
-        name: what the operators' ``activation`` argument calls it.
+        name: the value of the operators' ``activation`` argument.
         value: f(x), in x's dtype (float32 or float64), accurate relative to the result.
-        derivative: f'(x), likewise; itself differentiable, for double backward.
-        definition: the textbook spelling of f, for the recognizer to read symbolically; it may lose accuracy.
-        builtin: whether the hand-written Triton kernels know it.
-        gradient_from_output: whether f'(f(x)) = f'(x), with f(x) rounded: backward may keep f(x), which the next linear
-            keeps anyway, instead of x.
-        gradient: (g, x) → g·f'(x), where PyTorch's own is not the product: a ReLU stops infinity and NaN, too.
-        gated: (h, x, g) → (h·f'(x), g·f(x)), a GLU's gradients, where these have steps in common on eager CPUs.
-        callables: PyTorch's functions and classes of modules that compute f, whatever their arguments.
+        derivative: f'(x), in x's dtype, accurate relative to the result; differentiable, for double backward.
+        definition: the textbook formula for f, which the recognizer reads symbolically; it may lose accuracy.
+        builtin: whether the hand-written Triton kernels implement it.
+        gradient_from_output: whether f'(f(x)) = f'(x) with f(x) rounded. Backward then reads f(x), which the next
+            linear layer saves anyway, instead of x.
+        gradient: (g, x) → g·f'(x), if PyTorch's gradient differs from the product: a ReLU also stops infinity and NaN.
+        native: PyTorch's function for f, if it and its derivative are as accurate as the formulas. On CPUs an eager
+            call of the activation alone calls it, and autograd records it.
+        callables: PyTorch's functions and module classes that compute f for all their arguments.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Activation:
     builtin: bool = True
     gradient_from_output: bool = False
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None
-    gated: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    native: Function | None = None
     callables: tuple[Function | type[nn.Module], ...] = ()
 
     def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ _for_derivatives: ContextVar[bool] = ContextVar("torch_fused_ops_for_derivatives
 
 @contextmanager
 def spelled_for_derivatives(yes: bool) -> Iterator[None]:
-    """Inside, formulas are those that may be differentiated, though nothing shows that they will be."""
+    """Use differentiable formulas inside the block, although no tensor shows that derivatives will be taken."""
     token = _for_derivatives.set(yes)
     try:
         yield
@@ -111,19 +112,20 @@ def _differentiated(x: Tensor) -> bool:
 
 
 def _exact_normal(x: Tensor) -> bool:
-    # The fit's derivative is not the derivative's fit, and |x| has none at 0; float64 wants more digits than the fit
-    # has.
+    # The fit's derivative is not a fit of the derivative, and |x| is not differentiable at 0. The fit is too coarse for
+    # float64.
     return x.dtype == torch.float64 or _differentiated(x)
 
 
 def _reciprocal(d: Tensor) -> Tensor:
-    # Of a number near 1. On a GPU a division takes seven instructions, for operands near the ends of the range; a
-    # reciprocal square root takes one and is as exact (2⁻²²): GELU's 28.9 an element become 22.8 (sm_90). CPUs divide.
+    # The reciprocal of a number near 1. On a GPU a division takes seven instructions, to handle operands near the ends
+    # of the range. A reciprocal square root takes one and is as exact (2⁻²²): GELU takes 22.8 instructions an element
+    # instead of 28.9 (sm_90). CPUs divide.
     return torch.reciprocal(d) if d.device.type == "cpu" else torch.square(torch.rsqrt(d))
 
 
 def _normal_tail(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(a, q, e) with a = |x| and Φ(-a) = q·e, e = exp(-a²/2), accurate relative to the result; a·q is NaN at ±∞."""
+    """Return (a, q, e) with a = |x|, e = exp(-a²/2) and Φ(-a) = q·e, accurate relative to Φ; a·q is NaN at ±∞."""
     a = torch.abs(x)
     t = _reciprocal(1.0 + NORMAL_TAIL_P * a)
     q = t * NORMAL_TAIL[-1] + NORMAL_TAIL[-2]
@@ -134,7 +136,8 @@ def _normal_tail(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _gelu(x: Tensor) -> Tensor:
     if _exact_normal(x):
-        return x * (0.5 * torch.erfc(-SQRT1_2 * x))
+        y = x * (0.5 * torch.erfc(-SQRT1_2 * x))
+        return y if x.dtype == torch.float64 else y + 0.0 * x  # NaN at ±∞, like the fit and oneDNN's gelu
     a, q, e = _normal_tail(x)
     return torch.relu(x) - (a * q) * e  # x·Φ(x) for either sign: x - x·Φ(-x) above 0, -a·Φ(-a) below
 
@@ -152,7 +155,7 @@ def _sigmoid_of(slope: float, x: Tensor) -> Tensor:
 
 
 def _over(x: Tensor, d: Tensor) -> Tensor:
-    # On CPUs by the reciprocal, which the derivative has, too: a GLU's backward then divides once.
+    # On CPUs multiply by the reciprocal, which the derivative also computes: a GLU's backward then divides once.
     return x * torch.reciprocal(d) if d.device.type == "cpu" else x / d
 
 
@@ -186,8 +189,8 @@ def _gelu_tanh_derivative(x: Tensor) -> Tensor:
 
 
 def _sigmoid_derivative(x: Tensor) -> Tensor:
-    # s·(1 - s) loses the right tail and exp(-x)/(1 + exp(-x))² overflows on the left. Even in x: both tails as the
-    # left one.
+    # s·(1 - s) loses the right tail, and exp(-x)/(1 + exp(-x))² overflows on the left. The derivative is even, so |x|
+    # serves both tails.
     if _differentiated(x):
         return torch.sigmoid(x) * torch.sigmoid(-x)  # |x| has no derivative at 0
     e = torch.exp2(torch.abs(x) * -LOG2E)
@@ -201,7 +204,7 @@ def _tanh_derivative(x: Tensor) -> Tensor:
 
 
 def _relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.where(x <= 0, 0.0, grad)  # a NaN x passes the gradient on, as PyTorch's threshold_backward does
+    return torch.where(x <= 0, 0.0, grad)  # for NaN x the gradient passes, as in PyTorch's threshold_backward
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -227,9 +230,11 @@ _TABLE: dict[str, Activation] = {
             torch.relu,
             gradient_from_output=True,
             gradient=_relu_gradient,
+            native=torch.relu,
             callables=(F.relu, torch.relu, nn.ReLU),
         ),
-        # Not relu2: where x² underflows the gradient 2x does not, and of the rounded x² a root has half the digits.
+        # relu2 does not read its result: 2·sqrt(y) is within 0.94 ulp in bf16 and 1.78 in float32 for x from 1e-10 to
+        # 1e10, but x² underflows below 3.9e-20 (float32: 5.6e-21) and overflows above 1.84e19, where 2x is normal.
         Activation(
             "relu2",
             _relu2,
@@ -237,7 +242,7 @@ _TABLE: dict[str, Activation] = {
             lambda x: torch.square(torch.relu(x)),
             gradient=_relu2_gradient,
         ),
-        Activation("silu", _swish(1.0), _swish_derivative(1.0), F.silu, callables=(F.silu, nn.SiLU)),
+        Activation("silu", _swish(1.0), _swish_derivative(1.0), F.silu, native=F.silu, callables=(F.silu, nn.SiLU)),
         Activation("gelu", _gelu, _gelu_derivative, F.gelu, callables=(F.gelu,)),  # nn.GELU may be the tanh form
         Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, lambda x: F.gelu(x, approximate="tanh")),
         Activation(
@@ -257,18 +262,18 @@ _TABLE: dict[str, Activation] = {
     )
 }
 
-_on_change: list[Callable[[], None]] = []  # the lowerings' cache key follows the table
-# One thread changes the table at a time, and traces: what make_fx patches is the process's.
+_on_change: list[Callable[[], None]] = []  # called after a change: caches depend on the table
+# Held to change the table or to trace: make_fx patches process-wide state.
 _changing = threading.RLock()
 
 
 def names() -> tuple[str, ...]:
-    """The activations that exist now: the built-in ones and those registered since."""
+    """The names of all activations: built-in and registered ones."""
     return tuple(_TABLE)
 
 
-# What others call them: transformers' ACT2FN, and the names of whole gated MLPs.
-_ELSEWHERE = {
+# Other libraries' names: transformers' ACT2FN, and names of gated MLPs.
+_ALIASES = {
     "swish": "'silu'",
     "gelu_new": "'gelu_tanh'",
     "gelu_pytorch_tanh": "'gelu_tanh'",
@@ -279,13 +284,13 @@ _ELSEWHERE = {
 
 
 def get(name: str, argument: str = "activation") -> Activation:
-    """The table's row for ``name``; ValueError, naming the rows there are, if there is none."""
+    """Return the table's row for ``name``. Raise ValueError with the accepted names if there is no such row."""
     try:
         return _TABLE[name]
     except (KeyError, TypeError):
-        meant = _ELSEWHERE.get(name) if isinstance(name, str) else None
+        alias_of = _ALIASES.get(name) if isinstance(name, str) else None
         raise ValueError(
-            f"{argument}={name!r} is not known{f': it is {meant} here' if meant else ''}; accepted: "
+            f"{argument}={name!r} is not known{f': it is {alias_of} here' if alias_of else ''}; accepted: "
             f"{', '.join(_TABLE)}; register_activation adds others"
         ) from None
 
@@ -296,16 +301,16 @@ def register_activation(name: str, fn: Function, derivative: Function | None = N
     Args:
         name: a new name (an identifier). Registering the same functions under the same name again does nothing.
         fn: f(x), elementwise, without parameters, in plain torch: same shape and dtype out as in, for float32 and
-            float64, no randomness, no data-dependent control flow. Compiled code inlines it; in eager mode it runs as
-            it is on every device.
-        derivative: f'(x), likewise. By default it is derived from ``fn`` by autograd.
-        replace: whether other functions may take the place of those that were registered under this name. What is
-            compiled stays as it is until ``torch.compiler.reset()``.
+            float64, no randomness, no data-dependent control flow. Compiled code and eager CPU kernels inline it;
+            on other devices eager mode calls it.
+        derivative: f'(x), with the same requirements. None derives it from ``fn`` by autograd.
+        replace: whether to replace functions that were registered under this name. Compiled graphs do not change until
+            ``torch.compiler.reset()``.
 
     Raises:
-        ValueError: name is not an identifier, or taken by other functions and replace does not say so, or built in; fn
-            changes shape or dtype or is not elementwise; derivative is not fn's.
-        TypeError: fn or derivative is not callable, or replace is no bool.
+        ValueError: name is not an identifier, is built in, or is registered with other functions and replace is False;
+            fn changes shape or dtype or is not elementwise; derivative differs from fn's.
+        TypeError: fn or derivative is not callable, or replace is not a bool.
     """
     if not isinstance(replace, bool):
         raise TypeError(f"replace={replace!r} is not accepted: it must be True or False")
@@ -320,12 +325,12 @@ def register_activation(name: str, fn: Function, derivative: Function | None = N
         derivative = derived
     _check_elementwise("derivative", derivative)
     x = torch.linspace(-2.9, 3.0, 12, dtype=torch.float64)
-    passed, wanted = derivative(x), derived(x)
-    apart = ~torch.isclose(passed, wanted, rtol=1e-3, atol=1e-4, equal_nan=True)
-    if apart.sum() > 3:  # a few points may lie on kinks
+    actual, expected = derivative(x), derived(x)
+    differs = ~torch.isclose(actual, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+    if differs.sum() > 3:  # a few points may be kinks
         raise ValueError(
-            f"derivative is not accepted: at x = {x[apart][0].item():.4g} it gives {passed[apart][0].item():.6g}, "
-            f"where autograd derives {wanted[apart][0].item():.6g} from fn"
+            f"derivative is not accepted: at x = {x[differs][0].item():.4g} it gives {actual[differs][0].item():.6g}, "
+            f"where autograd derives {expected[differs][0].item():.6g} from fn"
         )
     with _changing:
         if name in _TABLE:
@@ -345,7 +350,7 @@ def register_activation(name: str, fn: Function, derivative: Function | None = N
 
 
 def table_hash() -> str:
-    """Identifies what the registered activations compute; this package's sources identify the built-in ones."""
+    """Return a hash of the registered activations' functions; this package's sources identify the built-in ones."""
     parts = [f"{a.name}:{_traced(a.value)}:{_traced(a.derivative)}" for a in tuple(_TABLE.values()) if not a.builtin]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
 
@@ -366,8 +371,8 @@ def _check_elementwise(argument: str, fn: Function) -> None:
             raise ValueError(
                 f"{argument} is not accepted: for {dtype} (12,) it gave {got}; it must keep shape and dtype"
             )
-        apart = fn(x.flip(0).reshape(3, 4)).reshape(12).flip(0)
-        if not torch.allclose(y, apart, rtol=1e-5, atol=1e-6, equal_nan=True):
+        reordered = fn(x.flip(0).reshape(3, 4)).reshape(12).flip(0)
+        if not torch.allclose(y, reordered, rtol=1e-5, atol=1e-6, equal_nan=True):
             raise ValueError(
                 f"{argument} is not accepted: it is not elementwise (the same values in another shape gave another "
                 "result: it mixes elements, is random, or branches on the data)"
@@ -381,7 +386,7 @@ def _trace(fn: Function, dtype: torch.dtype) -> torch.fx.GraphModule:
         return make_fx(lambda x: fn(x))(torch.linspace(-1.0, 1.0, 3, dtype=dtype))
 
 
-@lru_cache(maxsize=256)  # bounded: users' functions are its keys
+@lru_cache(maxsize=256)  # bounded: its keys are users' functions
 def _traced(fn: Function) -> str:
     gm = _trace(fn, torch.float32)
     constants = {k: v.tolist() for k, v in vars(gm).items() if isinstance(v, Tensor)}
@@ -389,7 +394,7 @@ def _traced(fn: Function) -> str:
 
 
 class _Derived:
-    """The derivative of an elementwise function by autograd, traced once for each dtype into plain torch."""
+    """The derivative of an elementwise function by autograd, traced to plain torch once for each dtype."""
 
     def __init__(self, fn: Function) -> None:
         self.fn = fn

@@ -12,7 +12,7 @@
 
 Everything else is derived from a declaration: the schemas (below), argument checks (``checks``), the operators in plain
 torch (``eager``), vmap (``batching``), fake kernels and autograd (``autograd``, ``registration``), eager kernels
-(``kernels/cpu.py``, ``kernels/activation.py``), Inductor's lowerings (``lowerings/operators.py``), DTensor's rules
+(``kernels/compiled.py``, ``kernels/activation.py``), Inductor's lowerings (``lowerings/operators.py``), DTensor's rules
 (``distributed/sharding.py``), sample inputs (``testing/samples.py``), the page (``docs/operators.md``).
 
 The *kind* of a tensor defines its axes and its use:

@@ -1,10 +1,10 @@
 """The operators' formulas on elements, in plain torch, and their parts.
 
-An *element function* says what happens to one element: it takes tensors that broadcast together, already widened, and
-returns unrounded results. The operators in plain torch (``operators/eager.py``), the CPU kernels and, traced on
-scalars, Inductor's lowerings are all made of this text.
+An *element function* computes one element: it takes tensors that broadcast together, already widened, and returns
+unrounded results. The operators in plain torch (``operators/eager.py``) call these functions, and Inductor's lowerings,
+from which eager CPU kernels are compiled, trace them on scalars.
 
-Widening: float16 and bfloat16 are computed in float32, float32 in float32, anything together with float64 in float64.
+Widening: float16, bfloat16 and float32 are computed in float32. If any tensor is float64, all are computed in float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.activations import Activation
 
 __all__ = [
     "CLAMP_KEEPS_BOUNDS",
@@ -28,18 +27,18 @@ __all__ = [
     "act_input_grads",
     "clamped",
     "compute_dtype",
+    "empty_gradient",
     "glu_element",
     "glu_input_grads",
     "load_fp8",
     "over_rows",
     "pack",
-    "room",
     "store_fp8",
     "unpack",
     "widened",
 ]
 
-Gradients: TypeAlias = tuple[Tensor | None, ...]  # one for each tensor of an operator; None where it is not wanted
+Gradients: TypeAlias = tuple[Tensor | None, ...]  # for each tensor of an operator; None if not requested
 
 _MaybeTensor = TypeVar("_MaybeTensor", Tensor, Tensor | None)
 
@@ -49,30 +48,23 @@ LAYOUTS = ("halves", "interleaved", "swapped")
 # ---- element functions ---------------------------------------------------------------------------------------------
 
 
-def _row(activation: str | Activation) -> Activation:
-    """The table's row of that name; another implementation of it as it is."""
-    return activations.get(activation) if isinstance(activation, str) else activation
-
-
-def _times(y: Tensor, factor: Tensor, activation: str | Activation) -> Tensor:
-    """y · factor; in y where an implementation of eager CPUs has just computed it."""
-    return y * factor if isinstance(activation, str) else y.mul_(factor)
-
-
-def act_element(x: Tensor, scale: Tensor | None, activation: str | Activation) -> Tensor:
+def act_element(x: Tensor, scale: Tensor | None, activation: str) -> Tensor:
     """act(x) · scale."""
-    y = _row(activation).value(x)
-    return y if scale is None else _times(y, scale, activation)
+    y = activations.get(activation).value(x)
+    return y if scale is None else y * scale
 
 
-def act_input_grads(grad: Tensor, x: Tensor, scale: Tensor | None, activation: str | Activation) -> tuple[Tensor]:
+def act_input_grads(grad: Tensor, x: Tensor, scale: Tensor | None, activation: str) -> tuple[Tensor]:
     """grad · scale · act'(x)."""
-    dx = _row(activation).input_grad(grad, x)
+    dx = activations.get(activation).input_grad(grad, x)
     return (dx if scale is None else dx * scale,)
 
 
 def _clamp_keeps_its_bounds() -> bool:
-    """True if torch.clamp's gradient at a bound is 1 (until 2.13) or 0 (2.15). Ours follows: fusing changes nothing."""
+    """Return True if torch.clamp's gradient at a bound is 1 (torch 2.13 and older), False if it is 0 (2.15).
+
+    Our gradient follows torch's, so that fusing changes nothing.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(1, device="cpu", requires_grad=True)
         return bool(torch.autograd.grad(torch.clamp(x, max=1.0), x)[0])
@@ -83,19 +75,19 @@ _within = torch.le if CLAMP_KEEPS_BOUNDS else torch.lt  # False for NaN, as in t
 
 
 def clamped(gate: Tensor, up: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
-    """gate cut above, up on both sides; clamp None is none."""
+    """Clamp gate from above and up on both sides. ``clamp=None`` changes nothing."""
     if clamp is None:
         return gate, up
     return torch.clamp(gate, max=clamp), torch.clamp(up, -clamp, clamp)
 
 
 def glu_element(
-    gate: Tensor, up: Tensor, scale: Tensor | None, activation: str | Activation, up_offset: float, clamp: float | None
+    gate: Tensor, up: Tensor, scale: Tensor | None, activation: str, up_offset: float, clamp: float | None
 ) -> Tensor:
     """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · scale."""
     gate, up = clamped(gate, up, clamp)
-    y = _times(_row(activation).value(gate), up + up_offset if up_offset else up, activation)
-    return y if scale is None else _times(y, scale, activation)
+    y = activations.get(activation).value(gate) * (up + up_offset if up_offset else up)
+    return y if scale is None else y * scale
 
 
 def glu_input_grads(
@@ -103,21 +95,18 @@ def glu_input_grads(
     gate: Tensor,
     up: Tensor,
     scale: Tensor | None,
-    activation: str | Activation,
+    activation: str,
     up_offset: float,
     clamp: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up. At the clamp's bounds as torch.clamp's own: see CLAMP_KEEPS_BOUNDS."""
-    act = _row(activation)
+    """The gradients of gate and up. At the clamp's bounds they follow torch.clamp: see CLAMP_KEEPS_BOUNDS."""
+    act = activations.get(activation)
     g, u = clamped(gate, up, clamp)
     if scale is not None:
         grad = grad * scale
     of_gate = grad * (u + up_offset if up_offset else u)
-    if act.gated is not None:
-        d_gate, d_up = act.gated(of_gate, g, grad)
-    else:
-        d_gate = act.input_grad(of_gate, g)
-        d_up = grad * act.value(g) if isinstance(activation, str) else act.value(g).mul_(grad)
+    d_gate = act.input_grad(of_gate, g)
+    d_up = grad * act.value(g)
     if clamp is not None:
         d_gate = torch.where(_within(gate, clamp), d_gate, 0.0)
         d_up = torch.where(_within(torch.abs(up), clamp), d_up, 0.0)
@@ -129,15 +118,15 @@ def glu_input_grads(
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any tensor is float64, else float32."""
-    for t in tensors:  # a loop: any() and a generator cost a call on few elements 0.7 µs
+    for t in tensors:  # a loop: any() and a generator take 0.7 µs
         if t is not None and t.dtype == torch.float64:
             return torch.float64
     return torch.float32
 
 
-def room(t: Tensor | None, wanted: bool) -> Tensor | None:
-    """For the gradient of t: contiguous, and not filled; None where there is no t, or it is not wanted."""
-    return t.new_empty(t.shape) if wanted and t is not None else None
+def empty_gradient(t: Tensor | None, requested: bool) -> Tensor | None:
+    """Allocate an uninitialized, contiguous gradient for t. Return None if t is None or its gradient not requested."""
+    return t.new_empty(t.shape) if requested and t is not None else None
 
 
 def unpack(packed: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -160,12 +149,12 @@ def pack(gate: Tensor, up: Tensor, layout: str) -> Tensor:
 
 
 def widened(dtype: torch.dtype, t: _MaybeTensor) -> _MaybeTensor:
-    """t in ``dtype``, if there is one."""
-    return t if t is None or t.dtype == dtype else t.to(dtype)  # a call that does nothing takes 1 µs
+    """Convert t to ``dtype``; None stays None."""
+    return t if t is None or t.dtype == dtype else t.to(dtype)  # t.to() without a change takes 1 µs
 
 
 def over_rows(t: Tensor) -> Tensor:
-    """The sum over all axes but the last, never t itself: a gradient shares no memory with another."""
+    """Sum over all axes except the last. Never returns t itself: gradients must not share memory."""
     return t.sum(tuple(range(t.ndim - 1))) if t.ndim > 1 else t.clone()
 
 
@@ -175,30 +164,30 @@ _FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
 def store_fp8(x: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
-    """(stored, scale): x (..., n) as float8_e4m3fn with one float32 scale for each row, (...).
+    """Return (stored, scale): x (..., n) as float8_e4m3fn with one float32 scale for each row, (...).
 
-    scale = amax(|row|) / 448, so that the largest element is float8_e4m3fn's largest; 1 where that is no normal number,
-    a row of zeros among them. Float64 goes through float32. A row with an infinity or a NaN loads as NaN, all of it:
-    its scale is infinite or NaN.
+    scale = amax(|row|) / 448, which maps the row's largest element to float8_e4m3fn's largest. If this is not a normal
+    number, as for a row of zeros, the scale is 1. Float64 is converted to float32 first. A row that contains an
+    infinity or a NaN has an infinite or NaN scale, and all of it loads as NaN.
 
     Args:
-        x: of any dtype and strides.
-        halves: whether to write it as two, whose loop a compiler fuses with an activation's of packed data.
+        x: any dtype and strides.
+        halves: write x as two halves, whose loop a compiler fuses with the loop of an activation on packed data.
     """
-    x = x.to(torch.float32) if x.dtype == torch.float64 else x  # a float32 factor widens the others
-    # Torch's reference of vector_norm rejects every empty tensor (2.13), eager mode and kernels those without columns.
+    x = x.to(torch.float32) if x.dtype == torch.float64 else x  # the float32 factor widens other dtypes
+    # torch's reference of vector_norm rejects every empty tensor (2.13); eager mode and kernels reject empty rows.
     if isinstance(x.numel(), int) and x.numel() == 0:
         return x.to(FP8, memory_format=torch.contiguous_format), x.new_ones(x.shape[:-1], dtype=torch.float32)
     parts = unpack(x, "halves") if halves else (x,)
     sizes = (torch.linalg.vector_norm(part, math.inf, -1, dtype=torch.float32) for part in parts)
     largest = functools.reduce(torch.maximum, sizes).contiguous()
     scale = largest / _FP8_LARGEST
-    # The factor is not made of the scale, which is stored: Inductor then joins halves without a pass of their own.
+    # The factor does not read the stored scale, so Inductor concatenates halves without a separate pass.
     factor = torch.where(scale < _FLOAT32_TINY, 1.0, torch.reciprocal(scale)).unsqueeze(-1)
     stored = [(part * factor).to(FP8, memory_format=torch.contiguous_format) for part in parts]
     return torch.cat(stored, -1) if halves else stored[0], torch.where(scale < _FLOAT32_TINY, 1.0, scale)
 
 
 def load_fp8(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Load store_fp8's result in ``dtype``: off by at most 2⁻⁴ of an element, or 2⁻¹⁰·scale where that is more."""
+    """Load store_fp8's result in ``dtype``. The error is at most 2⁻⁴ of an element, or 2⁻¹⁰·scale if this is larger."""
     return (stored.to(torch.float32) * scale.unsqueeze(-1)).to(dtype)

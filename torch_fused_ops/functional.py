@@ -44,14 +44,11 @@ from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.operators import activation as declared
 from torch_fused_ops.operators.viewless import (
     MakeViewlessTensor,
-    assert_viewless_tensor,
     make_viewless_tensor,
-    safely_set_viewless_tensor_data,
 )
 
 __all__ = [
     "MakeViewlessTensor",
-    "assert_viewless_tensor",
     "bias_act",
     "bias_dropout_add",
     "bias_geglu",
@@ -67,7 +64,6 @@ __all__ = [
     "linear_fp8",
     "make_viewless_tensor",
     "quick_gelu",
-    "safely_set_viewless_tensor_data",
     "scaled_masked_softmax",
     "shard_seed",
     "silu",

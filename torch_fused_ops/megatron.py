@@ -35,9 +35,7 @@ from torch import Tensor, nn
 
 from torch_fused_ops import functional
 from torch_fused_ops.operators.viewless import MakeViewlessTensor as MakeViewlessTensor
-from torch_fused_ops.operators.viewless import assert_viewless_tensor as assert_viewless_tensor
 from torch_fused_ops.operators.viewless import make_viewless_tensor as make_viewless_tensor
-from torch_fused_ops.operators.viewless import safely_set_viewless_tensor_data as safely_set_viewless_tensor_data
 
 # ---- from upstream's conventions to the operators' -------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from torch_fused_ops.settings import tiles
 Memory = Literal["off", "free", "fp8", "input", "tiled"]
 Attention = Literal["off", "input"]
 Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
-MEMORY: tuple[str, ...] = get_args(Memory)  # the levels, each saving less for backward than the one before
+MEMORY: tuple[str, ...] = get_args(Memory)  # memory levels; each saves fewer bytes for backward than its predecessor
 ATTENTION: tuple[str, ...] = get_args(Attention)
-GEMM: tuple[str, ...] = get_args(Recipe)  # families/float8/recipes.py has what each means
+GEMM: tuple[str, ...] = get_args(Recipe)  # families/float8/recipes.py defines them
 LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # the accepted values, for messages
 
 if TYPE_CHECKING:
@@ -56,22 +56,22 @@ class FusionPolicy:
         dropout: turn active dropouts after linear layers, and after pointwise functions of their results, into
             ``fused::dropout_add``, with the residual. Backward then needs a seed only, not a mask of a byte per
             element. The distribution is the same as with plain torch.compile, the dropped elements are not;
-            ``torch.manual_seed`` works as before. Not applied under Inductor's ``fallback_random``.
+            ``torch.manual_seed`` works as before. Inductor's ``fallback_random`` disables it.
         strict: raise ``UnfusedError`` at compile time if an MLP site is not fused or a pass fails, naming each reason;
             otherwise the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not count. A model
-            with linear layers but no site raises, too (``docs/policies.md``, Strict).
+            with linear layers but no site also raises (``docs/policies.md``, Strict).
         exclude: modules not to fuse, as shell patterns for their paths in the model, e.g. ``("encoder.*",)``.
         gemm: the precision of the linear layers of fused MLPs (``docs/fp8.md``), ``nn.FusedMLP``'s included.
             ``"bf16"``: the model's dtype. ``"fp8"``: float8_e4m3fn with a scale for each block of 128, in all three
             GEMMs of a training step; weights and their gradients keep their dtypes. ``"fp8-wgrad-bf16"``: the same,
             except that the weights' gradients are computed in the model's dtype. ``"fp8-rowwise"``: the same with a
-            scale for each row, on more devices, and for a mixture's experts, too. ``"mxfp8"`` and
+            scale for each row, on more devices, and also for a mixture's experts. ``"mxfp8"`` and
             ``"mxfp8-wgrad-bf16"``: like the first two, with a scale for each 32 elements, for Blackwell. A mapping
             from module patterns selects one for each MLP; "bf16" is the default.
         attention: the memory level of attention. ``"input"`` saves its input instead of queries, keys, values and the
             projected result, and recomputes their linear layers in backward. Attention itself is never run again.
             ``"off"`` saves what the partitioner saves. A mapping from module patterns to levels selects linear layers,
-            or all of a module's; "off" is the default.
+            or all linear layers of a module; "off" is the default.
     """
 
     memory: Level | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
@@ -157,37 +157,37 @@ class FusionPolicy:
 
     def memory_of(self, modules: Collection[str]) -> str:
         """The memory level inside these modules (as ``enclosing_modules`` returns them)."""
-        return self._of("memory", modules, "free")
+        return self._choice("memory", modules, "free")
 
     def gemm_of(self, modules: Collection[str]) -> str:
-        """The recipe of the linear layers of an MLP inside these modules."""
-        return self._of("gemm", modules, "bf16")
+        """Return the recipe for an MLP's linear layers inside these modules."""
+        return self._choice("gemm", modules, "bf16")
 
     def attention_of(self, modules: Collection[str]) -> str:
         """The memory level of attention's linear layers inside these modules."""
-        return self._of("attention", modules, "off")
+        return self._choice("attention", modules, "off")
 
     def decisions(self, modules: Collection[str]) -> tuple[str | None, ...]:
         """The choices of all patterns inside these modules, for compile keys: a graph may have no module paths."""
-        return *(self._of(name, modules, "") for name in _KNOWN), self.excluding(modules)
+        return *(self._choice(name, modules, "") for name in _KNOWN), self.excluding(modules)
 
-    def _of(self, name: str, modules: Collection[str], otherwise: str) -> str:
+    def _choice(self, name: str, modules: Collection[str], otherwise: str) -> str:
         value = getattr(self, name)
         if isinstance(value, str):
             return value
         return next((chosen for pattern, chosen in value if names_module(pattern, modules)), otherwise)
 
     def excluding(self, modules: Collection[str]) -> str | None:
-        """The first pattern of ``exclude`` that matches one of these modules; None if none does."""
+        """Return the first pattern of ``exclude`` that matches one of these modules; None without a match."""
         return next((pattern for pattern in self.exclude if names_module(pattern, modules)), None)
 
 
-FIELDS: dict[str, str] = dict(FusionPolicy.__annotations__)  # with their types as text
+FIELDS: dict[str, str] = dict(FusionPolicy.__annotations__)  # field names to types as text
 BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
 
 
 def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -> str:
-    """The error text for an unknown name: a near match, and the accepted names (without those in ``besides``)."""
+    """Return the error text for an unknown name: a close match, and the accepted names, without ``besides``."""
     accepted = tuple(accepted)
     near = difflib.get_close_matches(name, (*accepted, *besides), 1)
     return f"{name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''} (accepted: {', '.join(accepted)})"
@@ -261,13 +261,13 @@ def _value_or_pairs(name: str, value: object) -> str | tuple[tuple[str, str], ..
 
 
 def enclosing_modules(paths: Iterable[str]) -> set[str]:
-    """Return these module paths and those of all enclosing modules; "" is the whole model."""
+    """Return these module paths and the paths of all enclosing modules; "" is the whole model."""
     parts = [path.split(".") for path in paths]
     return {"", *(".".join(names[: i + 1]) for names in parts for i in range(len(names)))}
 
 
 def names_module(pattern: str, modules: Collection[str]) -> bool:
-    """True if a shell pattern matches one of the module paths; ``"encoder.*"`` matches the encoder, too."""
+    """True if a shell pattern matches a module path; ``"encoder.*"`` also matches the encoder."""
     return any(fnmatchcase(path, p) for path in modules for p in (pattern, pattern.removesuffix(".*")))
 
 
@@ -279,16 +279,16 @@ def unmatched(
     Args:
         policy: has the patterns.
         sites: of the model.
-        inner: the paths of modules inside these sites, where they are known: a pattern may match one of them.
+        inner: known paths of modules inside these sites, which patterns may match.
         every: the paths of all modules, if they are known: patterns of ``attention`` are compared with these.
     """
     paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
     modules = enclosing_modules((*paths, *inner))
-    excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
+    excluding = {site.excluded_by for site in sites}  # a pattern may also match a linear layer's module
     alike: dict[str, list[str]] = {}
     for path in (site.source.partition(" in ")[2] for site in sites):
         alike.setdefault(without_numbers(path), []).append(path)
-    there = ", ".join(joined_paths(group) or "the model itself" for group in alike.values()) or "none"
+    site_modules = ", ".join(joined_paths(group) or "the model itself" for group in alike.values()) or "none"
     notes = []
     for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
         if name == "attention":
@@ -297,7 +297,7 @@ def unmatched(
         elif not (name == "exclude" and pattern in excluding) and not names_module(pattern, modules):
             near = difflib.get_close_matches(pattern.removesuffix(".*"), modules)
             meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            notes.append(f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}{meant}")
+            notes.append(f"{name}={pattern!r} matches no site's modules; the sites' modules are {site_modules}{meant}")
     return tuple(notes)
 
 
@@ -321,7 +321,7 @@ def joined_paths(paths: Iterable[str]) -> str:
 
 
 class UnfusedError(RuntimeError):
-    """``FusionPolicy(strict=True)``: an MLP site was not fused, or there is no site. The message says why.
+    """``FusionPolicy(strict=True)``: an MLP site was not fused, or the model has no site. The message says why.
 
     It is the ``inner_exception`` of Dynamo's ``torch._dynamo.exc.BackendCompilerFailed``. For a model of several graphs
     without a site it is raised directly, at the end of the first call.

@@ -1,4 +1,4 @@
-"""What the kernels' tests share: a device that is a GPU or Triton's interpreter, and machine code on paper."""
+"""Shared by kernel tests: a device, which is a GPU or Triton's interpreter, and machine code for absent GPUs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from torch_fused_ops.virtual_gpu.machine_code import specialization
 
 
 class Device:
-    """Where the kernels run, and what was launched there."""
+    """Runs kernels on a GPU or in Triton's interpreter, and records their launches."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -36,16 +36,15 @@ class Device:
             self.really_launch(kernel, grid, device, tensors, integers, constants)
 
     def run(self, operator: Callable[..., Any], *args: Any) -> Any:
-        """operator(*args) on this device, results on the CPU; ``launches`` are those of this call."""
+        """Return operator(*args) of this device on the CPU, and record only this call's ``launches``."""
         self.launches.clear()
-        moved = [self.moved(a) if isinstance(a, Tensor) else a for a in args]
-        result = operator(*moved)
+        result = operator(*(self.copy_of(a) if isinstance(a, Tensor) else a for a in args))
         if isinstance(result, Tensor):
             return result.cpu()
         return tuple(None if r is None else r.cpu() for r in result)
 
-    def moved(self, t: Tensor) -> Tensor:
-        """With the same strides."""
+    def copy_of(self, t: Tensor) -> Tensor:
+        """Copy a tensor to this device with the same strides."""
         if self.name == "cpu":
             return t
         base = t.new_empty(0).set_(t.untyped_storage()).to(self.name)
@@ -57,10 +56,10 @@ class Device:
 
 
 def assert_close(actual: Tensor, expected: Tensor, gradient: bool = False, absolute: Tensor | float = 0.0) -> None:
-    """Within the contract of actual's dtype of the float64 value; ``absolute``: an error allowed on top.
+    """Check actual against the float64 value by its dtype's contract; ``absolute`` is an additional allowed error.
 
-    A kernel rounds once: where the contract has 1 ulp, the value or its neighbor, it is within half of one of the
-    exact value, and where it has 2 within one and a half.
+    A kernel rounds once. If the contract allows 1 ulp, the error to the exact value is at most 0.5 ulp; if it allows 2,
+    1.5 ulp.
     """
     assert expected.dtype == torch.float64
     assert actual.shape == expected.shape
@@ -69,24 +68,24 @@ def assert_close(actual: Tensor, expected: Tensor, gradient: bool = False, absol
     if dtype not in precision.HALF:
         allowed = limit * expected.abs()
     else:
-        tiny = torch.finfo(dtype).tiny  # below it all numbers are as far apart
+        tiny = torch.finfo(dtype).tiny  # smaller numbers are equally spaced
         exponent = expected.to(dtype).double().abs().clamp(min=tiny).frexp()[1] - 1
         ulp = torch.finfo(dtype).eps * torch.exp2(exponent.double())
         allowed = (limit - 0.5 + 1e-3) * ulp  # in ulps of the rounded result, from the exact one
     allowed = torch.maximum(allowed, torch.tensor(precision.FLOORS[dtype], dtype=torch.float64)) + absolute
-    wrong = ~((error <= allowed) | (actual == expected.to(dtype)) | (actual.isnan() & expected.isnan()))
-    assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()}: {actual[wrong][:5]} for {expected[wrong][:5]}"
+    failed = ~((error <= allowed) | (actual == expected.to(dtype)) | (actual.isnan() & expected.isnan()))
+    assert not failed.any(), f"{failed.sum()} of {failed.numel()}: {actual[failed][:5]} for {expected[failed][:5]}"
 
 
 def recorded(operator: Callable[..., Any], *args: Any) -> list[launching.Launch]:
-    """The launches of a call, none of them carried out. Tensors may be "meta"."""
+    """Return the launches of a call without executing them. Tensors may be "meta"."""
     with launching.recorded() as launches:
         operator(*args)
     return launches
 
 
 def wide(args: Sequence[Any]) -> list[Any]:
-    """Arguments with float64 in place of narrower numbers."""
+    """Convert floating-point arguments to float64."""
     return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
 
 
@@ -94,7 +93,7 @@ GPUS = [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X
 
 
 def assemble(gpu: virtual_gpu.GPU, operator: Callable[..., Any], *args: Any) -> list[virtual_gpu.MachineCode]:
-    """Machine code of each kernel that a call launches, specialized as Triton does: absent tensors, ones, alignment."""
+    """Return the machine code of each kernel of a call, specialized like Triton: absent tensors, ones, alignment."""
     return [
         virtual_gpu.assemble(kernel, gpu, **specialization(kernel, (*tensors, *integers), constants))
         for kernel, _, tensors, integers, constants in recorded(operator, *args)

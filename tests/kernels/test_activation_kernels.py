@@ -1,5 +1,6 @@
-"""The eager GPU kernels of the activation family, without a GPU: their arithmetic in Triton's interpreter, and their
-machine code on paper. Where there is a GPU, the same comparisons run on it too.
+"""The activation family's eager GPU kernels without a GPU: arithmetic in Triton's interpreter, and machine code.
+
+On a machine with a GPU the comparisons also run on the GPU.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from kernel_harness import GPUS, Device, assemble, assert_close, recorded, wide
 
 from torch_fused_ops import activations, declaration, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
-from torch_fused_ops.kernels import cpu, launching
+from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import launch_of
 from torch_fused_ops.operators import activation as declared
 from torch_fused_ops.operators import reference
@@ -29,7 +30,7 @@ from torch_fused_ops.operators import reference
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EVERYTHING, OF_DATA = (True, True, True), (True, False, False)
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter meets infinities
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of infinities
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> Tensor:
@@ -45,7 +46,7 @@ def check(device: Device, name: str, args: Sequence[Any], grad: Tensor, mask: Se
     assert_close(actual, expected)
     assert device.names == (["_forward"] if expected.numel() else [])
 
-    mask = [wanted and isinstance(a, Tensor) for wanted, a in zip(mask, args, strict=False)]
+    mask = [requested and isinstance(a, Tensor) for requested, a in zip(mask, args, strict=False)]
     actual = device.run(backward, grad, *args, mask)
     expected = getattr(reference, f"{name}_backward")(*wide([grad, *args]), mask)
     assert device.names.count("_backward") == (1 if grad.numel() and any(mask) else 0)
@@ -91,13 +92,11 @@ OPERATORS = ["bias_act", "glu", "bias_glu"]
     [{"scalars": {"activation": "str", "alpha": "float=1.0"}}, {"value": lambda x, scale, activation: x}],
     ids=["a scalar more", "another formula"],
 )
-def test_no_other_formula_is_taken_for_theirs(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor by the CPU's one call for an activation alone."""
+def test_kernels_reject_other_formulas(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declaration, "OPERATORS", dict(declaration.OPERATORS))
-    op = dataclasses.replace(declared.bias_act, name="scaled_act", **changed)
+    dataclasses.replace(declared.bias_act, name="scaled_act", **changed)
     with pytest.raises(ValueError, match=r"scaled_act\(activation.*\) is not accepted"):
         launch_of("scaled_act")
-    assert cpu.recorded(declared.bias_act) is not None and cpu.recorded(op) is None
 
 
 # ---- the formulas are the table's ------------------------------------------------------------------------------------
@@ -162,13 +161,13 @@ def test_single_options(device: Device, bias: bool, scale: bool) -> None:
 
 
 def test_scalars_keep_float64(device: Device) -> None:
-    """A scalar handed over in float32 would be off by 1e-8."""
+    """A scalar passed in float32 would be off by 1e-8."""
     args = arguments("glu", (4, 16), torch.float64, "silu", offset=0.1, clamp=0.7)
     check(device, "glu", args, normal(4, 16, dtype=torch.float64))
 
 
 def test_at_the_clamps_bounds(device: Device) -> None:
-    """The gradient there is whatever this version's torch.clamp gives."""
+    """The gradient at a bound equals torch.clamp's in this version."""
     x = torch.tensor([0.5, 2.0, 3.0, -2.0]).repeat(2, 4)
     check(device, "glu", (x, x.flip(-1), None, "silu", 0.0, 2.0), torch.ones(2, 16))
 
@@ -252,17 +251,17 @@ def test_strides_of_each_argument(device: Device, name: str, kind: str) -> None:
         check(device, name, args, grad)
 
 
-def test_all_transposed_and_expanded(device: Device) -> None:
+def test_transposed_and_expanded_operands(device: Device) -> None:
     a, b, c = (strided("transposed", 90, 130) for _ in range(3))
     check(device, "glu", (a, b, None, "silu", 0.0, None), c)
-    one, scale = normal(1).expand(130), normal(1).expand(90)
-    check(device, "bias_act", (a, one, scale, "gelu"), strided("one value", 90, 130))
+    bias, scale = normal(1).expand(130), normal(1).expand(90)
+    check(device, "bias_act", (a, bias, scale, "gelu"), strided("one value", 90, 130))
 
 
 def test_evenly_strided_tensors_are_one_row(device: Device) -> None:
     """Contiguous data, and the expanded gradient of a sum, run as one flat vectorized loop; nothing is copied."""
-    x, one = normal(4, 5, 64, dtype=torch.bfloat16), torch.ones(()).expand(4, 5, 64)
-    for args in ((x,), (one, x)):
+    x, grad = normal(4, 5, 64, dtype=torch.bfloat16), torch.ones(()).expand(4, 5, 64)
+    for args in ((x,), (grad, x)):
         operator = launch_of("bias_act") if len(args) == 1 else launch_of("bias_act_backward")
         device.run(operator, *args, None, None, "silu", *([(True, False, False)] if len(args) == 2 else []))
         (_, launched, constants), pointers = device.launches[0], [a.data_ptr() for a in args]
@@ -271,7 +270,7 @@ def test_evenly_strided_tensors_are_one_row(device: Device) -> None:
             assert set(pointers) <= {a.data_ptr() for a in launched if isinstance(a, Tensor)}
 
 
-# ---- gradients that are not wanted -----------------------------------------------------------------------------------
+# ---- unrequested gradients -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
@@ -332,7 +331,7 @@ def test_wide_offsets_give_the_same(device: Device, name: str, layout: str, monk
 
 
 @pytest.mark.parametrize("rows", [2**15, 2**18])
-def test_wide_offsets_are_used_where_needed_and_only_there(rows: int) -> None:
+def test_offsets_are_wide_only_for_large_tensors(rows: int) -> None:
     x, bias, packed = meta(rows, 2**14), meta(2**14), meta(rows // 2, 2**15)
     plain = (None, "silu", "halves", 0.0, None)
     large = rows * 2**14 > 2**31
@@ -357,12 +356,12 @@ def test_wide_offsets_are_used_where_needed_and_only_there(rows: int) -> None:
 
 
 def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) -> dict[str, tuple[Any, ...]]:
-    """A call of every kind."""
+    """Return calls of each kind, by name."""
     x, packed, bias, packed_bias = (meta(*s, dtype=dtype) for s in ((rows, n), (rows, 2 * n), (n,), (2 * n,)))
     scale, x_t = meta(rows, dtype=torch.float32), meta(n, rows, dtype=dtype).t()
     act, act_backward = launch_of("bias_act"), launch_of("bias_act_backward")
     glu, glu_backward = launch_of("glu"), launch_of("glu_backward")
-    found: dict[str, tuple[Any, ...]] = {
+    by_name: dict[str, tuple[Any, ...]] = {
         "flat": (act, x, None, None, activation),
         "flat backward": (act_backward, x, x, None, None, activation, (True, False, False)),
         "glu": (glu, x, x, None, activation),
@@ -373,10 +372,10 @@ def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) 
     }
     for layout in reference.LAYOUTS:
         plain, full = (None, None, activation, layout, 0.0, None), (packed_bias, scale, activation, layout, 1.0, 7.0)
-        found[f"{layout} forward"] = (launch_of("bias_glu"), packed, *full)
-        found[f"{layout} plain backward"] = (launch_of("bias_glu_backward"), x, packed, *plain, (True, False, False))
-        found[f"{layout} backward"] = (launch_of("bias_glu_backward"), x, packed, *full, EVERYTHING)
-    return found
+        by_name[f"{layout} forward"] = (launch_of("bias_glu"), packed, *full)
+        by_name[f"{layout} plain backward"] = (launch_of("bias_glu_backward"), x, packed, *plain, (True, False, False))
+        by_name[f"{layout} backward"] = (launch_of("bias_glu_backward"), x, packed, *full, EVERYTHING)
+    return by_name
 
 
 @pytest.mark.covering(every=4)
@@ -391,7 +390,7 @@ def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) 
         ("glu backward", "silu", 28),
     ],
 )
-def test_instructions_per_element(call: str, activation: str, most: float) -> None:
+def test_instructions_per_element_are_bounded(call: str, activation: str, most: float) -> None:
     (code,) = assemble(virtual_gpu.H100, *calls(activation, torch.bfloat16)[call])
     (launch,) = recorded(*calls(activation, torch.bfloat16)[call])
     elements = launch.constants["BLOCK_N"] / (32 * launch.constants["num_warps"])
@@ -406,7 +405,7 @@ def test_instructions_per_element(call: str, activation: str, most: float) -> No
 @pytest.mark.parametrize("columns", [8, 24, 20, 18, 7])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_sizes_of_every_unit(device: Device, name: str, columns: int) -> None:
-    """Sizes arrive divided by 8, 4 or 2; rows may be far apart, or begin anywhere."""
+    """Sizes arrive divided by 8, 4 or 2; rows may be strided and unaligned."""
     args = arguments(name, (5, columns), bias=True, scale=True)
     check(device, name, args, normal(5, columns))
     for gap in (16 - columns % 16, 2, 1):
@@ -425,7 +424,7 @@ def test_compiles_everywhere(gpu: virtual_gpu.GPU, call: str) -> None:
 
 
 @pytest.mark.slow
-def test_only_what_is_used_is_read() -> None:
+def test_unused_operands_are_not_read() -> None:
     x, packed = meta(512, 1024), meta(512, 2048)
     for masks, loads, call in (
         ((False, True, False), 2, (launch_of("glu_backward"), x, x, x, None, "silu", 0.0, None)),  # up is not read

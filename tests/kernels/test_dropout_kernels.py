@@ -20,7 +20,7 @@ from torch_fused_ops.families.dropout.kernels import _factor, _philox
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import dropout as dropout_testing
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where words wrap
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of words that wrap
 
 SEED = torch.tensor([-3141592653589793238])
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -34,24 +34,23 @@ def check(device: Device, x: Tensor, bias: Tensor | None, residual: Tensor | Non
     assert device.names == (["_forward"] if x.numel() else [])
     terms = reference.dropout_add(*(None if t is None else t.double().abs() for t in args[:3]), seed, p)
     double = reference.compute_dtype(x, bias, residual) == torch.float64
-    assert_close(actual, expected, absolute=(1e-15 if double else 2e-7) * terms)  # where they cancel
+    assert_close(actual, expected, absolute=(1e-15 if double else 2e-7) * terms)  # terms may cancel
     grad = torch.randn(x.shape, dtype=torch.float64).to(actual.dtype)
     bias_dtype = None if bias is None else bias.dtype
     for mask in ((True, bias is not None), (False, True), (True, False)):
         if mask[1] and bias is None:
             continue
-        rest = seed, p, x.dtype, bias_dtype, mask
-        got = device.run(kernels.dropout_add_backward, grad, *rest)
+        actual = device.run(kernels.dropout_add_backward, grad, seed, p, x.dtype, bias_dtype, mask)
         wide_bias = None if bias is None else torch.float64
         truth = reference.dropout_add_backward(grad.double(), seed, p, torch.float64, wide_bias, mask)
         assert device.names.count("_backward") == (1 if x.numel() else 0) and len(device.launches) <= 2
-        assert [g is not None for g in got] == list(mask)
+        assert [g is not None for g in actual] == list(mask)
         if mask[0]:
-            assert got[0].dtype == x.dtype
-            assert_close(got[0], truth[0], gradient=True)
+            assert actual[0].dtype == x.dtype
+            assert_close(actual[0], truth[0], gradient=True)
         if bias is not None and mask[1]:
-            assert got[1].dtype == bias.dtype and got[1].shape == bias.shape
-            assert_close(got[1], truth[1], gradient=True, absolute=3e-5 * max(1.0, x.shape[0] ** 0.5))
+            assert actual[1].dtype == bias.dtype and actual[1].shape == bias.shape
+            assert_close(actual[1], truth[1], gradient=True, absolute=3e-5 * max(1.0, x.shape[0] ** 0.5))
 
 
 @pytest.mark.covering(every=3)
@@ -71,39 +70,46 @@ def test_samples(device: Device, sample: Any) -> None:
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("shape", [(6, 100), (2, 1030), (70, 17), (130, 4), (2, 3, 5, 36)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
-def test_tiles_are_one_mask(device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Where fours lie in rows and where they do not, in every way to see the tensor."""
+def test_mask_does_not_depend_on_tiles(device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The mask does not depend on strides, nor on whether four neighbors share a row."""
     x, b, r = torch.ones(shape, dtype=dtype), torch.zeros(shape[-1], dtype=dtype), torch.zeros(shape, dtype=dtype)
-    kept = reference.dropout_add(x, None, None, SEED, 0.5) != 0
+    keep = reference.dropout_add(x, None, None, SEED, 0.5) != 0
     strided = torch.ones((*shape[:-1], 2 * shape[-1]), dtype=dtype)[..., ::2]
-    turned = torch.ones((*shape[:-2], shape[-1], shape[-2]), dtype=dtype).mT
+    transposed = torch.ones((*shape[:-2], shape[-1], shape[-2]), dtype=dtype).mT
     expanded = x[:1].expand(shape)
-    for args in ((x, None, None), (x, b, None), (x, None, r), (strided, None, None), (turned, b, r), (expanded, b, r)):
-        assert torch.equal(device.run(kernels.dropout_add, *args, SEED, 0.5) != 0, kept)
-    for grad in (x, strided, turned, expanded):
+    for args in (
+        (x, None, None),
+        (x, b, None),
+        (x, None, r),
+        (strided, None, None),
+        (transposed, b, r),
+        (expanded, b, r),
+    ):
+        assert torch.equal(device.run(kernels.dropout_add, *args, SEED, 0.5) != 0, keep)
+    for grad in (x, strided, transposed, expanded):
         for mask in ((True, True), (True, False)):
             d_input, _ = device.run(kernels.dropout_add_backward, grad, SEED, 0.5, dtype, dtype, mask)
-            assert torch.equal(d_input != 0, kept)
+            assert torch.equal(d_input != 0, keep)
         _, d_bias = device.run(kernels.dropout_add_backward, grad, SEED, 0.5, dtype, torch.float32, (False, True))
-        assert torch.equal(d_bias, 2.0 * kept.flatten(0, -2).sum(0))
+        assert torch.equal(d_bias, 2.0 * keep.flatten(0, -2).sum(0))
 
 
 @triton.jit
-def _words(counters, seed, ours, theirs, N: tl.constexpr):
+def _words(counters, seed, actual, expected, N: tl.constexpr):
     c = tl.load(counters + tl.arange(0, N))[None, :]
     low, high = c.to(tl.uint32), (c >> 32).to(tl.uint32)
     key = tl.load(seed).to(tl.uint64, bitcast=True)
     a0, a1, a2, a3 = _philox(low, high, key)
     b0, b1, b2, b3 = tl.philox(key, low, high, low * 0, low * 0)
-    at = tl.arange(0, N)[None, :]
-    tl.store(ours + at, a0)
-    tl.store(ours + N + at, a1)
-    tl.store(ours + 2 * N + at, a2)
-    tl.store(ours + 3 * N + at, a3)
-    tl.store(theirs + at, b0)
-    tl.store(theirs + N + at, b1)
-    tl.store(theirs + 2 * N + at, b2)
-    tl.store(theirs + 3 * N + at, b3)
+    index = tl.arange(0, N)[None, :]
+    tl.store(actual + index, a0)
+    tl.store(actual + N + index, a1)
+    tl.store(actual + 2 * N + index, a2)
+    tl.store(actual + 3 * N + index, a3)
+    tl.store(expected + index, b0)
+    tl.store(expected + N + index, b1)
+    tl.store(expected + 2 * N + index, b2)
+    tl.store(expected + 3 * N + index, b3)
 
 
 @triton.jit
@@ -115,18 +121,18 @@ def _factor_at(row, columns, n, seed, out, FOURS: tl.constexpr, N: tl.constexpr)
 
 
 def test_the_generator_is_tritons() -> None:
-    """Our text against tl.philox, which is upstream's, over counters on both sides of 2³²."""
+    """The kernel's generator equals tl.philox for counters on both sides of 2³²."""
     counters = torch.tensor([0, 1, 5, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 77])
     for number in (0, 1, -1, 2**63 - 1, -(2**63), 0x299F31D0A4093822):
         seed, out = torch.tensor([number]), torch.zeros(4, 8, dtype=torch.int32)
-        theirs = torch.zeros_like(out)
-        virtual_gpu.interpret(_words, counters, seed, out, theirs, grid=(1,), N=8)
-        ours = formulas.philox(counters, counters >> 32, seed)
-        assert torch.equal(out, theirs) and torch.equal(out, torch.stack(ours).to(torch.int32))
+        tritons = torch.zeros_like(out)
+        virtual_gpu.interpret(_words, counters, seed, out, tritons, grid=(1,), N=8)
+        words = formulas.philox(counters, counters >> 32, seed)
+        assert torch.equal(out, tritons) and torch.equal(out, torch.stack(words).to(torch.int32))
 
 
 def test_mask_past_2_to_the_33() -> None:
-    """An index of more than 33 bits: a row so far down that its counters have an upper word."""
+    """For indices of more than 33 bits, counters have a nonzero upper word."""
     columns = 2**20
     for fours, rows in itertools.product((True, False), (2**14, 2**14 + 5)):
         n = columns if fours else columns + 1
@@ -141,7 +147,7 @@ SHAPE = (8192, 4096)
 
 
 def calls() -> dict[str, tuple[Any, tuple[Any, ...], float]]:
-    """Kernels by name: operator, arguments, and the instructions an element that they may take on sm_90, bf16."""
+    """Return by name: operator, arguments, and the limit of instructions per element on sm_90 in bf16."""
     x, b, s, bf16 = meta(*SHAPE), meta(SHAPE[1]), meta(1, dtype=torch.int64), torch.bfloat16
     return {
         "input": (kernels.dropout_add, (x, None, None, s, 0.1), 23),
@@ -167,14 +173,14 @@ def test_no_spills_and_the_generators_calls_are_shared(gpu: virtual_gpu.GPU, nam
         assert len(code.instructions) / elements <= limit, kernel.__name__
 
 
-def test_nothing_random_costs_nothing() -> None:
+def test_generator_is_not_compiled_for_p_0_and_1() -> None:
     for p in (0.0, 1.0):
         x, seed = meta(*SHAPE), meta(1, dtype=torch.int64)
         (code,) = assemble(virtual_gpu.H100, kernels.dropout_add, x, None, x, seed, p)
         assert not any(name.startswith("IMAD.WIDE.U32") for name in code.instructions)
 
 
-def test_offsets_are_wide_where_they_must_be() -> None:
+def test_offsets_are_wide_only_for_large_tensors() -> None:
     s, bf16 = meta(1, dtype=torch.int64), torch.bfloat16
     for rows, far in ((2**18, False), (2**20, True)):
         x = meta(rows, 4096)

@@ -1,9 +1,8 @@
-"""The kernels of linear layers in float8: the formula's bits, from both sides of a tile; what the library is handed.
+"""The kernels of float8 linear layers have the formula's bits, and pass the library accepted arguments.
 
 Triton's interpreter truncates where hardware rounds float32 to float8 (3.6 to 3.9), and has no inline PTX. It runs the
-kernels with arithmetic on bits in their place, as GPUs before sm_90 do, so that bits can be compared; on a GPU the same
-tests compare those of the hardware's conversion. In a block whose scale is NaN values are not compared: an infinity is
-448, or NaN, there.
+kernels with bit arithmetic instead, as GPUs before sm_90 do, so that bits can be compared. On a GPU the same tests
+compare the hardware's conversion. Values are not compared in blocks with scale NaN, where an infinity is 448 or NaN.
 """
 
 from typing import Any
@@ -30,7 +29,7 @@ SLOW = pytest.mark.slow
 
 
 def numbers(r: int, c: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Of all sizes: blocks of zeros, of denormals, of huge numbers, outliers, infinities, NaN."""
+    """Return numbers of many magnitudes: blocks of zeros, denormals, huge numbers, outliers, infinities and NaN."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(r, c, generator=g) * torch.exp2(torch.randint(-20, 20, (r, c), generator=g).float())
     if r > 8 and c >= 100:
@@ -42,7 +41,7 @@ def numbers(r: int, c: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """(values, scales), values where the scale is a number."""
+    """Compare (values, scales); values only in blocks whose scale is finite."""
     (values, scales), (e_values, e_scales) = actual, expected
     assert values.dtype == e_values.dtype and values.shape == e_values.shape and values.is_contiguous()
     assert scales.dtype == e_scales.dtype and scales.shape == e_scales.shape and scales.is_contiguous()
@@ -75,16 +74,16 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
 def test_quantize_gives_the_formula_s_bits_of_both_layouts(
     device: Device, shape: tuple[int, int], dtype: torch.dtype, columns: int
 ) -> None:
-    """Along the axis that lies close, along the other, along both: one launch each."""
+    """Quantizing along contiguous rows, along columns, and along both takes one launch each."""
     x = numbers(*shape, dtype)
     launched = ["_quantize"] if x.numel() else []
-    for given in (x, x.t()):
-        assert_same(device.run(kernels.quantize, given, 1, columns), float8.quantize(given, 1, columns))
+    for operand in (x, x.t()):
+        assert_same(device.run(kernels.quantize, operand, 1, columns), float8.quantize(operand, 1, columns))
         assert device.names == launched
-    both = device.run(kernels.quantize_both, x, columns)
+    results = device.run(kernels.quantize_both, x, columns)
     assert len(device.launches) == len(launched)
-    assert_same(both[:2], float8.quantize(x, 1, columns))
-    assert_same(both[2:], float8.quantize(x.t(), 1, columns))
+    assert_same(results[:2], float8.quantize(x, 1, columns))
+    assert_same(results[2:], float8.quantize(x.t(), 1, columns))
 
 
 @pytest.mark.covering(1)
@@ -101,7 +100,7 @@ def test_rows_and_their_transposes_have_the_formula_s_bits(
     fnuz: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A row that is read once, one that is too long for that, one that lies across; by scales that are known."""
+    """Rows read once, longer rows, and transposed rows have the formula's bits, also with given scales."""
     if fnuz:
         monkeypatch.setattr(float8, "dtype_of", lambda device: float8.FNUZ)
     monkeypatch.setattr(kernels, "_COLUMNS_AT_ONCE", at_once)
@@ -110,13 +109,13 @@ def test_rows_and_their_transposes_have_the_formula_s_bits(
     assert device.names == ["_quantize_rows"] and device.launches[0][2]["KNOWN"] is (c > at_once)
     assert_same(stored, float8.quantize(x, 1, c))
     x = x.nan_to_num(0.0, 1.0, -1.0)
-    turned = x.t()[: r // 4 * 4]
-    for given, sizes in ((turned, (1, r)), (turned, turned.shape), (x, (r, c))):
-        wanted = float8.quantize(given, *sizes)
-        assert_same(device.run(kernels.quantize, given, *sizes), wanted)
-        by = device.run(kernels.quantize_by, given, wanted[1])
-        assert device.names == ["_quantize_turned" if given is turned and r % 4 == 0 else "_quantize_rows"]
-        assert_same((by, wanted[1]), wanted)
+    transposed = x.t()[: r // 4 * 4]
+    for operand, sizes in ((transposed, (1, r)), (transposed, transposed.shape), (x, (r, c))):
+        expected = float8.quantize(operand, *sizes)
+        assert_same(device.run(kernels.quantize, operand, *sizes), expected)
+        by = device.run(kernels.quantize_by, operand, expected[1])
+        assert device.names == ["_quantize_turned" if operand is transposed and r % 4 == 0 else "_quantize_rows"]
+        assert_same((by, expected[1]), expected)
 
 
 @pytest.mark.parametrize("fnuz", [False, True])
@@ -130,23 +129,23 @@ def test_rows_and_one_block_are_loaded_in_one_pass(
     x = numbers(9, 300)
     for rows, columns in ((1, 300), (9, 300), (1, 128)):
         stored = float8.quantize(x, rows, columns)
-        found = device.run(kernels.dequantize, *stored, rows, dtype)
-        assert device.names == (["_dequantize_rows"] if columns == 300 else []) and found.is_contiguous()
+        actual = device.run(kernels.dequantize, *stored, rows, dtype)
+        assert device.names == (["_dequantize_rows"] if columns == 300 else []) and actual.is_contiguous()
         expected = float8.dequantize(*stored, rows, dtype)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_stack_of_matrices_is_one_launch(device: Device, turned: bool) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_stack_of_matrices_is_one_launch(device: Device, transposed: bool) -> None:
     x = numbers(24, 200).nan_to_num(0.0, 1.0, -1.0).view(2, 12, 200)
-    given = x.transpose(1, 2) if turned else x
+    operand = x.transpose(1, 2) if transposed else x
     for scales in (
-        torch.stack([float8.quantize(one, *one.shape)[1] for one in given]),
-        float8.quantize(given.reshape(-1, given.shape[2]), 1, given.shape[2])[1].view(2, 1, -1),
+        torch.stack([float8.quantize(matrix, *matrix.shape)[1] for matrix in operand]),
+        float8.quantize(operand.reshape(-1, operand.shape[2]), 1, operand.shape[2])[1].view(2, 1, -1),
     ):
-        found = device.run(kernels.quantize_by, given, scales)
-        assert device.names == ["_quantize_turned" if turned else "_quantize_rows"] and found.is_contiguous()
-        assert torch.equal(found.float(), float8.quantize_by(given, scales).float())
+        actual = device.run(kernels.quantize_by, operand, scales)
+        assert device.names == ["_quantize_turned" if transposed else "_quantize_rows"] and actual.is_contiguous()
+        assert torch.equal(actual.float(), float8.quantize_by(operand, scales).float())
 
 
 @pytest.mark.parametrize(("shape", "columns"), [((200, 384), 128), ((100, 160), 32)])
@@ -219,56 +218,56 @@ def test_gradients_are_those_of_separate_operators(
     data = [torch.randn(r, c * (2 if layout else 1), generator=g).mul(2).to(dtype) for _ in range(2)]
     data = data[: 2 if name == "glu" else 1]
     grad = torch.randn(r, c, generator=g).to(dtype)
-    activation, *rest = scalars
+    activation, *other_scalars = scalars
     none = (None,) * (1 if name == "glu" else 2)
-    given = (*data, *none, activation, *([layout] if layout else []), *rest)
-    gradients = device.run(launch_of(f"{name}_backward"), grad, *given, (True, name == "glu", False))
-    result = device.run(launch_of(name), *given)
+    arguments = (*data, *none, activation, *([layout] if layout else []), *other_scalars)
+    gradients = device.run(launch_of(f"{name}_backward"), grad, *arguments, (True, name == "glu", False))
+    result = device.run(launch_of(name), *arguments)
 
     def fused(grad: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
-        scalars = (activation, *([layout] if layout else []), *rest, *([columns] if columns != 128 else []))
+        scalars = (activation, *([layout] if layout else []), *other_scalars, *([columns] if columns != 128 else []))
         return kernels.launch_of(f"{name}_backward_quantized")(grad, *data, *scalars)  # type: ignore[no-any-return]
 
-    found = device.run(fused, grad, *data)
-    assert device.names == ["_gradients"] and len(found) == 5 * len(data) + 2
+    actual = device.run(fused, grad, *data)
+    assert device.names == ["_gradients"] and len(actual) == 5 * len(data) + 2
     for i, d in enumerate(gradients[: len(data)]):
-        assert_same(found[5 * i : 5 * i + 2], float8.quantize(d, 1, columns))
-        assert_same(found[5 * i + 2 : 5 * i + 4], float8.quantize(d.t(), 1, columns))
+        assert_same(actual[5 * i : 5 * i + 2], float8.quantize(d, 1, columns))
+        assert_same(actual[5 * i + 2 : 5 * i + 4], float8.quantize(d.t(), 1, columns))
         tiles = torch.nn.functional.pad(d.double(), (0, 0, 0, -r % 128)).view(-1, 128, d.shape[1])
-        error = (found[5 * i + 4].double() - tiles.sum(1)).abs()
+        error = (actual[5 * i + 4].double() - tiles.sum(1)).abs()
         assert (error <= 16 * torch.finfo(torch.float32).eps * tiles.abs().sum(1)).all()
-    assert_same(found[-2:], float8.quantize(result.t(), *((1, 32) if columns == 32 else (128, 128))))
+    assert_same(actual[-2:], float8.quantize(result.t(), *((1, 32) if columns == 32 else (128, 128))))
 
 
 def test_no_rows_no_launch(device: Device) -> None:
     x = torch.empty(0, 128, dtype=BF16)
-    found = device.run(lambda x: kernels.launch_of("bias_act_backward_quantized")(x, x, "silu"), x)
-    assert not device.launches and [tuple(t.shape) for t in found] == [
+    actual = device.run(lambda x: kernels.launch_of("bias_act_backward_quantized")(x, x, "silu"), x)
+    assert not device.launches and [tuple(t.shape) for t in actual] == [
         (0, 128), (1, 0), (128, 0), (0, 128), (0, 128), (128, 0), (1, 0),
     ]  # fmt: skip
 
 
 def test_bytes_an_element() -> None:
-    """What an element of the result costs to move: inputs, and all that is returned."""
+    """The kernel moves these bytes per element of the result, inputs and results together."""
     x = meta(4096, 8192)
     for name, args, expected in (("bias_act", (x, "silu"), 7.09), ("glu", (x, x, "silu", 0.0, None), 11.19)):
         (launch,) = recorded(kernels.launch_of(f"{name}_backward_quantized"), x, *args)
         assert launch.grid == (32 * 64, 1, 1)
-        moved = sum(t.numel() * t.element_size() for t in launch.tensors if t is not None) / x.numel()
-        assert round(moved, 2) == expected
+        nbytes = sum(t.numel() * t.element_size() for t in launch.tensors if t is not None) / x.numel()
+        assert round(nbytes, 2) == expected
 
 
 def test_bytes_of_memory_fp8() -> None:
-    """What storing and loading an activation's input adds to an eager call: a launch each, a byte saved."""
+    """Storing and loading an activation's input in eager mode take a launch each and move 3 bytes per element."""
     x = meta(8192, 14336)
     values, scales = meta(8192, 14336, dtype=float8.FP8), meta(1, 8192, dtype=torch.float32)
     for call, *args in ((kernels.quantize, x, 1, 14336), (kernels.dequantize, values, scales, 1, BF16)):
         (launch,) = recorded(call, *args)
-        moved = sum(t.numel() * t.element_size() for t in launch.tensors if t is not None)
-        assert moved == x.numel() * (2 + 1) + 8192 * 4
+        nbytes = sum(t.numel() * t.element_size() for t in launch.tensors if t is not None)
+        assert nbytes == x.numel() * (2 + 1) + 8192 * 4
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_arguments_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(4, 128, dtype=BF16)
     of_act, of_packed = (kernels.launch_of(f"{name}_backward_quantized") for name in ("bias_act", "bias_glu"))
     with pytest.raises(ValueError, match=r"layout='interleaved' .* 'halves' or 'swapped'"):
@@ -293,8 +292,11 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Library:
-    """Stands in for ``torch.nn.functional.scaled_mm``: refuses what ATen's ScaledBlas.cpp refuses on sm_90, and in rows
-    what RowwiseScaledMM.cu refuses on sm_89, and ScaledBlas.cpp on ROCm; in blocks of 32, what it refuses on sm_100."""
+    """A stub of ``torch.nn.functional.scaled_mm`` with the checks of ATen.
+
+    These are ScaledBlas.cpp's checks on sm_90; for rows RowwiseScaledMM.cu's on sm_89 and ScaledBlas.cpp's on ROCm; for
+    blocks of 32 ScaledBlas.cpp's on sm_100.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
@@ -334,7 +336,7 @@ class Library:
         self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, output_dtype: torch.dtype
     ) -> Tensor:
         def wide(values: Tensor, scales: Tensor) -> Tensor:
-            """By where cuBLAS's documentation says that each scale lies."""
+            """Apply scales from the offsets in cuBLAS's documentation."""
             (rows, columns), tiles = values.shape, -(-values.shape[1] // 128)
             assert scales.dtype == torch.float8_e8m0fnu and scales.is_contiguous()
             assert scales.numel() == -(-rows // 128) * tiles * 512
@@ -385,7 +387,7 @@ def test_products_hand_over_what_the_library_accepts(
 
 
 def test_experts_hand_over_what_the_library_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ATen's GroupedBlas.cpp and ScaledGroupMM.cu refuse is refused."""
+    """The stub has the checks of ATen's GroupedBlas.cpp and ScaledGroupMM.cu."""
     experts, n, k = 3, 48, 80
     ends = torch.tensor([4, 4, 9], dtype=torch.int32)
 
@@ -401,8 +403,8 @@ def test_experts_hand_over_what_the_library_accepts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "_scaled_grouped_mm", library)
     x, w = float8.quantize(torch.randn(9, k), 1, k), torch.randn(experts, n, k)
     values, scales = float8.quantize(w.view(-1, k), 1, k)
-    whole = scales.view(experts, 1, n).amax(2, keepdim=True)
-    for of_w in ((values.view(experts, n, k), scales.view(experts, 1, n)), (float8.quantize_by(w, whole), whole)):
+    largest = scales.view(experts, 1, n).amax(2, keepdim=True)
+    for of_w in ((values.view(experts, n, k), scales.view(experts, 1, n)), (float8.quantize_by(w, largest), largest)):
         got = kernels.scaled_grouped_mm(*x, *of_w, ends, BF16)
         assert torch.equal(got, float8.grouped_product(*x, *of_w, ends, BF16))
     monkeypatch.setattr(torch, "_scaled_grouped_mm", None)
@@ -410,7 +412,7 @@ def test_experts_hand_over_what_the_library_accepts(monkeypatch: pytest.MonkeyPa
     assert kernels.scaled_grouped_mm(*none, *of_w, ends, BF16).shape == (0, n)
 
 
-def test_nothing_to_multiply_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_products_skip_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", None)
     bias = torch.randn(128)
     for m, k in ((0, 128), (3, 0)):

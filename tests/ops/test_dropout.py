@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from harness import Calls
 
 from torch_fused_ops import functional
-from torch_fused_ops.families.dropout import cpu as dropout_cpu
 from torch_fused_ops.families.dropout import formulas
-from torch_fused_ops.kernels import cpu
 from torch_fused_ops.operators import reference
 
 fused = torch.ops.fused
@@ -65,46 +63,42 @@ def test_the_generator_is_philox(counter, seed):
     expected = philox_in_integers((low, high, 0, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     words = formulas.philox(int32(low), int32(high), torch.tensor(seed))
     assert tuple(int(w) & 0xFFFFFFFF for w in words) == expected
-    on_cpu = dropout_cpu._words(counter, 3, dropout_cpu._keys(torch.tensor([seed])))
-    assert tuple(int(w[0]) for w in on_cpu) == expected
 
 
 def test_the_mask_is_the_generators_words():
-    """Element 4k + j has word j of counter k, and is kept where that is not below p·2³²."""
-    p, kept = 0.3, mask((5, 7), SEED, 0.3).flatten().tolist()
+    """Element 4k + j has word j of counter k, and is kept if the word is at least p·2³²."""
+    p, keep = 0.3, mask((5, 7), SEED, 0.3).flatten().tolist()
     seed = int(SEED)
-    for i, k in enumerate(kept):
+    for i, k in enumerate(keep):
         words = philox_in_integers((i // 4, 0, 0, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
         assert k == (words[i % 4] >= round(p * 2**32))
 
 
-@pytest.mark.parametrize(
-    ("shape", "block"), [((40, 1000), 32768), ((3, 50001), 32768), ((7, 13), 32), ((100001,), 32768), ((5, 70), 32)]
-)
-def test_blocks_of_the_cpu_kernel_are_one_mask(shape, block, monkeypatch):
-    monkeypatch.setattr(cpu, "block", lambda: block)
+@pytest.mark.parametrize("shape", [(40, 1000), (3, 50001), (7, 13), (100001,)])
+def test_cpu_mask_does_not_depend_on_blocks(shape, monkeypatch):
+    monkeypatch.setattr(formulas, "_COUNTERS_PER_BLOCK", 1000)
     x, r, b = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1:])
     for tensors in ((x, b, r), (x, None, None)):
         torch.testing.assert_close(fused.dropout_add(*tensors, SEED, 0.3), reference.dropout_add(*tensors, SEED, 0.3))
     args = (r, SEED, 0.3, torch.float32, torch.float32, [True, True])
-    got, expected = (module.dropout_add_backward(*args) for module in (fused, reference))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-3)
+    actual, expected = (module.dropout_add_backward(*args) for module in (fused, reference))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-3)
 
 
 def test_the_mask_does_not_depend_on_dtype_or_strides():
     x = torch.ones(12, 20)
-    kept = mask((12, 20), SEED, 0.4)
+    keep = mask((12, 20), SEED, 0.4)
     for t in (x.double(), x.bfloat16(), x.half(), x.t().contiguous().t(), x[:1].expand(12, 20), x.repeat(1, 2)[:, ::2]):
-        assert torch.equal(fused.dropout_add(t, None, None, SEED, 0.4) != 0, kept)
-    assert torch.equal(fused.dropout_add(x.view(240), None, None, SEED, 0.4).view(12, 20) != 0, kept)
+        assert torch.equal(fused.dropout_add(t, None, None, SEED, 0.4) != 0, keep)
+    assert torch.equal(fused.dropout_add(x.view(240), None, None, SEED, 0.4).view(12, 20) != 0, keep)
     for seed in (SEED.view(()), SEED.view(1, 1)):
-        assert torch.equal(mask((12, 20), seed, 0.4), kept)
+        assert torch.equal(mask((12, 20), seed, 0.4), keep)
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
 #
-# Seeds are fixed, so these tests pass or fail once and for all. Each bound is one that a perfect generator's statistic
-# crosses with probability at most 1e-6, over all cases of the test: five-sigma bounds and the like by Bonferroni.
+# Seeds are fixed, so these tests are deterministic. A perfect generator's statistic exceeds a bound in any of a test's
+# cases with probability at most 1e-6: by Bonferroni these are about five-sigma bounds.
 
 
 def sigmas(cases):
@@ -136,8 +130,8 @@ def test_shard_seed_is_splitmix64():
     # The first outputs of the published generator for seed 0 are 0xe220a8397b1dcdaf, 0x6e789e6aa1b965f4, …
     assert splitmix64(0) == 0xE220A8397B1DCDAF
     for seed in (0, 1, -1, 2**62, -(2**63)):
-        got = functional.shard_seed(torch.tensor([seed]), 0)
-        assert int(got) % 2**64 == splitmix64(seed % 2**64)
+        actual = functional.shard_seed(torch.tensor([seed]), 0)
+        assert int(actual) % 2**64 == splitmix64(seed % 2**64)
     assert int(functional.shard_seed(torch.tensor([0]), 1)) % 2**64 == 0x6E789E6AA1B965F4
     seed = torch.tensor([5])
     assert functional.shard_seed(seed) is seed
@@ -152,21 +146,22 @@ def test_shard_seed_is_splitmix64():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.5])
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
-def test_special_values_go_torchs_way(value, p):
-    """What F.dropout multiplies by 0 or the scale is so here: NaN stays, an infinity that is dropped is NaN."""
+def test_special_values_equal_torchs(value, p):
+    """As in F.dropout, NaN stays NaN, and a dropped infinity becomes NaN."""
     x = torch.full((64,), value)
-    ours, theirs = fused.dropout_add(x, None, None, SEED, p), F.dropout(x, p)
-    assert {str(v) for v in ours.unique().tolist()} == {str(v) for v in theirs.unique().tolist()}
+    actual, expected = fused.dropout_add(x, None, None, SEED, p), F.dropout(x, p)
+    assert {str(v) for v in actual.unique().tolist()} == {str(v) for v in expected.unique().tolist()}
 
 
-def test_one_rounding():
+def test_results_are_rounded_once():
     x, b, r = (torch.randn(64, 64).bfloat16() for _ in range(3))
-    exact = r.double() + (x.double() + b[0].double()) * mask((64, 64), SEED, 0.5) * 2  # in float32, too, or nearly
+    exact = (
+        r.double() + (x.double() + b[0].double()) * mask((64, 64), SEED, 0.5) * 2
+    )  # float32 rounds this sum only slightly
     assert torch.equal(fused.dropout_add(x, b[0], r, SEED, 0.5), exact.float().bfloat16())
 
 
-def test_nothing_is_random_without_need():
-    """p = 0 and p = 1 ask no generator."""
+def test_generator_is_unused_for_p_0_and_1():
     x, r = torch.randn(3, 5), torch.randn(3, 5)
     for p in (0.0, 1.0, 1e-12, 1 - 2.0**-40):
         assert formulas.mask_at(*formulas.row_major(x.shape, CPU), SEED, p) is None
@@ -199,7 +194,7 @@ def test_gradcheck(has, p):
     assert torch.autograd.gradcheck(
         operator(p), tensors, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
     )
-    # Linear in its tensors: a second derivative is that of what comes behind.
+    # The operator is linear in its tensors, so the sine gives the second derivative.
     curved = lambda *t: operator(p)(*t).sin()  # noqa: E731
     assert torch.autograd.gradgradcheck(curved, tensors, check_fwd_over_rev=True, check_rev_over_rev=True)
 
@@ -210,7 +205,7 @@ def test_frozen_arguments_cost_nothing(has):
     with Calls() as calls:
         operator()(*tensors).sum().backward()
     masks = [tuple(args[-1]) for args in calls.of(fused.dropout_add_backward.default)]
-    assert masks == ([has[:2]] if any(has[:2]) else [])  # the residual's gradient is the incoming one: no work at all
+    assert masks == ([has[:2]] if any(has[:2]) else [])  # the residual's gradient is the incoming gradient
     assert tuple(t.grad is not None for t in tensors) == has
 
 
@@ -224,10 +219,10 @@ def test_bias_dropout_add():
     assert not torch.equal(first, second)
     torch.manual_seed(0)
     assert torch.equal(functional.bias_dropout_add(x, b, r, 0.5), first)
-    kept = (first - r).abs() > 1e-6
-    torch.testing.assert_close(first, r + (x + b) * kept * 2)
+    keep = (first - r).abs() > 1e-6
+    torch.testing.assert_close(first, r + (x + b) * keep * 2)
     state = torch.get_rng_state()
-    for got, expected in (
+    for actual, expected in (
         (functional.bias_dropout_add(x, b, r, 0.5, training=False), x + b + r),
         (functional.bias_dropout_add(x, b, r, 0.0), x + b + r),
         (functional.bias_dropout_add(x, None, r, 0.0), x + r),
@@ -235,6 +230,6 @@ def test_bias_dropout_add():
         (functional.bias_dropout_add(x.bfloat16(), None, r, 0, False), x.bfloat16() + r),
         (functional.bias_dropout_add(x, None, r.bfloat16(), 0, False), (x + r.bfloat16()).bfloat16()),
     ):
-        assert torch.equal(got, expected)
+        assert torch.equal(actual, expected)
     assert functional.bias_dropout_add(x, None, None, 0.5, False) is x
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"

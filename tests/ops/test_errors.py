@@ -1,4 +1,4 @@
-"""Bad input: the argument, its value, what is accepted; ValueError or TypeError in eager, the same text compiled."""
+"""Bad arguments raise ValueError or TypeError with name, value and accepted values; compiled code has the same text."""
 
 import re
 from functools import partial
@@ -15,7 +15,7 @@ ops, softmax = torch.ops.fused, torch.ops.fused.scaled_masked_softmax
 KNOWN = "accepted: " + ", ".join(BUILTIN)
 FLOATING = "accepted: float16, bfloat16, float32, float64"
 
-# What is called, with what, the error's class, what its text says.
+# Function, arguments, exception, and fragments of the message.
 BAD = {
     "activation": (ops.bias_act, (X, None, None, "swish"), ValueError, ["activation='swish'", KNOWN]),
     "activation of glu": (ops.glu, (X, X, None, "Silu"), ValueError, ["activation='Silu'", KNOWN]),
@@ -55,7 +55,7 @@ BAD = {
     "devices": (ops.bias_act, (X, ELSEWHERE(4), None, "silu"), ValueError, ["bias is on device meta; accepted: cpu"]),
     "devices of glu": (ops.glu, (X, ELSEWHERE(3, 4), None, "silu"), ValueError, ["up is on device meta", "cpu"]),
     "devices, scale": (ops.glu, (X, X, ELSEWHERE(3), "silu"), ValueError, ["token_scale is on device meta", "cpu"]),
-    # What torch.ops refuses by itself, in its own words, has ours in the typed functions.
+    # torch.ops rejects these with messages of its own. The typed functions use our messages.
     "list": (F.silu, ([1.0, 2.0],), TypeError, ["input=[1.0, 2.0]", "must be a tensor, not list"]),
     "number as bias": (F.bias_act, (X, 0.5), TypeError, ["bias=0.5", "must be a tensor or None, not float"]),
     "string as clamp": (partial(F.swiglu, clamp="7"), (X, X), TypeError, ["clamp='7'", "a number or None, not str"]),
@@ -138,23 +138,23 @@ def has_derivatives(name):
 
 @pytest.mark.parametrize("name", filter(has_derivatives, BAD))
 def test_under_transforms(name):
-    """Where the reference stands in for the operator, it must not accept more by broadcasting."""
-    fn, (first, *rest), error, fragments = call(name)
+    """Under transforms the reference runs, which must not accept more by broadcasting."""
+    fn, (first, *others), error, fragments = call(name)
     attempts = (
-        lambda: torch.func.jvp(lambda x: fn(x, *rest), (first,), (torch.ones_like(first),)),
-        lambda: torch.func.grad(lambda x: fn(x, *rest).sum())(first),
-        lambda: torch.vmap(lambda x: fn(x, *rest))(first.expand(2, *first.shape)),
+        lambda: torch.func.jvp(lambda x: fn(x, *others), (first,), (torch.ones_like(first),)),
+        lambda: torch.func.grad(lambda x: fn(x, *others).sum())(first),
+        lambda: torch.vmap(lambda x: fn(x, *others))(first.expand(2, *first.shape)),
     )
     for attempt in attempts:
         raises(error, re.escape(fragments[0]), attempt)
 
 
-def test_each_example_s_bias_is_checked_under_vmap():
+def test_bias_of_each_example_is_checked_under_vmap():
     with pytest.raises(ValueError, match=r"bias has shape \(1,\); accepted: \(4,\)"):
         torch.vmap(lambda x, b: ops.bias_act(x, b, None, "silu"))(torch.zeros(2, 3, 4), torch.zeros(2, 1))
 
 
-# Arguments of calls that are right as they stand.
+# Calls with valid arguments.
 TYPED = {
     "bias_act": (partial(F.bias_act, activation="silu"), {"input": X, "bias": X[0], "token_scale": X[:, 0]}),
     "glu": (partial(F.glu, activation="silu"), {"gate": X, "up": X, "token_scale": X[:, 0]}),
@@ -175,8 +175,8 @@ SCALARS = {
 }
 
 
-def by_position(name, **given):
-    return getattr(ops, name)(*given.values(), *SCALARS[name])
+def by_position(name, **tensors):
+    return getattr(ops, name)(*tensors.values(), *SCALARS[name])
 
 
 OPERATORS = {f"torch.ops.{name}": (partial(by_position, name), TYPED[name][1]) for name in SCALARS}
@@ -205,31 +205,31 @@ NO_TENSORS = {
 WRONG_KINDS = OTHER_DTYPES | LAYOUTS | NO_TENSORS | {"bools": lambda t: t.bool(), "None": lambda t: None}
 WRONG = [
     (name, argument, kind)
-    for name, (_, given) in CALLS.items()
-    for argument in given
+    for name, (_, arguments) in CALLS.items()
+    for argument in arguments
     for kind in WRONG_KINDS
     if (kind, argument) != ("bools", "mask") and (kind != "None" or argument in ("input", "gate", "up", "x", "seed"))
 ]
 
 
-def wrong(name, argument, kind):
-    """The call, its arguments with one of them wrong."""
-    fn, given = CALLS[name]
-    return fn, {**given, argument: WRONG_KINDS[kind](given[argument])}
+def with_wrong_argument(name, argument, kind):
+    """Return a call and its arguments, with one argument of a wrong kind."""
+    fn, arguments = CALLS[name]
+    return fn, {**arguments, argument: WRONG_KINDS[kind](arguments[argument])}
 
 
 @pytest.mark.covering(2, "argument", "kind")
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: some of these layouts are in beta
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns that some layouts are in beta
 @pytest.mark.parametrize(("name", "argument", "kind"), WRONG)
-def test_what_is_no_dense_floating_tensor_is_refused_by_name(name, argument, kind):
-    fn, given = wrong(name, argument, kind)
-    # torch.ops checks types itself, in its own words, which name the argument and what it got, too.
+def test_errors_name_arguments_that_are_not_dense_floating_tensors(name, argument, kind):
+    fn, arguments = with_wrong_argument(name, argument, kind)
+    # torch.ops checks types itself, and its messages also name the argument.
     by_torch = name.startswith("torch.ops") and kind in NO_TENSORS
-    text = str(raises(RuntimeError if by_torch else (TypeError, ValueError), "", fn, **given))
+    text = str(raises(RuntimeError if by_torch else (TypeError, ValueError), "", fn, **arguments))
     if by_torch:
         assert f"argument '{argument}'" in text
     else:
-        names = ("x", "input") if argument == "x" else (argument,)  # x is input to the operator, which sees layouts
+        names = ("x", "input") if argument == "x" else (argument,)  # the operator, which checks layouts, calls x input
         assert text.startswith(names) and "accepted" in text, text
         assert kind not in NO_TENSORS or "it must be a tensor" in text, text
 
@@ -244,9 +244,9 @@ DYNAMO = [
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "argument", "kind"), DYNAMO)
-def test_so_it_is_under_the_compiler(name, argument, kind):
-    fn, given = wrong(name, argument, kind)
-    raises(Exception, argument, torch.compile(lambda: fn(**given), backend="eager", fullgraph=True))
+def test_compiled_calls_name_the_argument(name, argument, kind):
+    fn, arguments = with_wrong_argument(name, argument, kind)
+    raises(Exception, argument, torch.compile(lambda: fn(**arguments), backend="eager", fullgraph=True))
 
 
 @pytest.mark.parametrize("training", ["no", 1, None, torch.tensor(True)])

@@ -1,4 +1,4 @@
-"""Linear layers in float8: what is stored, products of it, gradients, and what is refused."""
+"""Float8 linear layers: stored values, GEMMs, gradients, and errors."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def wide_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> 
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_stored_is_off_by_half_a_step(block: Block, dtype: torch.dtype) -> None:
+def test_stored_values_are_off_by_at_most_half_a_step(block: Block, dtype: torch.dtype) -> None:
     x = wide_matrix(256, 384, dtype)
     rows, columns = block.sizes_in(x.shape)
     values, scales = fused.quantize(x, rows, columns)
@@ -48,8 +48,8 @@ def test_what_is_stored_is_off_by_half_a_step(block: Block, dtype: torch.dtype) 
     assert torch.equal(scale.log2(), scale.log2().round())
     # The scale is the least power of two that keeps 448 above the block.
     largest = exact.abs().reshape(256 // rows, rows, 384 // columns, columns).amax((1, 3))
-    own = (scales.t() if rows == 1 else scales).double()
-    assert (largest <= 448 * own).all() and (largest > 224 * own).all()
+    block_scales = (scales.t() if rows == 1 else scales).double()
+    assert (largest <= 448 * block_scales).all() and (largest > 224 * block_scales).all()
 
 
 @pytest.mark.parametrize("width", (MX_BLOCK, BLOCK, 272))  # blocks, which are rows, and a row of another width
@@ -90,8 +90,8 @@ def test_blocks_of_32_are_requantised_in_these() -> None:
     x = wide_matrix(70, 160)
     values, scales = fused.requantize(*fused.quantize(x, 1, MX_BLOCK))
     once = fused.dequantize(*fused.quantize(x, 1, MX_BLOCK), 1, torch.float32)
-    for found, wanted in zip((values, scales), fused.quantize(once.t(), 1, MX_BLOCK), strict=True):
-        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    for actual, expected in zip((values, scales), fused.quantize(once.t(), 1, MX_BLOCK), strict=True):
+        assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
     assert values.shape == (160, 96) and scales.shape == (3, 160)
     with pytest.raises(ValueError, match="columns=64 is not accepted: it must be 128 or 32, the columns of a block"):
         fused.quantize_both(x, 64)
@@ -101,7 +101,7 @@ def test_blocks_of_32_are_requantised_in_these() -> None:
 @pytest.mark.parametrize(
     ("dtype", "element"), [(torch.float16, 64000.0), (torch.bfloat16, 3.35e38), (torch.float32, 3.35e38)]
 )
-def test_what_rounds_beyond_the_largest_number_loads_as_that(dtype: torch.dtype, element: float, recipe: str) -> None:
+def test_values_beyond_the_largest_number_load_as_that_number(dtype: torch.dtype, element: float, recipe: str) -> None:
     """One element of a linear layer's input that float8 rounds up: the weight's gradient is finite, and right."""
     x = torch.randn(BLOCK, BLOCK)
     x[3, 5] = element
@@ -137,16 +137,16 @@ def test_scales_of_blocks_of_32_lie_in_tiles(shape: tuple[int, int]) -> None:
         x[0, 0], x[-1, -1] = math.nan, 0.0
     scales = fused.quantize(x, 1, MX_BLOCK)[1]
     (rows, columns), tiles = shape, -(-shape[1] // (4 * MX_BLOCK))
-    found = float8.tiled(scales)
-    assert found.dtype == torch.uint8 and found.numel() == -(-rows // 128) * tiles * 512
-    e8m0, filled = found.view(torch.float8_e8m0fnu).float(), set()
+    actual = float8.tiled(scales)
+    assert actual.dtype == torch.uint8 and actual.numel() == -(-rows // 128) * tiles * 512
+    e8m0, filled = actual.view(torch.float8_e8m0fnu).float(), set()
     for row in range(rows):
         for block in range(columns // MX_BLOCK):
             inside = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
             place = (row // 128 * tiles + block // 4) * 512 + inside
             filled.add(place)
             torch.testing.assert_close(e8m0[place], scales[block, row], rtol=0, atol=0, equal_nan=True)
-    assert len(filled) == scales.numel() and not any(found[i] for i in range(found.numel()) if i not in filled)
+    assert len(filled) == scales.numel() and not any(actual[i] for i in range(actual.numel()) if i not in filled)
 
 
 @pytest.mark.parametrize(("shape", "calls"), [((256, 512), 2), ((130, 512), 3)])
@@ -164,12 +164,12 @@ def test_a_scale_that_is_known_gives_the_same_values() -> None:
     """One scale for all is the largest of the rows'; larger scales and NaN are the caller's to give."""
     x = wide_matrix(48, 80)
     values, scales = fused.quantize(x, 1, 80)
-    whole, scale = fused.quantize(x, 48, 80)
+    in_one_block, scale = fused.quantize(x, 48, 80)
     assert torch.equal(scale, scales.amax(1, keepdim=True))
-    for known, wanted in ((scales, values), (scale, whole)):
-        for own in (x, x.t().contiguous().t()):
-            found = fused.quantize_by(own, known)
-            assert found.is_contiguous() and torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    for known, expected in ((scales, values), (scale, in_one_block)):
+        for operand in (x, x.t().contiguous().t()):
+            actual = fused.quantize_by(operand, known)
+            assert actual.is_contiguous() and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
     assert fused.dequantize(fused.quantize_by(x, scale * math.nan), scale * math.nan, 48, torch.float32).isnan().all()
 
 
@@ -185,24 +185,24 @@ def test_on_gfx942_the_numbers_are_the_same(recipe: str, monkeypatch: pytest.Mon
         (w.t(), scaling.weight_t.sizes_in(w.t().shape)),
     ]
 
-    def found() -> list[Any]:
+    def results() -> list[Any]:
         stored = [fused.quantize(t, *sizes) for t, sizes in blocks]
         y = FF.linear_fp8(x.requires_grad_(), w.requires_grad_(), recipe=recipe)
         return [*stored, [y.detach(), *torch.autograd.grad(y.sum(), (x, w))]]
 
-    usual = found()
+    usual = results()
     monkeypatch.setattr(float8, "dtype_of", lambda device: float8.FNUZ)
-    for (values, scales), (own, own_scales) in zip(usual[:-1], (there := found())[:-1], strict=True):
+    for (values, scales), (fnuz, fnuz_scales) in zip(usual[:-1], (fnuz_results := results())[:-1], strict=True):
         numbers = values.float().isfinite()
-        assert own.dtype == torch.float8_e4m3fnuz and own.view(torch.uint8)[numbers].ne(0x80).all()
+        assert fnuz.dtype == torch.float8_e4m3fnuz and fnuz.view(torch.uint8)[numbers].ne(0x80).all()
         assert (
-            torch.equal(own.float()[numbers] * 2, values.float()[numbers]) and own.float()[numbers].abs().max() <= 224
+            torch.equal(fnuz.float()[numbers] * 2, values.float()[numbers]) and fnuz.float()[numbers].abs().max() <= 224
         )
-        torch.testing.assert_close(own_scales, scales * 2, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(there[-1], usual[-1], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(fnuz_scales, scales * 2, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(fnuz_results[-1], usual[-1], rtol=0, atol=0, equal_nan=True)
 
 
-def test_which_float8_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_dtype_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     assert float8.dtype_of(torch.device("cpu")) == float8.dtype_of(torch.device("meta")) == torch.float8_e4m3fn
     monkeypatch.setattr(torch.version, "hip", None)
@@ -210,7 +210,7 @@ def test_which_float8_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     for arch, dtype in (("gfx942:sramecc+:xnack-", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)):
         properties = SimpleNamespace(gcnArchName=arch)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
         assert float8.dtype_of(gpu) == dtype
 
 
@@ -282,18 +282,18 @@ def test_leading_axes_dtypes_and_what_needs_no_gradient() -> None:
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
 
 
-def test_what_is_kept_is_a_byte_an_element() -> None:
+def test_saved_input_has_one_byte_per_element() -> None:
     x, w = torch.randn(256, 128, requires_grad=True), torch.randn(384, 128, requires_grad=True)
-    kept: dict[str, int] = {}
+    saved: dict[str, int] = {}
     for recipe in RECIPES:
         tensors: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, to=tensors: (to.append(t), t)[1], lambda t: t):
             FF.linear_fp8(x, w, recipe=recipe)
-        kept[recipe] = sum(t.nbytes for t in tensors if t.data_ptr() != w.data_ptr())
-    whole = 256 * 128 * 4
-    assert kept == {
-        **{"fp8": 256 * 128 + 256 * 4, "fp8-wgrad-bf16": whole, "fp8-rowwise": whole + 4},
-        **{"mxfp8": 256 * 128 + 256 * 4 * 4, "mxfp8-wgrad-bf16": whole},
+        saved[recipe] = sum(t.nbytes for t in tensors if t.data_ptr() != w.data_ptr())
+    unquantized = 256 * 128 * 4
+    assert saved == {
+        **{"fp8": 256 * 128 + 256 * 4, "fp8-wgrad-bf16": unquantized, "fp8-rowwise": unquantized + 4},
+        **{"mxfp8": 256 * 128 + 256 * 4 * 4, "mxfp8-wgrad-bf16": unquantized},
     }
 
 
@@ -310,22 +310,22 @@ def test_the_operators_of_one_pass_are_those_of_several(
     name: str, make: Any, scalars: tuple[Any, ...], columns: int
 ) -> None:
     grad, data = torch.randn(200, 256).bfloat16(), make(torch.randn(200, 256).bfloat16())
-    found = list(getattr(fused, f"{name}_backward_quantized")(grad, *data, *scalars, columns))
-    others = (None,) * {"bias_act": 2, "glu": 1, "bias_glu": 2}[name]
-    mask = [True] * len(data) + [False] * len(others)
-    gradients = getattr(reference, f"{name}_backward")(grad, *data, *others, *scalars, mask)
-    result = getattr(reference, name)(*data, *others, *scalars)
-    wanted = []
+    actual = list(getattr(fused, f"{name}_backward_quantized")(grad, *data, *scalars, columns))
+    absent = (None,) * {"bias_act": 2, "glu": 1, "bias_glu": 2}[name]
+    mask = [True] * len(data) + [False] * len(absent)
+    gradients = getattr(reference, f"{name}_backward")(grad, *data, *absent, *scalars, mask)
+    result = getattr(reference, name)(*data, *absent, *scalars)
+    expected = []
     for g in gradients[: len(data)]:
         sums = torch.stack([part.float().sum(0) for part in g.split(BLOCK)])
-        wanted += [*fused.quantize(g, 1, columns), *fused.quantize(g.t(), 1, columns), sums]
-        for a, b in zip(fused.quantize_both(g, columns), wanted[-5:-1], strict=True):
+        expected += [*fused.quantize(g, 1, columns), *fused.quantize(g.t(), 1, columns), sums]
+        for a, b in zip(fused.quantize_both(g, columns), expected[-5:-1], strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    wanted += fused.quantize(result.t(), *((1, columns) if columns == MX_BLOCK else (columns, columns)))
-    for a, b in zip(found, wanted, strict=True):
+    expected += fused.quantize(result.t(), *((1, columns) if columns == MX_BLOCK else (columns, columns)))
+    for a, b in zip(actual, expected, strict=True):
         if a.dtype == float8.FP8:
             a, b = a.float(), b.float()
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-2 if a.shape == wanted[4].shape else 0)  # sums' order
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-2 if a.shape == expected[4].shape else 0)  # sums' order
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_the_operators_of_one_pass_are_those_of_several(
         ),
     ],
 )
-def test_what_is_not_accepted_is_named(call: Callable[..., Any], message: str) -> None:
+def test_errors_name_the_argument(call: Callable[..., Any], message: str) -> None:
     raises((ValueError, TypeError), message, call, torch.randn(4, 128), torch.randn(256, 128))
 
 
@@ -386,10 +386,10 @@ def in_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_products_by_tiled_scales_are_the_same() -> None:
     a, b, bias = wide_matrix(70, 160), wide_matrix(130, 160), torch.randn(130)
     a[3, 5] = math.nan
-    wanted = fused.scaled_mm(*fused.quantize(a, 1, MX_BLOCK), *fused.quantize(b, 1, MX_BLOCK), bias, 1, torch.float32)
-    found = fused.scaled_mm_tiled(*in_tiles(a), *in_tiles(b), bias, torch.float32)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-    assert found[3].isnan().all() and found[4:].isfinite().all()
+    expected = fused.scaled_mm(*fused.quantize(a, 1, MX_BLOCK), *fused.quantize(b, 1, MX_BLOCK), bias, 1, torch.float32)
+    actual = fused.scaled_mm_tiled(*in_tiles(a), *in_tiles(b), bias, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert actual[3].isnan().all() and actual[4:].isfinite().all()
     values, tiles = in_tiles(a)
     with pytest.raises(ValueError, match=r"a_tiles has shape \(1023,\); accepted: \(1024,\)"):
         fused.scaled_mm_tiled(values, tiles[1:], values, tiles, None, torch.float32)
@@ -420,7 +420,7 @@ def test_opcheck(call: tuple[str, Callable[[Tensor], tuple[Any, ...]]]) -> None:
     args = arguments(torch.randn(128, 256))
     utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
     if name in ("linear_fp8", "scaled_mm_tiled"):
-        del utils[0]  # which multiplies float8 on the CPU, to compare what the operators inside have been given
+        del utils[0]  # it multiplies float8 on the CPU to compare the inner operators' arguments
     torch.library.opcheck(getattr(fused, name).default, args, test_utils=utils)
 
 

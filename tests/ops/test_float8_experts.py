@@ -1,4 +1,4 @@
-"""Products of experts in float8: what they are of, gradients, and what is refused."""
+"""Float8 GEMMs of experts: operands, gradients, and errors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +23,8 @@ EXPERTS, IN, OUT = len(COUNTS), 48, 80
 ROW = Block(1, None)
 
 
-def drawn(counts: tuple[int, ...] = COUNTS, turned: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(input, weight (experts, in, out), ends, the result's gradient); ``turned``: as the transpose of a parameter."""
+def make_case(counts: tuple[int, ...] = COUNTS, transposed: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return input, weight (experts, in, out), ends and the result's gradient; ``transposed``: of weight."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(sum(counts), IN, generator=g) * torch.exp2(torch.randint(-9, 9, (sum(counts), 1), generator=g))
     w = torch.randn(len(counts), OUT, IN, generator=g) * torch.exp2(
@@ -33,42 +33,43 @@ def drawn(counts: tuple[int, ...] = COUNTS, turned: bool = True) -> tuple[Tensor
     weight = w.to(BF16).transpose(1, 2)
     ends = torch.tensor(counts).cumsum(0).int()
     grad = torch.randn(sum(counts), OUT, generator=g).to(BF16)
-    return x.to(BF16).requires_grad_(), (weight if turned else weight.contiguous()).requires_grad_(), ends, grad
+    return x.to(BF16).requires_grad_(), (weight if transposed else weight.contiguous()).requires_grad_(), ends, grad
 
 
-@pytest.mark.parametrize("turned", (True, False))
-def test_products_and_gradients_are_within_their_bounds(turned: bool) -> None:
-    x, w, ends, grad = drawn(turned=turned)
+@pytest.mark.parametrize("transposed", (True, False))
+def test_products_and_gradients_are_within_their_bounds(transposed: bool) -> None:
+    x, w, ends, grad = make_case(transposed=transposed)
     y = fused.grouped_linear_fp8(x, w, ends)
     dx, dw = torch.autograd.grad(y, (x, w), grad)
     assert [t.dtype for t in (y, dx, dw)] == [BF16] * 3 and dw.stride() == w.stride()
     start = 0
     for e, end in enumerate(ends.tolist()):
         rows, start = slice(start, end), end
-        own, g, one = x.detach()[rows], grad[rows], w.detach()[e]
-        exact = own.double() @ one.double(), g.double() @ one.double().t(), own.double().t() @ g.double()
-        size = own.double().abs() @ one.double().abs(), g.double().abs() @ one.double().abs().t()
-        bounds = product_bound(own, one.t(), ROW, ROW), product_bound(g, one, ROW, Block(None, None))
-        for found, wanted, bound, of in zip((y[rows], dx[rows]), exact, bounds, size, strict=False):
-            assert ((found.double() - wanted).abs() <= bound + 2 * torch.finfo(BF16).eps * of).all()
-            assert end == rows.start or (found.double() - wanted).abs().max() > 1e-3 * wanted.abs().max(), "not rounded"
+        x_e, g, w_e = x.detach()[rows], grad[rows], w.detach()[e]
+        exact = x_e.double() @ w_e.double(), g.double() @ w_e.double().t(), x_e.double().t() @ g.double()
+        size = x_e.double().abs() @ w_e.double().abs(), g.double().abs() @ w_e.double().abs().t()
+        bounds = product_bound(x_e, w_e.t(), ROW, ROW), product_bound(g, w_e, ROW, Block(None, None))
+        for actual, expected, bound, magnitude in zip((y[rows], dx[rows]), exact, bounds, size, strict=False):
+            error = (actual.double() - expected).abs()
+            assert (error <= bound + 2 * torch.finfo(BF16).eps * magnitude).all()
+            assert end == rows.start or error.max() > 1e-3 * expected.abs().max(), "not rounded"
         torch.testing.assert_close(dw[e].double(), exact[2], rtol=0.02, atol=0.02 * float(exact[2].abs().max() + 1))
 
 
 def test_an_expert_s_scale_is_its_own() -> None:
-    _, w, _, _ = drawn()
+    _, w, _, _ = make_case()
     rows = w.transpose(1, 2).reshape(EXPERTS * OUT, IN)
     scales = fused.quantize(rows, 1, IN)[1].view(EXPERTS, 1, OUT)
     largest = scales.amax(2, keepdim=True)
     values = fused.quantize_by(w, largest)
     assert values.is_contiguous()
     for e in range(EXPERTS):
-        own, scale = fused.quantize(w[e], IN, OUT)
-        assert torch.equal(own.view(torch.uint8), values[e].view(torch.uint8)) and torch.equal(scale, largest[e])
+        codes, scale = fused.quantize(w[e], IN, OUT)
+        assert torch.equal(codes.view(torch.uint8), values[e].view(torch.uint8)) and torch.equal(scale, largest[e])
 
 
 def test_no_rows() -> None:
-    x, w, ends, grad = drawn((0, 0))
+    x, w, ends, grad = make_case((0, 0))
     y = fused.grouped_linear_fp8(x, w, ends)
     assert y.shape == (0, OUT)
     dx, dw = torch.autograd.grad(y, (x, w), grad)
@@ -81,13 +82,13 @@ def test_no_rows() -> None:
     ids=("columns", "odd rows", "one row"),
 )
 def test_rows_may_lie_anyhow(lie: Callable[[Tensor], Tensor]) -> None:
-    x, w, ends, grad = drawn()
+    x, w, ends, grad = make_case()
     laid = lie(x.detach()).requires_grad_()
     dense = laid.detach().contiguous().requires_grad_()
     for a, b in zip(
         *(
-            torch.autograd.grad(tfo.functional.grouped_linear_fp8(one, w, ends), (one, w), grad)
-            for one in (laid, dense)
+            torch.autograd.grad(tfo.functional.grouped_linear_fp8(operand, w, ends), (operand, w), grad)
+            for operand in (laid, dense)
         ),
         strict=True,
     ):
@@ -105,13 +106,13 @@ def test_rows_may_lie_anyhow(lie: Callable[[Tensor], Tensor]) -> None:
         (lambda x, w, e: (x, w, e, "fp8"), "recipe='fp8' is not known; accepted: fp8-rowwise"),
     ],
 )
-def test_what_is_not_accepted_is_named(call: Callable[..., Any], message: str) -> None:
-    x, w, ends, _ = drawn()
+def test_errors_name_the_argument(call: Callable[..., Any], message: str) -> None:
+    x, w, ends, _ = make_case()
     raises((ValueError, TypeError), message, fused.grouped_linear_fp8, *call(x.detach(), w.detach(), ends))
 
 
 def test_the_typed_name() -> None:
-    x, w, ends, _ = drawn()
+    x, w, ends, _ = make_case()
     assert torch.equal(tfo.functional.grouped_linear_fp8(x, w, ends), fused.grouped_linear_fp8(x, w, ends))
     with pytest.raises(TypeError, match=r"ends=\[5, 5\] is not accepted: it must be a tensor, not list"):
         tfo.functional.grouped_linear_fp8(x, w, [5, 5])  # type: ignore[arg-type]
@@ -120,14 +121,14 @@ def test_the_typed_name() -> None:
 
 
 def test_second_derivatives_raise() -> None:
-    x, w, ends, _ = drawn()
+    x, w, ends, _ = make_case()
     y = fused.grouped_linear_fp8(x, w, ends)
     with pytest.raises(RuntimeError, match="a second derivative through fused::grouped_linear_fp8 is not accepted"):
         torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
 
 
 def test_opcheck() -> None:
-    x, w, ends, _ = drawn()
+    x, w, ends, _ = make_case()
     stored = fused.quantize(x.detach(), 1, IN)
     rows = w.detach().transpose(1, 2).reshape(EXPERTS * OUT, IN)
     values, scales = fused.quantize(rows, 1, IN)

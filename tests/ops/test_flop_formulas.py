@@ -20,7 +20,7 @@ fused = torch.ops.fused
 
 
 def counted(fn: Callable[[], Tensor]) -> tuple[int, int]:
-    """FLOP of forward, and of both ways."""
+    """FLOP of forward, and of forward plus backward."""
     with FlopCounterMode(display=False) as counter:
         y = fn()
         forward = counter.get_total_flops()

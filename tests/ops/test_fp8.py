@@ -1,4 +1,4 @@
-"""``memory="fp8"``: the same results, half the memory, gradients exact at what was stored, derivatives to any order."""
+"""``memory="fp8"``: the same results, half the saved bytes, gradients exact at the stored values."""
 
 import inspect
 
@@ -15,7 +15,7 @@ fused = torch.ops.fused
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-# ---- the two functions that all of it rests on -----------------------------------------------------------------------
+# ---- storing and loading ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -32,14 +32,14 @@ def test_stored_values_are_the_nearest(dtype):
     torch.testing.assert_close(loaded.gather(-1, largest), x.gather(-1, largest), rtol=1e-6, atol=0)
 
 
-def test_every_float8_value_is_kept():
+def test_float8_values_are_stored_exactly():
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
     row = codes[codes.isfinite()]
     stored, scale = reference.store_fp8(row)
     assert scale == 1 and torch.equal(stored.float(), row)
 
 
-def test_rows_that_have_no_scale():
+def test_rows_without_a_scale():
     x = torch.ones(5, 4)
     x[0], x[1, 2], x[2, 1], x[3] = 0, float("inf"), float("nan"), 1e-43
     stored, scale = reference.store_fp8(x)
@@ -56,47 +56,47 @@ def test_rows_that_have_no_scale():
 
 @pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
-def test_results_and_gradients_are_the_operators_own_at_what_is_stored(op, by_kernels, monkeypatch):
-    """Bit for bit: only what the backward operator reads differs, and that is not rounded again."""
-    monkeypatch.setattr(fp8_store, "_has_kernels", lambda t: by_kernels and t.shape[-1] > 0)  # as on GPUs
+def test_results_and_gradients_equal_the_operator_at_stored_values(op, by_kernels, monkeypatch):
+    """Results have the same bits. Only the backward operator's data differ, without a second rounding."""
+    monkeypatch.setattr(fp8_store, "_has_kernels", lambda t: by_kernels and t.shape[-1] > 0)
     data = declared_as(op).num_data
     for sample in samples(op):
         plain, marked = sample(), sample.overload(fused.keep_fp8(sample.args[0]), *sample.args[1:])
         torch.testing.assert_close(marked, plain, rtol=0, atol=0, equal_nan=True)
-        wanted = [t is not None and t.requires_grad for t in sample.tensors]
-        if not any(wanted):
+        output_mask = [t is not None and t.requires_grad for t in sample.tensors]
+        if not any(output_mask):
             continue
         grad = torch.randn(plain.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(plain)
-        leaves = [t for t, w in zip(sample.tensors, wanted, strict=True) if w]
+        leaves = [t for t, requested in zip(sample.tensors, output_mask, strict=True) if requested]
         dtype = reference.compute_dtype(*sample.tensors)
         tensors = [t if t is None else t.detach() for t in sample.tensors]
         dtypes = [t.dtype if fp8_store._has_kernels(t) else dtype for t in tensors[:data]]
-        loaded = [fp8_store.load(*fp8_store.store(t), of) for t, of in zip(tensors, dtypes, strict=False)]
-        gradients = getattr(fused, f"{op}_backward")(grad, *loaded, *tensors[data:], *sample.scalars, wanted)
+        loaded = [fp8_store.load(*fp8_store.store(t), d) for t, d in zip(tensors, dtypes, strict=False)]
+        gradients = getattr(fused, f"{op}_backward")(grad, *loaded, *tensors[data:], *sample.scalars, output_mask)
         expected = (t for t in gradients if t is not None)
         for got, truth in zip(torch.autograd.grad(marked, leaves, grad), expected, strict=True):
             torch.testing.assert_close(got, truth.to(got.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_gpus_store_in_one_pass_loads_exactly(dtype, monkeypatch):
-    """Scales that are powers of two: nothing is rounded when it is loaded in the data's dtype."""
+def test_values_stored_by_gpu_kernels_load_exactly(dtype, monkeypatch):
+    """Their scales are powers of two, so loading in the data's dtype does not round."""
     monkeypatch.setattr(fp8_store, "_has_kernels", lambda t: True)
     x = torch.randn(50, 64, dtype=torch.float64).mul(torch.logspace(-4, 4, 50, dtype=torch.float64)[:, None]).to(dtype)
-    loaded, exact = (fp8_store.load(*fp8_store.store(x), of) for of in (dtype, torch.float64))
+    loaded, exact = (fp8_store.load(*fp8_store.store(x), d) for d in (dtype, torch.float64))
     assert loaded.dtype == dtype and torch.equal(loaded.double(), exact)
     sizes = x.double().abs()
     assert ((exact - x).abs() <= torch.maximum(2**-4 * sizes, 2**-9 / 448 * sizes.amax(-1, keepdim=True))).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_halves_are_stored_as_the_whole_is(dtype):
+def test_halves_give_the_same_values_and_scales(dtype):
     x = torch.randn(3, 5, 8).to(dtype)
-    for got, whole in zip(reference.store_fp8(x, halves=True), reference.store_fp8(x), strict=True):
-        assert torch.equal(got.float(), whole.float()) and got.is_contiguous()
+    for actual, expected in zip(reference.store_fp8(x, halves=True), reference.store_fp8(x), strict=True):
+        assert torch.equal(actual.float(), expected.float()) and actual.is_contiguous()
 
 
-def test_the_mark_and_what_holds_results_and_saved_values_together():
+def test_mark_and_with_saved():
     x = torch.randn(3, 8)
     torch.library.opcheck(fused.with_saved.default, (x, [x + 1]))
     marked = fused.keep_fp8(x)
@@ -104,7 +104,7 @@ def test_the_mark_and_what_holds_results_and_saved_values_together():
     assert not any(map(is_marked, (marked + 1, marked.view(8, 3), fused.bias_act(marked, None, None, "silu"))))
 
 
-def test_nothing_is_stored_where_no_gradient_is_asked_for():
+def test_calls_without_gradients_store_no_float8():
     x = torch.randn(3, 8)
     with Calls() as calls:
         FF.gelu(x, memory="fp8")
@@ -119,9 +119,9 @@ def test_nothing_is_stored_where_no_gradient_is_asked_for():
 @pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["of its result", "constant"])
 @pytest.mark.parametrize("of_all", [False, True])
 def test_second_derivatives_of_a_backward_pass_raise(loss, of_all):
-    """What is stored is no differentiable function of the input: a zero would be wrong without a word.
+    """Stored values are not differentiable, so a second derivative of 0 would be silently wrong.
 
-    Also where the incoming gradient needs none itself, and where another path to x is summed with it.
+    This also holds if the incoming gradient needs no gradient, and if another path to x is added.
     """
     x = torch.randn(3, 8, requires_grad=True)
     total = loss(FF.gelu(x, memory="fp8")) + (x**3).sum()
@@ -135,7 +135,7 @@ def test_second_derivatives_of_a_backward_pass_raise(loss, of_all):
 # ---- the argument ----------------------------------------------------------------------------------------------------
 
 
-# Those that keep no input which fp8 could hold.
+# Functions without an activation's input to save in float8.
 OTHERS = ("layout", "dropout_add", "linear_fp8", "softmax", "shard_seed", "viewless")
 ACTIVATIONS = [n for n in FF.__all__ if not any(other in n.lower() for other in OTHERS)]
 

@@ -1,4 +1,4 @@
-"""What eager mode keeps for backward: of ReLU the result, which the next linear keeps too, else the arguments."""
+"""Tensors that eager mode saves for backward: ReLU's result, which the next linear saves anyway; else arguments."""
 
 import pytest
 import torch
@@ -21,14 +21,14 @@ def mlp(act, dtype, width=32, ffn=128, tokens=64):
 
 
 @pytest.mark.parametrize("name", activations.names())
-def test_other_activations_keep_their_input(name):
+def test_only_relu_saves_its_result(name):
     (fn, leaves, size) = mlp(lambda h, b: FF.bias_act(h, b, activation=name), torch.float32)
-    _, kept = saving(fn, leaves)
-    assert kept == (size if name == "relu" else 2 * size)
+    _, saved = saving(fn, leaves)
+    assert saved == (size if name == "relu" else 2 * size)
 
 
-def test_where_the_result_says_less_than_the_sum_the_sum_is_kept():
-    """2⁻²⁰⁰ rounds to a bfloat16 of 0, and its ReLU has the gradient 1."""
+def test_sum_is_saved_if_the_result_has_less_information():
+    """2⁻²⁰⁰ rounds to 0 in bfloat16, but its ReLU has gradient 1."""
     x, b = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True), torch.full((4,), 2.0**-200, dtype=torch.float64)
     assert not bias_act.keeps_result(x, b, None, "relu") and bias_act.keeps_result(x, b.bfloat16(), None, "relu")
     fused.bias_act(x, b, None, "relu").sum().backward()
@@ -50,22 +50,22 @@ def test_a_frozen_input_with_a_bias_that_learns():
     assert torch.equal(b.grad, (x + b > 0).sum(0).float())
 
 
-def test_only_where_it_is_true():
-    """f'(f(x)) = f'(x) for each activation that says so, in every dtype; and not for one that does not."""
+def test_gradient_from_output_is_declared_correctly():
+    """f'(f(x)) = f'(x) in every dtype for exactly the activations with ``gradient_from_output``."""
     x = torch.linspace(-4, 4, 4001, dtype=torch.float64)
     for name in activations.names():
         act = activations.get(name)
         if act.gradient_from_output:
             for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-                kept = act.value(x).to(dtype)
-                assert torch.equal(act.derivative(kept.double()), act.derivative(x)), name
+                result = act.value(x).to(dtype)
+                assert torch.equal(act.derivative(result.double()), act.derivative(x)), name
         else:
             assert not torch.allclose(act.derivative(act.value(x)), act.derivative(x), rtol=1e-3), name
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("bias", [False, True])
-def test_compiled_graphs_keep_what_torch_compile_keeps(bias):
+def test_compiled_graphs_save_no_more_than_torch_compile(bias):
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     saved = []
     for act in (
@@ -90,7 +90,7 @@ def test_compiled_graphs_keep_what_torch_compile_keeps(bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", ["bias_act", "glu", "bias_glu"])
 def test_two_runs_are_equal_to_the_last_bit(op, dtype):
-    """Results and every gradient, sums among them, of the plain operator and of the one that stores float8."""
+    """Results and all gradients, sums included, with and without float8 storage."""
     g = torch.Generator().manual_seed(0)
     n = 512 if op == "bias_glu" else 256
     first = torch.randn(700, n, generator=g).to(dtype).requires_grad_()

@@ -21,7 +21,7 @@ CPU, INF = torch.device("cpu"), math.inf
 
 
 def composed(x, mask=None, sink=None, scale=1.0):
-    """The operator as a user would compose it from PyTorch's own functions; NaN where a row is masked altogether."""
+    """The operator composed of PyTorch's functions; NaN for fully masked rows."""
     scores = x * scale if mask is None else (x * scale).masked_fill(mask, -INF)
     if sink is None:
         return torch.softmax(scores, -1)
@@ -30,7 +30,7 @@ def composed(x, mask=None, sink=None, scale=1.0):
 
 
 def masked(*shape, seed=0):
-    """A mask that leaves each row its key on the diagonal, so that nothing is NaN in ``composed``."""
+    """A mask that leaves each row its key on the diagonal, so that ``composed`` has no NaN."""
     mask = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.4
     sq, sk = shape[-2:]
     return mask & ~torch.eye(max(sq, sk), dtype=torch.bool)[-sq:, -sk:]
@@ -42,7 +42,7 @@ def tensors(*shape, sink=True, dtype=torch.float64):
     return (x, torch.randn(shape[-3], generator=g, dtype=dtype)) if sink else (x,)
 
 
-# What a derivative may depend on.
+# Arguments on which a derivative depends.
 CASES = {
     "plain": {},
     "scale": {"scale": -0.7},
@@ -62,11 +62,11 @@ def call(x, mask=None, sink=None, scale=1.0, causal=False, left=-1, right=-1):
 @pytest.mark.parametrize("scale", [1.0, 0.1, -1.0000001, 3.0])
 @pytest.mark.parametrize("offset", [0.0, 100.0, -3000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_large_scores_lose_nothing(dtype, offset, scale):
-    """Rounding scale·x would cost 3000 · 2⁻²⁴, eighteen times what the contract allows in float32."""
+def test_large_scores_keep_the_contract(dtype, offset, scale):
+    """Rounding scale·x would cause an error of 3000 · 2⁻²⁴, eighteen times float32's limit."""
     x = torch.linspace(-30, 30, 3001, dtype=torch.float64).add(offset).to(dtype)[None].repeat(2, 1)
     assert_contract(softmax(x, None, None, scale), reference.scaled_masked_softmax(x.double(), None, None, scale))
-    sink = torch.tensor([abs(offset * scale)], dtype=dtype)  # as large as the scores
+    sink = torch.tensor([abs(offset * scale)], dtype=dtype)  # in the order of the scores
     out = softmax(x[None], None, sink, scale)
     assert_contract(out, reference.scaled_masked_softmax(x[None].double(), None, sink.double(), scale))
 
@@ -140,41 +140,41 @@ def test_masked_rows_are_zero_forward_and_backward(dtype, sink, scale):
 @pytest.mark.parametrize("value", [INF, math.nan])
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("sink", [False, True])
-def test_infinity_and_nan_go_the_way_of_softmax(value, scale, sink):
-    x, *rest = tensors(1, 2, 3, 4, sink=sink)
+def test_infinity_and_nan_give_torchs_results(value, scale, sink):
+    x, *sinks = tensors(1, 2, 3, 4, sink=sink)
     x[0, 0, 1, 2] = value
-    plain = {"scale": scale, **({"sink": rest[0]} if sink else {})}
+    plain = {"scale": scale, **({"sink": sinks[0]} if sink else {})}
     for args in (plain, {**plain, "mask": torch.tensor([True, False, False, False])}):
         torch.testing.assert_close(call(x, **args), composed(x, **args), equal_nan=True, rtol=1e-12, atol=0)
     hidden = torch.zeros(3, 4, dtype=torch.bool)
     hidden[1, 2] = True
-    assert call(x, **{**plain, "mask": hidden}).isfinite().all(), "what is masked is not looked at"
+    assert call(x, **{**plain, "mask": hidden}).isfinite().all(), "masked scores are ignored"
     if sink:
         assert call(x[:, 1:], sink=torch.tensor([value], dtype=x.dtype)).isnan().all()
 
 
 def naive(x, mask, sink, scale, causal, left, right):
-    """In Python's own numbers, from the definition."""
+    """Evaluate the definition with Python's numbers."""
     *batch, sq, sk = x.shape
     out = torch.zeros(x.shape, dtype=torch.float64)
     full = mask.expand(x.shape) if mask is not None else None
-    for at in itertools.product(*map(range, batch), range(sq)):
-        i, d = at[-1], sk - sq
+    for index in itertools.product(*map(range, batch), range(sq)):
+        i, d = index[-1], sk - sq
         keys = [
             j
             for j in range(sk)
-            if not (full is not None and full[(*at, j)])
+            if not (full is not None and full[(*index, j)])
             and (not causal or j <= i + d)
             and (left < 0 or j >= i + d - left)
             and (right < 0 or j <= i + d + right)
         ]
-        logits = [scale * float(x[(*at, j)]) for j in keys]
-        logits += [] if sink is None or not keys else [float(sink[at[-2]])]
+        logits = [scale * float(x[(*index, j)]) for j in keys]
+        logits += [] if sink is None or not keys else [float(sink[index[-2]])]
         if keys:
             top = max(logits)
             below = math.fsum(math.exp(z - top) for z in logits)
             for j, z in zip(keys, logits, strict=False):
-                out[(*at, j)] = math.exp(z - top) / below
+                out[(*index, j)] = math.exp(z - top) / below
     return out
 
 
@@ -203,7 +203,7 @@ def test_any_call(problem):
     x, mask, sink, *_ = problem
     y, truth = softmax(*problem), naive(*problem)
     assert_contract(y, truth)
-    assert ((y == 0) | (truth > 0)).all(), "what is masked is exactly 0"
+    assert ((y == 0) | (truth > 0)).all(), "masked scores give exactly 0"
     sums = y.double().sum(-1)
     loose = 4 * torch.finfo(y.dtype).eps
     if sink is None:
@@ -234,19 +234,19 @@ def test_gradcheck(name, sink):
     assert torch.autograd.gradgradcheck(fn, leaves, check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_frozen_arguments_cost_nothing(wanted):
-    x, sink = (t.requires_grad_(w) for t, w in zip(tensors(2, 3, 4), wanted, strict=True))
+@pytest.mark.parametrize("mask", [(True, True), (True, False), (False, True)])
+def test_frozen_arguments_cost_nothing(mask):
+    x, sink = (t.requires_grad_(requested) for t, requested in zip(tensors(2, 3, 4), mask, strict=True))
     with Calls() as calls:
         softmax(x, None, sink).sin().sum().backward()
-    assert [tuple(args[-1]) for args in calls.of(backward.default)] == [wanted]
-    assert (x.grad is not None, sink.grad is not None) == wanted
-    found = backward(torch.ones(2, 3, 4), torch.ones(2, 3, 4), 1.0, False, -1, -1, torch.float16, list(wanted))
-    assert tuple(f is not None for f in found) == wanted
-    assert found[1] is None or found[1].dtype == torch.float16
+    assert [tuple(args[-1]) for args in calls.of(backward.default)] == [mask]
+    assert (x.grad is not None, sink.grad is not None) == mask
+    grads = backward(torch.ones(2, 3, 4), torch.ones(2, 3, 4), 1.0, False, -1, -1, torch.float16, list(mask))
+    assert tuple(g is not None for g in grads) == mask
+    assert grads[1] is None or grads[1].dtype == torch.float16
 
 
-def test_only_the_output_is_saved():
+def test_output_is_the_only_saved_tensor():
     saved = []
     x, sink = (t.requires_grad_() for t in tensors(2, 3, 4))
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -1,4 +1,4 @@
-"""The families of operators beside activations, a folder each: dropout, softmax, and linear layers in float8."""
+"""Operator families other than activations, one folder each: dropout, softmax, and float8 linear layers."""
 
 from importlib import import_module
 

@@ -1,21 +1,21 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernels behind the activation family (``operators/activation.py``) in eager mode on a GPU.
+"""Triton kernels of the activation family (``operators/activation.py``) in eager mode on a GPU.
 
-Two kernels do all the work, one forward and one backward; a third adds up the backward's partial sums. Every tensor is
-seen as a matrix (rows, columns) with a row and a column stride. A program handles tiles of BLOCK_M × BLOCK_N elements:
+There is one kernel forward, one backward, and one that adds the backward's partial sums. Every tensor is a matrix
+(rows, columns) with a row and a column stride. A program computes tiles of BLOCK_M × BLOCK_N elements:
 
-* Where nothing depends on the row or the column (no bias, no token scale) and every tensor is one evenly strided
-  sequence, the matrix is one row: a flat loop over memory, 16 bytes a thread and tensor, twice that in forward.
-* Otherwise a tile spans several rows, which share the loaded bias. In backward a program walks down ``steps`` tiles, so
-  that the bias gradient is summed in registers first and leaves few partial sums. There are no atomics: the partial
-  sums and their order depend on the shapes and strides alone, so results are the same in every run.
+* If no operand depends on the row or column (no bias, no token scale) and every tensor is one evenly strided sequence,
+  the matrix is one row: a flat loop over memory, 16 bytes a thread and tensor, 32 in forward.
+* Otherwise a tile has several rows, which share the loaded bias. In backward a program computes ``steps`` consecutive
+  tiles, so that the bias gradient is summed in registers first and leaves few partial sums. There are no atomics. The
+  partial sums and their order depend only on shapes and strides, so results are the same in every run.
 
-What is not asked for is not there: an absent tensor or gradient is ``None``, which Triton specializes on, and loads and
-arithmetic that nothing uses are dropped by its compiler. Clamp and offset are constants of the kernel, exact in float64
-where an argument would arrive in float32; a model has one or two values of them, each with a kernel of its own.
+An absent tensor or a gradient that is not requested is ``None``. Triton specializes on it, and its compiler removes
+unused loads and arithmetic. Clamp and offset are constants of the kernel, exact in float64; arguments would arrive in
+float32. A model has one or two values of them, each with a separate kernel.
 
-The formulas are those of ``torch_fused_ops.activations`` and of ``glu_element`` in ``formulas.py``, repeated here, for
-``families/float8/kernels.py`` too; tests tie them together. An operator with a scalar that they do not have is refused.
+The formulas repeat ``torch_fused_ops.activations`` and ``glu_element`` in ``formulas.py``, also for
+``families/float8/kernels.py``; tests compare them. Operators with other scalars are rejected.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _gelu(x):
         return x * normal, normal + x * (tl.exp(-0.5 * x * x) * INV_SQRT_2PI)
     else:
         a = tl.abs(x)
-        t = libdevice.fast_dividef(1.0, 1.0 + a * NORMAL_TAIL_P)  # of a number near 1: as exact as 1 / d, for less
+        t = libdevice.fast_dividef(1.0, 1.0 + a * NORMAL_TAIL_P)  # near 1 as exact as 1 / d, and cheaper
         q = t * NORMAL_TAIL[NORMAL_TERMS - 1] + NORMAL_TAIL[NORMAL_TERMS - 2]
         for i in tl.static_range(NORMAL_TERMS - 3, -1, -1):
             q = t * q + NORMAL_TAIL[i]
@@ -105,7 +105,7 @@ def _sigmoid_derivative(x):
 
 @triton.jit
 def _activate(x, activation: tl.constexpr):
-    """(act(x), act'(x)); whichever is not used costs nothing."""
+    """Return (act(x), act'(x)). The compiler removes an unused one."""
     if activation == "silu":
         return _swish(x, 1.0)
     elif activation == "quick_gelu":
@@ -149,7 +149,7 @@ def _column_block(WIDE: tl.constexpr):
 
 @triton.jit
 def _row_block(FLAT: tl.constexpr, WIDE: tl.constexpr):
-    """The block of rows of this program; the grid's second and third axes count as one, as each ends at 65535."""
+    """This program's block of rows. The grid's second and third axes form one index, as each is limited to 65535."""
     if FLAT:
         return 0
     else:
@@ -164,22 +164,22 @@ def _columns(WIDTH: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _clamp_above(x, bound: tl.constexpr):
-    """The lesser of x and bound; NaN stays."""
-    return tl.minimum(x, tl.full((1, 1), bound, x.dtype), propagate_nan=PROPAGATE_NAN)  # a bare scalar were float32
+    """min(x, bound); NaN stays."""
+    return tl.minimum(x, tl.full((1, 1), bound, x.dtype), propagate_nan=PROPAGATE_NAN)  # a plain scalar is float32
 
 
 @triton.jit
 def _clamp(x, bound: tl.constexpr):
-    """x between ±bound; NaN stays."""
+    """Clamp x to ±bound; NaN stays."""
     if x.dtype == tl.float64:
         return _clamp_above(tl.maximum(x, tl.full((1, 1), -bound, x.dtype), propagate_nan=PROPAGATE_NAN), bound)
-    else:  # one instruction, which Triton does not have in float64
+    else:  # a single instruction, which Triton lacks for float64
         return tl.clamp(x, -bound, bound, propagate_nan=PROPAGATE_NAN)
 
 
 @triton.jit
 def _within(x, bound: tl.constexpr):
-    """True where a clamp passes the gradient on, as in ``formulas``."""
+    """True where a clamp passes the gradient, as in ``formulas``."""
     return x <= bound if CLAMP_KEEPS_BOUNDS else x < bound
 
 
@@ -195,7 +195,7 @@ def _vector(vector, i, stride, size, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _deinterleave(x):
-    """The even and the odd columns; tl.interleave is the inverse."""
+    """Split x into even and odd columns; tl.interleave is the inverse."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
@@ -204,7 +204,7 @@ def _result(
     x, u, scale, r, rows, scale_stride,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, PAIR: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """act(min(x, CLAMP)) · (clamp(u, ±CLAMP) + OFFSET) · scale; u is not there unless PAIR."""
+    """act(min(x, CLAMP)) · (clamp(u, ±CLAMP) + OFFSET) · scale; without PAIR the second factor is 1."""
     if CLAMP is not None:
         x = _clamp_above(x, CLAMP)
         u = _clamp(u, CLAMP)
@@ -224,10 +224,10 @@ def _forward(
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = act(min(gate, CLAMP)) · (clamp(up, ±CLAMP) + OFFSET) · scale, without what is None.
+    """out = act(min(gate, CLAMP)) · (clamp(up, ±CLAMP) + OFFSET) · scale; None operands are skipped.
 
-    ``columns`` are out's and up's, ``packed_columns`` gate's; they and the row strides arrive divided by UNIT.
-    INTERLEAVED: gate holds both, g0 u0 g1 u1 …, as does gate_bias, and up is None.
+    ``columns`` is the width of out and up, ``packed_columns`` the width of gate; both and the row strides arrive
+    divided by UNIT. INTERLEAVED: gate and gate_bias contain both, g0 u0 g1 u1 …, and up is None.
     """
     columns, packed_columns = columns * UNIT, packed_columns * UNIT
     gate_row, up_row = gate_row * UNIT, up_row * UNIT
@@ -262,12 +262,11 @@ def _backward(
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of ``_forward``: of the inputs, and sums over this program's tiles for those of bias and scale.
+    """The gradients of ``_forward``'s inputs, and sums over this program's tiles for the gradients of bias and scale.
 
-    A program takes ``steps`` tiles, one below the other.
-    gate_bias_sums and up_bias_sums have a row for each block of rows, scale_sums has one for each block of columns; the
-    biases are loaded anew for each tile, from the cache: kept, they cost registers (128 of them rather than 96 for an
-    interleaved pair on sm_90). INTERLEAVED: d_gate and gate_bias_sums hold both.
+    A program computes ``steps`` consecutive tiles. gate_bias_sums and up_bias_sums have a row per block of rows,
+    scale_sums a row per block of columns. Each tile loads the biases from the cache: in registers they would need 128
+    registers instead of 96 (an interleaved pair on sm_90). INTERLEAVED: d_gate and gate_bias_sums contain both.
     """
     columns, packed_columns, d_row, sums_row = columns * UNIT, packed_columns * UNIT, d_row * UNIT, sums_row * UNIT
     grad_row, gate_row, up_row = grad_row * UNIT, gate_row * UNIT, up_row * UNIT
@@ -305,7 +304,7 @@ def _backward(
         if scale_sums is not None:
             total = tl.sum(g * (y * u if PAIR else y), 1)
             tl.store(scale_sums + _column_block(WIDE) * rows + r, total, mask=r < rows)
-        if not PAIR:  # in the formula's order: a gradient times a large scale must not overflow before the derivative
+        if not PAIR:  # in the formula's order: a gradient times a large scale might overflow before the derivative
             g = _input_grad(g, x, derivative, ACTIVATION)
         if scale is not None:
             g *= _vector(scale, r, scale_stride, rows, COMPUTE)[:, None]
@@ -340,7 +339,7 @@ def _add_rows(
     out, sums, rows, columns,
     WIDE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = the sum of the matrix's rows, of which there may be many: with Kahan's correction."""
+    """out = the sum of the matrix's rows, with Kahan's correction for large numbers of rows."""
     columns = columns * UNIT
     c = _columns(BLOCK_N, WIDE)
     r = tl.arange(0, BLOCK_M).to(tl.int64 if WIDE else tl.int32)
@@ -355,22 +354,22 @@ def _add_rows(
     tl.store(out + c, tl.sum(total, 0), mask=c < columns)
 
 
-# ---- how the work is cut -------------------------------------------------------------------------------------------
+# ---- division of the work ------------------------------------------------------------------------------------------
 
-# A tile gives each thread one load of 16 bytes per tensor, two in forward (where two rows then share one load of the
-# bias, and a flat loop has 5 % fewer instructions an element): enough in flight to hide memory's latency, few enough
-# registers that nothing spills and occupancy stays high.
+# A tile gives each thread one load of 16 bytes per tensor, two in forward: two rows then share a load of the bias, and
+# a flat loop has 5 % fewer instructions an element. These are enough loads in flight to hide memory latency, and few
+# enough registers to avoid spills and low occupancy.
 _WARPS = 4
 _THREADS = 32 * _WARPS
 _LOAD_BYTES = 16
-_WIDEST_STRIDED = 64  # where some tensor's memory runs down the columns: tiles are near to square
+_WIDEST_STRIDED = 64  # tiles are nearly square if a tensor is contiguous along columns
 
-# Tiles that a backward program adds up in registers before it writes a partial sum: the more, the less traffic, but
-# the GPU must not be left without work.
+# Tiles that a backward program sums in registers before it writes a partial sum. More tiles cause less traffic but
+# leave fewer programs.
 _MOST_STEPS = 64
 _FEWEST_STEPS = 4
 _ENOUGH_PROGRAMS = 1024
-_SUM_HEIGHT, _SUM_WIDTH = 128, 16  # of the tiles in which partial sums are added up: many narrow programs, of few trips
+_SUM_HEIGHT, _SUM_WIDTH = 128, 16  # tile size for adding partial sums: many narrow programs with few iterations
 
 
 class _Plan(NamedTuple):
@@ -378,8 +377,8 @@ class _Plan(NamedTuple):
 
     rows: int
     columns: int
-    sizes: tuple[int, int, int]  # rows, columns and packed columns as the kernels get them: columns in units of UNIT
-    strides: tuple[tuple[int, int], ...]  # of the matrices: (row in units of UNIT, column)
+    sizes: tuple[int, int, int]  # kernel arguments: rows, columns / UNIT, packed columns / UNIT
+    strides: tuple[tuple[int, int], ...]  # for each matrix: (row stride / UNIT, column stride)
     steps: int
     row_blocks: int
     column_blocks: int
@@ -391,14 +390,14 @@ class _Plan(NamedTuple):
 def _plan(
     rows: int, columns: int, matrices: tuple[Matrix, ...], vectors: tuple[Matrix, ...], loads: int, add_rows: bool
 ) -> _Plan:
-    """The plan for these matrices; ``vectors`` are bias and scale.
+    """Plan the work for these matrices; ``vectors`` are bias and scale.
 
     Args:
-        rows, columns: the output's.
-        loads: how many loads per tensor a thread has in flight.
-        add_rows: whether sums over the rows are wanted.
+        rows, columns: the output's size.
+        loads: the number of loads per tensor that a thread has in flight.
+        add_rows: whether sums over the rows are requested.
     """
-    given, matrices = matrices, tuple(m for m in matrices if m.itemsize)
+    all_matrices, matrices = matrices, tuple(m for m in matrices if m.itemsize)
     vectors = tuple(v for v in vectors if v.itemsize)
     widest = _THREADS * _LOAD_BYTES // max(m.itemsize for m in matrices)
     pack = max(m.columns for m in matrices) // columns
@@ -410,7 +409,7 @@ def _plan(
         strided = columns > 1 and any(m.column > 1 for m in matrices)
         width = min(power_of_2(columns), _WIDEST_STRIDED if strided else widest)
         while width > 256 and blocks(columns, width) * width > 1.125 * columns:
-            width //= 2  # 1408 columns are 3 blocks of 512 rather than 2 of 1024
+            width //= 2  # 1408 columns become 3 blocks of 512 instead of 2 of 1024
         height = min(power_of_2(rows), widest * loads // width)
     row_blocks, column_blocks, steps = blocks(rows, height), blocks(columns, width), 1
     if add_rows:
@@ -419,18 +418,18 @@ def _plan(
             steps //= 2
         row_blocks = blocks(row_blocks, steps)
     high, deep = row_grid(row_blocks)
-    row_blocks = high * deep  # a few programs may find no rows; their partial sums are zero
-    # The largest offset, those past the ends (masked) included: of the tensors, and of the partial sums.
+    row_blocks = high * deep  # a few programs may have no rows; their partial sums are zero
+    # The largest offset into tensors and partial sums, including masked elements past the ends.
     last_row, last_column = row_blocks * steps * height - 1, column_blocks * width * pack - 1
     reach = max(last_row * m.row + last_column * m.column for m in (*matrices, *vectors))
     reach = max(reach, column_blocks * last_row, row_blocks * last_column)
     wide = reach > INT32_MAX
-    strides = [(0 if rows == 1 else m.row, m.column) for m in given]
-    one = 1 if wide else unit(columns, [row for row, _ in strides], min(m.itemsize for m in matrices))
+    strides = [(0 if rows == 1 else m.row, m.column) for m in all_matrices]
+    divisor = 1 if wide else unit(columns, [row for row, _ in strides], min(m.itemsize for m in matrices))
     constants = {
         "FLAT": flat,
         "WIDE": wide,
-        "UNIT": one,
+        "UNIT": divisor,
         "BLOCK_M": height,
         "BLOCK_N": width,
         "num_warps": _WARPS,
@@ -439,8 +438,8 @@ def _plan(
     return _Plan(
         rows,
         columns,
-        (rows, columns // one, columns * pack // one),
-        tuple((row // one, column) for row, column in strides),
+        (rows, columns // divisor, columns * pack // divisor),
+        tuple((row // divisor, column) for row, column in strides),
         steps,
         row_blocks,
         column_blocks,
@@ -453,14 +452,14 @@ def _plan(
 
 
 class _Operands(NamedTuple):
-    """The tensors that the formulas read. ``up`` is None in bias_act, and where ``gate`` holds both, interleaved."""
+    """The tensors that the formulas read. ``up`` is None in bias_act, and if ``gate`` contains both, interleaved."""
 
     gate: Tensor
     up: Tensor | None
     gate_bias: Tensor | None
     up_bias: Tensor | None
     scale: Tensor | None
-    layout: str = ""  # of the packed input, if that is what was given
+    layout: str = ""  # the packed input's layout; "" for separate gate and up
 
     @staticmethod
     def of(op: PointwiseOperator, tensors: Sequence[Any], layout: str | None) -> _Operands:
@@ -476,7 +475,7 @@ class _Operands(NamedTuple):
         return _Operands(gate, up, gate_bias, up_bias, scale, layout)
 
     def vectors(self) -> tuple[Matrix, Tensor | None, Matrix]:
-        """The bias (the two biases of a packed input have one stride), and the scale, tensor and matrix."""
+        """Return (bias, scale tensor, scale) as matrices; both biases of a packed input have the same stride."""
         scale, s = matrix(None if self.scale is None else self.scale.unsqueeze(-1))
         b = self.gate_bias
         bias = Matrix() if b is None else Matrix(0, b.stride(0), 0, b.element_size())
@@ -514,7 +513,7 @@ def _run_backward(
     up_offset: float,
     clamp: float | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill d_gate and d_up, and return the gradients of ``bias`` and ``scale``, each where it is not None."""
+    """Fill d_gate and d_up unless they are None, and return the gradients of ``bias`` and ``scale``, or None."""
     if grad.numel() == 0:
         return _zeros(bias), _zeros(scale)
     if d_gate is None and d_up is None and bias is None and scale is None:
@@ -554,12 +553,12 @@ def _zeros(t: Tensor | None) -> Tensor | None:
 
 
 def _partial_sums(t: Tensor | None, parts: int, dtype: torch.dtype) -> Tensor | None:
-    """Room for ``parts`` partial sums of t's gradient; a single one is the gradient itself, in t's dtype."""
+    """Allocate ``parts`` partial sums of t's gradient. If it has one part, this is the gradient, in t's dtype."""
     return None if t is None else t.new_empty((parts, t.numel()), dtype=dtype if parts > 1 else t.dtype)
 
 
 def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
-    """The gradient of t from its partial sums."""
+    """Return t's gradient from its partial sums."""
     if sums is None or t is None:
         return None
     parts, size = sums.shape
@@ -568,9 +567,9 @@ def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
     out = t.new_empty(t.shape)
     height, width = min(_SUM_HEIGHT, power_of_2(parts)), _SUM_WIDTH
     wide = (parts + height) * size + width > INT32_MAX
-    one = 1 if wide else unit(size, (), sums.element_size())
-    constants = {"WIDE": wide, "UNIT": one, "BLOCK_M": height, "BLOCK_N": width, "num_warps": _WARPS, **OPTIONS}
-    launching.launch(_add_rows, (blocks(size, width), 1, 1), t.device, (out, sums), (parts, size // one), constants)
+    divisor = 1 if wide else unit(size, (), sums.element_size())
+    constants = {"WIDE": wide, "UNIT": divisor, "BLOCK_M": height, "BLOCK_N": width, "num_warps": _WARPS, **OPTIONS}
+    launching.launch(_add_rows, (blocks(size, width), 1, 1), t.device, (out, sums), (parts, size // divisor), constants)
     return out
 
 
@@ -581,13 +580,13 @@ _SCALARS = {"activation", "layout", "up_offset", "clamp"}
 
 
 def _formula(op: PointwiseOperator, scalars: Sequence[Any]) -> tuple[str, float, float | None]:
-    """(activation, up_offset, clamp): all that the kernels know of."""
-    given = dict(zip((name for name in op.scalars if name != "layout"), scalars, strict=True))
-    return given["activation"], given.get("up_offset", 0.0), given.get("clamp")
+    """Return (activation, up_offset, clamp), the scalars that the kernels implement."""
+    values = dict(zip((name for name in op.scalars if name != "layout"), scalars, strict=True))
+    return values["activation"], values.get("up_offset", 0.0), values.get("clamp")
 
 
 def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
-    """The operator, in one kernel."""
+    """Return a function that computes the operator in one kernel."""
 
     def launch(*args: Any) -> Tensor:
         tensors, layout, scalars = op.split(args)
@@ -600,22 +599,22 @@ def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
 
 
 def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """Its gradients, in one pass."""
+    """Return a function that computes the gradients in one pass."""
 
     def launch(grad: Tensor, *args: Any) -> Gradients:
         tensors, layout, scalars = op.split(args[:-1])
         x, mask = _Operands.of(op, tensors, layout), args[-1]
         results: list[Tensor | None] = [None] * len(tensors)
         for i in range(op.num_data):
-            results[i] = formulas.room(tensors[i], mask[i])
+            results[i] = formulas.empty_gradient(tensors[i], mask[i])
         d_gate, d_up = results[0], results[1] if op.num_data == 2 else None
         if x.layout and x.up is not None and d_gate is not None:
             d_gate, d_up = formulas.unpack(d_gate, x.layout)
         bias, scale = (None if i is None or not mask[i] else tensors[i] for i in (op.bias_index, op.scale_index))
         sums = _run_backward(grad, x, d_gate, d_up, bias, scale, *_formula(op, scalars))
-        for at, d in zip((op.bias_index, op.scale_index), sums, strict=True):
-            if at is not None:
-                results[at] = d
+        for i, gradient in zip((op.bias_index, op.scale_index), sums, strict=True):
+            if i is not None:
+                results[i] = gradient
         return tuple(results)
 
     return launch
@@ -623,19 +622,19 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
 
 @functools.cache
 def launch_of(name: str) -> Callable[..., Any]:
-    """The function that runs ``fused::name`` on a GPU in eager mode, with unchecked arguments.
+    """Return the function that runs ``fused::name`` on a GPU in eager mode, with unchecked arguments.
 
-    This is what a declaration's ``kernels`` is asked for, once for the operator and once for its backward operator.
+    A declaration's ``kernels`` names a module with this function. It serves the operator and its backward operator.
 
     Raises:
-        KeyError: no declared operator is it.
-        ValueError: its formula is not the kernels', or has a scalar more.
+        KeyError: no declared operator has this name.
+        ValueError: the operator's formula or scalars differ from the kernels'.
     """
     launches = forward, backward
-    found = {
+    by_name = {
         s.name: (op, make) for op in pointwise_operators() for s, make in zip(op.signatures, launches, strict=True)
     }
-    op, make = found[name]
+    op, make = by_name[name]
     if op.value not in (formulas.act_element, formulas.glu_element) or not op.scalars.keys() <= _SCALARS:
         raise ValueError(
             f"{op.name}({', '.join(op.scalars)}) is not accepted: these kernels compute act_element and glu_element of "

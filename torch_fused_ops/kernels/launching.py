@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Shared by all Triton kernels: Triton, or what to install; tensors as matrices; grids; the launch."""
+"""Shared by all Triton kernels: the import of Triton, tensors as matrices, grids, and the launch."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ except ImportError as error:
         "them). With TORCH_FUSED_OPS_WITHOUT=kernels in the environment they run as plain PyTorch"
     ) from error
 
-__all__ = ["libdevice", "tl", "triton"]  # imported from here, for the error above
+__all__ = ["libdevice", "tl", "triton"]  # kernels import them from here, for the error above
 
 INT32_MAX = 2**31 - 1
-GRID_LIMIT = 65535  # of the grid's second and third axes, on every vendor's GPUs
+GRID_LIMIT = 65535  # largest size of the grid's second and third axes on all vendors' GPUs
 
-# The formulas' cost and accuracy rest on fused multiply-adds, which Triton 3.10 turns off by default.
+# The formulas' cost and accuracy depend on fused multiply-adds, which Triton 3.10 turns off by default.
 OPTIONS = {"enable_fp_fusion": True}
 
 
-# What was compiled for launches like one that was made. Triton finds that out anew at every launch, from each argument,
-# in Python. With an emulated driver, a launch of 27 and 37 arguments takes Triton 9.5 and 11.7 µs, and 5.8 and 6.2 so:
-# 4.0 in Triton's ``CompiledKernel``, the rest for the key and its look-up (AMD EPYC with AVX-512, processor time).
+# Compiled kernels by the properties of their launches. Triton derives its own key in Python from each argument at every
+# launch. With an emulated driver, a launch of 27 or 37 arguments takes 9.5 or 11.7 µs through Triton, and 5.8 or 6.2
+# with this table: 4.0 in Triton's ``CompiledKernel``, the rest for the key and its look-up (AMD EPYC with AVX-512,
+# processor time).
 _COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-_MOST_COMPILED = 4096  # entries of 1 KB; then all are found anew
+_MOST_COMPILED = 4096  # entries of 1 KB; a full table is cleared
 
 
 def launch(
@@ -51,25 +52,25 @@ def launch(
     integers: tuple[int | None, ...],
     constants: dict[str, Any],
 ) -> None:
-    """The one place that launches kernels: on the tensors' device, which need not be the current one.
+    """Launch a kernel on the tensors' device, which may differ from the current one. All launches go through here.
 
-    Triton specializes a kernel on its constants and, of each argument, on the type, whether it is None or 1 and whether
-    16 divides it. Here a kernel is found by the integers themselves, which the shapes and strides give, by the tensors'
-    dtypes and alignment, and by all else that Triton's ``JITFunction.run`` reads: so never a kernel that is specialized
-    for something else, and a shape's first launch goes Triton's way. So does every launch where more can matter: of a
-    kernel with hooks before it, under Triton's interpreter, and on GPUs whose backends look at more than a tensor's
-    alignment (AMD's: at its size).
+    Triton specializes a kernel on its constants and, for each argument, on its type, whether it is None or 1, and
+    whether 16 divides it. The key here has the integers themselves (from shapes and strides), the tensors' dtypes and
+    alignment, and everything else that Triton's ``JITFunction.run`` reads, so a kernel never serves a launch that needs
+    another specialization. The first launch of a shape goes through Triton. So do launches that depend on more: of a
+    kernel with pre-run hooks, under Triton's interpreter, and on GPUs whose backends specialize on more than a tensor's
+    alignment (AMD's: on its size).
 
     Args:
-        kernel: its arguments are ``tensors``, then ``integers``, then those of ``constants``.
-        grid: how many programs there are along each axis.
-        device: where the tensors are.
-        tensors, integers: arguments by position.
-        constants: ``tl.constexpr`` arguments and Triton's options, by name; in one order in all launches of a kernel.
+        kernel: a kernel with arguments ``tensors``, ``integers``, ``constants``, in this order.
+        grid: the number of programs along each axis.
+        device: the tensors' device.
+        tensors, integers: positional arguments.
+        constants: ``tl.constexpr`` arguments and Triton's options, by name, in one order for all launches of a kernel.
     """
     with torch.accelerator.device_index(device.index):
         key = (
-            id(kernel),  # an entry keeps its kernel alive, so no other one gets its id
+            id(kernel),  # unique, as an entry references its kernel
             device.index,
             integers,
             *[None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors],
@@ -77,8 +78,8 @@ def launch(
             triton.knobs.runtime.debug,
             triton.knobs.compilation.instrumentation_mode,
         )
-        found = _COMPILED.get(key)
-        if found is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
+        entry = _COMPILED.get(key)
+        if entry is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
             try:
                 compiled = kernel[grid](*tensors, *integers, **constants)
             except Exception as error:
@@ -87,7 +88,7 @@ def launch(
                     f"{error}\nWith TORCH_FUSED_OPS_WITHOUT=kernels in the environment operators run as plain PyTorch. "
                     "Please report it."
                 ) from error
-            if not isinstance(compiled, CompiledKernel):  # interpreted, or not compiled because of a hook
+            if not isinstance(compiled, CompiledKernel):  # interpreted, or a hook prevented compilation
                 return
             backend = kernel.device_caches[triton.runtime.driver.active.get_current_device()][3]
             if backend.supports_native_tensor_specialization:
@@ -96,12 +97,12 @@ def launch(
                 names = kernel.arg_names[len(tensors) + len(integers) :]
                 _COMPILED[key] = compiled, tuple(constants[name] for name in names)
         else:
-            compiled, values = found
+            compiled, values = entry
             compiled[grid](*tensors, *integers, *values)
 
 
 class Launch(NamedTuple):
-    """The arguments of a call of ``launch``."""
+    """A recorded call of ``launch``."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -111,13 +112,13 @@ class Launch(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those that are no constants, by name."""
+        """Tensors and integers by name."""
         return dict(zip(self.kernel.arg_names, (*self.tensors, *self.integers), strict=False))
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Inside, launches are put into the list and not carried out: tensors may be on "meta"."""
+    """Record launches inside the block in a list instead of executing them: tensors may be on "meta"."""
     launches: list[Launch] = []
 
     def record(kernel: Any, grid: Any, device: torch.device, tensors: Any, integers: Any, constants: Any) -> None:
@@ -128,42 +129,43 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def row_grid(row_blocks: int) -> tuple[int, int]:
-    """(high, deep): at least so many programs on the grid's second and third axes, for each of which there is a limit.
+    """Return (high, deep): sizes of the grid's second and third axes for at least this number of programs.
 
-    A kernel finds its block as ``tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)``; a few may find no rows.
+    Both axes are limited. A kernel computes its block as ``tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)``.
+    A few programs may have no rows.
     """
     deep = blocks(row_blocks, GRID_LIMIT)
     return blocks(row_blocks, deep), deep
 
 
 def unit(columns: int, row_strides: Sequence[int], itemsize: int) -> int:
-    """By what these sizes are divided before a kernel gets them, which multiplies them by it: a ``tl.constexpr``.
+    """Return a common divisor of these sizes. A kernel receives divided sizes, and the divisor as ``tl.constexpr``.
 
-    Of an integer argument Triton knows at most that 16 divides it. Where that is not so, as with 1000 columns, it would
-    load and store single elements. A factor of 8, 4 or 2 that the kernel sees gives it as many at once.
+    Triton only detects whether 16 divides an integer argument. If it does not, as for 1000 columns, loads and stores
+    have single elements. A constant factor of 8, 4 or 2 in the kernel allows that number of elements at once.
 
     Args:
-        columns: of all tensors, or a divisor of theirs.
-        row_strides: in elements; 0 where there is none.
-        itemsize: the least of the tensors'.
+        columns: the number of columns of all tensors, or a divisor of it.
+        row_strides: in elements; 0 for absent tensors.
+        itemsize: the smallest element size of the tensors.
     """
     common = math.gcd(16, columns, *row_strides)
-    if common == 16 or (columns % 16 == 0 and common * itemsize < 16):  # then only some tensors' rows are unaligned
+    if common == 16 or (columns % 16 == 0 and common * itemsize < 16):  # only some tensors have unaligned rows
         return 1
     return common
 
 
 class Matrix(NamedTuple):
-    """A tensor as the kernels read it: element (r, c) lies ``row·r + column·c`` elements after the first."""
+    """A tensor as a matrix: element (r, c) has offset ``row·r + column·c``."""
 
     row: int = 0
     column: int = 0
     columns: int = 0
-    itemsize: int = 0  # 0: there is no tensor
+    itemsize: int = 0  # 0 for an absent tensor
 
 
 def matrix(t: Tensor | None) -> tuple[Tensor | None, Matrix]:
-    """(..., n) as a matrix of n columns; a copy of it where no single stride walks the leading axes."""
+    """View (..., n) as a matrix with n columns; copy it if the leading axes have no common stride."""
     if t is None:
         return None, Matrix()
     columns = t.shape[-1]
@@ -174,16 +176,16 @@ def matrix(t: Tensor | None) -> tuple[Tensor | None, Matrix]:
 
 
 def common_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The stride that walks all these axes as if they were one; None if there is none."""
-    common, walked = 0, 1
+    """Return the stride of these axes merged into one; None if they cannot be merged."""
+    common, elements = 0, 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 1:
             continue
-        if walked == 1:
+        if elements == 1:
             common = stride
-        elif stride != common * walked:
+        elif stride != common * elements:
             return None
-        walked *= size
+        elements *= size
     return common
 
 
@@ -192,7 +194,7 @@ def blocks(size: int, block: int) -> int:
 
 
 def power_of_2(size: int) -> int:
-    """The least power of 2 that is not less."""
+    """Return the smallest power of 2 that is at least ``size``."""
     return 1 << (size - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""The operators: what each of them is (``declaration.py``), and what follows from that."""
+"""The operators: their declarations (``declaration.py``) and everything derived from these."""
 
 from torch_fused_ops.operators import activation, viewless
 

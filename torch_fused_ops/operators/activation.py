@@ -1,4 +1,4 @@
-"""The activation family: an activation or a gated linear unit, with the bias and the routing weights around it."""
+"""The activation family: an activation or a gated linear unit with its bias and routing weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GLU_RULES = finite("up_offset"), above_zero("clamp", optional=True)
 def _keeps_result(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> bool:
     """True if backward can read the result, which the next linear saves: ``Activation.gradient_from_output``.
 
-    The result must not be 0 where the sum that it rounds is not: a sum of two numbers of a dtype never is.
+    The result may be 0 only if the exact sum ``input + bias`` is 0. Two numbers of one dtype satisfy this.
     """
     return (
         token_scale is None
@@ -61,7 +61,7 @@ bias_glu = PointwiseOperator(
 )
 
 FAMILY = bias_act, glu, bias_glu
-# What a graph may call, by its qualified name.
+# The operators by qualified name.
 CALLS = {f"fused::{op.name}": op for op in FAMILY}
 
 for _operator in FAMILY:

@@ -1,15 +1,15 @@
 """The definition of every operator of this package, and its kernels for the Autograd dispatch keys.
 
-``torch.library.register_autograd`` alone is not enough: an operator registered so gives *zero* tangents in forward
-mode without a word, and raises under ``torch.func.grad`` and ``vmap(grad)``. So each operator has a kernel on the
-Autograd keys that evaluates its plain-torch reference wherever a functorch layer or a tangent is present (PyTorch
-then differentiates that, to any order), and otherwise does what ``register_autograd`` would do.
+``torch.library.register_autograd`` alone is not enough: it silently gives *zero* tangents in forward mode, and raises
+under ``torch.func.grad`` and ``vmap(grad)``. So each operator has a kernel on the Autograd keys. If a functorch layer
+or a tangent is present, this kernel evaluates the operator's plain-torch reference, which PyTorch differentiates to any
+order. Otherwise it does the work of ``register_autograd``.
 
-Operators are defined by ``torch.library.custom_op``: schema, fake kernel, and plain torch as the kernel of
-every device. Calls on small tensors cost what stands around the arithmetic, and custom_op's wrappers of kernels would
-double it. So our own kernels, for CPUs and GPUs, and what is on the Autograd keys are registered beside it, and go
-first (``register``); and where nothing but our own CPU kernel can come next (no mode, no subclass, no transform), the
-Autograd kernel calls it directly rather than through the dispatcher, which saves 2.5 µs a call.
+``torch.library.custom_op`` defines each operator: schema, fake kernel, and plain torch as the kernel of every device.
+On small tensors call overhead dominates, and custom_op's kernel wrappers would double it. So our CPU and GPU kernels
+and the Autograd kernels are registered next to custom_op's and take precedence (``register``). If only our CPU kernel
+can run next (no mode, subclass or transform is active), the Autograd kernel calls it directly. Skipping the dispatcher
+saves 2.5 µs a call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch_fused_ops.declaration import Signature
 from torch_fused_ops.operators import batching
 
-# The backends' own keys, not the "Autograd" alias, which an operator's user may want for himself.
+# The backends' own keys. The "Autograd" alias remains free for users of an operator.
 _AUTOGRAD_KEYS = (
     "AutogradCPU",
     "AutogradCUDA",
@@ -39,18 +39,18 @@ _AUTOGRAD_KEYS = (
 library = torch.library.Library("fused", "FRAGMENT")
 
 
-COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # with what compilers see of each
+COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # by overload: the function that compilers trace
 
 
 def define(
     name: str, schema: str, kernel: Callable[..., Any], in_aten: Callable[..., Any] | None = None
 ) -> torch._ops.OpOverload:
-    """Define ``fused::name``, which is made of other operators: CompositeImplicitAutograd.
+    """Define ``fused::name`` in terms of other operators, as CompositeImplicitAutograd.
 
     Args:
-        name, schema: of the operator.
+        name, schema: the operator's name and schema.
         kernel: calls the other operators.
-        in_aten: the same for compilers and transforms, if it is another function.
+        in_aten: the implementation for compilers and transforms; None if it is ``kernel``.
     """
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, kernel, "CompositeImplicitAutograd")
@@ -59,7 +59,7 @@ def define(
     return overload
 
 
-# Layouts that no kernel here reads. Without a kernel torch says that the operator may not exist, and not what is wrong.
+# Layouts that no kernel here reads. Without these kernels torch's error suggests that the operator does not exist.
 _NOT_DENSE = (
     "SparseCPU",
     "SparseCUDA",
@@ -78,31 +78,31 @@ def _refuses_layout(op: torch._ops.OpOverload) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
         for argument, t in zip(op._schema.arguments, args, strict=False):
             if isinstance(t, Tensor) and (t.layout != torch.strided or t.is_quantized or t.is_nested):
-                what = "is a nested tensor" if t.is_nested else f"has layout {t.layout} and dtype {t.dtype}"
-                raise TypeError(f"{argument.name} {what}; accepted: dense tensors (torch.strided, not quantized)")
+                state = "is a nested tensor" if t.is_nested else f"has layout {t.layout} and dtype {t.dtype}"
+                raise TypeError(f"{argument.name} {state}; accepted: dense tensors (torch.strided, not quantized)")
         raise TypeError(f"{op} takes dense tensors (torch.strided, not quantized)")
 
     return kernel
 
 
-_GPUS = ("CUDA", "XPU")  # which Triton compiles for; ROCm's key is CUDA
+_GPUS = ("CUDA", "XPU")  # dispatch keys of devices that Triton compiles for; ROCm uses CUDA
 _warned: set[str] = set()  # device types
 
 
 def checked(kernel: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
-    """The kernel, behind ``check``, which raises for arguments that are not accepted."""
+    """Return a kernel that first calls ``check``, which raises for unaccepted arguments."""
     if check is None:
         return kernel
 
-    def behind(*args: Any) -> Any:
+    def check_first(*args: Any) -> Any:
         check(*args)
         return kernel(*args)
 
-    return behind
+    return check_first
 
 
 def _elsewhere(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain`` as the kernel for devices that we have no kernels for; the first call says so."""
+    """Return ``plain`` as the kernel for devices without kernels of ours. The first call on a device warns."""
 
     def kernel(*args: Any) -> Any:
         device = next(a for a in args if isinstance(a, Tensor)).device.type
@@ -119,7 +119,7 @@ def _elsewhere(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Registered(NamedTuple):
-    """One of our operators: its signature, its plain torch, and what raises for arguments that it does not accept."""
+    """An operator's signature, its plain-torch reference, and the function that raises for unaccepted arguments."""
 
     signature: Signature
     plain: Callable[..., Any]
@@ -137,17 +137,17 @@ def register(
     fake: Callable[..., Any],
     check: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
-    """``fused::name`` with its kernels and its fake kernel; ``check`` stands in front of them and of ``plain``."""
+    """Register ``fused::name`` with its kernels and fake kernel. Kernels and ``plain`` call ``check`` first."""
     name = signature.name
     REGISTERED[name] = Registered(signature, plain, check)
-    # custom_op wraps its own kernels in what costs a call 25 µs, and the first one the import of Dynamo (2 s). So plain
-    # torch is its kernel, for devices that have none of ours; ours are registered beside it, and go first.
+    # custom_op's wrappers add 25 µs to every call, and the import of Dynamo (2 s) to the first. So its kernel is plain
+    # torch, for devices without kernels of ours. Kernels of ours are registered separately and take precedence.
     defined = torch.library.custom_op(
         f"fused::{name}", checked(_elsewhere(plain), check), mutates_args=(), schema=signature.schema
     )
     defined.register_fake(fake)
     op = signature.overload
-    batched = batching.kernel(op, signature, plain)  # checks see one example: with a batch axis more would be accepted
+    batched = batching.kernel(op, signature, plain)  # its checks see one example: a batch axis would make them lenient
     for key, kernel in {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu), "FuncTorchBatched": batched}.items():
         library.impl(op, checked(kernel, check), key)
     for key in _NOT_DENSE:
@@ -169,19 +169,19 @@ def _bits(*keys: Any) -> int:
 
 _CPU = _bits(_Key.CPU)
 _BELOW: int = torch._C._after_autograd_keyset.raw_repr()
-# All that plain CPU tensors and the thread may carry without meaning anything to our operators.
-_ELSE = ~_bits(_Key.ADInplaceOrView, _Key.BackendSelect, _Key.AutogradCPU, _Key.AutocastCPU) | _CPU
+# Mask that drops the keys which plain CPU tensors and the thread may carry without affecting our operators.
+_RELEVANT = ~_bits(_Key.ADInplaceOrView, _Key.BackendSelect, _Key.AutogradCPU, _Key.AutocastCPU) | _CPU
 
 
 def _is_cpu_next(keyset: Any) -> bool:
-    """True if our CPU kernel follows Autograd: no key of a mode, a subclass, a negative view … is left."""
+    """True if our CPU kernel follows Autograd: no key of a mode, a subclass or a negative view remains."""
     return bool(keyset.raw_repr() & _BELOW == _CPU)
 
 
 def _is_plain_cpu(t: Tensor) -> bool:
-    """The same where no dispatcher has put the thread's keys (modes) and the tensor's together."""
+    """``_is_cpu_next`` outside the dispatcher, which would have merged the keys of thread and tensor."""
     keys: int = torch._C._dispatch_tls_local_include_set().raw_repr() | torch._C._dispatch_keys(t).raw_repr()
-    return keys & _ELSE == _CPU
+    return keys & _RELEVANT == _CPU
 
 
 def _below(op: torch._ops.OpOverload, on_cpu: Callable[..., Any], keyset: Any, args: tuple[Any, ...]) -> Any:
@@ -192,6 +192,7 @@ def _below(op: torch._ops.OpOverload, on_cpu: Callable[..., Any], keyset: Any, a
 
 
 def _transformed(args: tuple[Any, ...]) -> bool:
+    """True under a torch.func transform, or if an argument has a tangent."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     level: int = forward_ad._current_level
@@ -213,9 +214,9 @@ class SavePolicy(NamedTuple):
     """The tensors and values that forward saves for backward.
 
     Attributes:
-        saved: (args, outputs) -> the tensors, and anything else that ``arguments`` wants.
-        arguments: (tensors, the rest, output_mask) -> the backward operator's arguments between grad and output_mask.
-        apply: the autograd function that saves it, if not ``Differentiable``.
+        saved: (args, outputs) -> (tensors, values): saved for backward and passed to ``arguments``.
+        arguments: (tensors, values, output_mask) -> the backward operator's arguments between grad and output_mask.
+        apply: ``apply`` of the autograd function that saves them; None for ``Differentiable``.
     """
 
     saved: Callable[[tuple[Any, ...], Any], tuple[tuple[Tensor | None, ...], Any]]
@@ -223,49 +224,48 @@ class SavePolicy(NamedTuple):
     apply: Callable[..., Any] | None = None
 
 
-_profiler_enabled = torch._C._autograd._profiler_enabled  # a profile is to name the operator
+_profiler_enabled = torch._C._autograd._profiler_enabled  # only a dispatched operator has its name in a profile
 
 
 class _Operator(NamedTuple):
     op: torch._ops.OpOverload
     on_cpu: Callable[..., Any]
-    tensors: int  # how many arguments are tensors
-    arguments: int  # of all
+    tensors: int  # number of tensor arguments
+    arguments: int  # number of all arguments
     backward: torch._ops.OpOverload
     backward_on_cpu: Callable[..., Any]
 
 
 class Differentiable(torch.autograd.Function):
-    """An operator forward, its backward *operator* backward. The tensor arguments come first in every schema."""
+    """Call an operator in forward and its backward *operator* in backward. Every schema has tensors first."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, operator: _Operator, keep: SavePolicy, *args: Any) -> Any:
         out = _below(operator.op, operator.on_cpu, keyset, args)
-        tensors, rest = keep.saved(args, out)
+        tensors, values = keep.saved(args, out)
         ctx.save_for_backward(*tensors)
-        ctx.rest = operator, keep, rest, _is_cpu_next(keyset)
+        ctx.call = operator, keep, values, _is_cpu_next(keyset)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         operator: _Operator
         keep: SavePolicy
-        operator, keep, rest, on_cpu = ctx.rest
+        operator, keep, values, on_cpu = ctx.call
         grad = grads[0]
         if grad is None:
             return (None,) * (3 + operator.arguments)
         mask = ctx.needs_input_grad[3 : 3 + operator.tensors]
-        args = keep.arguments(ctx.saved_tensors, rest, mask)
+        args = keep.arguments(ctx.saved_tensors, values, mask)
         plain = on_cpu and not torch.is_grad_enabled() and forward_ad._current_level < 0 and not _profiler_enabled()
         if plain and _is_plain_cpu(grad):
-            found = operator.backward_on_cpu(grad, *args, mask)
+            gradients = operator.backward_on_cpu(grad, *args, mask)
         else:
-            found = operator.backward(grad, *args, mask)
-        found_all: tuple[Any, ...] = (None, None, None, *found, *(None,) * (operator.arguments - operator.tensors))
-        return found_all
+            gradients = operator.backward(grad, *args, mask)
+        return (None, None, None, *gradients, *(None,) * (operator.arguments - operator.tensors))
 
 
-# Function.apply looks for functorch layers first, which costs 1.2 µs; the kernel below has done so.
+# Function.apply looks for functorch layers first, which takes 1.2 µs; the kernel below has already done so.
 _apply = super(torch.autograd.Function, Differentiable).apply
 
 
@@ -276,21 +276,20 @@ def differentiate(
     on_cpu: Callable[..., Any],
     backward: tuple[torch._ops.OpOverload, Callable[..., Any]],
     keep: Callable[..., SavePolicy],
-    record: Callable[..., Tensor | None] | None = None,
+    native: Callable[..., Callable[[Tensor], Tensor] | None] | None = None,
 ) -> None:
     """Make ``op`` differentiable: by its backward operator in reverse mode, through ``reference`` under any transform.
 
     Args:
         op: an operator whose schema is (tensors…, scalars…) -> Tensor.
-        check: raises for arguments that op does not accept: the kernel takes them for granted, and the reference
-            broadcasts and would accept more.
-        reference: the same function in plain torch; differentiable.
+        check: raises for arguments that op does not accept. The kernel does not check, and the reference broadcasts.
+        reference: op in differentiable plain torch.
         on_cpu: op's CPU kernel.
-        backward: the operator (grad, whatever is kept…, bool[] output_mask) -> a gradient or None for each tensor; its
+        backward: the operator (grad, saved values…, bool[] output_mask) -> a gradient or None for each tensor, and its
             CPU kernel.
-        keep: op's arguments -> what is kept of such a call.
-        record: op's arguments, plain tensors on the CPU -> its result in steps that autograd is to record as they are;
-            or None.
+        keep: op's arguments -> what this call saves for backward.
+        native: op's arguments on the CPU -> a differentiable PyTorch function of the first argument with op's result;
+            None if there is no such function.
     """
     arguments = op._schema.arguments
     tensors = sum("Tensor" in str(a.type) for a in arguments)
@@ -302,13 +301,13 @@ def differentiate(
         if _transformed(args):
             return in_torch(*args)
         if _requires_grad(args):
-            args += defaults[len(args) :]  # of which the dispatcher has dropped the trailing ones
-            kept = keep(*args)
-            if record is not None and kept.apply is None and _is_cpu_next(keyset):
+            args += defaults[len(args) :]  # the dispatcher drops trailing defaults
+            policy = keep(*args)
+            if native is not None and policy.apply is None and _is_cpu_next(keyset):
                 check(*args)
-                if (result := record(*args)) is not None:
-                    return result
-            return (kept.apply or _apply)(keyset, operator, kept, *args)
+                if (function := native(*args)) is not None and args[0].is_contiguous():
+                    return function(args[0])
+            return (policy.apply or _apply)(keyset, operator, policy, *args)
         return _below(op, on_cpu, keyset, args)
 
     _install(op, kernel, in_torch)
@@ -317,7 +316,7 @@ def differentiate(
 def differentiate_by_reference(
     op: torch._ops.OpOverload, reference: Callable[..., Any], on_cpu: Callable[..., Any]
 ) -> None:
-    """Make a backward operator differentiable to any order: where a gradient is asked of it, it *is* its reference."""
+    """Make a backward operator differentiable to any order: if it needs a gradient itself, its reference runs."""
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if _transformed(args) or _requires_grad(args):
@@ -328,7 +327,7 @@ def differentiate_by_reference(
 
 
 def _install(op: torch._ops.OpOverload, kernel: Callable[..., Any], in_torch: Callable[..., Any]) -> None:
-    # torch.autograd.grad(is_grads_batched=True) runs on an older vmap, which knows no rules of custom operators.
+    # torch.autograd.grad(is_grads_batched=True) uses an older vmap, which ignores custom operators' rules.
     library.impl(op, in_torch, "Batched")
     for key in _AUTOGRAD_KEYS:
         library.impl(op, kernel, key, with_keyset=True)

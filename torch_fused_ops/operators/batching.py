@@ -1,4 +1,4 @@
-"""The one rule for ``torch.vmap``: the operator where the batch axis is one more leading axis, else its plain torch."""
+"""The rule for ``torch.vmap``: call the operator if the batch axis can become a leading axis, else its reference."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from torch_fused_ops.declaration import Signature
 
-_LEADING = ("data", "packed", "per_row", "scores")  # the kinds of tensors that may have one more leading axis
-_SHARED = ("per_column", "per_head", "mask")  # those that all examples may share
+_LEADING = ("data", "packed", "per_row", "scores")  # kinds of tensors that may have another leading axis
+_SHARED = ("per_column", "per_head", "mask")  # kinds of tensors that all examples may share
 
 
 def _by_leading_axis(op: torch._ops.OpOverload, kinds: list[str]) -> Callable[..., Any]:
-    """The rule (info, in_dims, *args) -> (outputs, out_dims) of an operator, where no vector is of one example."""
+    """Return the rule (info, in_dims, *args) -> (outputs, out_dims) of an operator whose vectors are not batched."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        led = list(args)
+        operands = list(args)
         for i, (t, axis, kind) in enumerate(zip(args, in_dims, kinds, strict=False)):
             if kind in _LEADING and t is not None:
-                led[i] = t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
-        outputs = op(*led)
+                operands[i] = t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
+        outputs = op(*operands)
         if isinstance(outputs, Tensor):
             return outputs, 0
         return outputs, tuple(None if output is None else 0 for output in outputs)
@@ -34,20 +34,20 @@ def _by_leading_axis(op: torch._ops.OpOverload, kinds: list[str]) -> Callable[..
 
 
 def kernel(op: torch._ops.OpOverload, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator on batched tensors, of which it sees one example.
+    """Return the kernel for batched tensors, which sees one example.
 
-    Plain torch where each example has a vector, or the gradient of one, to itself; and for all other kinds of tensors:
-    blocks are of a matrix, and a random mask is the same for every example with the same seed.
+    It runs plain torch if examples have vectors, or gradients of vectors, of their own, and for other kinds of tensors:
+    float8 blocks belong to a matrix, and a random mask is the same for every example with the same seed.
     """
     kinds = [argument.kind for argument in signature.arguments]
-    others = {*kinds, *signature.results}.difference(("", *_LEADING, *_SHARED))
+    other_kinds = {*kinds, *signature.results}.difference(("", *_LEADING, *_SHARED))
     vectors = [i for i, kind in enumerate(kinds) if kind in _SHARED]
     sums = [i for i, kind in enumerate(signature.results) if kind in _SHARED]
     rule = _by_leading_axis(op, kinds)
 
     def batched(*args: Any) -> Any:
-        apart = any(args[i] is not None and is_batchedtensor(args[i]) for i in vectors)
-        if others or apart or (signature.is_backward and any(args[-1][i] for i in sums)):
+        vectors_differ = any(args[i] is not None and is_batchedtensor(args[i]) for i in vectors)
+        if other_kinds or vectors_differ or (signature.is_backward and any(args[-1][i] for i in sums)):
             return plain(*args)
         interpreter: Any = retrieve_current_functorch_interpreter()  # as torch.library.register_vmap calls a rule
         return custom_function_call_vmap_helper(interpreter, rule, op, *args)

@@ -1,4 +1,4 @@
-"""Checks of a declared operator's arguments: dtypes, devices and shapes by kinds, scalars by rules.
+"""Checks of a declared operator's arguments: dtypes, devices and shapes by kind, scalars by rule.
 
 Every check raises TypeError or ValueError that names the argument, its value and what is accepted.
 """
@@ -22,7 +22,7 @@ def _first(name: str, shape: Any) -> None:
 
 
 def check_gradient(grad: Tensor, *args: Any) -> None:
-    """Raise where a backward operator's gradient has no axis: its operator takes no such argument either."""
+    """Raise if a backward operator's gradient has no axis: its operator does not accept such data either."""
     _first("grad", grad.shape)
 
 
@@ -32,7 +32,7 @@ def _packed(name: str, shape: Any) -> None:
         raise ValueError(f"{name} has last axis {shape[-1]}; accepted: an even size, gate and up packed")
 
 
-# By a tensor's kind: its shape, from the first tensor's, and what that is called.
+# By kind: a function from the first tensor's shape to this tensor's shape, and the name of that shape in messages.
 _SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "data": (lambda shape: shape, "shape"),
     "per_column": (lambda shape: shape[-1:], "last axis"),
@@ -40,11 +40,11 @@ _SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-_DTYPES = {"seed": (torch.int64,)}  # by kind, where it is not DTYPES
+_DTYPES = {"seed": (torch.int64,)}  # by kind; other kinds have DTYPES
 
 
 def refuse_dtype(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
-    """TypeError for a tensor whose dtype is none of these."""
+    """Raise TypeError for a tensor with another dtype."""
     accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise TypeError(f"{name} has dtype {t.dtype}; accepted: {accepted}")
 
@@ -56,24 +56,24 @@ def _refuse(name: str, t: Tensor, device: torch.device, dtypes: tuple[torch.dtyp
 
 
 def check(op: Operator) -> Callable[..., None]:
-    """A function of the operator's arguments that raises for what is not accepted, and returns nothing."""
+    """Return a function of the operator's arguments that raises for unaccepted ones and returns None."""
     count = len(op.tensors)
     first_name, *_ = op.tensors
     first_is = _packed if op.kinds[0] == "packed" else _first
-    # What a call on few elements costs is the loops below: each over what it is about, and nothing else.
-    given = [(i, a.name, _DTYPES.get(a.kind, DTYPES)) for i, a in enumerate(op.tensor_arguments)]
+    # On small tensors these loops dominate a call's time, so each visits only the arguments it checks.
+    typed = [(i, a.name, _DTYPES.get(a.kind, DTYPES)) for i, a in enumerate(op.tensor_arguments)]
     required = [(i, a.name) for i, a in enumerate(op.tensor_arguments) if a.type == "Tensor"]
     shaped = [(i, a.name, *_SHAPES[a.kind]) for i, a in enumerate(op.tensor_arguments) if i and a.kind in _SHAPES]
     single = [(i, a.name) for i, a in enumerate(op.tensor_arguments) if a.kind == "seed"]
     rules = [(count + list(op.scalars).index(rule.name), rule.check) for rule in op.rules]
 
-    def checked(*args: Any) -> None:
+    def check_arguments(*args: Any) -> None:
         for i, name in required:
-            if args[i] is None:  # torch.ops takes it for an undefined tensor
+            if args[i] is None:  # torch.ops accepts None as an undefined tensor
                 raise TypeError(f"{name}=None is not accepted: it must be a tensor, not NoneType")
         first = args[0]
         device, shape = first.device, first.shape
-        for i, name, dtypes in given:
+        for i, name, dtypes in typed:
             t = args[i]
             if t is not None and (t.dtype not in dtypes or t.device != device):
                 _refuse(name, t, device, dtypes)
@@ -90,4 +90,4 @@ def check(op: Operator) -> Callable[..., None]:
             if i < len(args):
                 rule(args[i])
 
-    return checked
+    return check_arguments

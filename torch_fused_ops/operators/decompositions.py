@@ -1,7 +1,7 @@
-"""Every operator as plain aten, for graphs that others read: exported programs, ``make_fx``, ONNX.
+"""Every operator in plain aten, for graphs that other tools read: exported programs, ``make_fx``, ONNX.
 
-The formulas are ``formulas.py``'s, so rounding and masks are the operators'. Under ``torch.compile`` and AOTInductor
-nothing of this is needed: lowerings do better.
+These functions use ``formulas.py``, so rounding and masks equal the operators' own. ``torch.compile`` and AOTInductor
+do not need them: lowerings generate better code.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED
 
 
 def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Each of our operators, backward operators among them, with a function that computes it in aten's.
+    """Map each operator and backward operator to a function that computes it with aten operators.
 
-    For ``ExportedProgram.run_decompositions`` and ``make_fx``; add the tables of your own, which decide what is done
-    with the rest::
+    Pass the table to ``ExportedProgram.run_decompositions`` or ``make_fx``, merged with the table for other operators::
 
         table = torch.export.default_decompositions()
         table.update(tfo.decompositions())
         program = program.run_decompositions(table)
 
     Args:
-        differentiable: whether autograd may go through the result, which nothing shows while it is traced. GELU is
-            then spelled with erfc. False: by the quicker formulas that the operators use where no derivative is taken
-            through them; it would be wrong at 0. Better for ONNX, which has no erfc: 1 - erf, put in its place, loses
-            GELU's negative tail.
+        differentiable: whether autograd may differentiate the result, which tracing cannot detect. If True, GELU uses
+            erfc. If False, the results use the faster formulas of calls without derivatives, and a derivative at 0
+            would be wrong. Use False for ONNX: it has no erfc, and its substitute 1 - erf loses GELU's negative tail.
     """
     if not isinstance(differentiable, bool):
         raise TypeError(f"differentiable={differentiable!r} is not accepted: it must be True or False")
@@ -46,7 +44,7 @@ def _in_aten(plain: Callable[..., Any], check: Callable[..., None] | None, diffe
         check(*args)
     with activations.spelled_for_derivatives(differentiable):
         results = plain(*args)
-    several = results if isinstance(results, tuple) else (results,)
-    # As operators return them: contiguous, and no argument.
-    outputs = [t if t is None else t.clone() if any(t is a for a in args) else t.contiguous() for t in several]
+    all_results = results if isinstance(results, tuple) else (results,)
+    # Operators return contiguous tensors, and never an argument.
+    outputs = [t if t is None else t.clone() if any(t is a for a in args) else t.contiguous() for t in all_results]
     return tuple(outputs) if isinstance(results, tuple) else outputs[0]

@@ -1,7 +1,7 @@
-"""Declared operators in plain torch, on whole tensors: the oracle, what transforms differentiate, what exports hold.
+"""Declared operators in plain torch, on whole tensors: for tests, transforms, exports, and CPUs without a kernel.
 
-What an operator adds to its formula: widening, layout, the sums behind the gradients of biases and scales, and one
-rounding at the end.
+An operator adds to its formula: widening, layout, the sums in the gradients of biases and scales, and one rounding at
+the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_fused_ops.formulas import Gradients, compute_dtype, over_rows, pack, 
 def _elements(
     op: PointwiseOperator, tensors: Sequence[Tensor | None], layout: str | None, dtype: torch.dtype
 ) -> list[Any]:
-    """The arguments of ``op.value``: data with biases added, packed data in two; and the scale as a column."""
+    """Return ``op.value``'s tensor arguments: data plus bias, packed data as gate and up, the scale as a column."""
     wide = [widened(dtype, t) for t in tensors]
     if op.bias_index is not None and wide[op.bias_index] is not None:
         wide[0] = wide[0] + wide[op.bias_index]  # type: ignore[operator]
@@ -31,37 +31,37 @@ def _elements(
 
 
 def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
-    """The operator; computed in float32, or float64, if ``dtype`` does not say otherwise."""
+    """Return the operator in plain torch, computed in float32 or float64."""
 
-    def plain(*args: Any, dtype: torch.dtype | None = None) -> Tensor:
+    def plain(*args: Any) -> Tensor:
         tensors, layout, scalars = op.split(args)
-        out = op.value(*_elements(op, tensors, layout, dtype or compute_dtype(*tensors)), *scalars)
+        out = op.value(*_elements(op, tensors, layout, compute_dtype(*tensors)), *scalars)
         return widened(tensors[0].dtype, out)
 
     return plain
 
 
 def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """The gradients of its tensors, likewise; None where output_mask says no."""
-    summed = [kind in DATA or kind == "per_column" for kind in op.kinds]
+    """Return the backward operator in plain torch. Gradients that output_mask does not request are None."""
+    derived_from_data = [kind in DATA or kind == "per_column" for kind in op.kinds]
 
-    def plain(grad: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Gradients:
-        *args, wanted = args  # type: ignore[assignment]
+    def plain(grad: Tensor, *args: Any) -> Gradients:
+        *args, output_mask = args  # type: ignore[assignment]
         tensors, layout, scalars = op.split(tuple(args))
-        dtype = dtype or compute_dtype(grad, *tensors)
+        dtype = compute_dtype(grad, *tensors)
         wide, elements = widened(dtype, grad), _elements(op, tensors, layout, dtype)
-        found: Sequence[Tensor] = ()
-        if any(w and s for w, s in zip(wanted, summed, strict=True)):
-            found = op.grads(wide, *elements, *scalars)
-            found = found if layout is None else [pack(found[0], found[1], layout)]
+        grads: Sequence[Tensor] = ()
+        if any(requested and from_data for requested, from_data in zip(output_mask, derived_from_data, strict=True)):
+            grads = op.grads(wide, *elements, *scalars)
+            grads = grads if layout is None else [pack(grads[0], grads[1], layout)]
 
         def gradient(i: int, t: Tensor, kind: str) -> Tensor:
             if kind == "per_row":
-                without = [*elements[:-1], None]
-                return (wide * op.value(*without, *scalars)).sum(-1).to(t.dtype)
-            return widened(t.dtype, over_rows(found[0]) if kind == "per_column" else found[i])
+                unscaled = op.value(*elements[:-1], None, *scalars)
+                return (wide * unscaled).sum(-1).to(t.dtype)
+            return widened(t.dtype, over_rows(grads[0]) if kind == "per_column" else grads[i])
 
-        every = enumerate(zip(tensors, op.kinds, wanted, strict=True))
-        return tuple(gradient(i, t, kind) if w else None for i, (t, kind, w) in every)
+        arguments = enumerate(zip(tensors, op.kinds, output_mask, strict=True))
+        return tuple(gradient(i, t, kind) if requested else None for i, (t, kind, requested) in arguments)
 
     return plain

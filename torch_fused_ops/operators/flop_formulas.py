@@ -1,7 +1,7 @@
 """The FLOP of the GEMMs among our operators, for ``torch.utils.flop_counter``.
 
-That module imports Triton (0.2 to 0.5 s), which ``import torch_fused_ops`` must not: so formulas wait here until
-somebody imports it.
+That module imports Triton (0.2 to 0.5 s), which ``import torch_fused_ops`` must not do. So formulas wait here until a
+program imports it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def count(op: torch._ops.OpOverload, formula: Callable[..., int]) -> None:
 
 
 def register() -> None:
-    """Hand over all formulas that are not known there yet."""
+    """Register all formulas that ``flop_counter`` does not have yet."""
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for packet, formula in _formulas.items():
@@ -32,5 +32,5 @@ def register() -> None:
 
 
 def rows_times_columns(a: Sequence[int], b: Sequence[int], **out: Any) -> int:
-    """2 · t · n · k: each row of a (t, k) times a matrix (n, k), or times one of a stack (…, n, k)."""
+    """Return 2 · t · n · k: each row of a (t, k) is multiplied by one matrix (n, k), perhaps from a stack (…, n, k)."""
     return 2 * a[0] * a[1] * b[-2]

@@ -1,15 +1,15 @@
-"""``memory="fp8"`` of a call: a mark on the operator's data, and what autograd then saves of them.
+"""``memory="fp8"`` for one call: a mark on the operator's data, and what autograd saves because of it.
 
-The mark is an operator, ``fused::keep_fp8``, and so part of a graph's text, which compilers' caches have as key. To
-autograd and tracers it is ``view_as``, whose result the next operator finds marked. That operator then saves its data
-by ``formulas.store_fp8``, and its backward operator reads ``load_fp8`` of that. With our partitioner,
-the pre-grad pass takes the mark for a memory level of that one operator (``memory_levels.move_fp8_marks_to_meta``).
+The mark is an operator, ``fused::keep_fp8``, so graphs and compilers' cache keys contain it. To autograd and tracers it
+is ``view_as``, and the next operator sees the mark on its result. That operator saves its data by
+``formulas.store_fp8``, and its backward operator reads them by ``load_fp8``. With our partitioner, the pre-grad pass
+turns the mark into a memory level of that operator (``memory_levels.move_fp8_marks_to_meta``).
 
-In eager mode storing and loading are passes of their own, on GPUs one each, by the kernels of linear layers in float8
-(``KERNELS``), whose scales are powers of two: what is loaded is exact in the data's dtype. In bfloat16 GELU then moves
-7 bytes an element forward and 9 backward (4 and 6 at ``memory="free"``), SwiGLU 12 and 16 (6 and 10). Compiled, it
-is 5 and 5, 8 and 8: the tags and ``fused::with_saved`` are for the partitioner, which without them
-saves bfloat16 (2 bytes in place of 1, and 4 in place of 2), and stores and loads it in backward.
+In eager mode storing and loading are separate passes. On GPUs each is one kernel, from the float8 linear layers
+(``KERNELS``). Their scales are powers of two, so loaded values are exact in the data's dtype. In bfloat16 GELU then
+moves 7 bytes an element forward and 9 backward (4 and 6 at ``memory="free"``), SwiGLU 12 and 16 (6 and 10). Compiled,
+GELU moves 5 and 5, SwiGLU 8 and 8. The tags and ``fused::with_saved`` steer the partitioner: without them it saves
+bfloat16 (2 bytes instead of 1, and 4 instead of 2), and stores and loads float8 in backward.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MARK = "_torch_fused_ops_keep_fp8"
 
 
 def keep_fp8(input: Tensor) -> Tensor:
-    """The input; an operator that has it as its first data saves its data for backward in float8."""
+    """Return the input, marked: an operator whose first data it is saves its data for backward in float8."""
     marked = input.view_as(input)
     setattr(marked, _MARK, True)
     return marked
 
 
 def with_saved(result: Tensor, saved: Sequence[Tensor]) -> Tensor:
-    """The result; in graphs it depends on ``saved``, which partitioners otherwise leave to backward to compute."""
+    """Return the result. In graphs it depends on ``saved``, which partitioners would otherwise compute in backward."""
     return result.clone()
 
 
@@ -53,7 +53,7 @@ KEEP_FP8, WITH_SAVED = torch.ops.fused.keep_fp8.default, torch.ops.fused.with_sa
 
 
 def _has_kernels(t: Tensor) -> bool:
-    """Tell whether ``KERNELS`` store or load this tensor: on GPUs, not traced, and not a shard."""
+    """True if ``KERNELS`` store or load this tensor: it is on a GPU, and neither traced nor a shard."""
     return t.is_cuda and type(t) in (Tensor, torch.nn.Parameter) and t.shape[-1] > 0
 
 
@@ -70,13 +70,13 @@ def load(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_marked(data: Tensor) -> bool:
-    """Tell whether an operator's first data asks for float8."""
+    """True if an operator's first data carries the mark."""
     return hasattr(data, _MARK)
 
 
 @contextmanager
 def _tagged(tag: str, value: Any) -> Iterator[None]:
-    """Tag the nodes that a compiler traces inside for its partitioner, unless a checkpoint has decided already."""
+    """Tag nodes that a compiler traces inside the block for its partitioner, unless a checkpoint has tagged them."""
     meta = traceback.current_meta if traceback.has_preserved_node_meta() else {}
     before = dict(meta)
     if not isinstance(meta.get(tag), CheckpointPolicy):
@@ -89,12 +89,12 @@ def _tagged(tag: str, value: Any) -> Iterator[None]:
 
 
 class _DifferentiableOnce(Differentiable):
-    """An operator with one more result, without elements, which stands for the values that are not saved.
+    """An operator with a second, empty result that represents the values which are not saved.
 
-    The gradients read it, so that a derivative of theirs comes back to it, and raises.
+    The gradients depend on it, so differentiating them reaches its node, which raises.
 
-    Not ``once_differentiable``: that raises in a node which leads nowhere, so ``torch.autograd.grad`` and whatever sums
-    over several paths never get there, and second derivatives are 0 without a word.
+    ``once_differentiable`` does not suffice: it raises in a node without inputs. ``torch.autograd.grad`` and sums over
+    several paths never reach this node, and second derivatives are silently 0.
     """
 
     @staticmethod
@@ -110,7 +110,7 @@ class _DifferentiableOnce(Differentiable):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if grads[-1] is not None:
-            operator = ctx.rest[0].op.name()
+            operator = ctx.call[0].op.name()
             raise RuntimeError(
                 f"a second derivative through {operator} with memory='fp8' is not accepted: it saves arguments in "
                 "float8, and rounding has no derivative; differentiate twice with memory='free', or by "
@@ -119,30 +119,30 @@ class _DifferentiableOnce(Differentiable):
         gradients = Differentiable.backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return gradients
-        nothing = ctx.saved_tensors[-1].sum()
-        return tuple(None if gradient is None else gradient + nothing for gradient in gradients)
+        zero = ctx.saved_tensors[-1].sum()
+        return tuple(None if gradient is None else gradient + zero for gradient in gradients)
 
 
 _apply = super(torch.autograd.Function, _DifferentiableOnce).apply
 
 
 def policy(op: PointwiseOperator) -> SavePolicy:
-    """The data in float8 with a scale for each row, and the other arguments as they are."""
+    """Save the data in float8 with a scale per row, and the other arguments unchanged."""
     count, data = len(op.tensors), op.num_data
 
     def saved(args: tuple[Any, ...], _: Tensor) -> tuple[tuple[Tensor | None, ...], Any]:
         tensors, traced = args[:count], traceback.has_preserved_node_meta()
         with _tagged("recompute", CheckpointPolicy.MUST_SAVE):
             stored = [part for t in tensors[:data] for part in store(t, traced and op.reads_halves(args))]
-        wide = compute_dtype(*tensors)  # in eager mode backward reads values that are not rounded
+        wide = compute_dtype(*tensors)  # in eager mode backward reads unrounded values
         dtypes = [t.dtype if traced or _has_kernels(t) else wide for t in tensors[:data]]
         return (*stored, *tensors[data:]), (dtypes, args[count:])
 
-    def arguments(tensors: tuple[Tensor | None, ...], rest: Any, _: tuple[bool, ...]) -> Any:
-        dtypes, scalars = rest
+    def arguments(tensors: tuple[Tensor | None, ...], values: Any, _: tuple[bool, ...]) -> Any:
+        dtypes, scalars = values
         stored: Any = zip(tensors[: 2 * data : 2], tensors[1 : 2 * data : 2], dtypes, strict=True)
-        with _tagged("partitioner_tag", "must_be_in_backward"):  # else forward may load it, and save that
-            loaded = [load(values, scale, dtype) for values, scale, dtype in stored]
+        with _tagged("partitioner_tag", "must_be_in_backward"):  # else forward may load the data and save the result
+            loaded = [load(codes, scale, dtype) for codes, scale, dtype in stored]
         return *loaded, *tensors[2 * data : data + count], *scalars
 
     return SavePolicy(saved, arguments, lambda *args: _apply(*args)[0])  # type: ignore[no-untyped-call]

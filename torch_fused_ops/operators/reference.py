@@ -1,8 +1,7 @@
 """Every operator in plain torch: the oracle that kernels and lowerings are measured against, best in float64.
 
 ``reference.bias_glu(x, None, None, "silu", layout="swapped")`` is the declared operator (``operators``) of that name,
-``bias_glu_backward`` its backward operator, and so on; beside them the element functions that they are made of
-(``formulas``).
+``bias_glu_backward`` its backward operator, and so on. The module also exports their element functions (``formulas``).
 """
 
 from __future__ import annotations

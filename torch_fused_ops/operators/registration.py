@@ -1,4 +1,4 @@
-"""Declared operators → ``torch.ops.fused.*``: each operator and its backward operator, with everything they need."""
+"""Register declared operators and their backward operators as ``torch.ops.fused.*``, with all kernels and rules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, Signature
-from torch_fused_ops.formulas import Gradients, room
-from torch_fused_ops.kernels import cpu
+from torch_fused_ops.formulas import Gradients, act_element, empty_gradient
+from torch_fused_ops.kernels import compiled, cpu
 from torch_fused_ops.operators import eager, fp8_store
 from torch_fused_ops.operators.autograd import (
     SavePolicy,
@@ -29,14 +29,16 @@ from torch_fused_ops.settings.switches import is_without
 class KernelSet(NamedTuple):
     """The kernels and rules of an operator, or of its backward operator."""
 
-    on_cpu: Callable[..., Any]
+    on_cpu: Callable[..., Any]  # runs on CPUs if no kernel is compiled
     on_gpu: Callable[..., Any]
-    plain: Callable[..., Any]  # the same in plain torch
+    plain: Callable[..., Any]  # the reference in plain torch
     fake: Callable[..., Any]
 
-    def chosen(self) -> KernelSet:
-        """These, without kernels of ours where the environment says so."""
-        return self._replace(on_cpu=self.plain, on_gpu=self.plain) if is_without("kernels") else self
+    def chosen(self, signature: Signature) -> KernelSet:
+        """Return these kernels with a compiled one for CPUs, or ``plain`` on all devices if kernels are turned off."""
+        if is_without("kernels"):
+            return self._replace(on_cpu=self.plain, on_gpu=self.plain)
+        return self._replace(on_cpu=compiled.kernel(signature, self.on_cpu))
 
 
 def register_pair(
@@ -45,32 +47,34 @@ def register_pair(
     backward: KernelSet,
     check: Callable[..., None],
     keep: Callable[..., SavePolicy],
-    record: Callable[..., Tensor | None] | None = None,
+    native: Callable[..., Any] | None = None,
     adapt: Callable[[Any], Any] = lambda backward: backward,
 ) -> torch._ops.OpOverload:
-    """An operator and its backward operator, by which it is differentiable.
+    """Register an operator and its backward operator, and make the operator differentiable.
 
     Args:
-        signatures: of the two.
-        forward, backward: their parts, whose arguments are unchecked.
-        check: raises for what the operator does not accept.
-        keep, record: see ``differentiate``.
-        adapt: makes of the backward operator what gives a gradient, or None, for each of the operator's tensors.
+        signatures: the signatures of both.
+        forward, backward: the kernels of both, which do not check their arguments.
+        check: raises for arguments that the operator does not accept.
+        keep, native: see ``differentiate``.
+        adapt: wraps the backward operator, so that it returns a gradient or None for each of the operator's tensors.
     """
-    forward, backward = forward.chosen(), backward.chosen()
+    forward, backward = forward.chosen(signatures[0]), backward.chosen(signatures[1])
     if is_without("kernels"):
-        record = None  # which is a kernel of ours on CPUs, if one made of PyTorch's
+        native = None
+    if native is not None:
+        forward = forward._replace(on_cpu=_prefer(native, forward.on_cpu))
     operator = register(signatures[0], *forward, check)
     backward_operator = register(signatures[1], *backward, check_gradient)
-    of_backward = (checked(kernel, check_gradient) for kernel in (backward.plain, backward.on_cpu))
-    differentiate_by_reference(backward_operator, *of_backward)
-    of_all = adapt(backward_operator), adapt(backward.on_cpu)
-    differentiate(operator, check, forward.plain, forward.on_cpu, of_all, keep, record)
+    reference, on_cpu = (checked(kernel, check_gradient) for kernel in (backward.plain, backward.on_cpu))
+    differentiate_by_reference(backward_operator, reference, on_cpu)
+    adapted = adapt(backward_operator), adapt(backward.on_cpu)
+    differentiate(operator, check, forward.plain, forward.on_cpu, adapted, keep, native)
     return operator
 
 
 def register_pointwise(op: PointwiseOperator) -> None:
-    """``fused::name`` and ``fused::name_backward``."""
+    """Register ``fused::name`` and ``fused::name_backward`` of a pointwise operator."""
     accepts = check(op)
 
     def fake(*args: Any) -> Tensor:
@@ -79,29 +83,47 @@ def register_pointwise(op: PointwiseOperator) -> None:
         return first.new_empty((*first.shape[:-1], first.shape[-1] // 2) if op.is_packed else first.shape)
 
     def backward_fake(grad: Tensor, *args: Any) -> Gradients:
-        return tuple(room(t, wanted) for t, wanted in zip(args, args[-1], strict=False))
+        return tuple(empty_gradient(t, requested) for t, requested in zip(args, args[-1], strict=False))
 
     plain_forward, plain_backward = eager.forward(op), eager.backward(op)
-    on_cpu, backward_on_cpu = cpu.kernel(op, op.forward, plain_forward), cpu.kernel(op, op.backward, plain_backward)
-    gpu, backward_gpu = _on_gpu(op, op.forward.name, on_cpu), _on_gpu(op, op.backward.name, backward_on_cpu)
+    value, grads = cpu.kernel(op, op.forward, plain_forward), cpu.kernel(op, op.backward, plain_backward)
     register_pair(
         op.signatures,
-        KernelSet(on_cpu, gpu, plain_forward, fake),
-        KernelSet(backward_on_cpu, backward_gpu, plain_backward, backward_fake),
+        KernelSet(value, _on_gpu(op, op.forward.name, value), plain_forward, fake),
+        KernelSet(grads, _on_gpu(op, op.backward.name, grads), plain_backward, backward_fake),
         accepts,
         _keep(op),
-        cpu.recorded(op),
+        _native if op.value is act_element else None,
     )
 
 
+def _native(input: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Any:
+    """Return ``Activation.native`` if a call is that activation alone, else None.
+
+    It saves the same tensors for backward as the operator. ``torch.utils.checkpoint`` therefore accepts a recomputation
+    that cannot call it because a mode is active.
+    """
+    return activations.get(activation).native if bias is None and scale is None else None
+
+
+def _prefer(native: Callable[..., Any], on_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that calls ``native``'s function if there is one, else ``on_cpu``."""
+
+    def kernel(*args: Any) -> Any:
+        function = native(*args)
+        return on_cpu(*args) if function is None else function(args[0]).contiguous()
+
+    return kernel
+
+
 def imported(module: str, find: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
-    """``find(module)``, the module imported at the first call: GPUs' kernels need Triton."""
+    """Return ``find(module)`` as a function that imports the module at its first call: GPU kernels need Triton."""
     load = functools.cache(lambda: find(importlib.import_module(module)))
     return lambda *args: load()(*args)
 
 
 def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of ``op.kernels``; blocks of plain torch where there is none, and for registered activations."""
+    """Return the kernel in ``op.kernels``. Without one, and for registered activations, blocks of plain torch run."""
     if op.kernels is None:
         return in_torch
     launch = imported(op.kernels, lambda module: module.launch_of(name))
@@ -109,33 +131,33 @@ def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> C
         return launch
 
     def kernel(*args: Any) -> Any:
-        activation = next(a for a in args if isinstance(a, str))  # the first of the strings
+        activation = next(a for a in args if isinstance(a, str))  # the first string argument
         return (launch if activations.get(activation).builtin else in_torch)(*args)
 
     return kernel
 
 
-# ---- what is kept for backward ---------------------------------------------------------------------------------------
+# ---- tensors saved for backward ------------------------------------------------------------------------------------
 
 
 def _keep(op: PointwiseOperator) -> Callable[..., SavePolicy]:
-    """The arguments; the result in the data's place, if that is enough; or, as marked, the data in float8."""
+    """Return a function of a call that chooses what to save: its arguments, its result, or marked data in float8."""
     suffices, bias, count = op.keeps_result, op.bias_index, len(op.tensors)
-    arguments = SavePolicy(lambda args, _: (args[:count], args[count:]), lambda kept, rest, _: kept + rest)
+    arguments = SavePolicy(lambda args, _: (args[:count], args[count:]), lambda tensors, scalars, _: tensors + scalars)
 
-    def saved(args: tuple[Any, ...], out: Tensor) -> tuple[tuple[Tensor], Any]:
-        given = None if bias is None else args[bias]
-        return (out,), (None if given is None else given.dtype, args[count:])
+    def save_result(args: tuple[Any, ...], out: Tensor) -> tuple[tuple[Tensor], Any]:
+        bias_tensor = None if bias is None else args[bias]
+        return (out,), (None if bias_tensor is None else bias_tensor.dtype, args[count:])
 
-    def given_back(kept: tuple[Tensor | None, ...], rest: Any, mask: tuple[bool, ...]) -> tuple[Any, ...]:
-        (out,), (bias_dtype, scalars) = kept, rest
+    def from_result(saved: tuple[Tensor | None, ...], values: Any, mask: tuple[bool, ...]) -> tuple[Any, ...]:
+        (out,), (bias_dtype, scalars) = saved, values
         assert out is not None
         tensors: list[Tensor | None] = [out, *[None] * (count - 1)]
         if bias is not None and mask[bias]:  # the derivative at input + bias is the derivative at the result
             tensors[bias] = out.new_zeros(out.shape[-1:], dtype=bias_dtype)
         return *tensors, *scalars
 
-    result, stored = SavePolicy(saved, given_back), fp8_store.policy(op)
+    result, stored = SavePolicy(save_result, from_result), fp8_store.policy(op)
 
     def choose(*args: Any) -> SavePolicy:
         if fp8_store.is_marked(args[0]):

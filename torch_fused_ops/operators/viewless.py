@@ -1,14 +1,14 @@
-"""``fused::make_viewless``: the same memory under a tensor that is no view, with the identity for a gradient.
+"""``fused::make_viewless``: a tensor that shares memory with its argument but is not a view; its gradient is identity.
 
-CompositeImplicitAutograd: it is ``aten._unsafe_view``, so every transform, mode and compiler knows it already. Eager
-calls go one better. ``_unsafe_view`` gives its result a version counter of its own, so a write in place to the result
-would go unseen by whatever autograd has saved of the source, and gradients would be silently wrong; ``detach`` shares
-memory *and* counter and leaves no base, so there autograd raises, as it does for views. (Compiled code would
-need an autograd.Function for that, and graphs that hold one are not kept in AOTAutograd's cache.)
+It is CompositeImplicitAutograd over ``aten._unsafe_view``, which every transform, mode and compiler supports. Eager
+calls use ``detach`` instead. ``_unsafe_view`` gives its result a separate version counter, so autograd would not notice
+that an in-place write to the result changes tensors saved from the source, and gradients would be silently wrong.
+``detach`` shares memory *and* counter without a base, so autograd raises, as it does for views. (Compiled code would
+need an autograd.Function to do this, and AOTAutograd does not cache graphs that contain one.)
 
-A view keeps its base alive, and with it the base's autograd graph, even after ``tensor.data`` was set to a small
-tensor. Pipeline-parallel schedules free activations in that way, so their tensors must not be views. The names and
-signatures are Megatron-LM's (``megatron.core.utils``).
+A view references its base, and thereby the base's autograd graph, even after ``tensor.data`` was set to a small tensor.
+Pipeline-parallel schedules free activations in this way, so their tensors must not be views. The names and signatures
+are those of ``megatron.core.utils`` in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def _make_viewless(input: Tensor) -> Tensor:
 
 
 def in_aten(input: Tensor) -> Tensor:
-    """The operator where a transform, a mode or a compiler reads it."""
+    """Return the operator's result in aten, for transforms, modes and compilers."""
     return torch.ops.aten._unsafe_view(input, input.shape)  # type: ignore[no-any-return]
 
 
 _OP = define("make_viewless", "(Tensor input) -> Tensor", _make_viewless, in_aten)
-# Without a rule vmap loops over the examples, and warns of it.
+# Without a rule vmap loops over the examples and warns.
 torch.library.register_vmap("fused::make_viewless", lambda _, dims, input: (_OP(input), dims[0]), lib=library)
 
 
 # ---- Megatron-LM's names --------------------------------------------------------------------------------------------
 
-# Dynamo cannot call requires_grad_() on an intermediate tensor; the result of a tensor that requires a gradient does.
+# Dynamo cannot call requires_grad_() on an intermediate tensor, so a new leaf depends on a tensor that requires grad.
 _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
 
@@ -96,7 +96,7 @@ def _check(inp: Any, requires_grad: bool) -> None:
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """``inp`` over the same memory, with ``_base is None``; the gradient is the identity.
+    """Return a tensor with ``inp``'s memory and ``_base is None``; the gradient is the identity.
 
     ========== ============= ============= ============================= =======================================
     keep_graph requires_grad inp requires  inp is a view                 inp is not a view
@@ -111,19 +111,19 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     False      False         no            without a graph               inp itself
     ========== ============= ============= ============================= =======================================
 
-    So ``result.requires_grad`` is as requested, on every path: a tensor without a gradient has no graph (nor a
-    tangent), and a tensor without a graph is a leaf (with its own ``.grad``, not inp's). The caller's tensor is never
-    changed. Two exceptions: under ``torch.no_grad()`` nothing with ``keep_graph=True`` requires a
-    gradient, as of any function; and inside a ``torch.func`` transform only the differentiated tensors do.
+    So ``result.requires_grad`` always equals the argument: a tensor without a gradient has no graph (nor a tangent),
+    and a tensor without a graph is a leaf (with a separate ``.grad``). The caller's tensor never changes.
+    Two exceptions: under ``torch.no_grad()`` a result with ``keep_graph=True`` never requires a gradient, and inside a
+    ``torch.func`` transform only the differentiated tensors do.
 
-    Under ``torch.compile`` there are no graph breaks. The table's new leaf then requires a gradient and passes none on,
-    but is not a leaf and has no ``.grad``, as Dynamo makes none inside a graph. Two limits: a compiled function that
+    ``torch.compile`` does not break the graph. The table's new leaf then requires a gradient and stops it, but is not a
+    leaf and has no ``.grad``, since Dynamo creates no leaves inside a graph. Two limits: a compiled function that
     only makes its argument viewless and returns it gets a view from Inductor; and a new leaf inside a compiled
-    ``torch.func.jvp`` or ``vmap`` raises, as any autograd.Function does there.
+    ``torch.func.jvp`` or ``vmap`` raises, like every autograd.Function in these transforms.
 
-    The result shares inp's version counter, as views do: autograd raises if backward needs a tensor that either was
-    used to write. A result in inp's graph has its own counter under ``torch.func``, forward-mode AD, dispatch modes and
-    ``torch.compile``: do not write to it there.
+    The result shares inp's version counter, as views do: autograd raises if backward needs a tensor that was modified
+    through inp or the result. Under ``torch.func``, forward-mode AD, dispatch modes and ``torch.compile``, a result in
+    inp's graph has a separate counter: do not write to such a result.
 
     Args:
         inp: any shape, strides and dtype.
@@ -137,8 +137,8 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
         TypeError: inp is not a tensor.
         ValueError: requires_grad is True and inp's dtype has no gradients.
 
-    Megatron-LM's ignores requires_grad if keep_graph is True, and both if inp is not a view. Its result has its own
-    version counter, so that writes corrupt gradients silently, and it breaks graphs under ``torch.compile``.
+    Megatron-LM's function ignores requires_grad if keep_graph is True, and both if inp is not a view. Its result has a
+    separate version counter, so writes corrupt gradients silently, and it breaks graphs under ``torch.compile``.
     """
     if isinstance(inp, torch.fx.Proxy):  # record the call: its result depends on the tensor
         return inp.tracer.create_proxy("call_function", make_viewless_tensor, (inp, requires_grad, keep_graph), {})
@@ -157,45 +157,3 @@ class MakeViewlessTensor:
         """A viewless alias of inp, in its graph: see ``make_viewless_tensor``."""
         _check(inp, requires_grad)
         return _alias(inp, requires_grad, keep_graph=True)
-
-
-def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
-    """Return ``tensor``, or raise AssertionError if it is a view. Checks lists' and tuples' items; ignores others.
-
-    Args:
-        tensor: a tensor, a list or tuple of them, or anything else.
-        extra_msg: added to the message.
-
-    Raises:
-        AssertionError: a tensor has a base. Setting its ``.data`` would free nothing: the base keeps its memory.
-    """
-    if isinstance(tensor, (list, tuple)):
-        for t in tensor:
-            assert_viewless_tensor(t, extra_msg)
-    elif isinstance(tensor, Tensor) and tensor._base is not None:
-        more = "" if extra_msg is None else f" {extra_msg}"
-        raise AssertionError(
-            f"tensor is a view of a tensor of shape {tuple(tensor._base.shape)}, which it keeps alive; accepted: "
-            f"tensors whose _base is None, as make_viewless_tensor returns them.{more}"
-        )
-    return tensor
-
-
-def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> None:
-    """``tensor.data = new_data_tensor``, after checking that this frees the old memory: tensor is not a view.
-
-    Args:
-        tensor: not a view. Under ``torch.compile(fullgraph=True)``: an input of the graph.
-        new_data_tensor: any shape; tensor's dtype and device.
-
-    Raises:
-        AssertionError: tensor is a view.
-        TypeError: new_data_tensor is not a tensor.
-    """
-    if not isinstance(new_data_tensor, Tensor):
-        raise TypeError(
-            f"new_data_tensor={new_data_tensor!r} is not accepted: it must be a tensor, not "
-            f"{type(new_data_tensor).__name__}"
-        )
-    assert_viewless_tensor(tensor, f"The new data has shape {tuple(new_data_tensor.shape)}.")
-    tensor.data = new_data_tensor

@@ -1,6 +1,6 @@
 """Parts of the library that the environment turns off: ``TORCH_FUSED_OPS_WITHOUT="kernels,buffer_reuse"``.
 
-For devices on which one of them fails or computes wrong results (``docs/troubleshooting.md``).
+Turn a part off on a device where it fails or gives wrong results (``docs/troubleshooting.md``).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import os
 
 NAME = "TORCH_FUSED_OPS_WITHOUT"
 
-PARTS = ("kernels", "float8_kernels", "buffer_reuse", "split_reductions")
-"""The parts that can be turned off. "kernels" includes "float8_kernels"."""
+PARTS = ("kernels", "cpu_kernels", "float8_kernels", "buffer_reuse", "split_reductions")
+"""The parts that can be turned off. "kernels" includes "cpu_kernels" and "float8_kernels"."""
 
 
 def _parse(text: str) -> tuple[str, ...]:
@@ -29,4 +29,4 @@ WITHOUT = _parse(os.environ.get(NAME, ""))
 
 def is_without(part: str) -> bool:
     """True if the environment turns off this part of ``PARTS``."""
-    return part in WITHOUT or (part == "float8_kernels" and "kernels" in WITHOUT)
+    return part in WITHOUT or (part in ("cpu_kernels", "float8_kernels") and "kernels" in WITHOUT)

@@ -65,6 +65,7 @@ def _info(arguments: argparse.Namespace) -> int:
     import torch._inductor.lowering as inductor
 
     from torch_fused_ops import activations, lowerings
+    from torch_fused_ops.kernels import compiled
     from torch_fused_ops.settings import switches
 
     passes = lowerings.load_passes()
@@ -94,6 +95,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("checked", environment.checked_gpus() or ["no GPU yet: python -m torch_fused_ops check"]),
         ("operators", [", ".join(f"fused::{n}" for n in forward if "_backward" not in n)]),
         ("turned off", [", ".join(switches.WITHOUT) or f"nothing; {switches.NAME} takes {', '.join(switches.PARTS)}"]),
+        ("eager on CPUs", [compiled.status()]),
         ("activations", [", ".join(activations.names())]),
         ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
         ("backend 'fused'", [backend]),
@@ -113,6 +115,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from torch_fused_ops.kernels import compiled
     from torch_fused_ops.testing import check as runner
 
     gpus = (device for device in ("cuda", "xpu") if getattr(torch, device).is_available())
@@ -121,6 +124,8 @@ def _check(arguments: argparse.Namespace) -> int:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e:
         raise _UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from None
+    if device == "cpu" and not arguments.quick:
+        compiled.FEWEST = 1 << 15  # sweeps over all values of a dtype then run compiled kernels
     start = time.perf_counter()
     print(f"opcheck and precision on {device}, largest errors against float64\n\n{runner.line()}", flush=True)
     rows = runner.check(device, quick=arguments.quick, progress=lambda row: print(runner.row_line(row), flush=True))
@@ -130,6 +135,8 @@ def _check(arguments: argparse.Namespace) -> int:
     print(f"\n{calls} samples, {opchecks} opchecks, {time.perf_counter() - start:.0f} s: {verdict}")
     for failure in failures:
         print(f"  {failure}")
+    if device == "cpu":
+        print(f"eager kernels: {compiled.status()}")
     if device.startswith("cuda") and not failures:
         environment.note_checked(device)
     return 1 if failures else 0

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernels behind ``fused::dropout_add`` in eager mode on a GPU: one forward; one backward, and its partial sums.
+"""Triton kernels of ``fused::dropout_add`` in eager mode on a GPU: one forward, one backward, and one for partial sums.
 
-How tensors are seen, cut into tiles and added up over rows is ``kernels/activation.py``'s. What is new is the mask, a
-function of the seed and of an element's place: nothing is read for it and nothing written. A call of the generator
-gives four words, for four neighbors in a row-major order; where a row's length is a multiple of four, tiles are made
-of such fours, and the compiler finds the call once for them (as it is written here, for every element).
+``kernels/activation.py`` explains how tensors are divided into tiles and summed over rows. The mask is a function of
+the seed and an element's index, so kernels neither read nor write it. A generator call gives four words, for four
+neighbors in row-major order. If a row's length is a multiple of four, such neighbors share a tile, and the compiler
+merges their calls (the source calls the generator for every element).
 
-The chance of being dropped is a constant of the kernel, exact in float64 where an argument would arrive in float32; a
-model has one or two of them.
+The dropout probability is a constant of the kernel, exact in float64; an argument would arrive in float32. A model has
+one or two probabilities.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PHILOX_KEY_STEPS = tl.constexpr(formulas.PHILOX_KEY_STEPS)
 
 @triton.jit
 def _product(word, FACTOR: tl.constexpr):
-    """The halves of a product of unsigned words; as ``umulhi`` and a product they are two instructions, so one."""
+    """Return both halves of a product of unsigned words, in one instruction; ``umulhi`` and a product take two."""
     product = word.to(tl.uint64) * tl.full((1, 1), FACTOR, tl.uint64)
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
@@ -65,7 +65,7 @@ def _factor(
     seed, r, c, columns,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FOURS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """keep/(1 − p) of a tile. FOURS: a row begins with the first of four words."""
+    """Return mask/(1 − p) for a tile. FOURS: each row begins with the first of four words."""
     key = tl.load(seed).to(tl.uint64, bitcast=True)
     if FOURS:
         counter = r[:, None] * (columns // 4) + (c >> 2)[None, :]
@@ -78,8 +78,8 @@ def _factor(
     w0, w1, w2, w3 = _philox(counter.to(tl.uint32), high, key)
     odd = (lane & 1) != 0
     word = tl.where((lane & 2) != 0, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
-    kept = word >= tl.full((1, 1), THRESHOLD, tl.uint32)
-    return tl.where(kept, tl.full((1, 1), SCALE, COMPUTE), tl.full((1, 1), 0.0, COMPUTE))
+    keep = word >= tl.full((1, 1), THRESHOLD, tl.uint32)
+    return tl.where(keep, tl.full((1, 1), SCALE, COMPUTE), tl.full((1, 1), 0.0, COMPUTE))
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _forward(
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = (input + bias) · keep · SCALE + residual, without what is None. THRESHOLD None: all have one factor."""
+    """out = (input + bias) · mask · SCALE + residual; None operands are skipped. If THRESHOLD is None, mask is 1."""
     columns, input_row, residual_row = columns * UNIT, input_row * UNIT, residual_row * UNIT
     c = _columns(BLOCK_N, WIDE)
     r = _row_block(FLAT, WIDE) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -115,7 +115,7 @@ def _backward(
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_input = grad · keep · SCALE, and its sums over this program's ``steps`` tiles, one below the other."""
+    """d_input = grad · mask · SCALE, and its sums over the rows of this program's ``steps`` consecutive tiles."""
     columns, grad_row, sums_row = columns * UNIT, grad_row * UNIT, sums_row * UNIT
     c = _columns(BLOCK_N, WIDE)
     block = _row_block(FLAT, WIDE)
@@ -178,9 +178,11 @@ def dropout_add_backward(
     bias_dtype: torch.dtype | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of dropout_add for (input, bias), in one pass; None where output_mask says no."""
+    """Return dropout_add's gradients for (input, bias), in one pass; None if not requested by output_mask."""
     d_input = grad.new_empty(grad.shape, dtype=dtype) if output_mask[0] else None
-    bias = grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None  # for its shape and dtype
+    bias = (
+        grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
+    )  # only its shape and dtype count
     if grad.numel() == 0 or not any(output_mask):
         return d_input, _zeros(bias)
     columns, wide = grad.shape[-1], formulas.dropout_backward_dtype(grad, dtype, bias_dtype)

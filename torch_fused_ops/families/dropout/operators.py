@@ -1,13 +1,13 @@
 """``fused::dropout_add`` and its backward operator.
 
-The mask is a function of the seed and of an element's place, so backward makes it again: nothing but the seed is kept.
+The mask is a function of the seed and an element's index, so backward recomputes it and only the seed is saved.
 
-Read from top to bottom: the declaration → fake → what is kept for backward → registration. The
-kernels are in ``kernels.py`` for GPUs and ``cpu.py`` for CPUs.
+Read from top to bottom: declaration → fake → saved for backward → registration. GPU kernels are in ``kernels.py``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
-from torch_fused_ops.families.dropout import cpu, formulas
+from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.operators import checks
 from torch_fused_ops.operators.autograd import SavePolicy
 from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
@@ -31,7 +31,7 @@ dropout_add = OpaqueOperator(
     pointwise=True,
     gradients=Signature(
         "dropout_add_backward",
-        # dtype, bias_dtype: input's and bias's own, which are their gradients'. The residual's gradient is grad itself.
+        # dtype, bias_dtype: of input and bias, and of their gradients. The residual's gradient is grad itself.
         arguments_of(
             grad="Tensor: data",
             seed="Tensor: seed",
@@ -66,24 +66,23 @@ def _backward_fake(
     return d_input, grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
 
 
-# ---- what is kept for backward ---------------------------------------------------------------------------------------
+# ---- saved for backward ----------------------------------------------------------------------------------------------
 
 _SEED = SavePolicy(
     lambda args, _: ((args[3],), (args[4], args[0].dtype, None if args[1] is None else args[1].dtype)),
-    lambda kept, rest, _: (*kept, *rest),
+    lambda tensors, values, _: (*tensors, *values),
 )
 
 
 def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
-    """A backward of (input, bias) as autograd calls it, for (input, bias, residual, seed)."""
+    """Extend a backward function for (input, bias) to autograd's (input, bias, residual, seed)."""
 
-    def called(grad: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-        *rest, mask = args
-        wanted = mask[:2]
-        d_input, d_bias = backward(grad, *rest, wanted) if any(wanted) else (None, None)
+    def backward_of_all(grad: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+        *values, mask = args
+        d_input, d_bias = backward(grad, *values, mask[:2]) if any(mask[:2]) else (None, None)
         return d_input, d_bias, grad if mask[2] else None, None
 
-    return called
+    return backward_of_all
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
@@ -93,13 +92,13 @@ _KERNELS = "torch_fused_ops.families.dropout.kernels"
 register_pair(
     dropout_add.signatures,
     KernelSet(
-        cpu.dropout_add,
+        functools.partial(formulas.dropout_add, draw=formulas.mask_in_fours),
         imported(_KERNELS, lambda kernels: kernels.dropout_add),
         formulas.dropout_add,
         _fake,
     ),
     KernelSet(
-        cpu.dropout_add_backward,
+        functools.partial(formulas.dropout_add_backward, draw=formulas.mask_in_fours),
         imported(_KERNELS, lambda kernels: kernels.dropout_add_backward),
         formulas.dropout_add_backward,
         _backward_fake,

@@ -58,32 +58,32 @@ def _placements(t: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ..
     columns = [place.is_shard(t.ndim - 1) or place.is_shard(-1) for place in places]
     bias = tuple(Shard(0) if column else Replicate() for column in columns)
     bias_grad = tuple(
-        Partial() if place.is_shard() and not column else here
-        for place, column, here in zip(places, columns, bias, strict=True)
+        Partial() if place.is_shard() and not column else bias_place
+        for place, column, bias_place in zip(places, columns, bias, strict=True)
     )
     return places, bias, bias_grad
 
 
 def dropout_add_by_shards(x: Any, bias: Any, residual: Any, seed: Tensor, p: float) -> Tensor:
-    """``fused::dropout_add`` of every rank's shard of a DTensor x, with a seed per shard.
+    """Apply ``fused::dropout_add`` to every rank's shard of a DTensor x, with a seed per shard.
 
-    Bias, residual and gradients are redistributed to x's placements, so that backward's masks are forward's.
+    Bias, residual and gradients are redistributed to x's placements, so that backward uses forward's masks.
     """
     from torch._prims_common import make_contiguous_strides_for
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh, (places, bias_places, bias_grad) = x.device_mesh, _placements(x)
 
-    def local(t: Any, here: Sequence[Any], grads: Sequence[Any]) -> Tensor | None:
+    def local(t: Any, target: Sequence[Any], grads: Sequence[Any]) -> Tensor | None:
         if t is None:
             return None
         if not isinstance(t, DTensor):  # the same on all ranks
             t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        result: Tensor = t.redistribute(mesh, here).to_local(grad_placements=grads)
+        result: Tensor = t.redistribute(mesh, target).to_local(grad_placements=grads)
         return result
 
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim  # None if this rank is not in the mesh
-    seed = shard_seed(seed, *(at for at, place in zip(coordinate, places, strict=True) if place.is_shard()))
+    seed = shard_seed(seed, *(index for index, place in zip(coordinate, places, strict=True) if place.is_shard()))
     out = torch.ops.fused.dropout_add(
         local(x, places, places), local(bias, bias_places, bias_grad), local(residual, places, places), seed, p
     )

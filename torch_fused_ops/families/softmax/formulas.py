@@ -1,4 +1,4 @@
-"""Attention's softmax in plain torch: the window, the formula on rows, the operators."""
+"""Attention's softmax in plain torch: window, formula on rows, operators."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch_fused_ops.formulas import compute_dtype
 
 
 def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
-    """(sign, size): a score is size · (sign · x), with sign −1, 0 or 1, and size above 0 and finite in ``dtype``.
+    """Split the scale into sign (−1, 0 or 1) and size (positive, finite in ``dtype``): a score is size · (sign · x).
 
-    Softmax's argument is then size · (x' − max x'), which is as exact as x' − max x' however large scores are, where
-    scale·x − max would lose what scale·x rounds off; and −∞ may stand for what is masked, whatever the scale.
+    Softmax's argument is then size · (x' − max x') with x' = sign · x, which is as exact as x' − max x' for scores of
+    any size, while scale·x − max would lose what rounding scale·x loses. Masked scores can be −∞ for every scale.
     """
     finfo = torch.finfo(dtype)
     size = min(abs(scale), finfo.max)
@@ -23,13 +23,13 @@ def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def window_edges(causal: int = False, window_left: int = -1, window_right: int = -1) -> tuple[int | None, int | None]:
-    """(left, right): key j is open to query i where −left ≤ j − i − (sk − sq) ≤ right; None: without bound."""
+    """Return (left, right): query i sees key j if −left ≤ j − i − (sk − sq) ≤ right. None is no bound."""
     right = 0 if causal else window_right
     return (None if window_left < 0 else window_left), (None if right < 0 else right)
 
 
 def outside_window(input: Tensor, *window: int) -> Tensor | None:
-    """(sq, sk), True where causality or the window closes a key to a query; None where neither does."""
+    """Return a mask (sq, sk), True where causality or the window hides a key from a query; None if they hide none."""
     left, right = window_edges(*window)
     if left is None and right is None:
         return None
@@ -42,26 +42,26 @@ def outside_window(input: Tensor, *window: int) -> Tensor | None:
 
 
 def softmax_peak(top: Tensor) -> Tensor:
-    """A row's largest score, to be taken off its scores; 0 where all of them are −∞."""
+    """Return the number to subtract from a row's scores: the largest score, or 0 if all scores are −∞."""
     return torch.where(top == -torch.inf, 0.0, top)
 
 
 def softmax_factor(top: Tensor, total: Tensor, sink: Tensor | None, size: float) -> Tensor:
-    """The factor from a row's weights exp(size · (x − top)), of sum ``total``, to probabilities; finite if all are 0.
+    """Return the factor that turns a row's weights exp(size · (x − top)), with sum ``total``, into probabilities.
 
-    The sink's weight beside theirs is exp(d), d = sink − size·top: in float64, for both may be large, and against the
-    larger of the two, for d may be too large for exp.
+    It is finite if all weights are 0. The sink adds a weight exp(d) with d = sink − size·top. Both terms may be large,
+    so d is computed in float64. exp(d) may overflow, so weights are taken relative to the larger of exp(d) and 1.
     """
-    closed = top == -torch.inf
-    total = torch.where(closed, 1.0, total)
+    is_masked = top == -torch.inf
+    total = torch.where(is_masked, 1.0, total)
     if sink is None:
         return torch.reciprocal(total)
-    exact = sink.double() - top.double() * size  # beyond 4096 only the sink counts, and float32 may have no such number
+    exact = sink.double() - top.double() * size  # beyond 4096 only the sink counts, and float32 may overflow
     exact = torch.where((exact > 4096.0) & (exact < torch.inf), 4096.0, exact)
-    d = torch.where(closed, 0.0, exact.to(total.dtype))
-    larger = torch.clamp_min(d.detach(), 0.0)  # any number gives the same result: no derivative goes through it
-    less = torch.exp(-larger)
-    return less / (total * less + torch.exp(d - larger))
+    d = torch.where(is_masked, 0.0, exact.to(total.dtype))
+    shift = torch.clamp_min(d.detach(), 0.0)  # the result does not depend on it, so it needs no derivative
+    weight = torch.exp(-shift)
+    return weight / (total * weight + torch.exp(d - shift))
 
 
 def softmax_input_grad(grad: Tensor, y: Tensor, inner: Tensor, scale: float) -> Tensor:
@@ -70,31 +70,31 @@ def softmax_input_grad(grad: Tensor, y: Tensor, inner: Tensor, scale: float) -> 
 
 
 def softmax_sink_grad(inner: Tensor, total: Tensor) -> Tensor:
-    """−(1 − Σ y) · Σ grad·y: summed over a head's rows, the gradient of its sink."""
+    """−(1 − Σ y) · Σ grad·y. Summed over a head's rows, this is the gradient of its sink."""
     return (total - 1.0) * inner
 
 
 def scaled_masked_softmax(
     input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float = 1.0, *window: int
 ) -> Tensor:
-    """softmax(scale·input) over the last axis, with a sink beside the row's scores, where nothing masks a score.
+    """Return softmax(scale·input) over the last axis of unmasked scores, with a sink as one more score per row.
 
-    input (..., sq, sk); mask bool, broadcastable to it, True is masked; sink (heads,), heads = input.shape[-3]; window:
-    causal, window_left, window_right. A row that is masked altogether is 0, and so are its derivatives.
+    input (..., sq, sk); mask bool, broadcastable to input, True is masked; sink (heads,), heads = input.shape[-3];
+    window: causal, window_left, window_right. A fully masked row and its derivatives are 0.
     """
     dtype = compute_dtype(input, sink)
     sign, size = split_scale(scale, dtype)
     x = input.to(dtype)
     if input.shape[-1] == 0:
-        return x.to(input.dtype, memory_format=torch.contiguous_format)
+        return x.to(input.dtype).clone(memory_format=torch.contiguous_format)
     x = x if sign == 1.0 else x * sign
     for hidden in (mask, outside_window(input, *window)):
         x = x if hidden is None else torch.masked_fill(x, hidden, -torch.inf)
-    top = torch.amax(x.detach(), -1, keepdim=True)  # any other number in its place gives the same: no derivative
+    top = torch.amax(x.detach(), -1, keepdim=True)  # the result does not depend on it, so it needs no derivative
     weight = torch.exp((x - softmax_peak(top)) * size)
     head = None if sink is None else sink.to(dtype).view(-1, 1, 1)
     y = weight * softmax_factor(top, weight.sum(-1, keepdim=True), head, size)
-    return y.to(input.dtype, memory_format=torch.contiguous_format)
+    return y.to(input.dtype).contiguous()
 
 
 def scaled_masked_softmax_backward(
@@ -107,16 +107,16 @@ def scaled_masked_softmax_backward(
     sink_dtype: torch.dtype | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of scaled_masked_softmax for (input, sink), from its output; None where output_mask says no.
+    """Return scaled_masked_softmax's gradients for (input, sink) from its output; None if not in output_mask.
 
-    The output is 0 where anything masks: the window is given so that kernels need not read what is outside it.
+    The output is 0 for masked scores. The window arguments let kernels skip keys outside it.
     """
     dtype = torch.float64 if sink_dtype == torch.float64 else compute_dtype(grad, output)
     g, y = grad.to(dtype), output.to(dtype)
     inner = (g * y).sum(-1, keepdim=True)
     d_input = d_sink = None
     if output_mask[0]:
-        d_input = softmax_input_grad(g, y, inner, scale).to(output.dtype, memory_format=torch.contiguous_format)
+        d_input = softmax_input_grad(g, y, inner, scale).to(output.dtype).contiguous()
     if output_mask[1]:
         terms = softmax_sink_grad(inner, y.sum(-1, keepdim=True))
         heads = terms.ndim - 3

@@ -1,17 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernels behind ``fused::scaled_masked_softmax`` in eager mode on a GPU.
+"""Triton kernels of ``fused::scaled_masked_softmax`` in eager mode on a GPU.
 
-One kernel forward and one backward; PyTorch adds up the rows' parts of the sink's gradient. A program has whole rows:
-several where they are short; one in registers, read once; or, where not even one fits (WHOLE is false), one that is
-read twice, with a running maximum and sum first.
+There is one kernel forward and one backward; PyTorch sums the rows' terms of the sink's gradient. A program has whole
+rows: several short ones, or one in registers that is read once. If a row does not fit registers (WHOLE is false), it is
+read twice, first for a running maximum and sum.
 
-Every tensor is seen as (outer, heads, queries, keys) with four strides, so that a mask that is broadcast along an axis
-has stride 0 there and is never spelled out. What causality and the window hide is no mask: each row knows its first and
-its last open key, loads beyond them are switched off, and the loops over a long row leave whole blocks out. Loads are
-switched off 16 bytes at a time (GROUP): by single elements they would no longer be vectorized.
+Every tensor has four axes (outer, heads, queries, keys) with four strides. A broadcast mask has stride 0 and is never
+expanded. Causality and the window need no mask: each row computes its first and last visible key, loads beyond them are
+disabled, and loops over a long row skip whole blocks. Loads are disabled in groups of 16 bytes (GROUP): disabled by
+single elements they would not be vectorized.
 
-Exponents are taken to base 2: a score's is (x − peak) · c, with c = size · log2(e) in float64 as an argument (its bits:
-Triton passes numbers in float32), so that a new scale is not a new kernel. There are no atomics.
+Exponentials have base 2: a score's exponent is (x − peak) · c, with c = size · log2(e) in float64 as an argument (its
+bits, as Triton passes numbers in float32), so a new scale needs no new kernel. There are no atomics.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ LOG2E = tl.constexpr(activations.LOG2E)
 
 @triton.jit
 def _rows(WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """This program's rows; the grid's second and third axes count as one, for each ends at 65535."""
+    """This program's rows. The grid's second and third axes form one index, as each is limited to 65535."""
     block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     return (block.to(tl.int64) if WIDE else block) * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @triton.jit
 def _float64(bits):
-    """The number of these bits; 0 arrives as a shorter integer."""
+    """Reinterpret bits as float64; 0 arrives as a shorter integer."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
@@ -66,31 +66,31 @@ def _row_starts(r, queries, heads, outer_stride, head_stride, row_stride):
 
 
 @triton.jit
-def _near(c, diagonal, left, right, there, columns, GROUP: tl.constexpr):
-    """The mask of loads: the open keys, and the keys that share their 16 bytes."""
-    near = there[:, None] & (c < columns)[None, :]
+def _load_mask(c, diagonal, left, right, valid, columns, GROUP: tl.constexpr):
+    """Mask of loads: visible keys, and keys that share 16 bytes with these."""
+    load_mask = valid[:, None] & (c < columns)[None, :]
     group = c // GROUP * GROUP
     if left is not None:
-        near &= (group + (GROUP - 1))[None, :] >= (diagonal - left)[:, None]
+        load_mask &= (group + (GROUP - 1))[None, :] >= (diagonal - left)[:, None]
     if right is not None:
-        near &= group[None, :] <= (diagonal + right)[:, None]
-    return near
+        load_mask &= group[None, :] <= (diagonal + right)[:, None]
+    return load_mask
 
 
 @triton.jit
 def _scores(
-    x_rows, mask, mask_starts, c, x_column, mask_column, diagonal, left, right, there, columns,
+    x_rows, mask, mask_starts, c, x_column, mask_column, diagonal, left, right, valid, columns,
     SIGN: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """sign · x, −∞ where masked, past the end, or outside the window: left ≤ key − diagonal ≤ right."""
-    near = _near(c, diagonal, left, right, there, columns, GROUP)
-    nothing: tl.constexpr = float("inf") if SIGN == -1 else float("-inf")
-    x = tl.load(x_rows[:, None] + c[None, :] * x_column, mask=near, other=nothing).to(COMPUTE)
+    load_mask = _load_mask(c, diagonal, left, right, valid, columns, GROUP)
+    fill: tl.constexpr = float("inf") if SIGN == -1 else float("-inf")
+    x = tl.load(x_rows[:, None] + c[None, :] * x_column, mask=load_mask, other=fill).to(COMPUTE)
     if SIGN != 1:
         x *= SIGN
-    is_open = near
+    is_open = load_mask
     if mask is not None:
-        is_open &= tl.load(mask + (mask_starts[:, None] + c[None, :] * mask_column), mask=near, other=1) == 0
+        is_open &= tl.load(mask + (mask_starts[:, None] + c[None, :] * mask_column), mask=load_mask, other=1) == 0
     if left is not None:
         is_open &= c[None, :] >= (diagonal - left)[:, None]
     if right is not None:
@@ -102,21 +102,21 @@ def _scores(
 
 @triton.jit
 def _factor(peak, total, c64, sink, r, queries, heads, sink_stride, COMPUTE: tl.constexpr):
-    """``formulas.softmax_factor``; any number where nothing is open."""
+    """``formulas.softmax_factor``. The value for fully masked rows is unused."""
     if sink is None:
         return 1.0 / tl.where(total == 0.0, 1.0, total)
     else:
         s = tl.load(sink + (r // queries) % heads * sink_stride).to(tl.float64) * LOG2E
         exact = s - peak.to(tl.float64) * c64
         d = tl.where((exact > 4096.0) & (exact < float("inf")), 4096.0, exact).to(COMPUTE)
-        larger = tl.maximum(d, 0.0)
-        less = tl.exp2(-larger)
-        return tl.where(total == 0.0, 1.0, less / (total * less + tl.exp2(d - larger)))
+        shift = tl.maximum(d, 0.0)
+        weight = tl.exp2(-shift)
+        return tl.where(total == 0.0, 1.0, weight / (total * weight + tl.exp2(d - shift)))
 
 
 @triton.jit
 def _loop_bounds(diagonal, left, right, columns, BLOCK_N: tl.constexpr):
-    """(begin, end) of the blocks in which some row has an open key; both are multiples of BLOCK_N."""
+    """(begin, end) of the blocks in which some row has a visible key; both are multiples of BLOCK_N."""
     begin = columns * 0
     end = columns
     if left is not None:
@@ -129,12 +129,12 @@ def _loop_bounds(diagonal, left, right, columns, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _store_blocks(out_rows, value, begin, end, there, columns, n):
-    """value, one of each row, from column ``begin`` to ``end``."""
+def _store_blocks(out_rows, value, begin, end, valid, columns, n):
+    """Store a value per row in columns ``begin`` to ``end``."""
     for start in range(begin, end, n.shape[0]):
         c = start + n
         tile = value[:, None] + tl.zeros((1, n.shape[0]), value.dtype)
-        tl.store(out_rows[:, None] + c[None, :], tile, mask=there[:, None] & (c < columns)[None, :])
+        tl.store(out_rows[:, None] + c[None, :], tile, mask=valid[:, None] & (c < columns)[None, :])
 
 
 @triton.jit
@@ -147,12 +147,12 @@ def _forward(
 ):  # fmt: skip
     """out = softmax of the rows' scores; LOWEST is COMPUTE's lowest finite number.
 
-    ``columns`` and all strides but the columns' arrive divided by UNIT.
+    ``columns`` and all strides except column strides arrive divided by UNIT.
     """
     columns, x_outer, x_head, x_row = columns * UNIT, x_outer * UNIT, x_head * UNIT, x_row * UNIT
     mask_outer, mask_head, mask_row = mask_outer * UNIT, mask_head * UNIT, mask_row * UNIT
     r = _rows(WIDE, BLOCK_M)
-    there = r < rows
+    valid = r < rows
     n = tl.arange(0, BLOCK_N)
     if WIDE:
         n = n.to(tl.int64)
@@ -164,7 +164,7 @@ def _forward(
     c = c64.to(COMPUTE)
     if WHOLE:
         x = _scores(
-                x_rows, mask, mask_starts, n, x_column, mask_column, diagonal, left, right, there, columns,
+                x_rows, mask, mask_starts, n, x_column, mask_column, diagonal, left, right, valid, columns,
                 SIGN, GROUP, COMPUTE,
             )  # fmt: skip
         peak = tl.max(x, 1)
@@ -172,14 +172,14 @@ def _forward(
         weight = tl.exp2((x - peak[:, None]) * c)
         total = tl.sum(weight, 1)
         y = weight * _factor(peak, total, c64, sink, r, queries, heads, sink_stride, COMPUTE)[:, None]
-        tl.store(out_rows[:, None] + n[None, :], y, mask=there[:, None] & (n < columns)[None, :])
+        tl.store(out_rows[:, None] + n[None, :], y, mask=valid[:, None] & (n < columns)[None, :])
     else:
         begin, end = _loop_bounds(diagonal, left, right, columns, BLOCK_N)
-        peaks = tl.full((BLOCK_M, BLOCK_N), LOWEST, COMPUTE)  # not −∞, of which two have no difference
+        peaks = tl.full((BLOCK_M, BLOCK_N), LOWEST, COMPUTE)  # not −∞: −∞ − (−∞) is NaN
         totals = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
         for start in range(begin, end, BLOCK_N):
             x = _scores(
-                x_rows, mask, mask_starts, start + n, x_column, mask_column, diagonal, left, right, there, columns,
+                x_rows, mask, mask_starts, start + n, x_column, mask_column, diagonal, left, right, valid, columns,
                 SIGN, GROUP, COMPUTE,
             )  # fmt: skip
             higher = tl.maximum(peaks, x)
@@ -188,21 +188,21 @@ def _forward(
         peak = tl.max(peaks, 1)
         total = tl.sum(totals * tl.exp2((peaks - peak[:, None]) * c), 1)
         factor = _factor(peak, total, c64, sink, r, queries, heads, sink_stride, COMPUTE)
-        nothing = factor * 0.0  # NaN in a row that is NaN
-        _store_blocks(out_rows, nothing, begin * 0, begin, there, columns, n)
+        fill = factor * 0.0  # NaN in a row that is NaN
+        _store_blocks(out_rows, fill, begin * 0, begin, valid, columns, n)
         for start in range(begin, end, BLOCK_N):
             x = _scores(
-                x_rows, mask, mask_starts, start + n, x_column, mask_column, diagonal, left, right, there, columns,
+                x_rows, mask, mask_starts, start + n, x_column, mask_column, diagonal, left, right, valid, columns,
                 SIGN, GROUP, COMPUTE,
             )  # fmt: skip
             y = tl.exp2((x - peak[:, None]) * c) * factor[:, None]
-            tl.store(out_rows[:, None] + (start + n)[None, :], y, mask=there[:, None] & (start + n < columns)[None, :])
-        _store_blocks(out_rows, nothing, end, columns, there, columns, n)
+            tl.store(out_rows[:, None] + (start + n)[None, :], y, mask=valid[:, None] & (start + n < columns)[None, :])
+        _store_blocks(out_rows, fill, end, columns, valid, columns, n)
 
 
 @triton.jit
-def _tile(t_rows, c, column, near, COMPUTE: tl.constexpr):
-    return tl.load(t_rows[:, None] + c[None, :] * column, mask=near, other=0.0).to(COMPUTE)
+def _tile(t_rows, c, column, load_mask, COMPUTE: tl.constexpr):
+    return tl.load(t_rows[:, None] + c[None, :] * column, mask=load_mask, other=0.0).to(COMPUTE)
 
 
 @triton.jit
@@ -213,11 +213,11 @@ def _backward(
     GROUP: tl.constexpr, COMPUTE: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_input = scale · y · (g − Σ g·y), and each row's part of the sink's gradient, where they are not None."""
+    """d_input = scale · y · (g − Σ g·y), and each row's term of the sink's gradient; None results are skipped."""
     columns, g_outer, g_head, g_row = columns * UNIT, g_outer * UNIT, g_head * UNIT, g_row * UNIT
     y_outer, y_head, y_row = y_outer * UNIT, y_head * UNIT, y_row * UNIT
     r = _rows(WIDE, BLOCK_M)
-    there = r < rows
+    valid = r < rows
     n = tl.arange(0, BLOCK_N)
     if WIDE:
         n = n.to(tl.int64)
@@ -226,55 +226,55 @@ def _backward(
     diagonal = r % queries + (columns - queries)
     scale = _float64(scale_bits).to(COMPUTE)
     if WHOLE:
-        near = _near(n, diagonal, left, right, there, columns, GROUP)
-        g = _tile(g_rows, n, g_column, near, COMPUTE)
-        y = _tile(y_rows, n, y_column, near, COMPUTE)
+        load_mask = _load_mask(n, diagonal, left, right, valid, columns, GROUP)
+        g = _tile(g_rows, n, g_column, load_mask, COMPUTE)
+        y = _tile(y_rows, n, y_column, load_mask, COMPUTE)
         inner = tl.sum(g * y, 1)
         total = tl.sum(y, 1)
         if d_input is not None:
             d = y * (g - inner[:, None]) * scale
-            tl.store(d_input + r[:, None] * columns + n[None, :], d, mask=there[:, None] & (n < columns)[None, :])
+            tl.store(d_input + r[:, None] * columns + n[None, :], d, mask=valid[:, None] & (n < columns)[None, :])
     else:
         begin, end = _loop_bounds(diagonal, left, right, columns, BLOCK_N)
         inners = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
         totals = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
         for start in range(begin, end, BLOCK_N):
-            near = _near(start + n, diagonal, left, right, there, columns, GROUP)
-            y = _tile(y_rows, start + n, y_column, near, COMPUTE)
-            inners += _tile(g_rows, start + n, g_column, near, COMPUTE) * y
+            load_mask = _load_mask(start + n, diagonal, left, right, valid, columns, GROUP)
+            y = _tile(y_rows, start + n, y_column, load_mask, COMPUTE)
+            inners += _tile(g_rows, start + n, g_column, load_mask, COMPUTE) * y
             if terms is not None:
                 totals += y
         inner = tl.sum(inners, 1)
         total = tl.sum(totals, 1)
         if d_input is not None:
             d_rows = d_input + r * columns
-            nothing = inner * 0.0
-            _store_blocks(d_rows, nothing, begin * 0, begin, there, columns, n)
+            fill = inner * 0.0
+            _store_blocks(d_rows, fill, begin * 0, begin, valid, columns, n)
             for start in range(begin, end, BLOCK_N):
-                near = _near(start + n, diagonal, left, right, there, columns, GROUP)
-                g = _tile(g_rows, start + n, g_column, near, COMPUTE)
-                y = _tile(y_rows, start + n, y_column, near, COMPUTE)
+                load_mask = _load_mask(start + n, diagonal, left, right, valid, columns, GROUP)
+                g = _tile(g_rows, start + n, g_column, load_mask, COMPUTE)
+                y = _tile(y_rows, start + n, y_column, load_mask, COMPUTE)
                 d = y * (g - inner[:, None]) * scale
                 tl.store(
-                    d_rows[:, None] + (start + n)[None, :], d, mask=there[:, None] & (start + n < columns)[None, :]
+                    d_rows[:, None] + (start + n)[None, :], d, mask=valid[:, None] & (start + n < columns)[None, :]
                 )
-            _store_blocks(d_rows, nothing, end, columns, there, columns, n)
+            _store_blocks(d_rows, fill, end, columns, valid, columns, n)
     if terms is not None:
-        tl.store(terms + r, (total - 1.0) * inner, mask=there)
+        tl.store(terms + r, (total - 1.0) * inner, mask=valid)
 
 
-# ---- how the work is cut -------------------------------------------------------------------------------------------
+# ---- division of the work ------------------------------------------------------------------------------------------
 
-_LEAST_TILE = 1024  # elements of a program with short rows
+_LEAST_TILE = 1024  # elements per program with short rows
 _WARPS, _MOST_WARPS = 4, 16
-_NUMBERS = 16  # of 4 bytes, that a thread holds of a row, of all tensors together; in the widest rows twice as many
+_NUMBERS = 16  # 4-byte registers per thread for a row of all tensors together; twice as many for the widest rows
 _WIDEST_ROW = 32 * _MOST_WARPS * 2 * _NUMBERS
-_LONG_BLOCK = 4096  # of a row that is read twice
+_LONG_BLOCK = 4096  # elements per block of a row that is read twice
 _GROUP_BYTES = 16
 
 
 class _View(NamedTuple):
-    """A tensor as the kernels read it: its strides along (outer, heads, queries, keys)."""
+    """A tensor's strides along (outer, heads, queries, keys)."""
 
     outer: int = 0
     head: int = 0
@@ -283,12 +283,12 @@ class _View(NamedTuple):
 
 
 def _view(t: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None, _View]:
-    """A tensor that broadcasts to ``shape``; a copy where no single stride walks the axes before the heads."""
+    """Return a tensor that broadcasts to ``shape`` and its strides; a copy if the outer axes have no common stride."""
     if t is None:
         return None, _View()
     full = t.expand(shape)
     outer = common_stride(shape[:-3], full.stride()[:-3])
-    if outer is None:  # a copy of a mask leaves its last two axes as they are
+    if outer is None:  # the copy of a mask does not expand its last two axes
         t = t.expand(*shape[:-2], *t.shape[max(0, t.ndim - 2) :]).contiguous()
         full = t.expand(shape)
         outer = common_stride(shape[:-3], full.stride()[:-3]) or 0
@@ -297,7 +297,7 @@ def _view(t: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None, _View]
 
 
 class _Plan(NamedTuple):
-    """The division of rows among programs; ``columns`` and ``views`` as the kernels get them."""
+    """The division of rows among programs; ``columns`` and ``views`` are kernel arguments."""
 
     columns: int
     views: tuple[_View, ...]
@@ -307,13 +307,13 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(shape: tuple[int, ...], views: tuple[_View, ...], itemsize: int, numbers: int) -> _Plan:
-    """The plan for rows of ``shape``; ``numbers``: how many floats a program keeps of each place, ``itemsize`` wide."""
+    """Plan for rows of ``shape``. A program has ``numbers`` floats in registers per element of ``itemsize`` bytes."""
     queries, columns = shape[-2:]
     heads = shape[-3] if len(shape) > 2 else 1
     rows = math.prod(shape[:-1])
     width = power_of_2(columns)
-    whole = width * numbers <= _WIDEST_ROW
-    width = width if whole else _LONG_BLOCK // numbers
+    fits = width * numbers <= _WIDEST_ROW
+    width = width if fits else _LONG_BLOCK // numbers
     height = min(power_of_2(rows), max(1, _LEAST_TILE // width))
     high, deep = row_grid(blocks(rows, height))
     last_row = high * deep * height - 1
@@ -323,26 +323,26 @@ def _plan(shape: tuple[int, ...], views: tuple[_View, ...], itemsize: int, numbe
         ends = blocks(columns, width) * width - 1
         reach = max(reach, outermost * v.outer + (heads - 1) * v.head + (queries - 1) * v.row + ends * v.column)
     wide = reach > INT32_MAX
-    one = 1 if wide else unit(columns, [n for v in views for n in v[:3]], itemsize)
+    divisor = 1 if wide else unit(columns, [n for v in views for n in v[:3]], itemsize)
     constants = {
         "GROUP": _GROUP_BYTES // itemsize if all(v.column in (0, 1) for v in views) else 1,
-        "WHOLE": whole,
+        "WHOLE": fits,
         "WIDE": wide,
-        "UNIT": one,
+        "UNIT": divisor,
         "BLOCK_M": height,
         "BLOCK_N": width,
         "num_warps": min(_MOST_WARPS, max(_WARPS, width * height * numbers // (32 * _NUMBERS))),
         **OPTIONS,
     }
-    divided = tuple(_View(v.outer // one, v.head // one, v.row // one, v.column) for v in views)
-    return _Plan(columns // one, divided, (1, high, deep), constants)
+    divided = tuple(_View(v.outer // divisor, v.head // divisor, v.row // divisor, v.column) for v in views)
+    return _Plan(columns // divisor, divided, (1, high, deep), constants)
 
 
 # ---- the operators -------------------------------------------------------------------------------------------------
 
 
 def _bits(number: float) -> int:
-    """The bits of a float64, as an integer: Triton passes numbers as float32."""
+    """Return a float64's bits as an integer, since Triton passes numbers as float32."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
 
@@ -354,7 +354,7 @@ def _heads(shape: Sequence[int]) -> int:
 def scaled_masked_softmax(
     input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float = 1.0, *window: int
 ) -> Tensor:
-    """softmax(scale·input) where nothing masks it, in one kernel; see ``formulas.scaled_masked_softmax``."""
+    """Compute ``formulas.scaled_masked_softmax`` in one kernel."""
     shape = tuple(input.shape)
     out = input.new_empty(shape)
     if out.numel() == 0:
@@ -390,7 +390,7 @@ def scaled_masked_softmax_backward(
     sink_dtype: torch.dtype | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of scaled_masked_softmax for (input, sink), in one pass; None where output_mask says no."""
+    """Return scaled_masked_softmax's gradients for (input, sink), in one pass; None if not in output_mask."""
     shape = tuple(output.shape)
     d_input = output.new_empty(shape) if output_mask[0] else None
     if not any(output_mask):
@@ -414,5 +414,5 @@ def scaled_masked_softmax_backward(
     )  # fmt: skip
     if terms is None:
         return d_input, None
-    # In float64, so that their order costs nothing.
+    # In float64, so that the order of summation does not matter.
     return d_input, terms.view(-1, heads, queries).sum((0, 2), dtype=torch.float64).to(sink_dtype)

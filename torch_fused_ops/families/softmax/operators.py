@@ -1,7 +1,7 @@
 """``fused::scaled_masked_softmax`` and its backward operator.
 
-Read from top to bottom: the declaration → what is accepted → fake → what is kept for backward → registration,
-autocast among it. The kernels are in ``kernels.py`` for GPUs and ``cpu.py`` for CPUs.
+Read from top to bottom: declaration → checks → fake → saved for backward → registration with autocast. GPU kernels are
+in ``kernels.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import _cast
 
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of
-from torch_fused_ops.families.softmax import cpu, formulas, sharding  # noqa: F401
+from torch_fused_ops.families.softmax import formulas, sharding  # noqa: F401
 from torch_fused_ops.operators.autograd import SavePolicy, library
 from torch_fused_ops.operators.checks import DTYPES
 from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
@@ -34,8 +34,7 @@ scaled_masked_softmax = OpaqueOperator(
     },
     gradients=Signature(
         "scaled_masked_softmax_backward",
-        # Only the output is kept. Of input and sink, what is left to know is sink's dtype; of the masks, what a kernel
-        # may leave unread.
+        # Only the output is saved. The gradients also need sink's dtype, and kernels skip keys outside the window.
         arguments_of(
             grad="Tensor: scores",
             output="Tensor: scores",
@@ -51,7 +50,7 @@ scaled_masked_softmax = OpaqueOperator(
     ),
 )
 
-# ---- what is accepted ----------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------------------------
 
 _ACCEPTED = "float16, bfloat16, float32, float64"
 
@@ -59,18 +58,18 @@ _ACCEPTED = "float16, bfloat16, float32, float64"
 def _check_mask(input: Tensor, mask: Tensor) -> None:
     if mask.dtype != torch.bool:
         if mask.is_floating_point():
-            what = "convert a mask that is added to the scores with `mask < 0` or `mask.isneginf()`"
+            hint = "convert a mask that is added to the scores with `mask < 0` or `mask.isneginf()`"
         else:
-            what = "convert a mask of numbers with `mask != 0`"
-        raise TypeError(f"mask has dtype {mask.dtype}; accepted: bool, True where a score is masked out ({what})")
+            hint = "convert a mask of numbers with `mask != 0`"
+        raise TypeError(f"mask has dtype {mask.dtype}; accepted: bool, True where a score is masked out ({hint})")
     shape, size = mask.shape, input.shape
     if len(shape) > len(size) or any(m != 1 and m != n for m, n in zip(reversed(shape), reversed(size), strict=False)):
         raise ValueError(f"mask has shape {tuple(shape)}; accepted: a shape that broadcasts to input's, {tuple(size)}")
 
 
 def check(input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float = 1.0, *window: int) -> None:
-    """Raise ValueError or TypeError, naming the argument, its value and what is accepted; else nothing."""
-    if input is None:  # torch.ops takes it for an undefined tensor
+    """Raise ValueError or TypeError for unaccepted arguments, with the argument, its value and the accepted ones."""
+    if input is None:  # torch.ops accepts None as an undefined tensor
         raise TypeError("input=None is not accepted: it must be a tensor, not NoneType")
     for name, t in (("input", input), ("sink", sink)):
         if t is not None and t.dtype not in DTYPES:
@@ -101,8 +100,8 @@ def check(input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float 
 # ---- fake ------------------------------------------------------------------------------------------------------------
 
 
-def _fake(input: Tensor, *rest: Any) -> Tensor:
-    check(input, *rest)
+def _fake(input: Tensor, *args: Any) -> Tensor:
+    check(input, *args)
     return input.new_empty(input.shape)
 
 
@@ -112,24 +111,24 @@ def _backward_fake(grad: Tensor, output: Tensor, *scalars: Any) -> Grads2:
     return d_input, output.new_empty(output.shape[-3:-2], dtype=sink_dtype) if mask[1] else None
 
 
-# ---- what is kept for backward ---------------------------------------------------------------------------------------
+# ---- saved for backward ----------------------------------------------------------------------------------------------
 
-# The output alone, which what reads it keeps anyway: attention's product with the values.
+# Save only the output, which attention's second GEMM saves anyway.
 _OUTPUT = SavePolicy(
     lambda args, out: ((out,), (*args[3:], None if args[2] is None else args[2].dtype)),
-    lambda kept, rest, _: (*kept, *rest),
+    lambda tensors, values, _: (*tensors, *values),
 )
 
 
 def _for_three(backward: Callable[..., Grads2]) -> Callable[..., Any]:
-    """A backward of (input, sink) as autograd calls it, for (input, mask, sink)."""
+    """Extend a backward function for (input, sink) to autograd's (input, mask, sink)."""
 
-    def called(*args: Any) -> tuple[Tensor | None, ...]:
-        *rest, mask = args
-        d_input, d_sink = backward(*rest, (mask[0], mask[2]))
+    def backward_of_all(*args: Any) -> tuple[Tensor | None, ...]:
+        *values, mask = args
+        d_input, d_sink = backward(*values, (mask[0], mask[2]))
         return d_input, None, d_sink
 
-    return called
+    return backward_of_all
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
@@ -139,13 +138,13 @@ _KERNELS = "torch_fused_ops.families.softmax.kernels"
 _FORWARD = register_pair(
     scaled_masked_softmax.signatures,
     KernelSet(
-        cpu.scaled_masked_softmax,
+        formulas.scaled_masked_softmax,
         imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax),
         formulas.scaled_masked_softmax,
         _fake,
     ),
     KernelSet(
-        cpu.scaled_masked_softmax_backward,
+        formulas.scaled_masked_softmax_backward,
         imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax_backward),
         formulas.scaled_masked_softmax_backward,
         _backward_fake,
@@ -157,9 +156,9 @@ _FORWARD = register_pair(
 
 
 def _register_autocast(key_name: str) -> None:
-    """PyTorch's rule for softmax on GPUs: input and sink, unless float64, become float32, and so does the result.
+    """Apply PyTorch's autocast rule for softmax: input and sink are cast to float32 unless they are float64.
 
-    Not ``torch.library.register_autocast``, which torch 2.11's compiler does not see: the Python kernel is for it.
+    torch 2.11's compiler ignores ``torch.library.register_autocast``, so it gets a Python kernel.
     """
     key = getattr(torch._C.DispatchKey, key_name)
 
@@ -171,5 +170,5 @@ def _register_autocast(key_name: str) -> None:
     _FORWARD.py_impl(key)(kernel)
 
 
-for _key in ("AutocastCUDA", "AutocastXPU"):  # on CPUs softmax keeps its dtype
+for _key in ("AutocastCUDA", "AutocastXPU"):  # on CPUs autocast does not change softmax's dtype
     _register_autocast(_key)

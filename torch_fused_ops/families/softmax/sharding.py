@@ -17,16 +17,16 @@ def _softmax_axes(data: Any, *window: int) -> range:
 def _scaled_masked_softmax(input: Any, mask: Any, sink: Any, scale: float = 1.0, *window: int) -> list[Sharding]:
     from torch.distributed.tensor import Replicate, Shard
 
-    whole, heads = Replicate(), input.ndim - 3
+    replicate, heads = Replicate(), input.ndim - 3
 
     def sharding(axis: int | None) -> Sharding:
-        here = whole if axis is None else Shard(axis)
-        of_mask: Any = whole
-        of_sink: Any = Shard(0) if axis == heads else whole
+        placement = replicate if axis is None else Shard(axis)
+        of_mask: Any = replicate
+        of_sink: Any = Shard(0) if axis == heads else replicate
         if axis is not None and mask is not None:
             mask_axis = axis - (input.ndim - mask.ndim)  # the mask is broadcast from the right
-            of_mask = Shard(mask_axis) if mask_axis >= 0 and mask.shape[mask_axis] != 1 else whole
-        return [here], [here, None if mask is None else of_mask, None if sink is None else of_sink]
+            of_mask = Shard(mask_axis) if mask_axis >= 0 and mask.shape[mask_axis] != 1 else replicate
+        return [placement], [placement, None if mask is None else of_mask, None if sink is None else of_sink]
 
     return [sharding(None), *map(sharding, _softmax_axes(input, *window))]
 
@@ -44,12 +44,12 @@ def _scaled_masked_softmax_backward(
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def sharding(axis: int | None) -> Sharding:
-        here = Replicate() if axis is None else Shard(axis)
-        of_sink = here if axis is None else Shard(0) if axis == output.ndim - 3 else Partial()
+        placement = Replicate() if axis is None else Shard(axis)
+        of_sink = placement if axis is None else Shard(0) if axis == output.ndim - 3 else Partial()
         results = [
-            placement if requested else None for placement, requested in zip((here, of_sink), output_mask, strict=True)
+            result if requested else None for result, requested in zip((placement, of_sink), output_mask, strict=True)
         ]
-        return results, [here, here]
+        return results, [placement, placement]
 
     return [sharding(None), *map(sharding, _softmax_axes(output, causal, window_left, window_right))]
 

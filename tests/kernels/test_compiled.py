@@ -1,0 +1,244 @@
+"""Eager CPU kernels that Inductor compiles: bits of compiled code, any size, threads, and failures."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import python
+from torch import Tensor
+
+import torch_fused_ops as tfo
+from torch_fused_ops.kernels import compiled
+
+fused = torch.ops.fused
+SEED = torch.tensor([7])
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
+    """Compile at any size. Yields the kernels, of which a test begins with none."""
+    compiled._KERNELS.clear()
+    monkeypatch.setattr(compiled, "FEWEST", 1)
+    monkeypatch.setattr(compiled, "_failure", "")
+    yield compiled._KERNELS
+    compiled._KERNELS.clear()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+# An operator and its arguments for rows of n elements.
+CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], tuple[Any, ...]]]] = {
+    "gelu": (fused.bias_act, lambda rows, n: (normal(rows, n), None, None, "gelu")),
+    "bias": (
+        fused.bias_act_backward,
+        lambda rows, n: (normal(rows, n), normal(rows, n), normal(n), None, "silu", [True, True, False]),
+    ),
+    "columns": (fused.glu_backward, lambda rows, n: (
+        *(normal(rows, n), normal(rows, 2 * n)[:, n:], normal(rows, 3 * n)[:, :n], None),
+        *("gelu_tanh", 1.0, 7.0, [True, True, False]),
+    )),
+    "three axes": (
+        fused.bias_glu_backward,
+        lambda rows, n: (
+            *(normal(rows, 1, n), normal(rows, 1, 2 * n), normal(2 * n), torch.rand(rows, 1)),
+            *("silu", "halves", 0.0, None, [True, True, True]),
+        ),
+    ),
+    "float32": (fused.glu_backward, lambda rows, n: (
+        *(normal(rows, n, dtype=torch.float32) for _ in range(3)), None, "quick_gelu", 0.0, None, [True, True, False],
+    )),
+    "dropout": (fused.dropout_add, lambda rows, n: (normal(rows, n), normal(n), normal(rows, n), SEED, 0.3)),
+    "dropout backward": (
+        fused.dropout_add_backward,
+        lambda rows, n: (normal(rows, n), SEED, 0.3, torch.bfloat16, None, [True, False]),
+    ),
+    "mask": (
+        fused.scaled_masked_softmax,
+        lambda rows, n: (normal(1, 2, rows, n), torch.rand(rows, n) > 0.3, torch.randn(2), 0.125, True),
+    ),
+}  # fmt: skip
+
+
+def results(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
+    out = fn(*args)
+    return [t for t in (out if isinstance(out, tuple) else [out]) if t is not None]
+
+
+def by_formula(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
+    fewest, compiled.FEWEST = compiled.FEWEST, 1 << 62
+    saved = dict(compiled._KERNELS)
+    compiled._KERNELS.clear()
+    try:
+        return results(fn, args)
+    finally:
+        compiled.FEWEST = fewest
+        compiled._KERNELS.update(saved)
+
+
+@pytest.mark.covering(every=3)
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_compiled_code_at_every_size(name: str, loaded: dict[Any, Any]) -> None:
+    """One kernel serves all sizes. Where they are those of compiled code, its results are, to the last bit."""
+    operator, arguments = CASES[name]
+    args = arguments(24, 48)
+    code = torch.compile(lambda *args: operator(*args), fullgraph=True, dynamic=False)
+    for actual, expected in zip(results(operator, args), results(code, args), strict=True):
+        assert torch.equal(actual, expected) and actual.stride() == expected.stride()
+    count = len(set(loaded.values()))
+    for rows, n in ((24, 48), (7, 33), (1, 64), (50, 1)):
+        args = arguments(rows, n)
+        for actual, expected in zip(results(operator, args), by_formula(operator, args), strict=True):
+            assert actual.is_contiguous() and actual.dtype == expected.dtype
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-4)
+    assert len(set(loaded.values())) <= count + 2  # a single row is contiguous, and a mask of it is broadcast
+
+
+def test_one_kernel_with_and_without_a_graph(loaded: dict[Any, Any]) -> None:
+    """Trailing defaults, which dispatchers drop, make no other kernel."""
+    gate, up = normal(8, 16), normal(8, 16).requires_grad_()
+    fused.glu(gate, up.detach(), None, "silu")
+    fused.glu(gate, up, None, "silu", 0.0, None)
+    assert len(loaded) == 2 and len(set(loaded.values())) == 1
+
+
+def test_small_calls_and_float64_run_the_formula(loaded: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "FEWEST", 1000)
+    fused.bias_act(normal(999), None, None, "gelu")
+    fused.bias_act(normal(2000, dtype=torch.float64), None, None, "gelu")
+    fused.bias_act(torch.empty(0, 5), None, None, "gelu")
+    with torch._subclasses.FakeTensorMode():
+        fused.bias_act(torch.empty(2000), None, None, "gelu")
+    assert not loaded
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> list[Any]:
+    """Replace the compiler by one whose first calls have these outcomes. Returns the operators it was called for."""
+    calls: list[Any] = []
+
+    def compile(signature: Any, key: Any) -> Any:
+        calls.append(signature.name)
+        if len(calls) <= len(outcomes) and (error := outcomes[len(calls) - 1]) is not None:
+            raise error
+        return lambda tensors: tensors[0] + 1
+
+    monkeypatch.setattr(compiled, "_compile", compile)
+    return calls
+
+
+def test_threads_compile_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    calls, x, barrier = stub(monkeypatch), torch.ones(4), threading.Barrier(8)
+    outputs: list[Tensor] = []
+
+    def call() -> None:
+        barrier.wait()
+        outputs.append(fused.bias_act(x, None, None, "gelu"))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    with caplog.at_level(logging.INFO, "torch_fused_ops"):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        fused.bias_act(x, None, None, "tanh")
+    assert calls == ["bias_act"] * 2 and len(outputs) == 8 and all(torch.equal(y, x + 1) for y in outputs)
+    assert [record.message.partition(",")[0] for record in caplog.records] == ["compiling eager CPU kernels"]
+
+
+def test_broken_library_is_removed_and_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "kernel.so"
+    library.write_bytes(b"broken")
+    calls = stub(monkeypatch, ImportError("file too short", path=str(library)))
+    assert fused.bias_act(torch.ones(4), None, None, "gelu").tolist() == [2.0] * 4
+    assert len(calls) == 2 and not library.exists() and not compiled._failure
+
+
+def test_cache_folder_that_cannot_be_written_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[str | None] = []
+
+    def compile(signature: Any, key: Any) -> Any:
+        folders.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        if len(folders) == 1:
+            raise PermissionError("read-only")
+        return lambda tensors: tensors[0] + 1
+
+    monkeypatch.setattr(compiled, "_compile", compile)
+    assert fused.bias_act(torch.ones(4), None, None, "gelu").tolist() == [2.0] * 4
+    assert len(folders) == len({*folders, os.environ.get("TORCHINDUCTOR_CACHE_DIR")}) == 2
+
+
+@pytest.mark.parametrize("reason", ["InvalidCxxCompiler: no g++\nwas found", "no lowering"])
+def test_calls_run_the_formula_if_compiling_fails(
+    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a compiler nothing is tried again; other failures concern one kernel."""
+    calls, x = stub(monkeypatch, *[RuntimeError(reason)] * 2), torch.ones(4)
+    expected = by_formula(fused.bias_act, (x, None, None, "gelu"))
+    for _ in range(3):
+        assert torch.equal(fused.bias_act(x, None, None, "gelu"), *expected)
+    assert len(calls) == 2  # with the cache folder and without
+    assert [r.levelname for r in caplog.records if r.name == "torch_fused_ops"] == ["WARNING"]
+    fused.bias_act(x, None, None, "tanh")
+    assert len(calls) == (3 if reason == "no lowering" else 2)
+    assert (compiled.status() == f"formulas in plain PyTorch: {compiled._failure}") == (len(calls) == 2)
+
+
+def test_number_of_kernels_per_operator_is_bounded(monkeypatch: pytest.MonkeyPatch, loaded: dict[Any, Any]) -> None:
+    calls = stub(monkeypatch)
+    monkeypatch.setattr(compiled, "_MOST_KERNELS", 5)
+    for i in range(10):
+        fused.dropout_add(torch.ones(4), None, None, SEED, i / 20 + 0.01)
+    fused.bias_act(torch.ones(4), None, None, "gelu")
+    assert calls == ["dropout_add"] * 5 + ["bias_act"] and len(loaded) == 6
+
+
+def test_replaced_activation_is_compiled_anew(loaded: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = stub(monkeypatch)
+    for factor in (2.0, 3.0):
+        tfo.register_activation("tests_compiled_anew", lambda x, factor=factor: factor * torch.relu(x), replace=True)
+        fused.bias_act(torch.ones(4), None, None, "tests_compiled_anew")
+    assert len(calls) == 2
+
+
+PROGRAM = """
+import torch, torch_fused_ops
+from torch_fused_ops.kernels import compiled
+compiled.FEWEST = 1
+x = torch.linspace(-3, 3, 999)
+y = torch.ops.fused.bias_act(x, None, None, "gelu")
+assert (y - torch.nn.functional.gelu(x)).abs().max() < 1e-6
+assert len(compiled._KERNELS) == 1, compiled.status()
+"""
+
+
+@pytest.mark.slow
+def test_processes_share_a_cache_folder_that_may_break(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+
+    def run() -> None:
+        python("-c", PROGRAM, TORCHINDUCTOR_CACHE_DIR=str(folder))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    libraries = [path for path in folder.rglob("*.so") if path.stat().st_size > 0]
+    assert libraries
+    for path in libraries:
+        path.write_bytes(b"broken")
+    run()
+    run()
+    assert any(path.read_bytes()[:4] == b"\x7fELF" for path in folder.rglob("*.so"))
+    if os.geteuid() != 0:  # root may write to any folder
+        folder.chmod(0o500)
+        run()
+        folder.chmod(0o700)
