@@ -87,7 +87,7 @@ def by_formula(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_compiled_code_at_every_size(name: str, loaded: dict[Any, Any]) -> None:
-    """One kernel serves all sizes. Where they are those of compiled code, its results are, to the last bit."""
+    """One kernel serves all sizes. At the size of compiled code, its results have the same bits."""
     operator, arguments = CASES[name]
     args = arguments(24, 48)
     code = torch.compile(lambda *args: operator(*args), fullgraph=True, dynamic=False)

@@ -46,7 +46,7 @@ def test_stored_values_are_off_by_at_most_half_a_step(block: Block, dtype: torch
     exact, scale = x.to(torch.float32).double(), scale_of_each(x, block).double()
     assert ((loaded - exact).abs() <= (2**-4 * exact.abs()).maximum(2**-10 * scale)).all()
     assert torch.equal(scale.log2(), scale.log2().round())
-    # The scale is the least power of two that keeps 448 above the block.
+    # The scale is the smallest power of two for which no element exceeds 448.
     largest = exact.abs().reshape(256 // rows, rows, 384 // columns, columns).amax((1, 3))
     block_scales = (scales.t() if rows == 1 else scales).double()
     assert (largest <= 448 * block_scales).all() and (largest > 224 * block_scales).all()
@@ -117,8 +117,8 @@ def test_values_beyond_the_largest_number_load_as_that_number(dtype: torch.dtype
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(-100, 100), st.integers(0, 2**31))
-def test_rounding_once_more_in_other_blocks_changes_the_smallest_alone(exponent: int, seed: int) -> None:
-    """Scales are powers of two: what is e4m3 already stays, unless it falls below the least normal number."""
+def test_requantizing_in_other_blocks_changes_only_the_smallest_numbers(exponent: int, seed: int) -> None:
+    """Scales are powers of two, so e4m3 numbers do not change unless they become subnormal."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(BLOCK, BLOCK, generator=generator) * 2.0**exponent
     once = fused.dequantize(*fused.quantize(x, 1), 1, torch.float32)
@@ -161,7 +161,7 @@ def test_tiles_take_few_launches_in_eager_mode(shape: tuple[int, int], calls: in
 
 
 def test_a_scale_that_is_known_gives_the_same_values() -> None:
-    """One scale for all is the largest of the rows'; larger scales and NaN are the caller's to give."""
+    """A common scale is the largest of the rows' scales; callers may pass larger scales and NaN."""
     x = wide_matrix(48, 80)
     values, scales = fused.quantize(x, 1, 80)
     in_one_block, scale = fused.quantize(x, 48, 80)
@@ -175,7 +175,7 @@ def test_a_scale_that_is_known_gives_the_same_values() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_on_gfx942_the_numbers_are_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float8_e4m3fnuz: the bytes are e4m3fn's but for −0's, which would be NaN, the scales twice as large."""
+    """float8_e4m3fnuz has e4m3fn's bytes, except −0, which would be NaN, and twice the scales."""
     x, w = wide_matrix(9, 256), wide_matrix(128, 256) / 16
     x[0], x[1], x[2, 5], x[3, 7] = 0.0, -1e-40, math.nan, -1e-30
     scaling = RECIPES[recipe].scaling
@@ -259,7 +259,7 @@ def test_gradients_are_within_the_bounds_of_their_products(tokens: int, recipe: 
     assert ((y.double() - xd @ wd.t() - bd).abs() <= bounds[0] + 1e-4).all()
     assert ((dx.double() - g @ wd).abs() <= bounds[1] + 1e-4).all()
     exact = g.t() @ xd
-    if wgrad:  # x was rounded for the first product, and is once more
+    if wgrad:  # x was rounded for the first GEMM, and is rounded again
         filled = -tokens % (scaling.data.columns or 1)
         padded = torch.nn.functional.pad(x.detach().t(), (0, filled))
         of_grad = torch.nn.functional.pad(grad.t(), (0, filled))
