@@ -17,6 +17,7 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops.kernels import compiled
 
+pytestmark = pytest.mark.skipif(not compiled.IS_SUPPORTED, reason="compiled kernels need torch 2.13")
 fused = torch.ops.fused
 SEED = torch.tensor([7])
 

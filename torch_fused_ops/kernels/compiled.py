@@ -44,10 +44,15 @@ _lock = threading.Lock()
 _failure = ""  # the reason if nothing can be compiled
 
 
+IS_SUPPORTED = torch.__version__ >= (2, 13)  # type: ignore[operator]
+"""With torch 2.11 a compiled kernel crashed the process; 2.12 is untested."""
+
+
 def status() -> str:
     """Describe the eager CPU kernels of this process: compiled or not, and why not."""
-    if switches.is_without("cpu_kernels"):
-        return f"formulas in plain PyTorch: turned off by {switches.NAME}"
+    if not IS_SUPPORTED or switches.is_without("cpu_kernels"):
+        reason = f"turned off by {switches.NAME}" if IS_SUPPORTED else "compiling needs torch 2.13"
+        return f"formulas in plain PyTorch: {reason}"
     if _failure:
         return f"formulas in plain PyTorch: {_failure}"
     return f"compiled by Inductor for calls on {FEWEST:,} elements or more; {len({*_KERNELS.values()})} loaded"
@@ -55,7 +60,7 @@ def status() -> str:
 
 def kernel(signature: Signature, formula: Callable[..., Any]) -> Callable[..., Any]:
     """Return the CPU kernel of an operator: compiled, or else ``formula``, called with the operator's arguments."""
-    if switches.is_without("cpu_kernels"):
+    if not IS_SUPPORTED or switches.is_without("cpu_kernels"):
         return formula
     kinds = [(i, argument.kind) for i, argument in enumerate(signature.arguments) if argument.kind]
     name, is_backward = signature.name, signature.is_backward
@@ -171,10 +176,10 @@ def _compile(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
     *spec, _, axes, by_fours = key
     # Sizes are symbols. Hints differ, as equal ones would share a symbol.
     hints = (96, 1024, 2048, *range(3, axes + 1), *range(4096, 4096 + len(spec)))
-    rows, columns, packed, *symbols = (mode.from_tensor(torch.empty(hint)).shape[0] for hint in hints)
+    rows, columns, double, *symbols = (mode.from_tensor(torch.empty(hint)).shape[0] for hint in hints)
     row_strides, outer = symbols[-len(spec) :], symbols[: -len(spec)]
     leading = [*outer, 4 * rows if by_fours else rows][: axes - 1]
-    packed = packed if any(argument.kind == "packed" for argument in signature.arguments) else None
+    packed = double if any(argument.kind == "packed" for argument in signature.arguments) else None
     examples: list[Any] = [rows] if by_fours else []
     if by_fours:
         graph.placeholder("rows_by_four").meta["val"] = rows
@@ -204,7 +209,8 @@ def _compile(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
         "post_grad_custom_post_pass": None,  # a policy's pass, which does not apply to one operator
     }
     with config.patch(settings), torch.no_grad():
-        run: Callable[..., Any] = compile_fx_inner(torch.fx.GraphModule({}, graph), examples).current_callable
+        code: Any = compile_fx_inner(torch.fx.GraphModule({}, graph), examples)
+    run = code.current_callable
     if not isinstance(results, tuple):
         return lambda tensors: run(tensors)[0]
     places = [None if r is None else sum(other is not None for other in results[:i]) for i, r in enumerate(results)]
