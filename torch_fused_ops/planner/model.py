@@ -31,7 +31,7 @@ class CapturedModel:
     """A model's captured graphs."""
 
     graphs: tuple[Capture, ...]  # in the order in which they run
-    links: Mapping[tuple[int, int], tuple[int, int]]  # from (graph, input) to (earlier graph, result)
+    links: Mapping[tuple[int, int], tuple[int, int]]  # maps (graph, input) to (earlier graph, result)
     units: tuple[str, ...]  # the layers in the order of the model: those with MLPs, and all in lists of modules
     mlps: Mapping[str, tuple[str, ...]]  # the modules of the fused MLPs, by unit
     layers: Mapping[str, str]  # the layer of a module, by its path
@@ -188,8 +188,8 @@ def captured_model(
         loss: called with the model's result; None if the model returns its loss.
 
     Raises:
-        ValueError: the graphs are not the whole model: there is no graph, a graph runs several times, or code between
-            graphs allocates a tensor that a graph reads or the model returns.
+        ValueError: there is no graph, a graph runs several times, or a graph or the caller reads a tensor that is
+            computed between graphs.
     """
     policy = FusionPolicy()
     sites: list[Site] = []

@@ -25,8 +25,8 @@ ACCEPTED: Mapping[str, Sequence[object]] = {
     "master_weights": ("float32", None),
     "compiled": ("model", "layers", "none"),
 }
-# Bytes that PyTorch reserves beyond its pools' sizes, as a share, with and without expandable segments. With these
-# shares, 33 of 33 and 13 of 14 published steps reserve no more than predicted (docs/paper-and-devices.md).
+# Bytes that PyTorch reserves beyond its pools' sizes, as a share, with and without expandable segments. They
+# cover 33 of 33 and 13 of 14 published steps (docs/paper-and-devices.md).
 FRAGMENTATION = {True: 0.08, False: 0.20}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power

@@ -69,7 +69,7 @@ class Step:
     accumulates: str = ""
 
     def segment(self, graph: str, unit: str, level: str) -> Segment:
-        """Return a unit's forward or backward at a level; an empty segment if the unit has no calls there."""
+        """Return a unit's forward or backward at a level, or an empty segment."""
         return self.parts[level].segments.get((graph, unit), Segment())
 
     @property

@@ -114,7 +114,7 @@ _PLAN: dict[str, dict[str, Any]] = {
     "--optimizer": {"default": "adamw", "help": "adamw (default), adamw-fused, sgd or none"},
     "--levels": {
         "type": lambda text: tuple(text.split(",")), "metavar": "LEVEL,…",
-        "help": "the memory levels to choose among: free,input; by default all",
+        "help": "the levels to choose among: free,input,input+attention; by default all",
     },
     "--lossless": {**_FLAG, "help": "exclude levels that round gradients"},
     "--max": {"dest": "maximum", "metavar": "WHAT", "help": "batch or tokens: find the largest; takes minutes"},
