@@ -256,7 +256,6 @@ def plan() -> str:
     from torch_fused_ops.reports.text import size
 
     cases = json.loads((RESULTS / "plans.json").read_text())
-    del cases["quickstart"]  # too small for a GPU to matter
     plans = [case["plans"][0] for case in cases.values()]
     levels = [level for level in (*LEVELS, "checkpoint") if any(_at_level(plan, level) for plan in plans)]
     columns = [

@@ -1,4 +1,4 @@
-"""Plans of six training steps, for the tables of docs/plan.md and README.md. Takes an hour of a CPU core.
+"""Plans of five training steps, for the tables of docs/plan.md and README.md. Takes an hour of a CPU core.
 
 python -m torch_fused_ops.benchmarks.laboratory.plans [NAME …]   writes benchmarks/results/plans.json, draws
 python -m torch_fused_ops.benchmarks.laboratory.plans --draw     draws the README's picture from the file
@@ -83,9 +83,6 @@ LLAMA = Case(
 )
 FSDP2 = {"dp": 8, "mixed_precision": True, "root": "apart", "reshard": "not-last", "compiled": "layers"}
 CASES = {
-    "quickstart": Case(
-        lambda: models.GPT(models.SMALL), (16, 128), "H200", ("160MiB", "120MiB", "105MiB"), dtype=torch.float32
-    ),
     "GPT-2": Case(
         lambda: models.GPT(models.GPT2), (32, 1024), "A100", ("15GiB", "12GiB", "8GiB"),
         settings={"levels": ["free", "input", "input+attention", "tiled"]}, maximum=("batch", "72GiB"),
@@ -157,7 +154,7 @@ def picture(name: str, case: dict[str, Any]) -> Any:
     ax.set_xlim(0, 1.35 * max(row["reserved"] / 2**30 for row in rows))
     ax.invert_yaxis()
     ax.tick_params(labelsize=13)
-    ax.set_xlabel("reserved on each GPU, GiB; shards of weights and AdamW's state are float32", fontsize=11)
+    ax.set_xlabel("reserved on each GPU, GiB; shards of weights and AdamW's state are float32", fontsize=10)
     figure.suptitle(f"{name} (FSDP2), {batch} × {length:,} tokens on each, estimated", fontsize=13)
     ax.spines[["top", "right"]].set_visible(False)
     return figure
