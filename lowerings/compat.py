@@ -62,7 +62,13 @@ FAULTS = (
     Fault("torch", (2, 11), (2, 15), "written-results", "wrong gradients if the caller writes a view of a result"),
     Fault("torch", (2, 11), (2, 15), "float8-store", "wrong gradients of its own float8 store without use_scaling"),
     Fault("torch", (2, 13), (2, 15), "190758", "dropout has another mask in backward if activation_memory_budget < 1"),
-    Fault("torch", (2, 10), (2, 13), "193061", "wrong sums on GPUs that are parts of one tensor (mix_order_reduction)"),
+    Fault(
+        "torch",
+        (2, 10),
+        (2, 13),
+        "193061",
+        "wrong gradients on GPUs that are parts of one tensor (mix_order_reduction)",
+    ),
     Fault("triton", (3, 7), (3, 8), "ptxas", "a transposed float8 store writes wrong bytes"),
 )
 
