@@ -444,7 +444,7 @@ def test_parameters_may_be_dtensors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", SAVED_TENSORS)
+@pytest.mark.parametrize("kind", [kind for kind in SAVED_TENSORS if kind is not Flex])
 def test_sizes_may_be_symbolic(kind: type[Attention], compiled: bool) -> None:
     model = model_of(kind)
     fn = fused(model, compiled=compiled)
@@ -471,7 +471,7 @@ def gpt(width: int, heads: int, *tokens: int) -> tuple[nn.Module, list[Tensor]]:
     return models.GPTBlock(config), [torch.empty(*tokens, width, requires_grad=True)]
 
 
-# Blocks of published models, and the most MiB that each block may save for backward.
+# Blocks of published models, and the MiB that each block saves for backward.
 BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Module, list[Tensor]]], int]] = {
     "Llama-3-8B, 2 × 4096 tokens": (
         lambda: (
@@ -482,19 +482,19 @@ BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Module, list[Tensor]]], int]] = {
     ),
     "GPT-2, 16 × 1024 tokens": (lambda: gpt(768, 12, 16, 1024), 49),
     "ViT-L, 64 × 197 tokens": (lambda: gpt(1024, 16, 64, 197), 50),
-    "Mixtral-8x7B, 2 × 4096 tokens": (mixtral, 260),
+    "Mixtral-8x7B, 2 × 4096 tokens": (mixtral, 132),
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "Mix" in n else ()) for n in BLOCKS])
 def test_bytes_that_a_block_saves_on_paper(name: str) -> None:
     pytest.importorskip("triton", reason="the virtual GPU needs Triton")
-    make, limit = BLOCKS[name]
+    make, expected = BLOCKS[name]
     with torch.device("meta"):
         block, args = make()
         block, args = block.bfloat16(), [t.detach().bfloat16().requires_grad_(t.requires_grad) for t in args]
     saved = tfo.explain(block, *args, policy=BOTH).saved
-    assert not saved.skipped and limit - 3 < round(saved.nbytes / 2**20) <= limit, str(saved)
+    assert not saved.skipped and round(saved.nbytes / 2**20) in (expected - 1, expected), str(saved)
 
 
 def test_explain_lists_attention() -> None:
