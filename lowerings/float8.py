@@ -2,7 +2,7 @@
 
 Inductor fuses a quantization along rows with its producer, an activation or a norm, from the formula in aten. A tensor
 quantized along its columns is stored transposed, which Inductor reads or writes across the rows (pytorch#130015): on
-GPUs a kernel of ours does it (``families/float8/kernels.py``).
+GPUs a kernel does it (``families/float8/kernels.py``).
 """
 
 from __future__ import annotations
