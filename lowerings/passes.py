@@ -10,8 +10,8 @@ scheduler pass        ``_post_fusion_custom_pass``    let kernels reuse buffers
 ====================  ==============================  ========================================
 
 A pass with a fixed policy is part of one compilation's options (``compile_options``, ``backend="fused"``). A pass
-without a policy is in the process-wide slots (``enable``, ``enabled``) and follows the policy active in its context. Without
-an active policy, it has no effect.
+without a policy is in the process-wide slots (``enable``, ``enabled``), and follows the policy active in its context.
+Without an active policy, it has no effect.
 """
 
 from __future__ import annotations
