@@ -426,20 +426,17 @@ def test_parameters_may_be_dtensors() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model, x = model_of(Attention), inputs()
-    expected, size, _ = step(model, fused(model), x)
-    local = [p.detach() for p in model.parameters()]
+    expected, *_ = step(model, fused(model), x)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         plan = dict.fromkeys(("0.attention.q", "0.attention.k", "0.attention.v", "0.gate", "0.up"), ColwiseParallel())
         plan |= dict.fromkeys(("0.attention.o", "0.down"), RowwiseParallel())
         parallelize_module(model, dist.init_device_mesh("cpu", (1,)), plan)
-        actual, _, saved = step(model, fused(model), x)
-        local += [p.to_local() for p in model.parameters() if isinstance(p, dist.tensor.DTensor)]
+        actual, *_ = step(model, fused(model), x)
         gradients = [t.full_tensor() if isinstance(t, dist.tensor.DTensor) else t for t in actual]
     finally:
         dist.destroy_process_group()
     assert max(distances(gradients, expected)) < 1e-14
-    assert nbytes(saved, local) == size
 
 
 @pytest.mark.slow
