@@ -87,7 +87,7 @@ INTRODUCTION = """\
 `torch_fused_ops.functional` (`FF` in these pages) has a typed function for each operator and for each common use of it.
 `torch.ops.fused.*` are the operators themselves. `torch_fused_ops.ops` is the same object, with types. In eager mode
 on a GPU, a call is one kernel forward and one pass backward. On a CPU, Inductor compiles its kernel at the first call
-on 131,072 elements or more (torch 2.13). Under `torch.compile` it is an ordinary node.
+on 131,072 elements or more (from torch 2.13 on). Under `torch.compile` it is an ordinary node.
 
 | | |
 |---|---|
