@@ -91,8 +91,6 @@ BEFORE = {
     "largest-batch.md": {1: "exec('with torch.device(\"meta\"): make_model()')"},
 }
 TORCH = {"verify.md": "2.13"}  # this version printed the page's figures
-# The other pages' blocks run under -m slow.
-DEFAULT = {"README.md": ()}
 MARK = "---- the block ends ----"
 
 
@@ -126,7 +124,7 @@ def test_pages_have_at_least_15_blocks() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=DEFAULT.get(p.name, pytest.mark.slow)) for p in PAGES if blocks(p)],
+    [pytest.param(p, marks=() if p.name == "README.md" else pytest.mark.slow) for p in PAGES if blocks(p)],
     ids=lambda page: page.name,
 )
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
