@@ -236,7 +236,7 @@ def verdict(name: str, run: Run, other: Run) -> str:
     memory, (_, low, high) = run.saved / other.saved - 1, paired(run, other)
     change = "as much" if abs(memory) < 0.0005 else f"{abs(memory):.1%} {'less' if memory < 0 else 'MORE'}"
     interval = f" (95 % interval {low - 1:+.1%} … {high - 1:+.1%})" if len(run.seconds) >= 8 else ""
-    return f"  {name:<13}  {change} saved for backward, {pace(run, other)}{interval}"
+    return f"  {name:<13}  {change} activation memory saved for backward, {pace(run, other)}{interval}"
 
 
 def lost_tail() -> str:
