@@ -33,7 +33,7 @@ from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
 TOKENS, WIDTH = 8192, 4096
 # GEMMs of torch and of this library.
-PRODUCTS = ("mm", "addmm", "_scaled_mm", "scaled_mm", "scaled_mm_tiled", "_grouped_mm", "scaled_grouped_mm")
+GEMMS = ("mm", "addmm", "_scaled_mm", "scaled_mm", "scaled_mm_tiled", "_grouped_mm", "scaled_grouped_mm")
 
 
 class GELUMLP(models.GELUMLP):
@@ -70,18 +70,18 @@ OURS = tuple(name for name, (scaling, _) in RECIPES.items() if (9, 0) in scaling
 WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in variants.TORCHAO))
 
 
-def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
+def gemms(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
     """Yield a graph's GEMMs, with True if a GEMM multiplies float8."""
     for node in graph.graph.graph.nodes:
         name = getattr(node.target, "__name__", "").removesuffix(".default")
-        if node.op == "call_function" and name in PRODUCTS:
+        if node.op == "call_function" and name in GEMMS:
             yield node, "scaled" in name
 
 
-def bytes_besides_products(graph: GeneratedGraph) -> int:
+def bytes_without_gemms(graph: GeneratedGraph) -> int:
     """Return the bytes that a graph moves, without its GEMMs."""
     nbytes = graph.bytes_moved
-    for node, _ in products(graph):
+    for node, _ in gemms(graph):
         nbytes -= roofline.nbytes_of_node(node)
         nbytes += _bytes_of_wide_scales(node)
     return nbytes
@@ -97,16 +97,16 @@ def _bytes_of_wide_scales(node: fx.Node) -> int:
     return sum(t.nbytes - float8.tiled_size(*t.shape) for t in scales)
 
 
-def kernels_besides_products(graph: GeneratedGraph) -> int:
+def kernels_without_gemms(graph: GeneratedGraph) -> int:
     """Count launches of generated kernels, and calls of our kernels, which launch one each."""
     calls = [name.rpartition(".")[2] for name in graph.extern]
-    return sum(kernel.launches for kernel in graph.kernels) + sum(name not in PRODUCTS for name in calls)
+    return sum(kernel.launches for kernel in graph.kernels) + sum(name not in GEMMS for name in calls)
 
 
 def flop(graph: GeneratedGraph) -> dict[str, int]:
     """Return the GEMMs' FLOP by the dtype of their operands."""
     total = {"bf16": 0, "fp8": 0}
-    for node, fp8 in products(graph):
+    for node, fp8 in gemms(graph):
         total["fp8" if fp8 else "bf16"] += int(roofline.flops_of_node(node))
     return total
 
@@ -150,9 +150,9 @@ def figures(paper: PaperCompilation) -> dict[str, Any]:
     total = {"bf16": 0, "fp8": 0}
     for name, graph in paper.graphs.items():
         result[name] = {
-            "kernels": kernels_besides_products(graph),
-            "products": sum(1 for _ in products(graph)),
-            "bytes": bytes_besides_products(graph),
+            "kernels": kernels_without_gemms(graph),
+            "products": sum(1 for _ in gemms(graph)),
+            "bytes": bytes_without_gemms(graph),
         }
         for kind, flops_of_kind in flop(graph).items():
             total[kind] += flops_of_kind

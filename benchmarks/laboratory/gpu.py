@@ -95,7 +95,7 @@ class Part:
         self.json, self.log = out / f"{name}.json", out / f"{name}.log"
         self.child: subprocess.Popen[bytes] | None = None
 
-    def say(self, text: str) -> None:
+    def log_line(self, text: str) -> None:
         """Print to the terminal and the log."""
         print(text, flush=True)
         with self.log.open("a", encoding="utf-8") as log:
@@ -113,7 +113,7 @@ class Part:
             seconds = (self.until - time.monotonic()) * step.share / sum(s.share for s in todo[i:])
             if seconds < FEWEST:
                 continue
-            self.say(f"\n==== {self.name}, {step.name}: at most {seconds:.0f} s")
+            self.log_line(f"\n==== {self.name}, {step.name}: at most {seconds:.0f} s")
             run = {"command": self._command, "bench": self._bench, "tests": self._tests}[step.kind]
             began = time.monotonic()
             try:
@@ -123,8 +123,8 @@ class Part:
             entry["seconds"] = round(time.monotonic() - began, 1)
             result["device"] = entry.get("result", {}).get("device", result["device"])
             harness.write(self.json, result)
-            self.say(outcome(entry))
-        self.say(f"\n{self.json}, {self.log.name}: " + ", ".join(f"{e['name']} {e['status']}" for e in entries))
+            self.log_line(outcome(entry))
+        self.log_line(f"\n{self.json}, {self.log.name}: " + ", ".join(f"{e['name']} {e['status']}" for e in entries))
         return result
 
     def process(self, command: list[str], seconds: float, **variables: str) -> tuple[str, str]:
@@ -142,7 +142,7 @@ class Part:
                 status = "cut"
             self.end()
         output = self.log.read_bytes()[start:].decode(errors="replace")
-        self.say(f"$ {' '.join(command)}: {status}, {time.monotonic() - began:.0f} s")
+        self.log_line(f"$ {' '.join(command)}: {status}, {time.monotonic() - began:.0f} s")
         return status, output
 
     def end(self) -> None:

@@ -82,7 +82,7 @@ def arguments(vector: bool, first: torch.dtype, second: torch.dtype, device: str
     return [torch.randn(s, generator=g).to(d) for s, d in zip(shapes, (first, second), strict=True)]
 
 
-def checked(formula: Formula, run: Callable[..., Tensor], args: list[Tensor]) -> None:
+def check_against_float64(formula: Formula, run: Callable[..., Tensor], args: list[Tensor]) -> None:
     """Check dtypes of ``run``'s result and gradients, and compare values with the formula in float64."""
     leaves = [a.clone().requires_grad_() for a in args]
     out = run(*leaves)
@@ -106,7 +106,7 @@ REGIONS = {
 }
 
 
-def within(device: str, regions: list[torch.dtype | None], fn: Callable[..., Any]) -> Callable[..., Any]:
+def in_regions(device: str, regions: list[torch.dtype | None], fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for dtype in regions:
@@ -123,11 +123,11 @@ def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
     formula = FORMULAS[name]
     for first, second in itertools.product((FP32, low), repeat=2):
         args = arguments(formula.vector, first, second)
-        run = within("cpu", REGIONS[region](low), formula.fused)
-        checked(formula, run, args)
+        run = in_regions("cpu", REGIONS[region](low), formula.fused)
+        check_against_float64(formula, run, args)
         with torch.no_grad():
             assert torch.equal(run(*args), formula.fused(*args)), "autocast changes nothing"
-            plain = within("cpu", REGIONS[region](low), formula.plain)(*args)
+            plain = in_regions("cpu", REGIONS[region](low), formula.plain)(*args)
         expected = args[formula.result].dtype
         promoted = torch.promote_types(first, second)
         assert plain.dtype == promoted and (plain.dtype == expected or expected == low), "the difference on purpose"
@@ -182,7 +182,7 @@ def test_operators_on_gpus(low: torch.dtype, region: str) -> None:
     for (name, formula), first, second in itertools.product(ON_GPUS.items(), (FP32, low), (FP32, low)):
         with FakeTensorMode():
             args = arguments(formula.vector, first, second, "cuda")
-            fused_result, plain = (within("cuda", REGIONS[region](low), f)(*args) for f in formula[:2])
+            fused_result, plain = (in_regions("cuda", REGIONS[region](low), f)(*args) for f in formula[:2])
         expected = args[formula.result].dtype
         assert fused_result.dtype == expected and fused_result.device.type == "cuda", name
         assert plain.dtype in (expected, torch.promote_types(first, second)), name
@@ -223,8 +223,8 @@ def test_softmax_on_gpus(name: str, inside: str) -> None:
     for low, region, dtype in itertools.product(LOW, REGIONS, (*LOW, FP32, FP64)):
         with FakeTensorMode():
             x, s = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((2, 3, 4), (2,)))
-            result = within("cuda", REGIONS[region](low), INSIDE[inside](SOFTMAXES[name]))(x, s)
-            expected = within("cuda", REGIONS[region](low), lambda x: torch.softmax(x, -1))(x)
+            result = in_regions("cuda", REGIONS[region](low), INSIDE[inside](SOFTMAXES[name]))(x, s)
+            expected = in_regions("cuda", REGIONS[region](low), lambda x: torch.softmax(x, -1))(x)
         assert (result.dtype, result.shape[-3:]) == (expected.dtype, x.shape), (low, region, dtype)
 
 
@@ -239,7 +239,7 @@ def test_transforms_in_a_region(device: str, inside: str) -> None:
             with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
                 args = arguments(formula.vector, first, second, device)
                 fn = INSIDE[inside](formula.fused)
-                got, plain = within(device, [BF16], fn)(*args), fn(*args)
+                got, plain = in_regions(device, [BF16], fn)(*args), fn(*args)
             assert got.dtype == plain.dtype, name
             assert device == "cuda" or torch.equal(got, plain), name
 
@@ -283,7 +283,7 @@ def Net(body: Callable[[Any, Tensor], Tensor], dtype: torch.dtype) -> nn.Module:
     return harness.Net(body, a=a, b=b, c=c, bias=nn.Parameter(torch.randn(16, dtype=dtype)))
 
 
-def off(device: str, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def without_autocast(device: str, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with torch.autocast(device, enabled=False):
         return fn(x)
 
@@ -297,7 +297,7 @@ NETS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "dropout and residual": lambda s, x: x + F.dropout(s.c(F.gelu(s.a(x))), 0.0),
     "the result of an activation": lambda s, x: F.silu(s.a(x)) * s.b(x),
     "softmax": lambda s, x: torch.softmax(s.a(x), -1) @ s.c.weight.t(),
-    "off in between": lambda s, x: s.c(off("cpu", F.gelu, s.a(x))),
+    "off in between": lambda s, x: s.c(without_autocast("cpu", F.gelu, s.a(x))),
     "two activations": lambda s, x: s.c(F.gelu(s.a(x))) + s.c(F.silu(s.b(x))),
 }
 
@@ -403,8 +403,8 @@ def test_backward_may_run_inside_a_region() -> None:
         args = [a.requires_grad_() for a in arguments(formula.vector, BF16, FP32)]
         outside = torch.autograd.grad(formula.fused(*args).float().sum(), args)
         with torch.autocast("cpu", BF16):
-            within = torch.autograd.grad(formula.fused(*args).float().sum(), args)
+            inside = torch.autograd.grad(formula.fused(*args).float().sum(), args)
             double = torch.autograd.grad(formula.fused(*args).float().sum(), args, create_graph=True)
-        for a, b, c in zip(outside, within, double, strict=True):
+        for a, b, c in zip(outside, inside, double, strict=True):
             assert torch.equal(a, b) and a.dtype == c.dtype
             torch.testing.assert_close(a, c.detach(), rtol=2e-2, atol=1e-2)

@@ -165,7 +165,7 @@ def softmaxes(draw: Any, shape: tuple[int, ...], dtypes: list[torch.dtype], kind
 # ---- what is held ----------------------------------------------------------------------------------------------------
 
 
-def raw(t: Tensor) -> list[int]:
+def memory_of(t: Tensor) -> list[int]:
     """Return t's version counter and all bytes of its storage."""
     bytes_of = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
     return [t._version, *bytes_of.tolist()]
@@ -272,7 +272,7 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
 def holds_the_contract(sample: Sample) -> None:
     """Check precision, that the result is contiguous in new memory, and that inputs do not change."""
     arguments = [t for t in sample.args if isinstance(t, Tensor)]
-    before = [raw(t.detach()) for t in arguments]
+    before = [memory_of(t.detach()) for t in arguments]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if sample.name == "any":
@@ -283,22 +283,22 @@ def holds_the_contract(sample: Sample) -> None:
         out = sample()
     assert out.is_contiguous() and not out.is_neg()
     assert all(out.untyped_storage()._cdata != t.untyped_storage()._cdata for t in arguments)
-    assert [raw(t.detach()) for t in arguments] == before, "an input was written"
+    assert [memory_of(t.detach()) for t in arguments] == before, "an input was written"
 
 
-def quietly(examples: int, **options: Any) -> Any:
+def hypothesis_settings(examples: int, **options: Any) -> Any:
     checks = list(HealthCheck)
     return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=checks, **options)
 
 
-@quietly(200, derandomize=True)
+@hypothesis_settings(200, derandomize=True)
 @given(calls())
 def test_any_call_keeps_the_precision_contract(sample: Sample) -> None:
     holds_the_contract(sample)
 
 
 @pytest.mark.slow
-@quietly(10_000, phases=(Phase.generate, Phase.shrink))
+@hypothesis_settings(10_000, phases=(Phase.generate, Phase.shrink))
 @given(calls())
 def test_10000_calls_keep_the_precision_contract(sample: Sample) -> None:
     holds_the_contract(sample)
@@ -330,7 +330,7 @@ def test_compiled_calls_match_the_reference(op: str, dtype: torch.dtype) -> None
     def run(sample: Sample, grad: Tensor, mask: list[bool]) -> Any:
         return as_kernels(Compiled(sample.op, sample.name, sample.args), grad, mask)
 
-    @quietly(15, derandomize=True)
+    @hypothesis_settings(15, derandomize=True)
     @given(of_one_kind(op, dtype))
     def calls_of(sample: Sample) -> None:
         is_as_in_torch(sample, run)
@@ -369,16 +369,16 @@ def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, l
 
 
 @pytest.mark.slow
-@quietly(1000, phases=(Phase.generate, Phase.shrink))
+@hypothesis_settings(1000, phases=(Phase.generate, Phase.shrink))
 @given(calls())
 def test_1000_calls_of_gpu_kernels_match_the_reference(sample: Sample) -> None:
     pytest.importorskip("triton")
     arguments = [t for t in sample.args if isinstance(t, Tensor)]
-    before = [raw(t.detach()) for t in arguments]
+    before = [memory_of(t.detach()) for t in arguments]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy warns about infinities
         is_as_in_torch(sample, by_triton)
-    assert [raw(t.detach()) for t in arguments] == before, "an input was written"
+    assert [memory_of(t.detach()) for t in arguments] == before, "an input was written"
 
 
 # ---- gradients with NaN and infinity ---------------------------------------------------------------------------------

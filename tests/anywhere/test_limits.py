@@ -92,7 +92,7 @@ def many_aliases(n: int) -> Graph:
     return g.read(views[-1])
 
 
-def wide(n: int) -> Graph:
+def many_readers(n: int) -> Graph:
     """Build one activation with n GEMMs."""
     g = Built()
     return g.read(*[g(F.gelu, g.h)] * n)
@@ -136,7 +136,7 @@ GRAPHS: dict[str, tuple[Callable[[int], Graph], str | None]] = {
     "n views that join below": (lambda n: views_below(n, True), "x^2·sigmoid(x) is not a supported activation"),
     "n calls in place": (chain(lambda g, h: g("relu_", h, inplace=True), begin=F.gelu), CALLS),
     "n aliases of a call in place": (many_aliases, FUSED),
-    "n readers": (wide, FUSED),
+    "n readers": (many_readers, FUSED),
     "n layers": (chain(lambda g, h: g("matmul", g(F.gelu, h), g.w), end=F.gelu), FUSED),
 }
 
@@ -174,7 +174,7 @@ def sites(graph: Graph) -> Any:
     return recognize.rewrite(graph, tfo.FusionPolicy(), apply=False)
 
 
-def ends_in(sites: Any, expected: str | None) -> bool:
+def has_outcome(sites: Any, expected: str | None) -> bool:
     if expected is None:
         return not sites
     return bool(sites) and all(s.op if expected == FUSED else s.reason.startswith(expected) for s in sites)
@@ -188,7 +188,7 @@ def test_work_is_linear_in_the_graph(name: str) -> None:
     sites(build(3))  # fills the process's caches
     prove._prove.cache_clear()
     (small, _), (large, result) = (work(lambda: sites(g), most=1_000_000) for g in (build(100), build(200)))  # noqa: B023
-    assert ends_in(result, expected), result
+    assert has_outcome(result, expected), result
     assert large <= 2.2 * small
 
 
@@ -197,12 +197,12 @@ def test_work_is_linear_in_the_graph(name: str) -> None:
 def test_a_graph_of_5000_is_read(name: str) -> None:
     """The recognizer does not recurse over a graph's depth or width."""
     build, expected = GRAPHS[name]
-    assert ends_in(sites(build(5000 if name not in ("n layers", "a sum of n products") else 2500)), expected)
+    assert has_outcome(sites(build(5000 if name not in ("n layers", "a sum of n products") else 2500)), expected)
 
 
 def test_shared_bodies_are_read_once() -> None:
     (small, _), (large, result) = (work(lambda: sites(g), 1_000_000) for g in (shared_bodies(20), shared_bodies(40)))  # noqa: B023
-    assert ends_in(result, FUSED) and large <= 2.2 * small
+    assert has_outcome(result, FUSED) and large <= 2.2 * small
 
 
 # Each step doubles the length of the expression's text, or its number of terms.
@@ -343,7 +343,7 @@ def launches(operator: str, args: tuple[Any, ...]) -> list[Any]:
     return recorded
 
 
-def reach(t: Tensor) -> int:
+def largest_offset(t: Tensor) -> int:
     """Return the tensor's largest element offset."""
     return sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
 
@@ -371,7 +371,7 @@ def test_large_offsets_have_64_bits(size: str) -> None:
     """Kernels of every family use 64-bit offsets for large strides too, however few elements there are."""
     for name, call in FAR[size]().items():
         for kernel, grid, tensors, _, constants in launches(name, call):
-            far = any(reach(t) > INT32_MAX for t in tensors if t is not None)
+            far = any(largest_offset(t) > INT32_MAX for t in tensors if t is not None)
             # Kernels that add partial sums read only these sums, which are short.
             assert constants.get("WIDE", False) or not far, (name, kernel)
             assert grid[0] <= INT32_MAX and max(grid[1:]) <= 65535, (name, grid)
@@ -401,7 +401,7 @@ def test_meta_operators_past_2_to_the_31() -> None:
 
 
 @pytest.fixture(scope="module")
-def ocean() -> Tensor:
+def reserved_memory() -> Tensor:
     """Return a bfloat16 tensor of 3·2**30 + 64 elements in reserved memory, of which only touched pages are used."""
     if sys.platform != "linux" or sys.maxsize < 2**33:
         pytest.skip("needs memory that is reserved and not held")
@@ -414,12 +414,12 @@ def ocean() -> Tensor:
 
 @pytest.mark.parametrize("strides", [(2**30, 1), (7, 2**28 + 5)], ids=["rows", "columns"])
 @pytest.mark.parametrize("way", ["operators", "kernels"])
-def test_elements_past_2_to_the_31_are_right(way: str, strides: tuple[int, int], ocean: Tensor) -> None:
+def test_elements_past_2_to_the_31_are_right(way: str, strides: tuple[int, int], reserved_memory: Tensor) -> None:
     """Results equal those for contiguous tensors, on the CPU and in Triton's interpreter."""
-    far = ocean.as_strided((4, 8), strides)
+    far = reserved_memory.as_strided((4, 8), strides)
     far.copy_(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
     contiguous, seed, packed = far.contiguous(), torch.tensor([3]), ("silu", "halves", 1.0, 7.0)
-    assert reach(far) > INT32_MAX or strides[0] == 7
+    assert largest_offset(far) > INT32_MAX or strides[0] == 7
     calls: list[tuple[str, Callable[[Tensor], tuple[Any, ...]]]] = [
         ("bias_act", lambda x: (x, contiguous[0], contiguous[:, 0], "gelu")),
         ("bias_act_backward", lambda x: (x, x, contiguous[0], contiguous[:, 0], "gelu", EVERYTHING)),
@@ -432,11 +432,11 @@ def test_elements_past_2_to_the_31_are_right(way: str, strides: tuple[int, int],
         ("scaled_masked_softmax_backward", lambda x: (x, contiguous, 0.5, False, -1, -1, None, (True, False))),
     ]
     for name, args in calls:
-        for got, expected in zip(*(tensors(by(way, name)(*args(x))) for x in (far, contiguous)), strict=True):
+        for got, expected in zip(*(tensors(function_of(way, name)(*args(x))) for x in (far, contiguous)), strict=True):
             assert torch.equal(got, expected), name
 
 
-def by(way: str, name: str) -> Callable[..., Any]:
+def function_of(way: str, name: str) -> Callable[..., Any]:
     if way == "operators":
         return getattr(torch.ops.fused, name)  # type: ignore[no-any-return]
     pytest.importorskip("triton")

@@ -47,11 +47,11 @@ def bias_glu(x: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
     return F.gelu(z[..., ::2]) * z[..., 1::2] * scale[..., None]
 
 
-def dropped(shape: torch.Size, seed: Tensor) -> Tensor:
+def dropout_mask(shape: torch.Size, seed: Tensor) -> Tensor:
     return fused.dropout_add(torch.ones(shape, dtype=F64), None, None, seed, 0.5)
 
 
-KEPT = {shape: dropped(torch.Size(shape), SEED) for shape in ((2, 4), (2, 3, 4))}
+KEPT = {shape: dropout_mask(torch.Size(shape), SEED) for shape in ((2, 4), (2, 3, 4))}
 
 
 def dropout_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def softmax(x: Tensor, sink: Tensor, mask: Tensor = HIDDEN) -> Tensor:
     return torch.softmax(torch.cat((scores, sink[..., None, None].expand(*scores.shape[:-1], 1)), -1), -1)[..., :-1]
 
 
-def pulled(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+def vjp_of(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function: (grad, *arguments) → the arguments' gradients."""
     return lambda g, *t: vjp(fn, *t)[1](g)
 
@@ -75,7 +75,7 @@ def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return F.linear(gelu_tanh(F.linear(x, w1, b1)), w2, b2)
 
 
-def called(module: nn.Module, *names: str) -> Callable[..., Tensor]:
+def functional(module: nn.Module, *names: str) -> Callable[..., Tensor]:
     return lambda x, *p: functional_call(module, dict(zip(names, p, strict=True)), (x,))
 
 
@@ -102,17 +102,17 @@ CASES = {
     ),
     "make_viewless": Case(lambda x: fused.make_viewless(x.mT) * 2, lambda x: x.mT * 2, ((2, 4),), True),
     "bias_act_backward": Case(
-        lambda *t: fused.bias_act_backward(*t, "gelu_tanh", [True] * 3), pulled(bias_act), ((2, 4), *ROWS), True
+        lambda *t: fused.bias_act_backward(*t, "gelu_tanh", [True] * 3), vjp_of(bias_act), ((2, 4), *ROWS), True
     ),
     "glu_backward": Case(
         lambda *t: fused.glu_backward(*t, "silu", 1.0, 0.9, [True] * 3),
-        pulled(glu),
+        vjp_of(glu),
         ((2, 4), (2, 4), (2, 4), (2,)),
         True,
     ),
     "bias_glu_backward": Case(
         lambda *t: fused.bias_glu_backward(*t, "gelu", "interleaved", 0.0, None, [True] * 3),
-        pulled(bias_glu),
+        vjp_of(bias_glu),
         ((2, 2), *ROWS),
         True,
     ),
@@ -134,7 +134,7 @@ CASES = {
     ),
     "relu": Case(lambda x, b: FF.bias_act(x, b, activation="relu"), lambda x, b: F.relu(x + b), ((2, 4), (4,))),
     **{
-        f"nn.FusedMLP {memory}": Case(called(fused_nn.FusedMLP(3, 4, memory=memory), *PARAMETERS), mlp, MLP_SHAPES)
+        f"nn.FusedMLP {memory}": Case(functional(fused_nn.FusedMLP(3, 4, memory=memory), *PARAMETERS), mlp, MLP_SHAPES)
         for memory in ("off", "free", "input")
     },
 }
@@ -186,7 +186,7 @@ def nested(f: Fn, t: tuple[Tensor, ...]) -> Any:
     return vmap(vmap(f, inner), outer)(*args)
 
 
-def pushed(f: Fn, t: tuple[Tensor, ...]) -> Any:
+def linearized(f: Fn, t: tuple[Tensor, ...]) -> Any:
     out, push = linearize(f, *t)
     return out, push(*tangents(t))
 
@@ -203,7 +203,7 @@ def stacked(t: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.stack((a, a.flip(0) * 0.5)) for a in t)
 
 
-def asking(t: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def leaves_of(t: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(a.detach().clone().requires_grad_() for a in t)
 
 
@@ -233,8 +233,8 @@ TRANSFORMS: dict[str, Callable[[Fn, tuple[Tensor, ...]], Any]] = {
     "nested vmap of some": lambda f, t: nested(f, t),
     "nested vmap": lambda f, t: vmap(vmap(f), (1,) * len(t), 1)(*stacked(stacked(t))),
     "functionalize of grad": lambda f, t: functionalize(grad(loss(f), every(t)))(*t),
-    "linearize": lambda f, t: pushed(f, t),
-    "linearize of grad": lambda f, t: pushed(grad(loss(f), every(t)), t),
+    "linearize": lambda f, t: linearized(f, t),
+    "linearize of grad": lambda f, t: linearized(grad(loss(f), every(t)), t),
 }
 
 
@@ -242,7 +242,7 @@ def of_graph(use: Callable[[Any, tuple[Tensor, ...]], Any]) -> Callable[[Fn, tup
     """Return a transform that uses a graph that autograd has recorded outside of it."""
 
     def transform(f: Fn, t: tuple[Tensor, ...]) -> Any:
-        leaves = asking(t)
+        leaves = leaves_of(t)
         return use(single_output(f)(*leaves), leaves)
 
     return transform
@@ -252,7 +252,7 @@ def pull(out: Tensor, leaves: tuple[Tensor, ...], **kwargs: Any) -> Callable[[Te
     return lambda g: torch.autograd.grad(out, leaves, g, retain_graph=True, **kwargs)
 
 
-def two(t: Tensor) -> Tensor:
+def with_cosine(t: Tensor) -> Tensor:
     return torch.stack((t.detach(), t.detach().cos()))
 
 
@@ -267,28 +267,29 @@ def forward_over_reverse(f: Fn, t: tuple[Tensor, ...]) -> Any:
     duals = []
     for create_graph in (False, True):
         with fwAD.dual_level():
-            leaves = tuple(fwAD.make_dual(a, a.detach().cos()) for a in asking(t))
+            leaves = tuple(fwAD.make_dual(a, a.detach().cos()) for a in leaves_of(t))
             grads = torch.autograd.grad(loss(f)(*leaves), leaves, create_graph=create_graph)
             duals += [tuple(p.detach() for p in fwAD.unpack_dual(g)) for g in grads]
     return duals
 
 
-def twice(f: Fn, leaves: tuple[Tensor, ...], batched: bool = False) -> Any:
+def second_order(f: Fn, leaves: tuple[Tensor, ...], batched: bool = False) -> Any:
     first = torch.cat([g.flatten() for g in torch.autograd.grad(loss(f)(*leaves), leaves, create_graph=True)])
-    return torch.autograd.grad(first, leaves, two(first) if batched else first.detach().cos(), is_grads_batched=batched)
+    tangent = with_cosine(first) if batched else first.detach().cos()
+    return torch.autograd.grad(first, leaves, tangent, is_grads_batched=batched)
 
 
 GRAPHS: dict[str, Callable[[Fn, tuple[Tensor, ...]], Any]] = {
-    "vmap of a graph's backward": of_graph(lambda out, t: vmap(pull(out, t))(two(out))),
+    "vmap of a graph's backward": of_graph(lambda out, t: vmap(pull(out, t))(with_cosine(out))),
     "jvp of a graph's backward": of_graph(lambda out, t: jvp(pull(out, t), (out.detach(),), (out.detach().cos(),))),
     "grad of a graph's backward": of_graph(
         lambda out, t: grad(lambda g: total(pull(out, t, create_graph=True)(g)))(out.detach())
     ),
-    "batched gradients": of_graph(lambda out, t: pull(out, t, is_grads_batched=True)(two(out))),
+    "batched gradients": of_graph(lambda out, t: pull(out, t, is_grads_batched=True)(with_cosine(out))),
     "dual gradients": of_graph(dual_pull),
     "forward over reverse": forward_over_reverse,
-    "double backward": lambda f, t: twice(f, asking(t)),
-    "batched double backward": lambda f, t: twice(f, asking(t), batched=True),
+    "double backward": lambda f, t: second_order(f, leaves_of(t)),
+    "batched double backward": lambda f, t: second_order(f, leaves_of(t), batched=True),
     "jacobian by graph, vectorized": lambda f, t: jacobian(single_output(f), t, vectorize=True),
     "jacobian forward": lambda f, t: jacobian(single_output(f), t, vectorize=True, strategy="forward-mode"),
     "hessian by graph, vectorized": lambda f, t: hessian_by_graph(loss(f), t, vectorize=True),
@@ -344,7 +345,7 @@ def test_transform(case: str, transform: str) -> None:
 
 
 def dropped_add(x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor) -> Tensor:
-    return residual + (x + bias) * dropped(x.shape, seed)
+    return residual + (x + bias) * dropout_mask(x.shape, seed)
 
 
 def masks(*shape: int) -> Tensor:

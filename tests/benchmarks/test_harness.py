@@ -130,7 +130,7 @@ def test_resume_skips_the_case_that_lost_the_device(tmp_path: Path) -> None:
         return a_case(mine=trial(lambda: TRUTH.float()))
 
     makers = [fine, lambda: a_case(mine=trial(breaks)), fine]
-    names = ["first", "second", "third"]
+    names = ["a case", "second", "third"]
     arguments = "some", makers, names, device, Plan(0.01, quick=True), out
     raises(RuntimeError, "illegal memory access", harness.run, *arguments)
     before = harness.read(out, "some")

@@ -18,7 +18,7 @@ from torch_fused_ops import FusionPolicy
 from torch_fused_ops import virtual_gpu as gpu
 from torch_fused_ops.benchmarks import harness, models
 from torch_fused_ops.benchmarks.laboratory import fp8_recipes
-from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP, bytes_besides_products
+from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP, bytes_without_gemms
 from torch_fused_ops.benchmarks.models import SwiGLUMLP
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.recipes import RECIPES
@@ -135,7 +135,7 @@ def test_gelu_tanh_with_bf16_weight_gradients_reads_operands_twice() -> None:
     nbytes = []
     for make in (GELUMLP, models.GELUMLP):
         backward = on_paper(make, gemm="fp8-wgrad-bf16").backward
-        nbytes.append(bytes_besides_products(backward))
+        nbytes.append(bytes_without_gemms(backward))
     assert nbytes[1] - nbytes[0] == TOKENS * 4 * HIDDEN * 2  # both operands of the gradient instead of it
 
 
@@ -173,7 +173,7 @@ def seconds(model: str, policy: str) -> float:
     product = 2 * TOKENS * HIDDEN * ffn
     fp8 = layers * (2 + RECIPES[policy_fields["gemm"]].wgrad) if "gemm" in policy_fields else 0
     recomputed = layers - 1 if policy_fields.get("memory") == "input" else 0
-    nbytes = sum(bytes_besides_products(graph) for graph in paper.graphs.values())
+    nbytes = sum(bytes_without_gemms(graph) for graph in paper.graphs.values())
     assert RATES is not None
     return product * ((fp8 + recomputed) / FLOAT8_FLOP + (3 * layers - fp8) / RATES.flop) + nbytes / RATES.nbytes
 
@@ -192,7 +192,7 @@ def test_the_page_has_every_policy() -> None:
 )
 def test_the_page_has_the_counted_figures(model: str, policy: str) -> None:
     paper = on_paper(MODELS[model][0], **POLICIES[policy])
-    nbytes = [bytes_besides_products(paper.graphs[name]) / MIB for name in ("forward", "backward")]
+    nbytes = [bytes_without_gemms(paper.graphs[name]) / MIB for name in ("forward", "backward")]
     share = seconds(model, policy) / seconds(model, "plain")
     counted = *map(round, nbytes), round(paper.saved_bytes() / MIB), round(share, 2)
     assert page()[model, policy] == counted
