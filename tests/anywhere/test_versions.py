@@ -149,11 +149,7 @@ print("done")
 TABLE = "import torch_fused_ops.lowerings.internals as i; i.INTERNALS['torch._inductor.{}'] {} ('Gone',)"
 MISSING = {
     "a name of an imported module": ("", TABLE.format("ir", "+="), "torch._inductor.ir.Gone"),
-    "a name of a module that is not imported": (
-        "",
-        TABLE.format("select_algorithm", "+="),
-        "torch._inductor.select_algorithm.Gone",
-    ),
+    "a name of a module that is not imported": ("", TABLE.format("lowering", "+="), "torch._inductor.lowering.Gone"),
     "a module": ("", TABLE.format("gone", "="), "torch._inductor.gone"),
     "a deleted name": (
         "import torch._inductor.compile_fx",
