@@ -69,10 +69,12 @@ MODULES = {
     "core written result": core(written_result),
     "experts": experts,
     "core identity": core(lambda h: h, bias=False),
+    "core doubled": core(lambda h: 2 * h, bias=False),
     "core dropout": core(lambda h: F.dropout(torch.tanh(h), 0.5)),
 }
 UNKNOWN = (  # "fp8" rejects these activations
-    "core mish", "core in place", "core zeroes its input", "core written result", "core identity", "core dropout",
+    "core mish", "core in place", "core zeroes its input", "core written result", "core identity", "core doubled",
+    "core dropout",
 )  # fmt: skip
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -230,6 +232,7 @@ def check_allowed(kind: str, memory: str, writes: list[tuple[str, str]], late: s
         ("swiglu", "a", "multiplied"),
         ("core", "a", "clamped"),
         ("gelu", "h before fc2", "multiplied"),
+        ("core doubled", "h before fc2", "multiplied"),
         ("core", "fc1's input", "multiplied"),
         ("core", "x before fc2", "multiplied"),
         ("core in place", "a after fc2", "multiplied"),
