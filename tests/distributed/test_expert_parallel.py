@@ -81,7 +81,7 @@ def refused(rank, ranks, folder):
 
 def truth_here(mlp, ep_rank):
     """Return the truth for this rank's experts."""
-    everything = truth_of(build(mlp.config), 1)  # of one process
+    everything = truth_of(build(mlp.config), 1)  # one process's truth
     num_local = mlp.num_local_experts
     return {key: tensor[ep_rank * num_local : (ep_rank + 1) * num_local] for key, tensor in everything.items()}
 
@@ -119,7 +119,7 @@ def round_trips(rank, ranks, folder):
 
 
 def wrapped(rank, ranks, folder):
-    """FSDP2 shards the experts: gradients and checkpoints equal one process's."""
+    """FSDP2 shards the experts: gradients and checkpoints equal one process."""
     mesh = init_device_mesh("cpu", (ranks,))
     x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
     for memory in ("free", "input"):

@@ -118,7 +118,7 @@ def flags(rank, ranks, folder):
 
 
 def training(rank, ranks, folder):
-    """After ten optimizer steps, weights equal one process's, to float64's last digits."""
+    """After ten optimizer steps, weights equal one process to float64's last digits."""
     for sequence in (False, True):
         mlp_config = config(sequence_parallel=sequence)
         unsharded, mlp = build(mlp_config), build(mlp_config, dist.group.WORLD)

@@ -297,7 +297,7 @@ def _checkpoint_state(
 
 
 def _state_of(key: str, value: Any, parameter: Any) -> Any:
-    """Return an entry of a parameter's optimizer state as it is written to a checkpoint."""
+    """Return a checkpoint's entry for a parameter's optimizer state."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
     local = (value.to_local() if isinstance(value, DTensor) else value).detach()
