@@ -1,4 +1,4 @@
-"""The variants that benchmarks compare, for ``bench NAME --help`` (without torch) and docs/benchmarks.md."""
+"""The benchmarks' variants, for ``bench NAME --help``, which does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Meaning:
     Attributes:
         ways: the variants' names.
         benchmarks: the benchmarks that have them.
-        text: the explanation, in Markdown.
+        text: the explanation.
     """
 
     ways: tuple[str, ...]
@@ -28,25 +28,25 @@ class Meaning:
 _EVERY, _TRAINED = ("pointwise", "mlp", "model", "inference"), ("mlp", "model")
 MEANINGS = (
     Meaning(("eager",), _EVERY, "PyTorch without a compiler"),
-    Meaning(("compile",), _EVERY, "`torch.compile`"),
+    Meaning(("compile",), _EVERY, "torch.compile"),
     Meaning(("budget",), _TRAINED,
-            "`torch.compile` under `torch._functorch.config.activation_memory_budget = 0.99`"),
-    Meaning(("autotune",), _EVERY, f'`torch.compile(mode="{AUTOTUNE}")`'),
+            "torch.compile under torch._functorch.config.activation_memory_budget = 0.99"),
+    Meaning(("autotune",), _EVERY, f'torch.compile(mode="{AUTOTUNE}")'),
     Meaning(tuple(f"fused-{memory}" for memory in MEMORY if memory != "tiled"), _TRAINED,
-            '`backend="fused"` with each level of `FusionPolicy(memory=…)`; strict: unfused MLPs are errors'),
-    Meaning(("fused-free",), ("inference",), '`backend="fused"`, strict'),
-    Meaning(("fused-autotune",), ("mlp", "model", "inference"), "`fused-free` with autotune's mode"),
+            'backend="fused" with each level of FusionPolicy(memory=…); strict: unfused MLPs are errors'),
+    Meaning(("fused-free",), ("inference",), 'backend="fused", strict'),
+    Meaning(("fused-autotune",), ("mlp", "model", "inference"), "fused-free with autotune's mode"),
     Meaning(tuple(f"gemm-{recipe}" for recipe in GEMM if recipe != "bf16"), _TRAINED,
-            "`fused-free` with `FusionPolicy(gemm=…)` ([fp8.md](fp8.md)); only where `--ways` names it"),
+            "fused-free with FusionPolicy(gemm=…); only if --ways names it"),
     Meaning(tuple(f"torchao-{recipe.replace('_', '-')}" for recipe in TORCHAO), _TRAINED,
-            "`torch.compile` after torchao's `convert_to_float8_training` of the same layers, where torchao can be "
-            "imported; only where `--ways` names it"),
+            "torch.compile after torchao's convert_to_float8_training of the same layers, if torchao can be "
+            "imported; only if --ways names it"),
     Meaning(("operators",), ("pointwise", "mlp"), "eager PyTorch with our eager operators"),
-    Meaning(("fused",), ("pointwise",), "our operators under `torch.compile`"),
+    Meaning(("fused",), ("pointwise",), "our operators under torch.compile"),
     Meaning(("gemms",), ("mlp", "inference"),
             "an MLP's GEMMs alone, into preallocated tensors: a lower bound for any fusion"),
     Meaning(("copy",), ("pointwise",), "a copy of as many bytes as the operator reads and writes"),
-    Meaning(("liger",), ("pointwise",), "Liger-Kernel's SwiGLU and GEGLU, where `liger_kernel` can be imported"),
+    Meaning(("liger",), ("pointwise",), "Liger-Kernel's SwiGLU and GEGLU, if liger_kernel can be imported"),
     Meaning(("megatron",), ("pointwise",),
             "bias and GELU as one function with a handwritten derivative, each compiled, as in Megatron"),
 )  # fmt: skip

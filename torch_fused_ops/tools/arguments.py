@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,9 +50,7 @@ def add_bench_options(parser: argparse.ArgumentParser, options: Sequence[str]) -
 
 def _ways(benchmark: str) -> str:
     """List a benchmark's variants, a line each."""
-    variants = [
-        (", ".join(m.ways), re.sub(r"`| \(\[.*?\)\)", "", m.text)) for m in MEANINGS if benchmark in m.benchmarks
-    ]
+    variants = [(", ".join(m.ways), m.text) for m in MEANINGS if benchmark in m.benchmarks]
     return "\n".join(["variants:", *(f"  {names}\n      {text}" for names, text in variants)]) if variants else ""
 
 
