@@ -1,16 +1,16 @@
-"""Pre-grad pass, recognize: find MLP activations in a captured graph by what they compute, and fuse each one.
+"""Recognizer of the pre-grad pass: find MLP activations in a captured graph by their formulas, and fuse them.
 
-``rewrite`` is the algorithm. ``canonical`` brings the graph into an easier form and back, ``graph`` reads it in one
-vocabulary, ``subgraph`` finds the calls that make an activation and checks that replacing them is sound, ``symbolic``
-and ``prove`` say which activation it is (``autograd_functions`` reads custom functions for them), and ``rewrite.py``
-edits the graph. ``gemms`` does the same for the linear layers around, ``dropout`` for the dropouts behind them,
-``tiles`` for an MLP as a whole, and ``per_row_scale`` moves a factor of the rows through a GEMM. ``report`` and
-``unread`` describe the result for people.
+``rewrite`` is the algorithm. ``canonical`` brings the graph into an easier form and back, and ``graph`` reads it in one
+vocabulary. ``subgraph`` finds an activation's calls and checks that replacing them is sound. ``symbolic`` and ``prove``
+name the activation; ``autograd_functions`` reads custom functions for them. ``rewrite.py`` edits the graph. ``gemms``
+handles the linear layers of an MLP, ``dropout`` the dropouts of their results, and ``tiles`` an MLP in tiles of tokens.
+``per_row_scale`` moves a factor of the rows through a GEMM. ``report`` and ``unread`` describe the result for people.
 
-A proof covers more than the formula. *Derivatives*: at a kink torch's functions differ (at 0, relu's is 0, maximum's
-1/2), so each kink carries its derivative where a gradient is needed. *Rounding*: a sum that cancels more than it leaves
-means its rounding, and is refused. *Memory*: pre-grad graphs write in place, so every value must be what the formula
-says where it is read, and stay so where the operator saves it; a call without a schema writes all that it reads.
+A proof covers more than the formula. *Derivatives*: torch's functions have different derivatives at a kink (at 0, the
+derivative of relu is 0, of maximum 1/2), so each kink carries its derivative if a gradient is needed. *Rounding*: a sum
+in which large terms cancel computes its own rounding error, so it is rejected. *Memory*: pre-grad graphs write in
+place. So every value must equal the formula when it is read, and until backward if the operator saves it. A call
+without a schema is assumed to write every argument.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from torch_fused_ops.settings.tiles import requested_tiles
 
 from . import dropout, gemms, per_row_scale, tiles
 from .canonical import Canonical
-from .graph import GraphAnalysis, shown, tensor
+from .graph import GraphAnalysis, label, tensor
 from .report import Candidate, called_site, dropout_site, modules_of, site_of
 from .rewrite import Edit, Snapshot, fuse, replace
-from .subgraph import Subgraph, examine, find, results
+from .subgraph import Subgraph, find_sites, match_site, results
 from .tiles import Tiling
 from .unread import unread
 from .values import check_rounding, value_of
@@ -45,52 +45,52 @@ __all__ = ["rewrite", "unread"]
 
 
 def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[Site, ...]:
-    """Find the graph's MLP activations, and replace those that are proved by fused operators, in place.
+    """Find the graph's MLP activations, and replace proved activations by fused operators, in place.
 
     Only this graph is read: Inductor calls its pre-grad passes for the subgraphs of higher-order operators itself
     (``torch._inductor.compile_fx._recursive_pre_grad_passes``, 2.11 to 2.15).
 
     Args:
         graph: a pre-grad graph from Dynamo or export, with recorded fake values.
-        policy: what may be done.
-        apply: False only says what would be done.
+        policy: the fusion policy.
+        apply: False leaves the graph unchanged and only returns the sites.
 
     Returns:
         Every site, fused or not, in graph order; then the MLPs that DDPOptimizer's split cuts, and which end here.
 
     Raises:
-        Whatever goes wrong; the graph then is as it was.
+        Exception: any failure of the recognizer. The graph is then unchanged.
     """
     calls = {_call_of(node) for node in graph.nodes if node.op != "placeholder"}
     sites = _rewrite(graph, policy, apply)
-    whole = compat.split_from(graph)
-    if whole is not None:
+    unsplit = compat.split_from(graph)
+    if unsplit is not None:
         calls -= {call for call, site in sites if site.is_mlp}
-        cut = {call: site for call, site in _sites_of_whole(whole, policy) if call in calls}
+        cut = {call: site for call, site in _sites_before_split(unsplit, policy) if call in calls}
         sites = [(call, site) for call, site in sites if call not in cut] + list(cut.items())
     return tuple(site for _, site in sites)
 
 
-_wholes: WeakKeyDictionary[GraphModule, list[tuple[Any, Site]]] = WeakKeyDictionary()
+_unsplit_sites: WeakKeyDictionary[GraphModule, list[tuple[Any, Site]]] = WeakKeyDictionary()
 
 
 def _call_of(node: Node) -> Any:
-    """The identity of a captured call, which copies of the graph share. (They give nodes other names.)"""
+    """The identity of a captured call, which copies of the graph share. (Copies rename nodes.)"""
     return id(node.meta.get("example_value")), node.target
 
 
-def _sites_of_whole(whole: GraphModule, policy: FusionPolicy) -> list[tuple[Any, Site]]:
-    """The MLPs of a graph that DDPOptimizer splits, with their calls, as if the split cut each of them."""
-    if whole not in _wholes:
+def _sites_before_split(unsplit: GraphModule, policy: FusionPolicy) -> list[tuple[Any, Site]]:
+    """The MLPs of a graph that DDPOptimizer splits, with their calls, as if the split cut each MLP."""
+    if unsplit not in _unsplit_sites:
         reason = Reason(Kind.DDP_BUCKET, "a boundary of DDP's buckets lies in the MLP, and torch.compile splits there")
-        _wholes[whole] = [
-            (call, site.refused(reason)) for call, site in _rewrite(whole.graph, policy, apply=False) if site.is_mlp
+        _unsplit_sites[unsplit] = [
+            (call, site.refused(reason)) for call, site in _rewrite(unsplit.graph, policy, apply=False) if site.is_mlp
         ]
-    return _wholes[whole]
+    return _unsplit_sites[unsplit]
 
 
 def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any, Site]]:
-    """``rewrite`` of one graph, with each site's call."""
+    """Rewrite one graph; return each site with the identity of its call."""
     before = Snapshot(graph)
     try:
         canonical = Canonical(graph)
@@ -101,7 +101,7 @@ def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any,
         called = list(_called(analysis, policy))
         around = [*(candidate.linears for candidate, _ in proved), *(linears for _, linears in called)]
         recipes = {node: linears.recipe for linears in around if linears for node in linears.nodes}
-        if policy.memory != "off":  # else PyTorch chooses the values saved for backward
+        if policy.memory != "off":  # otherwise PyTorch chooses the values saved for backward
             for candidate, subgraph in proved:
                 if candidate.memory and not isinstance(candidate.tiling, Tiling):
                     candidate.row_scale = per_row_scale.find(analysis, subgraph, recipes)
@@ -135,7 +135,7 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
     """Every site, with its subgraph or the reason it is not fused."""
     candidates: list[Candidate] = []
     by_output: dict[Node, Subgraph] = {}
-    for node, users in find(analysis):
+    for node, users in find_sites(analysis):
         candidate = Candidate(node, users)
         try:
             if not any(map(analysis.weight_gemm, users)):
@@ -143,8 +143,8 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
                 raise Rejection(Kind.COMPUTED_PRODUCT, text)
             if (pattern := policy.excluding(modules_of(node, users[0]))) is not None:
                 raise Rejection(*excluded(pattern))
-            subgraph = examine(analysis, node)
-            if subgraph.output in by_output:  # of two multiplications by factors, or of one and a GEMM: one site
+            subgraph = match_site(analysis, node)
+            if subgraph.output in by_output:  # two factors, or a factor and a GEMM, read the same activation
                 by_output[subgraph.output].factors += subgraph.factors
                 continue
             candidate.activation = subgraph.match.activation
@@ -190,9 +190,10 @@ def _check_freezing(subgraph: Subgraph) -> None:
 
 
 def _drop_shared(candidates: list[Candidate]) -> None:
-    """Reject the subgraphs whose inner values others read: the operator would be computed on top of these.
+    """Reject the subgraphs whose inner values other nodes read, since these values would be computed anyway.
 
-    An inner value may be another fused subgraph's too (two multiplications by one activation), or its output.
+    Another fused subgraph may read an inner value, if the value belongs to it (two multiplications by one activation)
+    or is its output.
     """
     while True:
         subgraphs = [candidate.subgraph for candidate in candidates if candidate.subgraph]
@@ -207,13 +208,13 @@ def _drop_shared(candidates: list[Candidate]) -> None:
         ]
         if not outside:
             return
-        for candidate, node, user in reversed(outside):  # the first of each is the reason
-            text = f"{shown(user)} also reads the result of {shown(node)} inside the activation"
+        for candidate, node, user in reversed(outside):  # a candidate's first reader remains as the reason
+            text = f"{label(user)} also reads the result of {label(node)} inside the activation"
             candidate.subgraph, candidate.rejection = None, Reason(Kind.INNER_READER, text)
 
 
 def _called(analysis: GraphAnalysis, policy: FusionPolicy) -> Iterator[tuple[gemms.Called, gemms.Linears]]:
-    """The activations that are operators already, with linear layers around that the policy asks for in float8."""
+    """The activations that are already operators, with the linear layers for which the policy requests float8."""
     for call in gemms.called(analysis):
         modules = modules_of(call.node, (call.users or [call.node])[0])
         recipe = policy.gemm_of(modules)

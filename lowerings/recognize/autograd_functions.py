@@ -1,9 +1,8 @@
-"""Activations written as a ``torch.autograd.Function``: read only where the backward is proved to be the derivative.
+"""Activations written as a ``torch.autograd.Function``: read only if the backward is proved to be the derivative.
 
-Bloom's GELU is one, and many "memory-efficient" activations are: a backward of their own saves less than autograd's.
-Dynamo keeps them as the higher-order operator ``autograd_function_apply(forward, backward, *args)``, two graphs. A
-backward that is not the derivative (straight-through estimators, clipped gradients) has a meaning of its own, and the
-function stays.
+Bloom's GELU is an example, and so are many "memory-efficient" activations, which save less than autograd does. Dynamo
+represents them by the higher-order operator ``autograd_function_apply(forward, backward, *args)`` with two graphs. A
+function stays if its backward is deliberately not the derivative (straight-through estimators, clipped gradients).
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
     """Return the function's first result as an expression of its arguments.
 
     Raises:
-        Unprovable: forward or backward is beyond the rules, or the backward is not the forward's derivative.
+        Unprovable: no rule reads the forward or the backward, or the backward is not the forward's derivative.
     """
-    # A result that mark_non_differentiable names has no gradient, whatever the backward computes.
+    # A result that mark_non_differentiable names has no gradient, even if the backward returns one.
     marked: Any = function.kwargs.get("non_differentiable_idx", ())
     if 0 in marked:
         raise Unprovable(
@@ -53,7 +52,7 @@ def _check_backward(
     gradients: tuple[Ref | None, ...],
     arguments: int,
 ) -> None:
-    """Compare the backward, of a gradient for each result and the saved values, with the derivative of the forward."""
+    """Compare the backward, a function of the results' gradients and saved values, with the forward's derivative."""
     algebra = Algebra()
     variables = [algebra.variable(f"x{i}") for i in range(arguments)]
     grad = algebra.variable("grad")

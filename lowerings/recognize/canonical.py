@@ -1,4 +1,4 @@
-"""A graph in a form that is easier to read; afterwards, only what a rewrite has used stays.
+"""Bring a graph into a form that is easier to read, and undo all changes that no rewrite has used.
 
 * If the result of an in-place call is dropped (``h.relu_()`` as a statement), later readers of the tensor read that
   result instead.
@@ -20,21 +20,21 @@ class Canonical:
     """The graph's canonical form, in place.
 
     Attributes:
-        originals: the user's own call for each node that is a part of its expansion.
-        calls: the call of each node that is not.
+        originals: the user's call for each node of its expansion.
+        calls: each original node, as read by ``Call``.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.originals: dict[Node, Node] = {}
         self.calls: dict[Node, Call] = {}
-        self._expanded: list[tuple[Node, list[Node]]] = []  # a call and the parts that stand in its place
+        self._expanded: list[tuple[Node, list[Node]]] = []  # each call with its replacement
         self._thread_and_expand()
 
     def fold(self, used: Collection[Node]) -> None:
-        """Put the calls back whose expansions a rewrite has not used, and erase those whose expansions it has.
+        """Erase the calls whose expansions a rewrite has used, and restore the others.
 
-        Readers of in-place calls' results stay: it is the same tensor.
+        Readers of in-place calls' results stay, since the result is the same tensor.
 
         Args:
             used: the nodes that the rewrite has replaced.
@@ -48,13 +48,13 @@ class Canonical:
                     self.graph.erase_node(part)
 
     def _thread_and_expand(self) -> None:
-        written: dict[Node, Node] = {}  # a tensor, and the result of the call that wrote it in place next
+        written: dict[Node, Node] = {}  # each tensor with the result of the next call that writes it in place
         for node in list(self.graph.nodes):
             for a in [a for a in node.all_input_nodes if a in written]:
                 last = written[a]
                 while last in written:
                     last = written[last]
-                written[a] = last  # else a thousand calls on one tensor take a million steps
+                written[a] = last  # otherwise a thousand calls on one tensor take a million steps
                 node.replace_input_with(a, last)
             call = self.calls[node] = Call(node)
             target = call.args[0] if call.args else None
@@ -69,7 +69,7 @@ class Canonical:
         source, axis = arguments.get("input"), arguments.get("dim", -1)
         value = tensor(source) if isinstance(source, Node) else None
         if value is None or not isinstance(axis, int) or not isinstance(value.shape[axis], int):
-            return  # a symbolic size would have to be computed in the graph
+            return  # the graph would have to compute half of a symbolic size
         half = value.shape[axis] // 2
         with self.graph.inserting_before(node.next):
             up, gate = (write_call(node, torch.narrow, source, axis, start, half) for start in (0, half))

@@ -1,15 +1,15 @@
 """Dropouts of linear layers: ``residual + F.dropout(linear(x) + bias, p)`` becomes ``fused::dropout_add``.
 
-Its mask is a function of a seed, so that backward recomputes it, where autograd saves a byte for each element. A *site*
-is an active dropout. Only a dropout of a linear layer's result, or of a pointwise function of such results, is fused.
-Dropouts of attention's probabilities, of embeddings and of norms (LoRA's) stay, with a reason. A fused dropout drops
-other elements than PyTorch's, by the same distribution, from ``torch.manual_seed``; ``fallback_random`` preserves
-eager's own numbers. Seeds are Inductor's own: one launch draws those of all random calls of a device.
+Its mask is a function of a seed, so backward recomputes the mask. Autograd would save a byte for each element. A *site*
+is an active dropout. A dropout is fused only if it reads a linear layer's result, or a pointwise function of such
+results. Dropouts of attention probabilities, embeddings and norms (in LoRA) stay, with a reason. A fused dropout and
+``F.dropout`` drop different elements for the same ``torch.manual_seed``, with the same distribution;
+``fallback_random`` preserves eager's numbers. Inductor draws the seeds: one launch for all random calls of a device.
 
 A reentrant checkpoint compiles a function twice. It runs forward without gradients, and recomputes it with gradients.
 Both must drop the same elements, so neither the sites nor the order of their seeds may depend on gradients. A site does
-not depend on a proof: the activation before it may be proved in one of the two graphs only. Each seed is drawn where
-its dropout stands, whether a sum behind it joins or not.
+not depend on a proof: the activation before it may be proved in only one of the two graphs. Each seed is drawn at the
+place of its dropout, even if a later sum is fused with the dropout.
 
 The operator includes a sum that is the dropout's only reader, if its result has the dtype and shape of the sum. It
 rounds once, where the calls round up to three times.
@@ -31,7 +31,7 @@ from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection, excluded
 from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 
-from .graph import DROPOUTS, FREE, Call, GraphAnalysis, join, shown, statically, tensor, write_call
+from .graph import DROPOUTS, FREE, Call, GraphAnalysis, inline_bodies, label, statically, tensor, write_call
 from .rewrite import Edit
 from .subgraph import check_in_place_call
 from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
@@ -42,16 +42,16 @@ OPERATOR = f"fused::{DROPOUT}_add"
 
 @dataclass
 class Dropout:
-    """A dropout in the graph. ``calls`` is in graph order: the bias's sum if any, itself, the residual's."""
+    """A dropout in the graph. ``calls`` is in graph order: bias sum, dropout, residual sum; the sums are optional."""
 
     node: Node
     p: float = 0.5
     calls: list[Node] = field(default_factory=list)
     bias: Node | None = None
     residual: Node | None = None
-    copies: bool = False  # in place on a tensor of another grad mode, which keeps its gradient
-    left: str = ""  # the reason a sum that reads it stays
-    reason: Reason | None = None  # it is not fused; None where it is
+    copies: bool = False  # True if it writes in place a tensor from another grad mode, whose gradient must not change
+    left: str = ""  # why the sum that reads the dropout is not fused; "" if it is, or if there is no sum
+    reason: Reason | None = None  # why the dropout is not fused; None if it is
 
 
 def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:
@@ -63,11 +63,11 @@ def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:
         site = Dropout(node)
         try:
             if call.name != DROPOUT:
-                raise Rejection(Kind.OTHER_DROPOUT, f"{shown(node)} does not drop elements of its input one by one")
+                raise Rejection(Kind.OTHER_DROPOUT, f"{label(node)} does not drop elements of its input one by one")
             source = call.args[0]
             assert isinstance(source, Node)
             if states[node] == FREE:
-                names = ", ".join(dict.fromkeys(shown(analysis.origin(a)) for a in node.all_input_nodes))
+                names = ", ".join(dict.fromkeys(label(analysis.origin(a)) for a in node.all_input_nodes))
                 text = f"it reads {names}, not a linear layer's result or a pointwise function of one"
                 raise Rejection(Kind.OTHER_DROPOUT, text)
             _examine(analysis, policy, site, source)
@@ -78,7 +78,7 @@ def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:
 
 
 def _drops(node: Node, call: Call) -> bool:
-    """True for an active dropout of any kind, attention's included."""
+    """True for an active dropout of any kind, also inside attention."""
     if node.target in _ATTENTION:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
     of_tensor = call.name in DROPOUTS and bool(call.args) and isinstance(call.args[0], Node)
@@ -86,11 +86,11 @@ def _drops(node: Node, call: Call) -> bool:
 
 
 def _states(analysis: GraphAnalysis) -> Mapping[Node, int]:
-    """Each node's state if autograd functions were inlined: without gradients Dynamo inlines them."""
+    """Each node's state as if autograd functions were inlined. Dynamo inlines them if no gradients are recorded."""
     if all(node.target is not torch.ops.higher_order.autograd_function_apply for node in analysis.calls):
         return analysis.state
-    joined, copied = join(next(iter(analysis.calls)).graph, autograd_functions=True)
-    inlined = GraphAnalysis(joined, {})
+    graph, copied = inline_bodies(next(iter(analysis.calls)).graph, autograd_functions=True)
+    inlined = GraphAnalysis(graph, {})
     return {node: inlined.state[copy] for copy, (node, inside) in copied.items() if not inside}
 
 
@@ -101,26 +101,26 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
     if (pattern := policy.excluding(enclosing_modules(module_stack(node)))) is not None:
         raise Rejection(*excluded(pattern))
     if not policy.dropout:
-        raise Rejection(Kind.DROPOUT_POLICY, "the policy leaves dropouts as they are (dropout=False)")
+        raise Rejection(Kind.DROPOUT_POLICY, "the policy does not fuse dropouts (dropout=False)")
     if inductor.fallback_random:
-        raise Rejection(Kind.FALLBACK_RANDOM, "inductor's fallback_random asks for eager's random numbers")
+        raise Rejection(Kind.FALLBACK_RANDOM, "inductor's fallback_random requires eager's random numbers")
     check_rounding(node)
     if not isinstance(p := call.dropout_arguments()["p"], (int, float)):
         raise Rejection(Kind.PROBABILITY, "its probability is not a constant")
     check_plain(node)
     check_plain(source)
     if not (value.ndim and is_contiguous(value)):
-        raise Rejection(Kind.ORDER, "its result has another memory order than the operator's")
+        raise Rejection(Kind.ORDER, "the operator does not support the memory order of its result")
     if call.inplace:
         check_in_place_call(analysis, node, node, [node])
         site.copies = analysis.region[source] != analysis.region[node]
     site.p, site.calls = float(p), [node]
-    _take_bias(analysis, site, source)
-    _take_residual(analysis, site)
+    _include_bias(analysis, site, source)
+    _include_residual(analysis, site)
 
 
 def _addends(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node] | None:
-    """The two tensors that a call adds; None where it does anything else."""
+    """The two tensors that a call adds; None for other calls."""
     call = analysis.calls[node]
     if call.name != "add" or call.inplace or len(call.args) != 2 or call.kwargs.get("alpha", 1) != 1:
         return None
@@ -129,8 +129,8 @@ def _addends(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node] | None:
     return call.args  # type: ignore[return-value]
 
 
-def _take_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
-    """Take in a vector over the last axis that is added before, for the dropout alone."""
+def _include_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
+    """Include the addition of a vector over the last axis, if only the dropout reads the sum."""
     pair, node = _addends(analysis, source), site.node
     if pair is None or list(source.users) != [node] or analysis.region[source] != analysis.region[node]:
         return
@@ -144,33 +144,33 @@ def _take_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
             return
 
 
-def _take_residual(analysis: GraphAnalysis, site: Dropout) -> None:
-    """Take in the sum of the dropout and a tensor like it, where nothing else reads the dropout."""
+def _include_residual(analysis: GraphAnalysis, site: Dropout) -> None:
+    """Include the sum of the dropout and a tensor of its shape, if nothing else reads the dropout."""
     total = next((user for user in site.node.users if analysis.calls[user].name == "add"), None)
     if total is None:
         return
     residual = next((addend for addend in _addends(analysis, total) or () if addend is not site.node), None)
-    site.left = _not_taken(analysis, site.node, total, residual)
+    site.left = _why_sum_stays(analysis, site.node, total, residual)
     if not site.left:
         site.residual = residual
         site.calls.append(total)
 
 
-def _not_taken(analysis: GraphAnalysis, node: Node, total: Node, residual: Node | None) -> str:
-    others = [shown(user) for user in node.users if user is not total]
-    if others:
-        return f"{', '.join(dict.fromkeys(others))} reads the dropout, too"
+def _why_sum_stays(analysis: GraphAnalysis, node: Node, total: Node, residual: Node | None) -> str:
+    readers = [label(user) for user in node.users if user is not total]
+    if readers:
+        return f"{', '.join(dict.fromkeys(readers))} also reads the dropout"
     if analysis.calls[total].inplace:
         return "it works in place"
     if residual is None:
         return "it is not a plain sum of two tensors"
     value, result = tensor(residual), tensor(total)
     if value is None or result is None or not is_plain(value) or value.device != value_of(node).device:
-        return f"{shown(residual)} is not a plain tensor on the same device"
+        return f"{label(residual)} is not a plain tensor on the same device"
     if not (same_shape(residual, node) and is_contiguous(result)):
-        return "it broadcasts, or is laid out in another order"
+        return "it broadcasts, or its memory order differs"
     if value.dtype not in FLOATING or result.dtype != value.dtype:
-        return f"it is {result.dtype} where {shown(residual)} is {value.dtype}"
+        return f"it is {result.dtype} where {label(residual)} is {value.dtype}"
     if analysis.region[node] != analysis.region[total]:
         return "autocast or grad mode is switched between"
     if any(analysis.writers(value, node, total) for value in (node, *node.all_input_nodes)):
@@ -182,7 +182,7 @@ def _not_taken(analysis: GraphAnalysis, node: Node, total: Node, residual: Node 
 
 
 def fuse(sites: Sequence[Dropout]) -> list[Edit]:
-    """The edits that replace each site by one ``fused::dropout_add``."""
+    """Return the edits that replace each site by one ``fused::dropout_add``."""
 
     def write(site: Dropout) -> Node:
         last, x, device = site.calls[-1], site.node.all_input_nodes[0], value_of(site.node).device

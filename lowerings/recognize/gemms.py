@@ -1,7 +1,7 @@
-"""The linear layers of recognized MLPs, in float8: ``F.linear`` becomes ``fused::linear_fp8`` where the policy asks.
+"""Linear layers of MLPs in float8: ``F.linear`` becomes ``fused::linear_fp8`` if the policy requests it.
 
-An MLP's linear layers are those whose results its activation reads, through sums with biases and adapters, and those
-that read it. The activation is a proved subgraph, or an operator of this library that the model calls itself.
+An MLP's linear layers produce the activation's inputs, through sums with biases and adapters, or they read the
+activation. The activation is a proved subgraph, or an operator of this library that the model calls itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.operators.activation import CALLS
 
-from .graph import GraphAnalysis, shown, statically, tensor, write_call
+from .graph import GraphAnalysis, label, statically, tensor, write_call
 from .rewrite import Edit
 from .subgraph import readers
 from .values import arguments_of, check_plain, producers, value_of
@@ -35,7 +35,7 @@ log = logging.getLogger("torch_fused_ops")
 
 @dataclass
 class Linears:
-    """The linear layers around one activation: those that become float8, and the others with their reasons."""
+    """The linear layers of one activation. ``nodes`` become float8; ``rejected`` do not, for the given reasons."""
 
     recipe: str
     nodes: list[Node] = field(default_factory=list)
@@ -43,15 +43,15 @@ class Linears:
 
 
 def linears(analysis: GraphAnalysis, inputs: Iterable[Node], users: Iterable[Node], recipe: str) -> Linears:
-    """Examine the linear layers that produce an activation's inputs, and those that read it, in graph order.
+    """Examine the linear layers that produce an activation's inputs or read the activation, in graph order.
 
-    Linear layers that the model itself has in float8 stay.
+    Linear layers that are already in float8 stay.
 
     Args:
-        analysis: of the graph.
-        inputs: of the activation.
+        analysis: the graph's analysis.
+        inputs: the inputs of the activation.
         users: the final readers of the activation.
-        recipe: of ``float8_recipes.RECIPES``.
+        recipe: a key of ``float8_recipes.RECIPES``.
     """
     result = Linears(recipe)
     around = {*producers(analysis, inputs), *filter(analysis.weight_gemm, users)}
@@ -68,12 +68,12 @@ def linears(analysis: GraphAnalysis, inputs: Iterable[Node], users: Iterable[Nod
 
 @dataclass(frozen=True)
 class Called:
-    """A call of an activation's operator that the model makes itself."""
+    """A call of an activation's operator by the model itself."""
 
     node: Node
     op: PointwiseOperator
     inputs: list[Node]
-    users: list[Node]  # the final readers, behind dropouts
+    users: list[Node]  # the final readers, through dropouts
 
     @property
     def activation(self) -> Any:
@@ -83,7 +83,7 @@ class Called:
 
 
 def called(analysis: GraphAnalysis) -> Iterator[Called]:
-    """List the activations that are operators already, as this library's modules and functions call them."""
+    """List the calls of activations' operators that the model makes, for example through this library's modules."""
     dropouts = {node for node in analysis.calls if name_of(node.target) == "fused::dropout_add"}
     for node in analysis.calls:
         op = CALLS.get(name_of(node.target) or "") if node.op == "call_function" else None
@@ -102,7 +102,7 @@ def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:
             check_plain(tensor_node)
         check_float8(value_of(experts[1]), value_of(node).dtype, recipe)
         return
-    if name_of(node.target) == "fused_nn::grouped_mm":  # nn.GroupedMLP's where torch's grouped GEMMs do not run
+    if name_of(node.target) == "fused_nn::grouped_mm":  # nn.GroupedMLP calls it if torch's grouped GEMMs do not run
         check_float8(value_of(node.all_input_nodes[1]), value_of(node).dtype, recipe)
     _, weight, bias, transposed = arguments_of(analysis, node)
     for tensor_node in (node, weight, *node.all_input_nodes):
@@ -111,11 +111,14 @@ def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:
     value, (n, k) = value_of(node), value_of(weight).shape
     check_float8(value_of(weight), value.dtype, recipe)
     if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
-        raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is not a linear layer")
+        raise Rejection(Kind.GEMM_FORM, f"{label(node)} is not a linear layer")
 
 
 def experts_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node] | None:
-    """(input, weight (experts, in, out), the ends of each expert's rows) of a grouped GEMM; None for others."""
+    """The (input, weight, ends) of a grouped GEMM; None for other calls.
+
+    The weight is (experts, in, out). ``ends`` has the end of each expert's rows.
+    """
     call = analysis.calls[node]
     if call.name != "grouped_mm":
         return None
@@ -125,21 +128,21 @@ def experts_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node] |
     if not all(isinstance(a, Node) for a in (input, weight, ends)) or any(a is not None for a in arguments.values()):
         return None
     value = tensor(weight)
-    if value is None or value.ndim != 3 or value_of(input).ndim != 2 or analysis.fed[weight]:
+    if value is None or value.ndim != 3 or value_of(input).ndim != 2 or analysis.follows_gemm[weight]:
         return None
     return input, weight, ends
 
 
 def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
-    """Reject a linear layer with this weight and this dtype of result that cannot be in float8.
+    """Reject a linear layer that cannot be in float8.
 
     Args:
-        weight: either way round; of three axes for experts.
-        dtype: of the result.
-        recipe: of ``float8_recipes.RECIPES``.
+        weight: its weight, (in, out) or (out, in); with a leading axis for experts.
+        dtype: the dtype of its result.
+        recipe: a key of ``float8_recipes.RECIPES``.
 
     Raises:
-        Rejection: it cannot.
+        Rejection: the recipe does not support the layer.
     """
     scaling, grouped = RECIPES[recipe].scaling, weight.ndim == 3
     if grouped and not scaling.grouped:
@@ -160,10 +163,10 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
 
 
 def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = False) -> str:
-    """The name, for messages, of a device that cannot multiply float8 with these scales; "" where it can.
+    """The name, for messages, of a device that cannot multiply float8 with these scales; "" if it can.
 
-    On CPUs the numbers are dequantized and multiplied in the model's dtype; "meta" has no numbers. ``grouped``: GEMMs
-    of a mixture's experts. On ROCm those need a build of torch with FBGEMM.
+    CPUs dequantize the numbers and multiply in the model's dtype; "meta" has no numbers. ``grouped``: True for the
+    GEMMs of experts, which on ROCm need a build of torch with FBGEMM.
     """
     if device.type in ("cpu", "meta"):
         return ""
@@ -182,7 +185,7 @@ def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = F
 
 
 def fuse(analysis: GraphAnalysis, recipes: dict[Node, str]) -> list[Edit]:
-    """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
+    """Return the edits that replace linear layers by ``fused::linear_fp8``, each with its recipe."""
     if any(target_device(value_of(node).device).type == "cpu" for node in recipes):
         _warn_of_cpu()
     return [(node, partial(_insert, analysis, node, recipe), {node}) for node, recipe in recipes.items()]

@@ -26,7 +26,7 @@ from torch_fused_ops.lowerings import compat
 
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 
-_Place = TypeVar("_Place", bound=Hashable)  # a node, or a node and what is known of the way to it
+_T = TypeVar("_T", bound=Hashable)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -52,14 +52,14 @@ PLUMBING = _words(
     """to_local from_local redistribute wait_tensor all_reduce all_gather_tensor all_gather_tensor_autograd
     all_gather_into_tensor reduce_scatter_tensor reduce_scatter_tensor_autograd"""
 )
-# The positions of a GEMM's data arguments, which an activation may be. A linear's second argument is its weight.
+# The positions of a GEMM's data arguments, any of which may be an activation. A linear's second argument is its weight.
 GEMMS: dict[str, tuple[int, ...]] = {
     "linear": (0,),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "inner", "tensordot"), (0, 1)),
     **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm", "einsum"), (1, 2)),
     "grouped_mm": (0, 1),
 }
-CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM where the kernel is one point
+CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM if the kernel size is 1
 CONSTANTS: dict[str, float] = {"zeros_like": 0.0, "ones_like": 1.0}
 # GEMMs under other names, custom operators included (`transformers::grouped_mm_fallback`, `aten::_scaled_mm`, …). They
 # decide which sites are listed, never which are sound.
@@ -81,7 +81,7 @@ _PLAIN_NAMES = {
 }
 _INPLACE_BUILTINS = _words("iadd isub imul itruediv ipow imatmul iand ior setitem __setitem__")
 
-# A node's dependence on GEMMs' results by pointwise functions and views: none, affine, or nonlinear.
+# How a node depends on GEMMs' results through pointwise functions and views: not at all, affine, or nonlinear.
 FREE, AFFINE, NONLINEAR = range(3)
 
 _CUSTOM = torch.ops.higher_order.autograd_function_apply
@@ -89,7 +89,7 @@ _CUSTOM = torch.ops.higher_order.autograd_function_apply
 
 @cache
 def _torch_functions() -> dict[object, str]:
-    """Map torch's own functions to their names here: another function of such a name is not one."""
+    """Map torch's functions to canonical names. Other functions with the same name do not match."""
     tables = RULES, CASTS, COPIES, DROPOUTS, VIEWS, GEMMS, CONVOLUTIONS, CONSTANTS, _PLAIN_NAMES
     plain = _INPLACE_BUILTINS.union({"cat"}, *tables)
     names: dict[object, str] = {}
@@ -127,13 +127,13 @@ def _is_other_gemm(target: object) -> bool:
     elif isinstance(target, torch._ops.OpOverloadPacket):
         name = target._qualified_op_name
     else:
-        ours = str(getattr(target, "__module__", None)).startswith("torch")
-        name = getattr(target, "__name__", "") if ours else ""
+        is_torchs = str(getattr(target, "__module__", None)).startswith("torch")
+        name = getattr(target, "__name__", "") if is_torchs else ""
     return _OTHER_GEMM.search(name.rsplit("::", 1)[-1]) is not None
 
 
 def _is_pointwise(args: tuple[Any, ...]) -> bool:
-    """True where a convolution is a GEMM at each point: a kernel of size 1, no groups."""
+    """True if a convolution is a GEMM at each point: its kernel size is 1, and it has no groups."""
     values = [tensor(a) if isinstance(a, Node) else None for a in args[:2]]
     if len(values) < 2 or values[0] is None or values[1] is None or any(a is True for a in args):  # transposed
         return False
@@ -145,11 +145,11 @@ class Call:
     """One node's call.
 
     Attributes:
-        name: torch's plain name for it; "" if it has none here.
-        args, kwargs: its arguments without ``inplace``, the first two by position.
-        inplace: it writes its first argument.
+        name: torch's plain name of the function; "" if the tables above do not have it.
+        args, kwargs: the arguments without ``inplace``, the first two by position.
+        inplace: True if the call writes its first argument.
         gemm: the positions of a GEMM's data arguments; None for other calls.
-        known: it is a GEMM of ``gemm_registry``: then it writes nothing.
+        is_registered_gemm: True for a GEMM of ``gemm_registry``, which writes no argument.
     """
 
     def __init__(self, node: Node) -> None:
@@ -169,8 +169,9 @@ class Call:
             self.gemm = (0,) if _is_pointwise(self.args) else None
         elif not self.name and _is_other_gemm(node.target):
             self.gemm = (0, 1)
-        self.known = not self.name and gemm_registry.is_known(compat.traced_function(node.target) or node.target)
-        if self.known:
+        target = compat.traced_function(node.target) or node.target
+        self.is_registered_gemm = not self.name and gemm_registry.is_known(target)
+        if self.is_registered_gemm:
             self.gemm = tensor_positions(node)
 
     def _take_inplace(self, node: Node) -> None:
@@ -184,7 +185,7 @@ class Call:
         self.inplace &= self.name not in DROPOUTS or self.dropout_is_active()
 
     def dropout_arguments(self) -> dict[str, Any]:
-        """A dropout's arguments by name, defaults included."""
+        """Return a dropout's arguments by name, including defaults."""
         arguments = dict(zip(("input", "p", "training"), self.args, strict=False)) | self.kwargs
         return {"p": 0.5, "training": arguments.get("train", True), **arguments}
 
@@ -199,7 +200,7 @@ def tensor_positions(node: Node) -> tuple[int, ...]:
 
 
 def tensor(node: Node) -> torch.Tensor | None:
-    """The node's recorded value if it is a tensor: Dynamo's ``example_value``, or export's ``val``."""
+    """The node's recorded value if it is a tensor: ``example_value`` in Dynamo's graphs, ``val`` in exported ones."""
     value = node.meta.get("example_value", node.meta.get("val"))
     return value if isinstance(value, torch.Tensor) else None
 
@@ -211,13 +212,13 @@ def is_mask(node: Node) -> bool:
 
 
 def _is_row_mask(node: Node) -> bool:
-    """True for bools of whole rows. Whatever they are computed from, they are not a part of an activation's formula."""
+    """True for a mask with one bool per row. It is not part of an activation's formula, even if a GEMM produced it."""
     value = tensor(node)
     return value is not None and value.dtype == torch.bool and value.ndim > 0 and statically(value.shape[-1] == 1)
 
 
 def statically(condition: Any) -> bool:
-    """True where a condition holds for all sizes that the graph is for; asking adds no guard."""
+    """True if a condition holds for all sizes that the graph was traced for. Adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
@@ -227,19 +228,19 @@ def record(node: Node, like: Node, make: Callable[[], Any] | None = None) -> Non
     """Give a new node the metadata of ``like``, and the fake value that tracing it would have recorded.
 
     Args:
-        node: a call of nodes with recorded values.
-        like: its result requires a gradient where this one's does.
-        make: makes the value, of fake tensors, for a call that must not run now: it would draw random numbers, or have
-            another dtype without the autocast in force where the graph is traced.
+        node: a call whose arguments have recorded values.
+        like: the node that it replaces. The new value requires a gradient if the value of ``like`` does.
+        make: computes the value from fake tensors, for a call that must not run now because it would draw random
+            numbers, or return another dtype without the autocast that was active during tracing.
     """
     key = "example_value" if "example_value" in like.meta else "val"
     node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
     value = tensor(like)
-    # The values' own mode: the tracing context may hold a newer one by now, and modes do not mix.
+    # Use the mode of the recorded values. The tracing context may have a newer mode by now, and modes do not mix.
     mode = value.fake_mode if isinstance(value, torch._subclasses.FakeTensor) else None
     shapes = mode.shape_env if mode is not None else None
-    # Questions about sizes here must not become guards of the user's program. Nor must autograd look: the recorded
-    # values are those after the whole graph ran, in-place writes included, and the user may have saved-tensor hooks.
+    # Comparisons of sizes here must not add guards to the user's program. Autograd is off: the recorded values include
+    # in-place writes of the whole graph, and the user may have saved-tensor hooks.
     with torch.no_grad(), mode or nullcontext(), shapes.suppress_guards() if shapes is not None else nullcontext():
         result = (make or partial(_called, node, key))()
     needs_gradient = value is not None and value.requires_grad and isinstance(result, torch.Tensor)
@@ -255,25 +256,25 @@ def _called(node: Node, key: str) -> Any:
 
 
 def write_call(like: Node, target: Any, *args: Any, make: Callable[[], Any] | None = None, **kwargs: Any) -> Node:
-    """Write a call of a function at the graph's insertion point; ``like`` and ``make`` are ``record``'s."""
+    """Write a call of a function at the graph's insertion point. ``like`` and ``make`` are arguments of ``record``."""
     node = like.graph.call_function(target, args, kwargs)
     record(node, like, make)
     return node
 
 
-def reached(start: Iterable[_Place], neighbors: Callable[[_Place], Iterable[_Place]]) -> Iterator[_Place]:
-    """These places and all that ``neighbors`` leads to from them, each once."""
-    seen, pending = set[_Place](), list(start)
+def reachable(start: Iterable[_T], neighbors: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+    """Yield the items of ``start``, their neighbors, the neighbors of these and so on, each once."""
+    seen, pending = set[_T](), list(start)
     while pending:
-        place = pending.pop()
-        if place not in seen:
-            seen.add(place)
-            yield place
-            pending.extend(neighbors(place))
+        item = pending.pop()
+        if item not in seen:
+            seen.add(item)
+            yield item
+            pending.extend(neighbors(item))
 
 
-def shown(node: Node) -> str:
-    """The node's name for people."""
+def label(node: Node) -> str:
+    """The node's name in reports and messages."""
     if node.op in ("placeholder", "get_attr"):  # Dynamo calls a parameter L_self_modules_mlp_parameters_alpha_
         name = re.sub(r"^.*_(?:parameters|buffers)_(.*?)_?$", r"\1", str(node.target))
         name = re.sub(r"^L_args_(\d+)_$", lambda m: f"argument {int(m[1]) + 1}", name)
@@ -282,36 +283,36 @@ def shown(node: Node) -> str:
     function = compat.traced_function(target)
     if function is not None:
         return function.__name__
-    if target is _CUSTOM:  # the graph does not name it, but has the line that calls it
+    if target is _CUSTOM:  # the graph does not name the function, but records the line that calls it
         called = re.findall(r"([\w.]+)\.apply\(", node.meta.get("stack_trace") or "")
         return called[-1] if called else "autograd.Function"
     return target if isinstance(target, str) else str(getattr(target, "__name__", target)).removesuffix(".default")
 
 
 def _nodes(argument: Any) -> list[Node]:
-    """The nodes in an argument: itself, or in lists, tuples and dictionaries of it."""
+    """The nodes in an argument, also inside lists, tuples and dictionaries."""
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Node)]
 
 
 def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) -> Iterator[Node]:
-    """The nodes whose memory this one writes: by its schema, or all that it reads, if nothing is known.
+    """Yield the nodes whose memory a call writes: by its schema, or every argument if the call has no schema.
 
-    ``bodies`` holds the bodies that have been read; else nested bodies that are called twice take exponential time.
+    ``bodies`` caches the analysis of bodies. Without it, nested bodies that are called twice take exponential time.
     """
     if node.op not in ("call_function", "call_method"):
         if node.op == "call_module":
             yield from node.all_input_nodes
         return
     yield from _nodes(node.kwargs.get("out"))
-    if call.known and not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if call.is_registered_gemm and not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return
     if call.name in _HARMLESS:
         if call.inplace:
             yield from _nodes(call.args[:1])
         return
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        own = _bodies(node)  # an operator without any may write its inputs
-        if not own or any(_analysis_of(body, bodies).writes_inputs() for body in own):
+        called = _bodies(node)  # an operator without a body may write its inputs
+        if not called or any(_analysis_of(body, bodies).writes_inputs() for body in called):
             yield from node.all_input_nodes
         return
     written = _written_arguments(node.target)
@@ -336,7 +337,7 @@ def _bodies(node: Node) -> list[GraphModule]:
 
 
 def body_of(node: Node) -> GraphModule | None:
-    """The graph module that a ``get_attr`` node reads; None where it reads something else."""
+    """The graph module that a ``get_attr`` node reads; None if it reads something else."""
     body: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         body = getattr(body, name, None)
@@ -348,7 +349,7 @@ _HARMLESS = frozenset(RULES) | CASTS | COPIES | DROPOUTS | VIEWS | PLUMBING | RE
 
 @lru_cache(maxsize=1024)
 def _written_arguments(target: Any) -> frozenset[tuple[int, str]] | None:
-    """The positions and names of the arguments that a function may write; None where that is not known."""
+    """The positions and names of the arguments that a function may write; None if they are not known."""
     if isinstance(target, torch._ops.OpOverload) and target._opname in _UNANNOTATED:
         return _UNANNOTATED[target._opname]
     if isinstance(target, torch._ops.OpOverload):
@@ -380,7 +381,7 @@ def _written_by(overloads: Sequence[torch._ops.OpOverload]) -> frozenset[tuple[i
     )
 
 
-# The arguments that functions write, where there is no schema, or it is silent about running statistics.
+# The arguments that functions write, for functions without a schema, or whose schema omits running statistics.
 _UNANNOTATED: dict[str, frozenset[tuple[int, str]]] = {
     **dict.fromkeys(
         ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm"),
@@ -388,7 +389,7 @@ _UNANNOTATED: dict[str, frozenset[tuple[int, str]]] = {
     ),
     "_get_data_attr": frozenset(),  # Dynamo's name for x.data
 }
-# The Python functions of torch.nn.functional that write an argument; the activations' ``inplace`` is Call's.
+# The Python functions of torch.nn.functional that write an argument. ``Call`` reads the activations' ``inplace``.
 _WRITTEN_BY_FUNCTIONAL = {
     **dict.fromkeys(("batch_norm", "instance_norm"), frozenset({(1, "running_mean"), (2, "running_var")})),
     **dict.fromkeys(("embedding", "embedding_bag"), frozenset({(1, "weight")})),
@@ -396,9 +397,9 @@ _WRITTEN_BY_FUNCTIONAL = {
 
 
 class Modes:
-    """The grad mode, autocast, inference mode and hooks in force, on the way through a graph.
+    """The active grad mode, autocast, inference mode and hooks during a pass over a graph.
 
-    A mode that is entered and left again between two calls does not separate them: bitsandbytes sets a parameter under
+    A mode that begins and ends between two calls does not separate the calls: bitsandbytes sets a parameter under
     ``no_grad`` in each of its layers.
     """
 
@@ -406,12 +407,12 @@ class Modes:
         self.grad: bool | None = _grad_mode(graph)
         self.entered: list[tuple[Node, str]] = []  # blocks of autocast and inference mode
         self.hooks = ""
-        self.known: dict[Any, int] = {}
+        self._regions: dict[Any, int] = {}
         self.region = self._region()
 
     def _region(self) -> int:
         state = (self.grad, self.hooks, tuple(arguments for _, arguments in self.entered))
-        return self.known.setdefault(state, len(self.known))
+        return self._regions.setdefault(state, len(self._regions))
 
     def switch(self, name: str, node: Node) -> None:
         """Apply a call of ``REGIONS``."""
@@ -427,9 +428,9 @@ class Modes:
 
 
 def _grad_mode(graph: Graph) -> bool | None:
-    """The grad mode that a graph begins with, as its first GEMMs show; None where they do not.
+    """The grad mode at the beginning of a graph, derived from its first GEMMs; None if they do not show it.
 
-    The mode in force now says nothing: the graph may be a body whose caller has switched it.
+    The current grad mode may differ, since the graph may be a body whose caller has switched the mode.
     """
     for node in graph.nodes:
         if _target_name(node).endswith("set_grad_enabled"):
@@ -447,13 +448,13 @@ class GraphAnalysis:
     def __init__(
         self, graph: Graph, known: Mapping[Node, Call], bodies: dict[GraphModule, GraphAnalysis] | None = None
     ) -> None:
-        """``known``: the calls that have been read already; ``bodies``: likewise those of higher-order operators."""
+        """``known``: calls that are already read; ``bodies``: bodies of higher-order operators that are."""
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
-        self.region: dict[Node, int] = {}  # nodes of one region have one grad mode, autocast and inference mode
+        self.region: dict[Node, int] = {}  # equal for nodes with the same grad mode, autocast, inference mode and hooks
         self.inference: set[Node] = set()  # computed in inference mode
         self.state: dict[Node, int] = {}
-        self.fed: dict[Node, bool] = {}  # True where a GEMM lies anywhere before
+        self.follows_gemm: dict[Node, bool] = {}  # True if the value depends on a GEMM's result
         self._origins: dict[Node, Node] = {}
         self._bodies = {} if bodies is None else bodies
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
@@ -462,7 +463,7 @@ class GraphAnalysis:
         modes = Modes(graph)
         for i, node in enumerate(graph.nodes):
             call = self.calls[node] = known[node] if node in known else Call(node)
-            if node.target is _CUSTOM or (compat.traced_function(node.target) and not call.known):
+            if node.target is _CUSTOM or (compat.traced_function(node.target) and not call.is_registered_gemm):
                 self._read_custom(node, call)
             if call.name in REGIONS:
                 modes.switch(call.name, node)
@@ -470,57 +471,57 @@ class GraphAnalysis:
             if inference:
                 self.inference.add(node)
             self.index[node], self.region[node] = i, modes.region
-            passes = self.passes(node) and node.all_input_nodes
+            passes = self.is_passthrough(node) and node.all_input_nodes
             self._origins[node] = self._origins[node.all_input_nodes[0]] if passes else node
-            # An index does not count: an expert's weights do not become data by it.
+            # Ignore an index argument: weights gathered per expert are still weights.
             inputs = [] if call.name in CONSTANTS else node.all_input_nodes[: 1 if passes else None]
-            self.fed[node] = call.gemm is not None or any(self.fed[a] for a in inputs)
+            self.follows_gemm[node] = call.gemm is not None or any(self.follows_gemm[a] for a in inputs)
             self.state[node] = self._state(node, call)
             self.aliases[self.storage(node)].append(node)
             for written in _writes(node, call, self._bodies):
                 self.writes[self.storage(written)].append(node)
 
     def _read_custom(self, node: Node, call: Call) -> None:
-        """Find out if a custom autograd.Function is a GEMM, by its name, or by its forward's result."""
+        """Decide whether a custom autograd.Function is a GEMM: it is registered, or its forward returns a GEMM."""
         body = body_of(node.args[0]) if node.target is _CUSTOM and isinstance(node.args[0], Node) else None
         if body is not None:
             traces = "\n".join(n.meta.get("stack_trace") or "" for n in body.graph.nodes)
             frames = re.findall(r'File "([^"]+)", line (\d+)', traces)
-            call.known = gemm_registry.function_at((file, int(line)) for file, line in frames)
-        multiplies = body is not None and _analysis_of(body, self._bodies).multiplies()
-        if call.known or multiplies:
+            call.is_registered_gemm = gemm_registry.function_at((file, int(line)) for file, line in frames)
+        multiplies = body is not None and _analysis_of(body, self._bodies).returns_gemm()
+        if call.is_registered_gemm or multiplies:
             call.gemm = tuple(i for i in tensor_positions(node) if node.target is not _CUSTOM or i > 1)
 
-    def multiplies(self) -> bool:
-        """True where the graph's first result is a GEMM's, but for biases, casts and views."""
+    def returns_gemm(self) -> bool:
+        """True if the graph's first result is the result of a GEMM, up to biases, casts and views."""
         results = next(iter(self.calls)).graph.output_node().args[0]
         while isinstance(results, (tuple, list)) and results:
             results = results[0]
         return isinstance(results, Node) and self.state[results] == AFFINE
 
     def writes_inputs(self) -> bool:
-        """True where the graph may write one of its inputs."""
+        """True if the graph may write one of its inputs."""
         inputs = {self.storage(node) for node in self.calls if node.op in ("placeholder", "get_attr")}
         return any(storage in inputs or storage <= 0 for storage in self.writes)
 
     def storage(self, node: Node) -> int:
-        """A number for the memory of the node's value: fake tensors share storages as the real ones will."""
+        """A number that identifies the memory of the node's value. Fake tensors share storages as real tensors will."""
         value = tensor(node)
         try:
             return -self.index[node] if value is None else int(value.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # some subclasses have none
+        except (NotImplementedError, RuntimeError):  # some subclasses have no storage
             return -self.index[node]
 
     def weight_gemm(self, node: Node) -> bool:
-        """True for a GEMM with weights or inputs, False for one of two computed tensors, as in attention."""
+        """True for a GEMM with weights or inputs, False if both operands are computed, as in attention."""
         call = self.calls[node]
         if call.gemm is None:
             return False
         sides = [a for i, a in enumerate(call.args) if i in call.gemm and isinstance(a, Node)]
-        return call.gemm == (0,) or not all(self.fed[a] for a in sides) or len(sides) < 2
+        return call.gemm == (0,) or not all(self.follows_gemm[a] for a in sides) or len(sides) < 2
 
     def custom(self, node: Node) -> Node | None:
-        """The call of a ``torch.autograd.Function`` whose first result the node is."""
+        """The call of a ``torch.autograd.Function`` of which the node is the first result; None for other nodes."""
         if self.calls[node].name != "getitem" or node.args[1] != 0 or not isinstance(node.args[0], Node):
             return None
         return node.args[0] if node.args[0].target is _CUSTOM and self.calls[node.args[0]].gemm is None else None
@@ -529,23 +530,23 @@ class GraphAnalysis:
         """The nodes whose values the node's value is computed from."""
         function = self.custom(node)
         if function is None:
-            return node.all_input_nodes[: 1 if self.passes(node) else None]
+            return node.all_input_nodes[: 1 if self.is_passthrough(node) else None]
         return [a for a in dict.fromkeys(function.args[2:]) if isinstance(a, Node)]
 
-    def passes(self, node: Node) -> bool:
-        """True where the node only moves its first argument: a view, cast, copy, dropout, tensor-parallel plumbing."""
+    def is_passthrough(self, node: Node) -> bool:
+        """True for views, casts, copies, dropouts and tensor-parallel plumbing of the first argument."""
         name = self.calls[node].name
         moves = name in VIEWS or name in CASTS or name in COPIES or name in DROPOUTS or name in PLUMBING
         return moves and self.custom(node) is None
 
     def writers(self, node: Node, after: Node | None = None, before: Node | None = None) -> list[Node]:
-        """The calls that write the memory of a node's value, between two nodes, in order."""
+        """The calls between two nodes that write the memory of a node's value, in order."""
         first = -1 if after is None else self.index[after]
         last = len(self.index) if before is None else self.index[before]
         return [w for w in self.writes.get(self.storage(node), ()) if first < self.index[w] < last]
 
-    def joined(self, node: Node) -> list[Node]:
-        """The tensors that the node puts side by side, along their last axis; none for other calls."""
+    def concat_inputs(self, node: Node) -> list[Node]:
+        """The tensors that the node concatenates along their last axis; [] for other calls."""
         call = self.calls[node]
         if call.name != "cat" or set(call.kwargs) - {"tensors", "dim", "axis"}:
             return []
@@ -557,13 +558,13 @@ class GraphAnalysis:
         return [piece for piece in pieces if isinstance(piece, Node)] if axis in (-1, value.ndim - 1) else []
 
     def mask(self, node: Node) -> Node | None:
-        """The mask by which a call selects between elements of other tensors and numbers; None for other calls."""
+        """The mask with which a call selects between elements of tensors and numbers; None for other calls."""
         masks = [a for a in node.all_input_nodes if is_mask(a)]
         selects = self.calls[node].name in ("masked_fill", "where")
         return masks[0] if selects and len(masks) == 1 < len(node.all_input_nodes) else None
 
     def origin(self, node: Node) -> Node:
-        """The node whose value this one only moves."""
+        """The node behind this one's views, casts, copies and dropouts."""
         return self._origins[node]
 
     def _state(self, node: Node, call: Call) -> int:
@@ -572,7 +573,7 @@ class GraphAnalysis:
             return AFFINE if self.weight_gemm(node) else FREE
         if not inputs or _is_row_mask(node):
             return FREE
-        if self.passes(node):
+        if self.is_passthrough(node):
             return self.state[inputs[0]]
         states = [self.state[a] for a in inputs]
         if call.name not in RULES and self.custom(node) is None:
@@ -582,7 +583,8 @@ class GraphAnalysis:
             return max(self.state[a] for a in inputs if a is not mask)
         if call.name not in LINEAR:
             return NONLINEAR if any(states) else FREE
-        streams = [a for a in inputs if not self.state[a] and self.fed[a]]  # computed, not pointwise from a GEMM
+        # Streams depend on a GEMM, but not through pointwise functions alone.
+        streams = [a for a in inputs if not self.state[a] and self.follows_gemm[a]]
         if call.name in ("add", "sub", "rsub"):
             return FREE if NONLINEAR in states and streams else max(states)  # joining a residual stream ends a subgraph
         if any(states) and len(inputs) > 1:  # a multiplication or division of two tensors
@@ -599,7 +601,7 @@ class GraphAnalysis:
         return states[0]
 
     def _normalizes(self, scale: Node, node: Node) -> bool:
-        """True where ``scale`` is computed from ``node`` itself, as 1/sqrt(mean(node²)) is: a norm, not a gate."""
+        """True if ``scale`` is computed from ``node`` itself, as 1/sqrt(mean(node²)) is: a norm, not a gate."""
         node = self.origin(node)
         for _ in range(8):
             if scale is node or not scale.all_input_nodes:
@@ -608,26 +610,28 @@ class GraphAnalysis:
         return scale is node
 
 
-def join(graph: Graph, *, autograd_functions: bool = False) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]]:
-    """Copy the graph, for analysis alone, with the bodies of higher-order operators in place of their calls.
+def inline_bodies(
+    graph: Graph, *, autograd_functions: bool = False
+) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]]:
+    """Copy a graph for analysis, with the bodies of higher-order operators in place of their calls.
 
-    A body's second call stays a call. An operator with several bodies reads their results.
+    A second call of a body remains a call. An operator with several bodies reads their results.
 
     Args:
-        graph: is not changed.
+        graph: the graph, which is not changed.
         autograd_functions: True inlines the forwards of autograd functions, and no other body. False inlines all other
             bodies.
 
     Returns:
-        The copy; and for each of its nodes the original, and the operators around that.
+        The copy; and for each of its nodes the original, with the operators whose bodies contain the original.
     """
-    whole, copied, seen = Graph(graph.owning_module), {}, set[GraphModule]()
+    inlined, copied, seen = Graph(graph.owning_module), {}, set[GraphModule]()
 
-    def put(graph: Graph, arguments: Sequence[Any], inside: tuple[Node, ...]) -> Any:
+    def copy_into(graph: Graph, arguments: Sequence[Any], inside: tuple[Node, ...]) -> Any:
         known: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=False))
 
         def operands(node: Node, body: GraphModule) -> list[Any]:
-            """A body's arguments: the operator's last, or parts of them (``map``, ``scan``)."""
+            """A body's arguments: the operator's last arguments, or parts of them (``map``, ``scan``)."""
             count = len(body.graph.find_nodes(op="placeholder"))
             tensors = [known[a] for a in _nodes((node.args, node.kwargs)) if a.op != "get_attr" or body_of(a) is None]
             return tensors[len(tensors) - count :] if count <= len(tensors) else []
@@ -646,27 +650,27 @@ def join(graph: Graph, *, autograd_functions: bool = False) -> tuple[Graph, dict
             bodies = list(dict.fromkeys(_bodies(node)))[: 1 if is_function else None] if calls else []
             fresh = [body for body in bodies if body not in seen]
             seen.update(fresh)
-            results = [put(body.graph, operands(node, body), (*inside, node)) for body in fresh]
+            results = [copy_into(body.graph, operands(node, body), (*inside, node)) for body in fresh]
             if len(results) == len(bodies) == 1:
-                known[node] = results[0][0] if is_function else results[0]  # a forward also returns what it saves
+                known[node] = results[0][0] if is_function else results[0]  # a forward also returns saved values
             else:
-                known[node] = copy = whole.node_copy(node, known.__getitem__)
+                known[node] = copy = inlined.node_copy(node, known.__getitem__)
                 copy.args += tuple(results)
                 copied[copy] = node, inside
         return None
 
-    put(graph, (), ())
-    return whole, copied
+    copy_into(graph, (), ())
+    return inlined, copied
 
 
 def read(graph: Graph) -> tuple[tuple[Step, ...], Any]:
-    """Read a whole graph as an expression of its placeholders.
+    """Read a graph as an expression of its placeholders.
 
     Returns:
         The steps, and the graph's output with a ``Ref`` for each node in it.
 
     Raises:
-        Unprovable: it does anything but pointwise computation without rounding on the way.
+        Unprovable: a call is not pointwise, or may round an intermediate value.
     """
     steps: list[Step] = []
     refs: dict[Node, Ref] = {}
@@ -680,7 +684,7 @@ def read(graph: Graph) -> tuple[tuple[Step, ...], Any]:
         elif node.op == "output":
             output = torch.fx.map_arg(node.args[0], refs.__getitem__)
         elif call.inplace or not (call.name in RULES or call.name in CASTS or call.name in COPIES | REGIONS):
-            raise Unprovable(f"{shown(node)} is not read")
+            raise Unprovable(f"{label(node)} is not read")
         elif call.name in RULES:
             args, kwargs = torch.fx.map_arg((call.args, tuple(call.kwargs.items())), refs.__getitem__)
             refs[node] = Ref("value", len(steps))
@@ -691,5 +695,5 @@ def read(graph: Graph) -> tuple[tuple[Step, ...], Any]:
             value = tensor(node)
             for source in (tensor(operand) for operand in operands if operand.users):
                 if value is None or source is None or torch.promote_types(source.dtype, value.dtype) != value.dtype:
-                    raise Unprovable(f"{shown(node)} may round")
+                    raise Unprovable(f"{label(node)} may round")
     return tuple(steps), output

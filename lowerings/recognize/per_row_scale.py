@@ -1,16 +1,16 @@
-"""A per-row scale behind the GEMM that reads an activation, moved through it: s·(a·W) = (s·a)·W.
+"""Move a per-row scale through the GEMM that reads an activation: s·(a·W) = (s·a)·W.
 
-A mixture of experts multiplies each row of its experts' results by a router's weight, and so does a gate on a shared
-expert. For that weight's gradient autograd saves the GEMM's result. In front of the GEMM (SonicMoE, arXiv:2512.14080)
-the factor is the fused operator's ``token_scale``. Its gradient is a sum over values that backward computes there
-anyway, so that the GEMM's result is neither saved nor read again.
+A mixture of experts multiplies each row of its experts' results by a router weight. A gate on a shared expert does, as
+well. For the gradient of that weight, autograd saves the GEMM's result. Before the GEMM (SonicMoE, arXiv:2512.14080),
+the factor is the fused operator's ``token_scale``. Its gradient is a sum over values that backward computes anyway, so
+the GEMM's result is neither saved nor read again.
 
-The move changes a rounding: of a·W and a before, of a·W and s·a now. So it is done only where it saves less: the factor
-and the activation need gradients, and the policy leaves the choice to the fusion pass. And s·a must not overflow where
-s·(a·W) does not: float16 has too few exponents, and so has any dtype narrower than the result's.
+The move changes the rounded values: s·a is rounded instead of a. So the scale is moved only if this saves memory: the
+factor and the activation need gradients, and the policy leaves the choice to the fusion pass. Also s·a must not
+overflow if s·(a·W) does not: float16 has too few exponents, and so has any dtype narrower than the result.
 
-Behind the last group of a grouped GEMM rows are undefined, in its result and in its input's gradient. A model that
-takes no gradient from such a row would get one for its factor, so the factor is set to 0 there.
+In the result of a grouped GEMM and in its input's gradient, the rows after the last group are undefined. They must not
+contribute to the factor's gradient, so the factor is set to 0 in these rows.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch.fx import Node
 
 from torch_fused_ops.graphs.reasons import Rejection
 
-from .graph import CASTS, COPIES, GraphAnalysis, shown, statically, tensor, write_call
+from .graph import CASTS, COPIES, GraphAnalysis, label, statically, tensor, write_call
 from .rewrite import Edit, insert
 from .subgraph import Subgraph
 from .values import check_plain, equal, keeps_rows, value_of
 
-_EXPONENTS = 128  # of float32 and bfloat16; float16 has 16
+_EXPONENTS = 128  # largest exponent of float32 and bfloat16; float16's is 16
 
 
 @dataclass(frozen=True)
 class RowScale:
-    """A factor of the rows of a GEMM's result.
+    """A multiplication of a GEMM's result by a number for each row.
 
     Attributes:
         subgraph: the activation that the GEMM reads.
@@ -53,14 +53,14 @@ class RowScale:
     last: Node
 
     def __str__(self) -> str:
-        return f"{shown(self.last)} by a number for each row is moved in front of {shown(self.gemm)}"
+        return f"{label(self.last)} by a number for each row is moved in front of {label(self.gemm)}"
 
 
 def find(analysis: GraphAnalysis, subgraph: Subgraph, in_float8: Collection[Node]) -> RowScale | None:
-    """Return the factor behind the GEMM that reads a proved activation; None where none can be moved.
+    """Return the factor after the GEMM that reads a proved activation; None if no factor can be moved.
 
-    The activation needs a gradient: else the operator would save its input for the factor's gradient alone. The GEMM is
-    not one ``in_float8``, which is replaced itself.
+    The activation must need a gradient. Otherwise the operator would save its input only for the factor's gradient. The
+    GEMM must not be ``in_float8``: such a GEMM is replaced.
     """
     if subgraph.order is not None:
         return None
@@ -83,13 +83,13 @@ def find(analysis: GraphAnalysis, subgraph: Subgraph, in_float8: Collection[Node
 
 
 def _multiplies(analysis: GraphAnalysis, node: Node, rows: Node) -> bool:
-    """True where each row of a call's result is that row of ``rows`` times a matrix, and nothing is added."""
+    """True if each row of a call's result is the same row of ``rows`` times a matrix, without a bias."""
     call, value, result = analysis.calls[node], tensor(rows), tensor(node)
     args = [argument for argument in call.args if argument is not None]
     named = {name for name, argument in call.kwargs.items() if argument is not None}
     if value is None or result is None or len(args) != 2 or args[0] is not rows or value.ndim != result.ndim:
         return False
-    if call.name == "grouped_mm":  # other ragged arguments have other rows
+    if call.name == "grouped_mm":  # the only case of ragged arguments in which rows correspond
         ragged = isinstance(args[1], Node) and (value.ndim, value_of(args[1]).ndim) == (2, 3)
         known = named == ({"offs"} if ragged else set())
     else:
@@ -111,7 +111,7 @@ def _factor(analysis: GraphAnalysis, node: Node, rows: Node) -> Node | None:
 
 
 def _is_sound(analysis: GraphAnalysis, scale: RowScale) -> bool:
-    """True where all calls may be computed at the multiplication's place."""
+    """True if all calls may be moved to the place of the multiplication."""
     subgraph, calls = scale.subgraph, (*scale.subgraph.calls, *scale.chain, scale.last)
     try:
         for node in (*scale.chain, scale.last, scale.factor):
@@ -135,7 +135,7 @@ def _is_sound(analysis: GraphAnalysis, scale: RowScale) -> bool:
 
 
 def fuse(scale: RowScale) -> Edit:
-    """The edit that replaces the activation by an operator with the factor, and leaves the GEMM alone behind it."""
+    """Return the edit that replaces the activation by an operator with the factor, followed by the GEMM."""
     return scale.last, partial(_insert, scale), {*scale.subgraph.replaced, *scale.chain, scale.last}
 
 

@@ -18,14 +18,14 @@ from .symbolic import MAX_NAMES, TOLERANCE, Algebra, Poly, Ref, Step, Unprovable
 
 log = logging.getLogger("torch_fused_ops")
 
-NAMES = ("x", "y")  # an activation reads one tensor, a gated one two
+NAMES = ("x", "y")  # an activation reads one tensor, a gated activation two
 
 
 @dataclass(frozen=True)
 class Match:
-    """A proof or the reason against it: the expression is scale · ``activation``(gate_scale · gate) · up.
+    """A proof that an expression is scale · ``activation``(gate_scale · gate) · up, or the reason why there is none.
 
-    ``gate`` and ``up`` are numbers of operands; without ``up`` there is no such factor.
+    ``gate`` and ``up`` are operand indices; ``up`` is None if the activation is not gated.
     """
 
     activation: str | None
@@ -43,9 +43,9 @@ def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable
 
     Args:
         steps: the expression.
-        result: the step whose value it is.
-        operands: the number of tensors it reads.
-        differentiable: the derivative must be equal too, where the function has a kink.
+        result: the step that computes its value.
+        operands: the number of tensors that it reads.
+        differentiable: True if derivatives at kinks must also be equal.
     """
     return _prove(steps, result, operands, differentiable, activations.names())
 
@@ -79,7 +79,7 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
         if smooth.activation is not None:
             kind = Kind.RELU_KINK if smooth.activation == "relu" else Kind.KINK
             return _rejected(kind, f"it is {smooth.activation}, but with another gradient exactly at the kink")
-    return match or _explained(algebra, expression, steps, forms, operands == 1)
+    return match or _explain_mismatch(algebra, expression, steps, forms, operands == 1)
 
 
 def _rejected(kind: Kind, text: str) -> Match:
@@ -92,7 +92,7 @@ _warned: set[activations.Activation] = set()
 
 @lru_cache(maxsize=8)
 def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
-    """Each activation of one variable, as x and as y, and the algebra in which they are written."""
+    """Every activation, as a function of x and as a function of y, and the algebra of these expressions."""
     algebra = Algebra(kinks)
     variables = [algebra.variable(name) for name in NAMES]
     table: Forms = {}
@@ -100,7 +100,7 @@ def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
         try:
             for i, x in enumerate(variables):
                 table[name, i] = _applied(algebra, name, x)
-        except Unprovable as e:  # a registered activation beyond the rules: only the operators know it
+        except Unprovable as e:  # a registered activation that no rule reads: the operators support it, fusion does not
             if (activation := activations.get(name)) not in _warned:
                 _warned.add(activation)
                 log.warning("the fusion pass cannot recognize the registered activation %r; it %s", name, e)
@@ -109,7 +109,7 @@ def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
 
 @lru_cache(maxsize=256)
 def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
-    """The activation's textbook definition, read by the same rules as the graph."""
+    """The activation's textbook definition, read by the rules that read graphs."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
@@ -118,7 +118,7 @@ def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
         return read(make_fx(lambda x: definition(x))(torch.zeros(2, dtype=torch.float64)).graph)
 
 
-# A name may be registered anew. The new table is built at once, as it warns of an activation that it cannot have.
+# A name may be registered again. The new table is built at once, since it warns of activations that no rule reads.
 activations._on_change.extend(known.cache_clear for known in (_prove, _table, _definition))
 
 
@@ -135,7 +135,7 @@ def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:
 
 
 def _bounds(steps: tuple[Step, ...]) -> list[float | None]:
-    """All candidates for the operator's clamp: none, and the positive constants that the steps clamp to."""
+    """All candidates for the operator's clamp: None, and the positive constants that the steps clamp to."""
     bounds: list[float | None] = [None]
     for name, args, kwargs in steps:
         if name in ("clamp", "clamp_max", "minimum", "hardtanh"):
@@ -162,7 +162,7 @@ def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: F
 
 
 def _factors(steps: tuple[Step, ...]) -> list[float]:
-    """All candidates for a scale inside an activation: the constants, but 1, that the steps multiply by."""
+    """All candidates for a scale inside an activation: the constants except 1 that the steps multiply by."""
     factors: list[float] = []
     for name, args, _ in steps:
         for value in args if name in ("mul", "div") else ():
@@ -172,10 +172,10 @@ def _factors(steps: tuple[Step, ...]) -> list[float]:
 
 
 def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, operands: int) -> Match | None:
-    """scale · act(gate_scale · gate) · up: muP's and Falcon-H1's multipliers.
+    """scale · act(gate_scale · gate) · up, with the multipliers of muP and Falcon-H1.
 
-    Both scales must be constants of the program: silu(1.7·x) / 1.7 is x·sigmoid(1.7·x), more likely a slip for
-    quick_gelu's 1.702.
+    Both scales must be constants of the program: silu(1.7·x) / 1.7 is x·sigmoid(1.7·x), more likely a typo for
+    1.702, the constant of quick_gelu.
     """
     variables = [algebra.variable(name) for name in NAMES]
     factors = _factors(steps)
@@ -195,8 +195,8 @@ def _short(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:160]}…"
 
 
-def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> Match:
-    """The reason the expression is not in the table, with the activation that it is near to if any."""
+def _explain_mismatch(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> Match:
+    """Explain why no activation matches, and name a similar activation if there is one."""
     if algebra.names(expression) > MAX_NAMES:  # the text doubles with every call of x·sin(x) on its own result
         many = f"a formula of more than {MAX_NAMES} functions and variables"
         if unary:
@@ -210,16 +210,16 @@ def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], form
     if not unary:
         return _rejected(Kind.UNKNOWN_GATED, f"{_short(text)} is not a supported gated activation")
     shape, constants = algebra.constants(expression)
-    near: list[tuple[float, str]] = []
+    candidates: list[tuple[float, str]] = []
     for (name, i), form in forms.items():
         if i:
             continue
         its_shape, its_constants = algebra.constants(form)
         if shape == its_shape:
             pairs = zip(constants, its_constants, strict=True)
-            apart = [(c, t) for c, t in pairs if abs(c - t) > TOLERANCE * abs(t)]
-            values = ", ".join(f"{c:.7g} for {t:.7g}" for c, t in apart)
-            near.append((max(abs(c / t - 1) for c, t in apart), f"{text} is like {name}, but has {values}"))
-    if near and min(near)[0] < 0.5:
-        return _rejected(Kind.NEAR, min(near)[1])
+            mismatches = [(c, t) for c, t in pairs if abs(c - t) > TOLERANCE * abs(t)]
+            values = ", ".join(f"{c:.7g} for {t:.7g}" for c, t in mismatches)
+            candidates.append((max(abs(c / t - 1) for c, t in mismatches), f"{text} is like {name}, but has {values}"))
+    if candidates and min(candidates)[0] < 0.5:
+        return _rejected(Kind.NEAR, min(candidates)[1])
     return _rejected(Kind.UNKNOWN, f"{_short(text)} is not a supported activation{CAN_BE_ADDED}")

@@ -1,14 +1,12 @@
-"""Sites for people: the place in the user's code, and the proof or the reason.
-
-Nothing here decides what is fused.
-"""
+"""Describe sites for reports: the place in the user's code, and the proof or the reason. No decision is made here."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch_fused_ops.policy import enclosing_modules
 from . import dropout
 from .canonical import Canonical
 from .gemms import Called, Linears
-from .graph import NONLINEAR, GraphAnalysis, shown
+from .graph import NONLINEAR, GraphAnalysis, label, reachable
 from .per_row_scale import RowScale
 from .rewrite import operator_of
 from .subgraph import Subgraph, readers, results
@@ -33,21 +31,22 @@ from .tiles import Tiling
 
 
 def modules_of(*nodes: Node) -> set[str]:
-    """The paths of all modules that one of the nodes is in."""
+    """The paths of all modules that contain one of the nodes."""
     return enclosing_modules(path for node in nodes for path in module_stack(node))
 
 
 @dataclass
 class Candidate:
-    """A site on its way to an edit and a report: its output node, the GEMMs that read it, and all that is decided.
+    """A site before its edit and its report: the output node, the GEMMs that read it, and the decisions about it.
 
     Attributes:
-        subgraph: the proved activation; None where it is not fused.
-        rejection: the reason it is not fused.
-        activation: the name that was proved, fused or not.
-        linears: the linear layers around it, where the policy asks for float8.
-        memory: the memory level, where something is saved for backward.
-        tiling: the tiles of its MLP, where the policy asks for tiles; or the reason that it stays whole.
+        subgraph: the proved activation; None if it is not fused.
+        rejection: the reason why it is not fused; None if it is.
+        activation: the name of the proved activation, fused or not; None if there is no proof.
+        linears: the linear layers of its MLP, if the policy requests float8; else None.
+        memory: the memory level, if something is saved for backward; else "".
+        tiling: the tiles of its MLP, or the reason why it is not tiled; None if the policy requests no tiles.
+        row_scale: the per-row scale that is moved through the next GEMM; None if there is none.
     """
 
     node: Node
@@ -62,16 +61,16 @@ class Candidate:
 
 
 def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate) -> Site:
-    """The report of a candidate."""
+    """Describe a candidate."""
     subgraph, rejection, node = candidate.subgraph, candidate.rejection, candidate.node
     calls = subgraph.calls if subgraph else calls_of(analysis, node)
     users = results(analysis, subgraph) if subgraph else list(readers(analysis, node))
     names = [
-        "autograd.Function" if analysis.custom(call) else shown(call)
+        "autograd.Function" if analysis.custom(call) else label(call)
         for call in dict.fromkeys(canonical.originals.get(call, call) for call in calls)
     ]
     fields = _source(subgraph.output if subgraph and subgraph.factors else node, candidate.gemms[0])
-    fields |= {"users": tuple(map(shown, users)), "spelling": tuple(names)}
+    fields |= {"users": tuple(map(label, users)), "spelling": tuple(names)}
     if subgraph is None:
         assert rejection is not None
         return Site(None, candidate.activation, **_rejected(rejection), **fields)
@@ -81,9 +80,9 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
     if factors != ["1", "1"]:
         inside, outside = (f"{factor}·" if factor != "1" else "" for factor in reversed(factors))
         proof += f", as {outside}{match.activation}({inside}x)"
-    others = [user for user in users if analysis.calls[user].gemm is None]
-    if others:
-        proof += f"; also read by {names_of(others)}"
+    other_readers = [user for user in users if analysis.calls[user].gemm is None]
+    if other_readers:
+        proof += f"; also read by {names_of(other_readers)}"
     if subgraph.factors:
         proof += f"; {names_of(subgraph.factors)} by another tensor stays behind it"
     if candidate.row_scale:
@@ -97,17 +96,17 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
 
 
 def called_site(call: Called, linears: Linears) -> Site:
-    """The report of an operator that the model calls itself, with linear layers that may become float8."""
+    """Describe an operator that the model calls itself, with linear layers that may become float8."""
     fields = _source(call.node, (call.users or [call.node])[0]) | _float8(linears)
-    fields |= {"users": tuple(map(shown, call.users)), "spelling": (shown(call.node),)}
+    fields |= {"users": tuple(map(label, call.users)), "spelling": (label(call.node),)}
     return Site(f"fused::{call.op.name}", call.activation, reason="the model calls the operator itself", **fields)
 
 
 def dropout_site(analysis: GraphAnalysis, site: dropout.Dropout) -> Site:
-    """The report of a dropout."""
+    """Describe a dropout."""
     calls = site.calls or [site.node]
-    users = map(shown, readers(analysis, calls[-1]))
-    fields = {"users": tuple(users), "spelling": tuple(map(shown, calls)), **_source(site.node, site.node)}
+    users = map(label, readers(analysis, calls[-1]))
+    fields = {"users": tuple(users), "spelling": tuple(map(label, calls)), **_source(site.node, site.node)}
     if site.reason is not None:
         return Site(None, DROPOUT, **_rejected(site.reason), **fields)
     proof = "backward recomputes its mask from a seed"
@@ -117,14 +116,14 @@ def dropout_site(analysis: GraphAnalysis, site: dropout.Dropout) -> Site:
 
 
 def names_of(nodes: list[Node]) -> str:
-    return ", ".join(dict.fromkeys(map(shown, nodes))) or "nothing"
+    return ", ".join(dict.fromkeys(map(label, nodes))) or "nothing"
 
 
 def _float8(linears: Linears | None) -> dict[str, Any]:
     """The linear layers' part of a Site's fields."""
     if linears is None:
         return {}
-    reasons = "; ".join(dict.fromkeys(f"{shown(node)}: {reason}" for node, reason in linears.rejected))
+    reasons = "; ".join(dict.fromkeys(f"{label(node)}: {reason}" for node, reason in linears.rejected))
     kind = linears.rejected[0][1].kind if linears.rejected else None
     return {"gemm": linears.recipe if linears.nodes else "", "gemm_reason": reasons, "gemm_kind": kind}
 
@@ -135,15 +134,16 @@ def _rejected(reason: Reason) -> dict[str, Any]:
 
 
 def calls_of(analysis: GraphAnalysis, output: Node) -> list[Node]:
-    """The pointwise calls from GEMMs to a rejected site's output node, which `examine` would have walked."""
-    calls, pending = {output}, [output]
-    while pending and len(calls) < 32:
-        for source in analysis.sources(pending.pop()):
-            pointwise = analysis.calls[source].name in RULES or analysis.custom(source) is not None
-            if source not in calls and analysis.state[source] == NONLINEAR and (pointwise or analysis.passes(source)):
-                calls.add(source)
-                pending.append(source)
-    return sorted((node for node in calls if not analysis.passes(node)), key=analysis.index.__getitem__)
+    """The pointwise calls from GEMMs to a rejected site's output node."""
+
+    def sources(node: Node) -> Iterator[Node]:
+        for source in analysis.sources(node):
+            is_pointwise = analysis.calls[source].name in RULES or analysis.custom(source) is not None
+            if analysis.state[source] == NONLINEAR and (is_pointwise or analysis.is_passthrough(source)):
+                yield source
+
+    calls = (node for node in islice(reachable([output], sources), 32) if not analysis.is_passthrough(node))
+    return sorted(calls, key=analysis.index.__getitem__)
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')
@@ -153,9 +153,9 @@ _NOT_THE_USERS = (torch.__path__[0], capture.__file__, *_OUR_FRAMES)
 
 
 def _source(node: Node, gemm: Node) -> dict[str, Any]:
-    """The line of the user's code (or, in nn.Sequential, torch's own module) that calls a node, as a Site's fields.
+    """The line of the user's code that calls a node, as a Site's fields; in nn.Sequential, torch's module.
 
-    Its module is the innermost one that holds the node and the GEMM: the MLP.
+    The Site's module is the innermost module that contains both the node and the GEMM: the MLP.
     """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]

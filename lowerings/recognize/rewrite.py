@@ -1,4 +1,4 @@
-"""The edit: proved subgraphs become fused operators. Nothing is changed until everything is computed."""
+"""Edit the graph: proved subgraphs become fused operators. The graph changes only after everything is computed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Edit: TypeAlias = tuple[Node, Callable[[], Node], Collection[Node]]
 
 
 class Snapshot:
-    """A graph's nodes and their arguments, to undo all changes to them; erased nodes do not come back."""
+    """A graph's nodes and their arguments, to undo changes. Erased nodes are not restored."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._arguments = {node: (node.args, node.kwargs) for node in graph.nodes}
 
     def restore(self) -> None:
-        """Erase the nodes that are new, and give the others their former arguments."""
+        """Erase new nodes, and restore the arguments of all other nodes."""
         for node, arguments in self._arguments.items():
             if (node.args, node.kwargs) != arguments:
                 node.args, node.kwargs = arguments
@@ -41,14 +41,15 @@ class Snapshot:
 
 
 def replace(graph: Graph, edits: Sequence[Edit]) -> None:
-    """Make every edit. Where one fails, nothing is erased yet (``Snapshot``).
+    """Apply every edit. If an edit fails, no node is erased yet, so that ``Snapshot`` can undo the others.
 
-    All new nodes are written first. Then uses are redirected, and dead nodes erased; only those that the edits name, as
+    First all new nodes are written. Then uses are redirected, and dead nodes are erased if an edit names them:
     ``eliminate_dead_code`` would break the side effects of pre-grad graphs.
 
     Args:
-        graph: changed in place.
-        edits: each a node, a function that writes its replacement in front of it, and the nodes that may then be dead.
+        graph: the graph, changed in place.
+        edits: tuples of a node, a function that writes its replacement in front of the node, and the nodes that may
+            then be dead.
     """
     pairs: list[tuple[Node, Node]] = []
     for node, write, _ in edits:
@@ -63,7 +64,7 @@ def replace(graph: Graph, edits: Sequence[Edit]) -> None:
 
 
 def fuse(subgraph: Subgraph) -> Edit:
-    """The edit that replaces a proved subgraph by one fused operator."""
+    """Return the edit that replaces a proved subgraph by one fused operator."""
     return subgraph.output, partial(insert, subgraph), subgraph.replaced
 
 
@@ -71,9 +72,9 @@ def insert(subgraph: Subgraph, place: Callable[[Node], Node] = lambda n: n, toke
     """Write the operator that replaces a proved subgraph at its graph's insertion point.
 
     Args:
-        subgraph: proved.
-        place: the node that the operator reads in place of an input (or of gate and up, packed).
-        token_scale: a factor of each row, of the result's shape without its last axis.
+        subgraph: the proved subgraph.
+        place: maps an input (or the packed tensor of gate and up) to the node that the operator reads instead.
+        token_scale: a factor for each row, shaped as the result without its last axis; None if there is none.
     """
     output, match, ops = subgraph.output, subgraph.match, torch.ops.fused
     add = partial(write_call, output)

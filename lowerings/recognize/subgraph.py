@@ -1,10 +1,10 @@
 """From a GEMM's input back to the GEMMs before it: an activation's subgraph, and the checks that replacing it is sound.
 
-A *site* is a nonlinear pointwise function of GEMMs' results that a GEMM reads, through views, casts and dropout, maybe
-with other columns beside it. Its *subgraph* is the calls between: from the *output node*, whose value is replaced, back
-to the *inputs*, which the fused operator will read. ``find`` lists a graph's sites; ``examine`` walks one and returns
-its subgraph, or raises ``Rejection``. A subgraph is replaced only where the graph computes the same afterwards; each
-check's message gives its purpose.
+A *site* is a nonlinear pointwise function of GEMMs' results that a GEMM reads, through views, casts and dropout, or
+concatenated with other columns. Its *subgraph* is the calls between: from the *output node*, whose value is replaced,
+back to the *inputs*, which the fused operator will read. ``find_sites`` lists a graph's sites. ``match_site`` walks one
+site and returns its subgraph, or raises ``Rejection``. A subgraph is replaced only if the graph computes the same
+afterwards. Each check's message gives its purpose.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .graph import (
     PIECES,
     GraphAnalysis,
     is_mask,
-    reached,
-    shown,
+    label,
+    reachable,
     tensor,
 )
 from .prove import Match, prove
 from .symbolic import RULES, Ref, Step
 from .values import FLOATING, check_plain, equal, is_contiguous, keeps_rows, same_shape, value_of
 
-MAX_CALLS = 64  # the longest pattern of an activation in 260 models has 14
+MAX_CALLS = 64  # the longest activation in 260 models has 14 calls
 
 
 @dataclass
@@ -50,20 +50,20 @@ class Subgraph:
     output: Node
     calls: list[Node] = field(default_factory=list)
     inputs: list[Node] = field(default_factory=list)
-    bypassed: list[Node] = field(default_factory=list)  # other nodes that the operator does not read any more
-    dtype: torch.dtype = torch.float32  # of the operator's result; the output node's may be narrower
+    bypassed: list[Node] = field(default_factory=list)  # nodes besides ``calls`` that the operator does not read
+    dtype: torch.dtype = torch.float32  # the dtype of the operator's result; the output node may have a narrower dtype
     match: Match = field(default_factory=lambda: Match(None))
-    packed: tuple[Node, str] | None = None  # gate and up as one tensor, and their layout
-    order: tuple[int, ...] | None = None  # the axes as they lie in memory, where the result is not contiguous
-    factors: list[Node] = field(default_factory=list)  # multiplications by other tensors, on the way to the GEMMs
+    packed: tuple[Node, str] | None = None  # the tensor that holds gate and up, and its layout; None if there is none
+    order: tuple[int, ...] | None = None  # the axes in memory order; None if the result is contiguous
+    factors: list[Node] = field(default_factory=list)  # multiplications by other tensors, between output node and GEMMs
 
     @property
     def replaced(self) -> set[Node]:
-        """The nodes that may be dead once the operator has taken the subgraph's place."""
+        """The nodes that may be dead after the operator has replaced the subgraph."""
         return {*self.calls, *self.bypassed}
 
 
-def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, list[Node]]]:
+def find_sites(analysis: GraphAnalysis) -> Iterator[tuple[Node, list[Node]]]:
     """List each site's output node and the GEMMs that read it, in graph order."""
     sites: dict[Node, dict[Node, None]] = {}
     for node, call in analysis.calls.items():
@@ -78,11 +78,11 @@ def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, list[Node]]]:
 
 
 def _columns(analysis: GraphAnalysis, node: Node) -> list[Node]:
-    """The tensors that the node puts side by side, as for attention and MLP with one last linear layer; else itself."""
-    joined = node
-    while _keeps_columns(analysis, joined):
-        joined = joined.all_input_nodes[0]
-    return analysis.joined(joined) or [node]
+    """The tensors that the node concatenates, as if attention and MLP share the last linear layer; otherwise [node]."""
+    source = node
+    while _keeps_columns(analysis, source):
+        source = source.all_input_nodes[0]
+    return analysis.concat_inputs(source) or [node]
 
 
 def _keeps_columns(analysis: GraphAnalysis, node: Node) -> bool:
@@ -93,42 +93,43 @@ def _keeps_columns(analysis: GraphAnalysis, node: Node) -> bool:
 def readers(analysis: GraphAnalysis, node: Node, through: Collection[Node] = ()) -> Iterator[Node]:
     """The final readers of the node's value, each once: its users, and the users of its views, casts and dropout.
 
-    Where it is put beside other columns, only those count that read all columns: a part may be without it.
+    After a concatenation, count only readers of all columns. A slice may not contain this value.
 
     Args:
-        analysis: of the graph.
-        node: has the value.
-        through: calls whose readers count in their place, too.
+        analysis: the graph's analysis.
+        node: the node.
+        through: calls that are replaced by their own readers.
     """
     seen, pending = set(), [(user, False) for user in reversed(node.users)]
     while pending:
-        user, beside = pending.pop()
+        user, is_concatenated = pending.pop()
         if user in seen:
             continue
         seen.add(user)
-        joins = bool(analysis.joined(user))
-        moves = _keeps_columns(analysis, user) if beside else analysis.passes(user)
-        if joins or user in through or (moves and not analysis.calls[user].inplace):
-            pending.extend((reader, beside or joins) for reader in reversed(user.users))
+        concatenates = bool(analysis.concat_inputs(user))
+        moves = _keeps_columns(analysis, user) if is_concatenated else analysis.is_passthrough(user)
+        if concatenates or user in through or (moves and not analysis.calls[user].inplace):
+            pending.extend((reader, is_concatenated or concatenates) for reader in reversed(user.users))
         else:
             yield user
 
 
-def examine(analysis: GraphAnalysis, node: Node) -> Subgraph:
-    """Return the proved subgraph that ends with a site's output node, or with what that multiplies by another tensor.
+def match_site(analysis: GraphAnalysis, node: Node) -> Subgraph:
+    """Return the proved subgraph that ends with a site's output node.
 
-    A learnable scale of the columns, a routing weight or a mask of the rows stays where it is, behind the operator.
+    If that node multiplies an activation by another tensor, or masks it, the subgraph ends with the activation. A
+    learnable scale of the columns, a routing weight or a mask of the rows stays behind the operator.
 
     Raises:
-        Rejection: it is not a supported activation, or replacing it could change what the graph computes.
+        Rejection: the site is not a supported activation, or replacing it could change results.
     """
     try:
-        return _examine(analysis, node)
+        return _match(analysis, node)
     except Rejection as rejection:
         inner = _scaled(analysis, node) if rejection.reason.kind in _SCALES else None
         if inner is None:
             raise
-    subgraph = examine(analysis, inner)
+    subgraph = match_site(analysis, inner)
     subgraph.factors.append(node)
     return subgraph
 
@@ -137,7 +138,7 @@ _SCALES = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK)
 
 
 def _scaled(analysis: GraphAnalysis, node: Node) -> Node | None:
-    """The value that a node masks, or multiplies by a tensor that no GEMM has produced; None for other nodes."""
+    """The value that a node masks, or multiplies by a tensor that depends on no GEMM; None for other nodes."""
     if analysis.calls[node].inplace:
         return None
     mask = analysis.mask(node)
@@ -148,26 +149,28 @@ def _scaled(analysis: GraphAnalysis, node: Node) -> Node | None:
         return None
     sides = [a for a in analysis.calls[node].args[:2] if isinstance(a, Node)]
     values = [a for a in sides if analysis.state[a] == NONLINEAR]
-    factors = [a for a in sides if analysis.state[a] == FREE and (not analysis.fed[a] or is_mask(analysis.origin(a)))]
+    factors = [
+        a for a in sides if analysis.state[a] == FREE and (not analysis.follows_gemm[a] or is_mask(analysis.origin(a)))
+    ]
     if (len(values), len(factors)) != (1, 1) or (analysis.calls[node].name == "div" and values[0] is not sides[0]):
         return None
     return analysis.origin(values[0])
 
 
 def results(analysis: GraphAnalysis, subgraph: Subgraph) -> list[Node]:
-    """The final readers of a subgraph's value, each once: its ``readers``; a factor's in its place."""
+    """The final readers of a subgraph's value, each once; the readers of a factor instead of the factor."""
     return list(readers(analysis, subgraph.output, subgraph.factors))
 
 
-def _examine(analysis: GraphAnalysis, node: Node) -> Subgraph:
+def _match(analysis: GraphAnalysis, node: Node) -> Subgraph:
     subgraph = Subgraph(_output(analysis, node))
     _walk(analysis, subgraph)
     steps, result = _steps(analysis, subgraph)
     subgraph.match = prove(steps, result, len(subgraph.inputs), differentiable=value_of(subgraph.output).requires_grad)
     if subgraph.match.activation is None:
-        for source in subgraph.inputs:  # x·w: maybe the weight belongs to the activation, as in xIELU
+        for source in subgraph.inputs:  # x·w: the weight may belong to the activation, as in xIELU
             if analysis.calls[source].name in ("mul", "div"):
-                _reject_foreign(analysis, subgraph, [a for a in source.all_input_nodes if analysis.state[a] == FREE])
+                _reject_non_gemm(analysis, subgraph, [a for a in source.all_input_nodes if analysis.state[a] == FREE])
         assert subgraph.match.reason is not None
         raise Rejection(*subgraph.match.reason)
     _check_values(analysis, subgraph)
@@ -178,20 +181,21 @@ def _examine(analysis: GraphAnalysis, node: Node) -> Subgraph:
 
 
 def _output(analysis: GraphAnalysis, node: Node) -> Node:
-    """The subgraph's output node: a single cast right behind the site's belongs to it, as the operator rounds itself.
+    """The subgraph's output node. It includes a cast of the site's output if nothing else reads that output.
 
-    A cast to a wider dtype does not, in front of a GEMM in float32 for example: a value rounded before it stays so.
+    The operator then rounds to the dtype of the cast itself. A cast to a wider dtype is not included, for example in
+    front of a GEMM in float32: the value must be rounded before the cast.
     """
     user, *others = node.users or (node,)
     if not others and analysis.calls[user].name in CASTS and analysis.region[user] == analysis.region[node]:
         source, value = value_of(node), tensor(user)
         if value is not None and value.dtype in FLOATING and value.device == source.device:
-            return user if value.dtype == source.dtype or _loses(source.dtype, value.dtype) else node
+            return user if value.dtype == source.dtype or _rounds(source.dtype, value.dtype) else node
     return node
 
 
-def _loses(source: torch.dtype, target: torch.dtype) -> bool:
-    """True where a cast from source to target rounds."""
+def _rounds(source: torch.dtype, target: torch.dtype) -> bool:
+    """True if a cast from source to target rounds."""
     return torch.promote_types(source, target) != target
 
 
@@ -199,20 +203,20 @@ def _loses(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _is_call(analysis: GraphAnalysis, node: Node) -> bool:
-    """True where the walk goes through the node; else it is an input."""
+    """True if the node belongs to the subgraph, False if it is an input."""
     call, state = analysis.calls[node], analysis.state[node]
     if state == FREE:
         return False
     moves = call.name in CASTS or call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
     if state == AFFINE:
-        if call.name in CASTS and _loses(value_of(node.all_input_nodes[0]).dtype, value_of(node).dtype):
+        if call.name in CASTS and _rounds(value_of(node.all_input_nodes[0]).dtype, value_of(node).dtype):
             return False  # the activation is applied to the rounded tensor
-        # The operator reads what is computed from several: a sum (bias, adapter, residual), a product, a masked tensor.
+        # Affine functions of several tensors are inputs: sums (bias, adapter, residual), products, masked tensors.
         return moves or (call.name in RULES and len(node.all_input_nodes) == 1)
     if call.name in DROPOUTS and not moves:
-        raise Rejection(Kind.DROPOUT_INSIDE, "an active dropout stands inside the activation")
+        raise Rejection(Kind.DROPOUT_INSIDE, "the activation contains an active dropout")
     if not moves and call.name not in RULES and analysis.custom(node) is None:
-        raise Rejection(Kind.STANDS_BETWEEN, f"{shown(node)} stands between the activation's parts")
+        raise Rejection(Kind.STANDS_BETWEEN, f"{label(node)} stands between the activation's parts")
     return True
 
 
@@ -235,44 +239,45 @@ def _walk(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
                     subgraph.inputs.append(source)
     subgraph.calls.sort(key=analysis.index.__getitem__)
     subgraph.inputs.sort(key=analysis.index.__getitem__)
-    _reject_foreign(analysis, subgraph, [source for source in subgraph.inputs if analysis.state[source] == FREE])
+    _reject_non_gemm(analysis, subgraph, [source for source in subgraph.inputs if analysis.state[source] == FREE])
 
 
-_TELLING = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK, Kind.OTHER_OPERAND)  # the most telling reason first
+_PRECEDENCE = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK, Kind.OTHER_OPERAND)  # the most specific kind first
 
 
-def _reject_foreign(analysis: GraphAnalysis, subgraph: Subgraph, inputs: Sequence[Node]) -> None:
-    """Reject inputs that no GEMM has produced, with the most telling reason."""
-    reasons = [_foreign(analysis, subgraph, source) for source in inputs]
+def _reject_non_gemm(analysis: GraphAnalysis, subgraph: Subgraph, inputs: Sequence[Node]) -> None:
+    """Reject inputs that no GEMM has produced, with the most specific reason."""
+    reasons = [_non_gemm_reason(analysis, subgraph, source) for source in inputs]
     if reasons:
-        raise Rejection(*min(reasons, key=lambda reason: _TELLING.index(reason.kind)))
+        raise Rejection(*min(reasons, key=lambda reason: _PRECEDENCE.index(reason.kind)))
 
 
-def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node) -> Reason:
-    """The reason against an input that no GEMM has produced."""
+def _non_gemm_reason(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node) -> Reason:
+    """Explain why an input that no GEMM produced prevents fusion."""
     source = analysis.origin(foreign)
     gated = Reason(
         Kind.OTHER_OPERAND,
-        f"{NOT_AN_MLP}combined with the result of {shown(source)}, which no GEMM with weights has produced",
+        f"{NOT_AN_MLP}combined with the result of {label(source)}, which no GEMM with weights has produced",
     )
-    whole = source.op not in ("placeholder", "get_attr") and same_shape(foreign, subgraph.output)
-    if analysis.fed[source] and whole and not is_mask(source):
+    is_full_size = source.op not in ("placeholder", "get_attr") and same_shape(foreign, subgraph.output)
+    if analysis.follows_gemm[source] and is_full_size and not is_mask(source):
         return gated
-    for node in () if analysis.fed[foreign] else reached([foreign], lambda node: node.all_input_nodes):
+    for node in () if analysis.follows_gemm[foreign] else reachable([foreign], lambda node: node.all_input_nodes):
         if isinstance(tensor(node), torch.nn.Parameter):
-            # The activation's own, as in xIELU. In a whole tensor of data, as a norm's result, it is a gate.
-            if whole:
+            # A parameter of the activation, as in xIELU. If it only contributes to a full-size tensor, such as a norm's
+            # result, that tensor is a gate.
+            if is_full_size:
                 return gated
             if value_of(node).requires_grad:
-                return Reason(Kind.PARAMETER, f"a learnable parameter takes part: {shown(node)}")
-            return Reason(Kind.PARAMETER, f"a parameter takes part: {shown(node)}")
+                return Reason(Kind.PARAMETER, f"a learnable parameter takes part: {label(node)}")
+            return Reason(Kind.PARAMETER, f"a parameter takes part: {label(node)}")
     if is_mask(source):
-        return Reason(Kind.MASK, f"a mask takes part: {shown(source)}")
-    return Reason(Kind.ANOTHER_TENSOR, f"another tensor takes part: {shown(source)}")
+        return Reason(Kind.MASK, f"a mask takes part: {label(source)}")
+    return Reason(Kind.ANOTHER_TENSOR, f"another tensor takes part: {label(source)}")
 
 
 def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
-    """Merge inputs that are the same view taken twice (``h[:, :n] * sigmoid(h[:, :n])``): each input with the first."""
+    """Merge equal views (``h[:, :n] * sigmoid(h[:, :n])``); return the first equal view for each input."""
     first: dict[Any, Node] = {}
     merged = {source: first.setdefault(_path(analysis, source), source) for source in subgraph.inputs}
     subgraph.inputs = list(first.values())
@@ -281,9 +286,12 @@ def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
 
 
 def _path(analysis: GraphAnalysis, node: Node) -> tuple[Any, ...]:
-    """The tensor that a node moves, and the calls that do, if nothing writes any of it: equal paths, equal values."""
+    """The tensor behind a node's views, and these views, up to a view that something writes.
+
+    Nodes with equal paths have equal values.
+    """
     path: list[Any] = []
-    while analysis.passes(node) and analysis.calls[node].name not in DROPOUTS:
+    while analysis.is_passthrough(node) and analysis.calls[node].name not in DROPOUTS:
         call, source = analysis.calls[node], node.all_input_nodes[0]
         if any(map(analysis.writers, (node, *node.all_input_nodes))):
             break
@@ -311,7 +319,7 @@ def _steps(analysis: GraphAnalysis, subgraph: Subgraph) -> tuple[tuple[Step, ...
             known[node] = _inline(function, list(map(as_step, function.args[2:])), steps)
             subgraph.bypassed += [function, *(a for a in function.args[:2] if isinstance(a, Node))]
         elif call.name in RULES:
-            if call.name.startswith("clamp") and len(node.all_input_nodes) > 1:  # another gradient at the bounds
+            if call.name.startswith("clamp") and len(node.all_input_nodes) > 1:  # its gradient at the bounds differs
                 raise Rejection(Kind.TENSOR_BOUND, "a tensor is a clamp's bound")
             kwargs = tuple((k, as_step(v)) for k, v in sorted(call.kwargs.items()))
             steps.append((call.name, tuple(map(as_step, call.args)), kwargs))
@@ -338,7 +346,7 @@ def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
     return shifted(result)  # type: ignore[no-any-return]
 
 
-# Conditions besides the formula
+# Conditions other than the formula
 
 
 def _check_values(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
@@ -353,32 +361,32 @@ def _check_values(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
     for node in subgraph.inputs:
         value = value_of(node)
         if analysis.origin(node) in analysis.inference and subgraph.output not in analysis.inference:
-            text = f"the result of {shown(analysis.origin(node))}, from inference mode, cannot be saved for backward"
+            text = f"the result of {label(analysis.origin(node))}, from inference mode, cannot be saved for backward"
             raise Rejection(Kind.INFERENCE_MODE, text)
         if not (value.ndim and same_shape(node, subgraph.output)):
             text = f"a broadcast changes the shape: {tuple(value.shape)} to {tuple(output.shape)}"
             raise Rejection(Kind.BROADCAST, text)
-        if analysis.calls[node].name in CASTS and any(_loses(v.dtype, value.dtype) for v in (uncast, output)):
+        if analysis.calls[node].name in CASTS and any(_rounds(v.dtype, value.dtype) for v in (uncast, output)):
             text = f"it works in {value.dtype} on {value_of(node.all_input_nodes[0]).dtype} values"
             raise Rejection(Kind.NARROW_CAST, text)
-    widest: dict[Node, torch.dtype] = {}  # of the inputs that a call's value is computed from
+    widest: dict[Node, torch.dtype] = {}  # by call: the widest dtype of the inputs that the call depends on
     for node in subgraph.calls:
         if analysis.region[node] != analysis.region[subgraph.output]:
             raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
         sources = [widest.get(source, value_of(source).dtype) for source in analysis.sources(node)]
         widest[node] = max(sources, key=lambda dtype: dtype.itemsize)
         dtype = value_of(node).dtype
-        if node is not subgraph.output and any(_loses(source, dtype) for source in sources):
+        if node is not subgraph.output and any(_rounds(source, dtype) for source in sources):
             raise Rejection(Kind.NARROW_CAST, f"it works in {dtype} on {widest[node]} values")
-    # The operator computes in float32 and rounds once: a last cast to a narrower dtype becomes its own rounding.
-    subgraph.dtype = output.dtype if _loses(uncast.dtype, output.dtype) else uncast.dtype
+    # The operator computes in float32 and rounds once. A last cast to a narrower dtype becomes this rounding.
+    subgraph.dtype = output.dtype if _rounds(uncast.dtype, output.dtype) else uncast.dtype
     for node in subgraph.inputs:
         subgraph.dtype = torch.promote_types(subgraph.dtype, value_of(node).dtype)
     subgraph.order = _order(output)
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """The axes from the slowest to the fastest, where the value is dense but not contiguous; None where it is."""
+    """The axes from the slowest to the fastest if the value is dense; None if it is contiguous."""
     if is_contiguous(value):
         return None
     strides = value.stride()
@@ -386,7 +394,7 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
         order = tuple(sorted(range(value.ndim), key=lambda axis: -strides[axis]))
         if is_contiguous(value, order):
             return order
-    raise Rejection(Kind.ORDER, "its result has another memory order than the operator's")
+    raise Rejection(Kind.ORDER, "the operator does not support the memory order of its result")
 
 
 def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
@@ -394,50 +402,50 @@ def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
     for node in subgraph.calls:
         for source in analysis.sources(node):
             for writer in analysis.writers(source, source, node):
-                raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
-    # Behind the output node too: the operator saves its input for backward, where relu and others save their result.
+                raise Rejection(Kind.WRITTEN, f"{label(writer)} writes into it in place before it is read")
+    # Writes after the output node count: the operator saves its input for backward, relu and others their result.
     for source in subgraph.inputs:
         for writer in analysis.writers(source, source):
             if writer not in subgraph.calls:
-                raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into its input in place")
+                raise Rejection(Kind.WRITTEN, f"{label(writer)} writes into its input in place")
     for writer in analysis.writers(subgraph.output, subgraph.output):
-        if analysis.calls[writer].name not in DROPOUTS:  # a dropout behind it stays
-            raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into its result in place")
+        if analysis.calls[writer].name not in DROPOUTS:  # a dropout of the result stays
+            raise Rejection(Kind.WRITTEN, f"{label(writer)} writes into its result in place")
     for node in subgraph.calls:
         if analysis.calls[node].inplace:
             if analysis.region[node.all_input_nodes[0]] != analysis.region[node]:  # under no_grad it loses the gradient
-                text = f"{shown(node)} works in place in another grad mode or autocast region than its argument's"
+                text = f"{label(node)} works in place in another grad mode or autocast region than its argument's"
                 raise Rejection(Kind.IN_PLACE_REGION, text)
             check_in_place_call(analysis, node, subgraph.output, subgraph.calls)
 
 
 def check_in_place_call(analysis: GraphAnalysis, node: Node, output: Node, calls: Collection[Node]) -> None:
-    """Reject an in-place call whose argument something reads later: the operator will not change that argument.
+    """Reject an in-place call if its argument is read later, since the operator will not change that argument.
 
     Args:
-        analysis: of the graph.
+        analysis: the graph's analysis.
         node: a call that works in place.
-        output: the node whose value the operator will compute; its readers may stay.
-        calls: those that the operator replaces.
+        output: the node whose value the operator will compute. It may be read later.
+        calls: the calls that the operator replaces.
 
     Raises:
-        Rejection: something reads it, or the argument is the caller's.
+        Rejection: another node reads the argument later, or the argument is an input of the graph.
     """
-    of_result = {output}  # and its views
+    of_result = {output}  # the output and its views
     for alias in analysis.aliases[analysis.storage(node)]:
         if alias.op in ("placeholder", "get_attr"):
-            raise Rejection(Kind.WRITES_INPUT, f"{shown(node)} writes in place into {shown(alias)}")
-        if alias is output or (analysis.passes(alias) and alias.all_input_nodes[0] in of_result):
+            raise Rejection(Kind.WRITES_INPUT, f"{label(node)} writes in place into {label(alias)}")
+        if alias is output or (analysis.is_passthrough(alias) and alias.all_input_nodes[0] in of_result):
             of_result.add(alias)
             continue
         for user in alias.users:
             if analysis.index[user] > analysis.index[node] and user not in calls:
-                text = f"{shown(node)} works in place, and {shown(user)} reads the tensor afterwards"
+                text = f"{label(node)} works in place, and {label(user)} reads the tensor afterwards"
                 raise Rejection(Kind.READ_AFTERWARDS, text)
 
 
 def _check_results(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    """Reject inputs that are results of the graph, unless PyTorch saves them too: the caller may write into them."""
+    """Reject inputs that the graph returns, since the caller may write them, unless PyTorch also saves them."""
     name = subgraph.match.activation
     saves_output = subgraph.match.up is None and name is not None and activations.get(name).gradient_from_output
     if saves_output or not value_of(subgraph.output).requires_grad:
@@ -450,7 +458,7 @@ def _check_results(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
 
 
 def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
-    """The inputs that autograd saves for the calls as they are, seen by running them on meta tensors."""
+    """The inputs that autograd saves for the original calls, determined by running the calls on meta tensors."""
     saved: set[int] = set()
     values: dict[Node, torch.Tensor] = {}
 
@@ -475,7 +483,7 @@ def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
                 target: Any = node.target
                 called = getattr(torch.Tensor, target) if node.op == "call_method" else target
                 values[node] = called(*args, **kwargs)
-    except Exception:  # a custom function, say
+    except Exception:  # for example a custom function
         return set()
     return {node for node in subgraph.inputs if storage(on_meta(node)) in saved}
 
@@ -484,23 +492,23 @@ def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
 
 
 def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    """Let the operator read the tensor that gate and up are cut from, if they lie in it as in one of its layouts.
+    """Find the tensor that gate and up are views of, if the operator supports the layout of the two.
 
-    Elsewhere it reads the two views.
+    Otherwise the operator reads the two views.
 
     Raises:
-        Rejection: they are cut on another axis than the last.
+        Rejection: gate and up are cut on an axis other than the last.
     """
     match = subgraph.match
     if match.up is None or subgraph.order is not None or match.gate_scale != 1:
         return
     gate, up = subgraph.inputs[match.gate], subgraph.inputs[match.up]
     of_gate, of_up = _views(analysis, gate), _views(analysis, up)
-    whole, whole_of_up = (
+    base_of_gate, base_of_up = (
         next((view for view in views[1:] if tensor(view) is not None), None) for views in (of_gate, of_up)
     )
-    if whole is not None and whole is whole_of_up:
-        _check_axis(value_of(whole), value_of(gate), value_of(up))
+    if base_of_gate is not None and base_of_gate is base_of_up:
+        _check_axis(value_of(base_of_gate), value_of(gate), value_of(up))
     for base in (node for node in of_gate[1:] if node in of_up[1:] and tensor(node) is not None):
         layout = _layout(value_of(base), value_of(gate), value_of(up))
         cuts = {node for views in (of_gate, of_up) for node in views[: views.index(base)]}
@@ -515,33 +523,33 @@ _CUTS = PIECES | {"getitem", "narrow", "select", "slice", "view", "reshape", "un
 
 
 def _views(analysis: GraphAnalysis, node: Node) -> list[Node]:
-    """The node and those that it is a view of, by cuts and other shapes, the nearest first."""
+    """The node and its bases, through cuts and reshapes, the nearest first."""
     views = [node]
     while analysis.calls[views[-1]].name in _CUTS:
         views.append(views[-1].all_input_nodes[0])
     return [view for view in views if tensor(view) is None or analysis.storage(view) == analysis.storage(node)]
 
 
-def _check_axis(whole: torch.Tensor, *parts: torch.Tensor) -> None:
-    """Reject parts that are cut on one axis which is not the last."""
-    if all(part.ndim == whole.ndim for part in parts):
-        cut = {axis for part in parts for axis in range(whole.ndim) if not equal(part.shape[axis], whole.shape[axis])}
-        if len(cut) == 1 and cut != {whole.ndim - 1}:
-            text = f"gate and up are cut on axis {cut.pop()} of {whole.ndim}, not on the last"
+def _check_axis(base: torch.Tensor, *parts: torch.Tensor) -> None:
+    """Reject parts that are cut on a single axis other than the last."""
+    if all(part.ndim == base.ndim for part in parts):
+        cut = {axis for part in parts for axis in range(base.ndim) if not equal(part.shape[axis], base.shape[axis])}
+        if len(cut) == 1 and cut != {base.ndim - 1}:
+            text = f"gate and up are cut on axis {cut.pop()} of {base.ndim}, not on the last"
             raise Rejection(Kind.CUT_AXIS, text)
 
 
-def _layout(whole: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> str:
-    """The layout in which a tensor's rows hold the elements of two views of it; "" for another than the operator's."""
-    if whole.ndim != gate.ndim or not equal(whole.shape[-1], 2 * gate.shape[-1]):
+def _layout(base: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> str:
+    """The operator's layout in which each row of ``base`` holds a row of both views; "" for other layouts."""
+    if base.ndim != gate.ndim or not equal(base.shape[-1], 2 * gate.shape[-1]):
         return ""
     for part in (gate, up):
-        if not all(map(equal, (*part.shape[:-1], *part.stride()[:-1]), (*whole.shape[:-1], *whole.stride()[:-1]))):
+        if not all(map(equal, (*part.shape[:-1], *part.stride()[:-1]), (*base.shape[:-1], *base.stride()[:-1]))):
             return ""
-    n, unit = gate.shape[-1], whole.stride(-1)
+    n, unit = gate.shape[-1], base.stride(-1)
     for layout, step, gate_start, up_start in (("halves", 1, 0, n), ("interleaved", 2, 0, 1), ("swapped", 1, n, 0)):
         strides = all(equal(part.stride(-1), step * unit) for part in (gate, up))
         starts = ((gate, gate_start), (up, up_start))
-        if strides and all(equal(t.storage_offset() - whole.storage_offset(), start * unit) for t, start in starts):
+        if strides and all(equal(t.storage_offset() - base.storage_offset(), start * unit) for t, start in starts):
             return layout
     return ""

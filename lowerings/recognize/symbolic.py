@@ -1,17 +1,17 @@
 """The canonical form of a pointwise expression, in which two patterns of one function become equal.
 
-An expression is a polynomial with float coefficients over *atoms*; an atom is a variable or a function applied to such
-polynomials. That alone settles operand order, association and distribution. Rewriting every function into few settles
-the other differences: ``tanh``, ``silu``, ``x / (1 + exp(-x))``, ``exp(x) / (1 + exp(x))`` all become
+An expression is a polynomial with float coefficients over *atoms*. An atom is a variable, or a function applied to such
+polynomials. This form alone settles operand order, association and distribution. Rewriting every function into a few
+functions settles the other differences: ``tanh``, ``silu``, ``x / (1 + exp(-x))``, ``exp(x) / (1 + exp(x))`` all become
 ``sigmoid``; ``abs``, ``clamp``, ``leaky_relu``, ``hardswish``, … become ``relu``; ``exp(a)·exp(b)`` becomes
 ``exp(a + b)``.
 
-Equal forms prove equal functions, constants to a relative 1e-6. Unequal forms prove nothing: a missing identity costs a
-fusion, never a wrong result.
+Equal forms prove equal functions, with constants to a relative 1e-6. Unequal forms prove nothing: a missing identity
+costs a fusion, but never a wrong result.
 
-Why not sympy: it keeps ``sqrt(2/pi)`` symbolic inside a function's argument, compares constants exactly, and needs 28
-ms to bring NewGELU to exponentials and expand it, and 9 ms for gpt-oss' clamped GLU, where the whole proof takes 0.05
-and 0.9 ms here (one core, cold caches).
+Why not sympy: it leaves ``sqrt(2/pi)`` symbolic inside a function's argument and compares constants exactly. It needs
+28 ms to bring NewGELU to exponentials and expand it, and 9 ms for the clamped GLU of gpt-oss. The whole proof takes
+0.05 and 0.9 ms here (one core, cold caches).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_POWER = 8
 # Limits that end a long proof, for expressions that are not activations.
 MAX_STEPS = 160  # calls
 MAX_WORK = 1_000_000  # terms that sums go through, and atoms that are compared
-MAX_NAMES = 128  # of functions and variables in a text for people
+MAX_NAMES = 128  # functions and variables in a message
 # The derivative of torch.clamp exactly at a bound: 1 up to torch 2.13, 0 from 2.15 on.
 CLAMP_KINK = 1.0 if CLAMP_KEEPS_BOUNDS else 0.0
 
@@ -44,19 +44,19 @@ CLAMP_KINK = 1.0 if CLAMP_KEEPS_BOUNDS else 0.0
 class Unprovable(Rejection):
     """The expression cannot be proved; the message names the obstacle."""
 
-    def __init__(self, what: str, kind: Kind = Kind.UNPROVABLE) -> None:
-        super().__init__(kind, f"cannot be proved: {what}")
+    def __init__(self, obstacle: str, kind: Kind = Kind.UNPROVABLE) -> None:
+        super().__init__(kind, f"cannot be proved: {obstacle}")
 
 
 class Algebra:
-    """Arithmetic on canonical forms. Atoms that agree to the tolerance are one atom: the first that was seen."""
+    """Arithmetic on canonical forms. Atoms that agree to the tolerance are represented by the first of them."""
 
     def __init__(self, kinks: bool = True, atoms: tuple[tuple[str, tuple[Poly, ...]], ...] = ()) -> None:
-        """``kinks``: functions with another derivative at a kink are other functions; ``atoms``: those known."""
+        """``kinks``: True to distinguish functions by their derivatives at kinks; ``atoms``: the initial atoms."""
         self.kinks = kinks
         self.atoms: list[tuple[str, tuple[Poly, ...]]] = list(atoms)
-        self.lost: list[float] = []  # for each step evaluated last, the largest term that vanished in a sum
-        self.inexact = False  # True where two functions in it were the same only to the tolerance
+        self.lost: list[float] = []  # for each step of the last evaluation, the largest term that vanished in a sum
+        self.inexact = False  # True if some atoms were equal only to the tolerance
         self.work = 0
         self._exact: dict[int, tuple[Poly, ...]] = {}
 
@@ -89,7 +89,7 @@ class Algebra:
         return p.keys() == q.keys() and all(math.isclose(c, q[m], rel_tol=tolerance) for m, c in p.items())
 
     def rounds(self, step: int, p: Poly) -> bool:
-        """True where a step's value is p in real numbers only: terms larger than it, or nearly equal, cancel in it."""
+        """True if a step's value is p in real numbers only, since terms cancel that are larger, or nearly equal."""
         return self.inexact or self.lost[step] > 8 * max(map(abs, p.values()), default=0.0)
 
     @staticmethod
@@ -98,7 +98,7 @@ class Algebra:
         return 0.0 if not p else p[()] if p.keys() == {()} else None
 
     def ratio(self, p: Poly, q: Poly) -> float | None:
-        """c with p = c·q, or None."""
+        """The number c with p = c·q; None if there is none."""
         if not p:
             return 0.0
         if p.keys() != q.keys():
@@ -176,7 +176,7 @@ class Algebra:
         return {tuple(sorted([*powers.items(), (e, 1)])): 1.0}
 
     def _square_relus(self, powers: dict[int, int]) -> dict[int, int]:
-        """x·relu(x) = relu(x)²; and a square's derivative is 0 at the kink, whatever relu's is there."""
+        """x·relu(x) = relu(x)². The derivative of the square is 0 at the kink, for any derivative of relu."""
         for atom, k in powers.items():
             function, args = self.atoms[atom]
             if function != "relu":
@@ -186,8 +186,8 @@ class Algebra:
             same = [b for b in powers if inner == {((b, 1),): 1.0} or b in relus]
             ((square, _),) = next(iter(self._atom("relu", inner, {})))
             if same != [square] and (len(same) > 1 or k > 1):
-                others = {b: n for b, n in powers.items() if b not in same}
-                return self._square_relus({**others, square: sum(powers[b] for b in same)})
+                remaining = {b: n for b, n in powers.items() if b not in same}
+                return self._square_relus({**remaining, square: sum(powers[b] for b in same)})
         return powers
 
     def sub(self, p: Operand, q: Operand) -> Poly:
@@ -214,11 +214,11 @@ class Algebra:
 
     # Functions, each in its canonical form
 
-    def _function(self, name: str, p: Operand, on_constant: Callable[[float], Any], *more: Poly) -> Poly:
+    def _function(self, name: str, p: Operand, on_constant: Callable[[float], Any], *parameters: Poly) -> Poly:
         p = self.lift(p)
         value = self.constant(p)
         if value is None:
-            return self._atom(name, p, *more)
+            return self._atom(name, p, *parameters)
         try:
             return self.lift(on_constant(value))
         except (ValueError, ZeroDivisionError, OverflowError) as e:
@@ -226,7 +226,7 @@ class Algebra:
 
     @staticmethod
     def _lead(p: Poly) -> float:
-        """The coefficient that fixes p's sign and scale: that of the first term which is not the constant one."""
+        """The coefficient of the first term that is not constant. It fixes p's sign and scale."""
         return p[min((m for m in p if m), default=())]
 
     def reciprocal(self, p: Operand) -> Poly:
@@ -239,8 +239,8 @@ class Algebra:
             for atom, k in m:
                 function, args = self.atoms[atom]
                 value: Poly = {((atom, 1),): 1.0}
-                one = self.exp(self.mul(args[0], -1.0)) if function == "exp" else self._atom("reciprocal", value)
-                inverse = self.mul(inverse, self.power(one, float(k)))
+                factor = self.exp(self.mul(args[0], -1.0)) if function == "exp" else self._atom("reciprocal", value)
+                inverse = self.mul(inverse, self.power(factor, float(k)))
             return inverse
         if len(p) == 2 and all(not m or (len(m) == 1 and self.atoms[m[0][0]][0] == "exp") for m in p):
             (a, c), (b, d) = ((self.atoms[m[0][0]][1][0] if m else {}, c) for m, c in p.items())
@@ -290,14 +290,14 @@ class Algebra:
         return self.mul(self._atom("relu", self.mul(p, 1 / lead), self.lift(kink)), lead)  # c·relu(p), c > 0
 
     def _never_negative(self, p: Poly, kink: float) -> Poly:
-        """relu(p) = p; but where p is relu(q), its derivative at q = 0 is the product of both."""
+        """relu(p) = p. If p is relu(q), the derivative at q = 0 is the product of both derivatives."""
         ((m, c),) = p.items()
         relus = [(atom, k) for atom, k in m if self.atoms[atom][0] == "relu"]
         if len(relus) != 1 or relus[0][1] != 1:
             return p
         inner, inner_kink = self.atoms[relus[0][0]][1]
-        others = tuple((atom, k) for atom, k in m if atom != relus[0][0])
-        return self.mul({others: c}, self._atom("relu", inner, self.mul(inner_kink, kink)))
+        remaining = tuple((atom, k) for atom, k in m if atom != relus[0][0])
+        return self.mul({remaining: c}, self._atom("relu", inner, self.mul(inner_kink, kink)))
 
     def maximum(self, p: Operand, q: Operand, kink: float = 0.5) -> Poly:
         return self.add(q, self.relu(self.sub(p, q), kink))
@@ -316,14 +316,14 @@ class Algebra:
     # Calculus
 
     def derivative(self, p: Poly, variable: Poly) -> Poly:
-        """dp/dvariable, for functions that have one everywhere."""
-        slopes: dict[int, Poly] = {}  # of the atoms in it, each once, behind those in its arguments
+        """dp/dvariable, for functions that are differentiable everywhere."""
+        slopes: dict[int, Poly] = {}  # the derivative of each atom, after the atoms in its arguments
         for atom in sorted(self._inside(p)):
             slopes[atom] = self._slope(atom, variable, slopes)
         return self._chain(p, slopes)
 
     def _inside(self, p: Poly) -> set[int]:
-        """The atoms in p, and in their arguments, and so on."""
+        """The atoms in p, in their arguments, and so on."""
         inside: set[int] = set()
         pending = [atom for m in p for atom, _ in m]
         while pending:
@@ -336,8 +336,8 @@ class Algebra:
         total: Poly = {}
         for m, c in p.items():
             for atom, k in m:
-                others = tuple((a, n - (a == atom)) for a, n in m if n > (a == atom))
-                total = self.add(total, self.mul({others: c * k}, slopes[atom]))
+                remaining = tuple((a, n - (a == atom)) for a, n in m if n > (a == atom))
+                total = self.add(total, self.mul({remaining: c * k}, slopes[atom]))
         return total
 
     def _slope(self, atom: int, variable: Poly, slopes: dict[int, Poly]) -> Poly:
@@ -359,18 +359,18 @@ class Algebra:
     # For people
 
     def names(self, p: Poly) -> int:
-        """Count the functions and variables in p's text; text and ``constants`` take as long."""
+        """The number of functions and variables in p's text. ``text`` and ``constants`` take time in proportion."""
         sizes: dict[int, int] = {}
         for atom in sorted(self._inside(p)):
             sizes[atom] = 1 + sum(sizes[inner] for q in self.atoms[atom][1] for m in q for inner, _ in m)
         return sum(sizes[atom] for m in p for atom, _ in m)
 
     def text(self, p: Poly) -> str:
-        """p, readable: ``x·sigmoid(1.7·x)``."""
+        """p as text: ``x·sigmoid(1.7·x)``."""
         terms = []
         for m, c in p.items():
             factors = [self._factor(a) + (f"^{k}" if k != 1 else "") for a, k in m]
-            # coefficient and variables first, as by hand
+            # coefficient and variables first
             factors.sort(key=lambda f: ("(" in f, f))
             size = f"{abs(c):.7g}"
             terms.append(("-" if c < 0 else "+", "·".join(factors if factors and size == "1" else [size, *factors])))
@@ -384,7 +384,7 @@ class Algebra:
         return f"{function}({', '.join(map(self.text, args))})" if args else function
 
     def constants(self, p: Poly) -> tuple[str, list[float]]:
-        """p's shape without its constants, which near misses have in common, and these constants."""
+        """p's shape without constants, and the constants. Near misses have equal shapes."""
         parts = []
         for m, c in p.items():
             shapes, inner = [], [c]
@@ -401,9 +401,9 @@ class Algebra:
 Rule: TypeAlias = Callable[..., Poly]
 
 
-def _unprovable(what: str, kind: Kind = Kind.UNPROVABLE) -> Rule:
+def _unprovable(obstacle: str, kind: Kind = Kind.UNPROVABLE) -> Rule:
     def rule(a: Algebra, *args: object, **kwargs: object) -> Poly:
-        raise Unprovable(what, kind)
+        raise Unprovable(obstacle, kind)
 
     return rule
 
@@ -438,7 +438,7 @@ def _elu(a: Algebra, input: Operand, alpha: float = 1.0, scale: float = 1.0, inp
 
 
 def _softplus(a: Algebra, input: Operand, beta: float = 1.0, threshold: float = 20.0) -> Poly:
-    if not threshold >= 20:  # x above it: from 20 on that is log(1 + exp(x)) to 2e-9
+    if not threshold >= 20:  # torch returns x above the threshold, which from 20 on is log(1 + exp(x)) to 2e-9
         raise Unprovable(f"softplus with the threshold {threshold}")
     return a.mul(a.log(a.add(a.exp(a.mul(input, beta)), 1.0)), 1 / beta)
 
@@ -447,8 +447,8 @@ def _relu6(a: Algebra, input: Operand) -> Poly:
     return a.clamp(input, 0.0, 6.0, kink=0.0)
 
 
-# Every supported function's definition, under torch's name, with torch's parameter names. `inplace` is taken out before
-# (subgraph.py settles in-place writes); other arguments are not provable.
+# Every supported function's definition, under torch's name, with torch's parameter names. ``Call`` removes `inplace`,
+# and subgraph.py checks in-place writes. Other arguments are not provable.
 RULES: dict[str, Rule] = {
     "add": lambda a, input, other, alpha=1.0: a.add(input, a.mul(other, alpha)),
     "sub": lambda a, input, other, alpha=1.0: a.sub(input, a.mul(other, alpha)),
@@ -500,10 +500,10 @@ RULES: dict[str, Rule] = {
     "elu": _elu,
     "celu": lambda a, input, alpha=1.0: _elu(a, input, alpha, input_scale=1 / alpha),
     "selu": lambda a, input: _elu(a, input, 1.6732632423543772, 1.0507009873554805),
-    # Functions of their own: equal where their arguments are.
+    # Functions without identities: equal if their arguments are equal.
     **{name: _opaque(name) for name in ("sin", "cos", "tan", "asin", "acos", "atan", "asinh", "acosh", "atanh")},
     **{name: _opaque(name) for name in ("lgamma", "erfinv", "sinc", "i0", "ndtr", "log_ndtr", "digamma")},
-    # Pointwise, so that the walk sees through them and names them; no activation of the table has them.
+    # Pointwise functions that no activation of the table contains. With a rule, a reason can name them.
     # A comparison is not relu: relu(NaN) is NaN, and where(NaN > 0, x, 0) is 0.
     **dict.fromkeys(
         ("gt", "ge", "lt", "le", "eq", "ne"),
@@ -524,8 +524,8 @@ RULES: dict[str, Rule] = {
 # The rules whose result may be affine in affine arguments.
 LINEAR = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "positive"})
 
-# A call of an expression, behind those that it reads: torch's name, arguments, keyword arguments. A Ref among the
-# arguments refers to a value; anything else is a constant.
+# A call of an expression: torch's name, arguments, keyword arguments. A Ref among the arguments refers to an operand or
+# to an earlier step; all other arguments are constants.
 Step: TypeAlias = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
@@ -540,7 +540,7 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
     """Compute every step's value.
 
     Raises:
-        Unprovable: a function has no rule, or is called in a way that its rule does not read.
+        Unprovable: a function has no rule, or its rule does not read the arguments.
     """
     values: list[Poly] = []
     if len(steps) > MAX_STEPS:
@@ -568,14 +568,14 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
 
 
 def _lost(name: str, args: Sequence[Any], value: Poly, before: Sequence[float]) -> float:
-    """The size of the largest term that vanishes in a sum, scaled as it is later: there rounding is the meaning.
+    """The largest term that has vanished in a sum so far, with its later scale. The result may consist of its rounding.
 
     ``(x + 2**23·1.5) - 2**23·1.5`` rounds x to integers, ``c = 4097·x; c - (c - x)`` to half its digits, and
     ``x·1e-45·1e45`` is 0. In the algebra all three are x.
 
     Args:
         name, args, value: the step.
-        before: the same of each argument.
+        before: the largest vanished term of each argument.
     """
     if name not in LINEAR:
         return max(before, default=0.0)

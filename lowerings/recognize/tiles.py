@@ -1,12 +1,13 @@
-"""MLPs in tiles of tokens (``memory="tiled"``): a proved activation and the linear layers around it, for each tile.
+"""MLPs in tiles of tokens (``memory="tiled"``): a proved activation and its linear layers are repeated for each tile.
 
-Between the tensor that holds an MLP's tokens and the linear layer that reads its activation, each row depends on one
-row. So the tokens are split (``settings/tiles.py``), the calls between are written once for each tile, and the results
-are joined. All values of a tile but its result are marked ``MUST_RECOMPUTE``, as PyTorch marks the values of a
-checkpoint's body: the partitioner recomputes them where backward comes to that tile, one tile after the other.
+From the tensor that holds an MLP's tokens to the linear layer that reads its activation, each row depends on one row.
+So the tokens are split (``settings/tiles.py``), the calls are written once for each tile, and the results are
+concatenated. All values of a tile except its result are marked ``MUST_RECOMPUTE``, as PyTorch marks the values of a
+checkpoint's body. The partitioner recomputes them when backward reaches that tile, one tile after the other.
 
-The pieces of the input stay unmarked: they are views, and cost nothing to save. So do the results: the partitioner
-takes marked values for free, and would recompute the residual stream from them, with a GEMM for each tile.
+The pieces of the input stay unmarked: they are views, so saving them is free. The results stay unmarked, too: the
+partitioner assumes that marked values are free, so it would recompute the residual stream from them, with a GEMM for
+each tile.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.settings import tiles
 
-from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, is_mask, reached, record, shown, write_call
+from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, is_mask, label, reachable, record, write_call
 from .rewrite import Edit, insert
 from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
@@ -36,19 +37,19 @@ MAX_CALLS = 64  # an MLP with adapters on three linear layers has 20
 
 @dataclass
 class Tiling:
-    """An MLP that is to be computed in tiles.
+    """An MLP that is computed in tiles.
 
     Attributes:
         subgraph: its activation.
         source: the tensor that holds the tokens.
         last: the linear layer that reads the activation.
         count: the number of tiles.
-        calls: those of a tile, in graph order; ends with ``last``.
+        calls: the calls of a tile, in graph order; ends with ``last``.
         data: for each argument of these calls that differs from tile to tile, the call (or ``source``) that it views.
-        linears: input, weight, bias of the linear layers among the calls, and True where the weight is (in, out).
-        constants: weights, biases and factors, which every tile reads as they are.
-        rows: masks and factors with a row for each token, of which each tile reads its own rows; True if PyTorch saves
-            them for backward, too.
+        linears: input, weight, bias of the linear layers among the calls, and True if the weight is (in, out).
+        constants: weights, biases and factors, which are the same for every tile.
+        rows: masks and factors with a row for each token, of which each tile reads its rows; True if PyTorch also saves
+            them for backward.
         dead: the nodes that the tiles replace.
     """
 
@@ -64,17 +65,17 @@ class Tiling:
     dead: set[Node] = field(default_factory=set)
 
 
-def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int, taken: set[Node]) -> Tiling:
+def tiling(analysis: GraphAnalysis, subgraph: Subgraph, requested: int, tiled: set[Node]) -> Tiling:
     """Return an MLP's tiles.
 
     Args:
-        analysis: of the graph.
+        analysis: the graph's analysis.
         subgraph: the MLP's activation.
-        asked: the number of tiles; 0 by rule.
-        taken: the calls that are in other MLPs' tiles; this one's are added.
+        requested: the number of tiles; 0 chooses it by the number of tokens.
+        tiled: the calls in tiles of other MLPs. The calls of this MLP are added.
 
     Raises:
-        Rejection: it stays whole.
+        Rejection: the MLP cannot be tiled.
     """
     mlp = Tiling(subgraph, _source(analysis, subgraph), _last(analysis, subgraph))
     source, last = mlp.source, mlp.last
@@ -84,7 +85,7 @@ def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int, taken: set[N
     for node in mlp.dead - {last}:
         for user in node.users:
             if user not in mlp.dead:
-                raise Rejection(Kind.TILE_READER, f"{shown(user)} also reads the result of {shown(node)}")
+                raise Rejection(Kind.TILE_READER, f"{label(user)} also reads the result of {label(node)}")
     if any(analysis.region[node] != analysis.region[last] for node in mlp.dead):
         raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
     _check_writes(analysis, mlp)
@@ -101,14 +102,15 @@ def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int, taken: set[N
     if not isinstance(tokens, int) and (tokens.node.hint is None or not shape_is_known):
         raise Rejection(Kind.TILE_SIZE, "the number of its tokens is not known when it is compiled")
     count = tokens if isinstance(tokens, int) else tokens.node.hint
-    mlp.count = tiles.tile_count(count, asked)
+    mlp.count = tiles.tile_count(count, requested)
     if mlp.count == 1:
-        text = f"{count} tokens are too few for {asked or 'two'} tiles" + ("" if asked else f" of {tiles.MIN_TOKENS}")
+        size = "" if requested else f" of {tiles.MIN_TOKENS}"
+        text = f"{count} tokens are too few for {requested or 'two'} tiles" + size
         raise Rejection(Kind.TILE_FEW, text)
-    shared = next((node for node in mlp.calls if node in taken), None)
+    shared = next((node for node in mlp.calls if node in tiled), None)
     if shared is not None:
-        raise Rejection(Kind.TILE_FORM, f"{shown(shared)} is in the tiles of the MLP before it")
-    taken.update(mlp.calls)
+        raise Rejection(Kind.TILE_FORM, f"{label(shared)} is in the tiles of the MLP before it")
+    tiled.update(mlp.calls)
     return mlp
 
 
@@ -117,7 +119,7 @@ def _tokens(node: Node) -> Any:
 
 
 def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
-    """The tensor that the linear layers in front of the activation read; with adapters the first."""
+    """The tensor that the linear layers before the activation read; the first such tensor if there are adapters."""
     sources = []
     for node in producers(analysis, subgraph.inputs):
         source = arguments_of(analysis, node)[0]
@@ -132,7 +134,7 @@ def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
 def _last(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
     users = list(readers(analysis, subgraph.output))
     if len(users) != 1:
-        names = ", ".join(dict.fromkeys(map(shown, users)))
+        names = ", ".join(dict.fromkeys(map(label, users)))
         raise Rejection(Kind.TILE_READER, f"{len(users)} calls read the hidden layer: {names}")
     return users[0]
 
@@ -146,20 +148,20 @@ def _read(analysis: GraphAnalysis, mlp: Tiling) -> None:
         mlp.data.update(arguments)
         return [source for source in arguments.values() if source is not mlp.source]
 
-    for node in reached([mlp.last], sources):
+    for node in reachable([mlp.last], sources):
         if len(mlp.calls) == MAX_CALLS:
-            raise Rejection(Kind.TILE_FORM, f"more than {MAX_CALLS} calls stand between its input and its result")
+            raise Rejection(Kind.TILE_FORM, f"more than {MAX_CALLS} calls separate its input from its result")
         mlp.calls.append(node)
     mlp.calls.sort(key=analysis.index.__getitem__)
     mlp.dead = {*mlp.calls, *passed, *mlp.subgraph.replaced}
 
 
 def _viewed(analysis: GraphAnalysis, mlp: Tiling, node: Node, passed: set[Node]) -> Node:
-    """The node that an argument is, but for views that keep rows, copies and idle dropouts; these are added."""
+    """The node behind views of whole rows, copies and inactive dropouts, which are added to ``passed``."""
     while node is not mlp.source and node is not mlp.subgraph.output:
         call = analysis.calls[node]
-        idle = call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
-        if call.inplace or not (idle or keeps_rows(analysis, node)):
+        is_identity = call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
+        if call.inplace or not (is_identity or keeps_rows(analysis, node)):
             break
         passed.add(node)
         node = node.all_input_nodes[0]
@@ -176,11 +178,11 @@ def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
         mlp.constants += [weight] if bias is None else [weight, bias]
         return [input]
     if call.name in DROPOUTS:
-        raise Rejection(Kind.TILE_DROPOUT, "an active dropout stands inside")
+        raise Rejection(Kind.TILE_DROPOUT, "it contains an active dropout")
     mask = analysis.mask(node)
     combines = (call.name in LINEAR or mask is not None) and not call.inplace
     if analysis.state[node] == FREE or not (combines or call.name in CASTS):
-        raise Rejection(Kind.TILE_FORM, f"{shown(node)} stands between its input and its result")
+        raise Rejection(Kind.TILE_FORM, f"{label(node)} separates its input from its result")
     data = [a for a in node.all_input_nodes if a is not mask and (analysis.state[a] != FREE or a is mlp.source)]
     shape = value_of(node).shape
     for other in node.all_input_nodes:
@@ -194,27 +196,27 @@ def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
         ):
             mlp.rows[other] = mlp.rows.get(other, False) or any(value_of(a).requires_grad for a in data)
         else:
-            text = f"{shown(node)} combines it with {shown(other)}, which is not a vector"
+            text = f"{label(node)} combines it with {label(other)}, which is not a vector"
             raise Rejection(Kind.TILE_FORM, text)
     return data
 
 
 def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
-    """Reject in-place writes in front of the last linear layer, where tiles read."""
+    """Reject in-place writes before the last linear layer, since the tiles are computed there."""
     first = min(mlp.dead, key=analysis.index.__getitem__)
     for node in (mlp.source, *mlp.constants, *mlp.rows, *mlp.dead):
         for writer in analysis.writers(node, first, mlp.last):
             if writer not in mlp.subgraph.calls:
-                raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
+                raise Rejection(Kind.WRITTEN, f"{label(writer)} writes into it in place before it is read")
 
 
 def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
-    """Reject a caller's tensor that PyTorch does not save too, for some gradient: the caller may modify it.
+    """Reject arguments and results of the graph, which the caller may modify, unless PyTorch also saves them.
 
     Under autocast PyTorch saves a copy in another dtype.
     """
     graph = mlp.source.graph
-    theirs = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
+    caller_owned = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
     if not value_of(mlp.last).requires_grad:
         return
     saves_source = any(
@@ -223,10 +225,10 @@ def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
         and value_of(weight).requires_grad
         for node, (input, weight, *_) in mlp.linears.items()
     )
-    exposed = set(map(analysis.storage, theirs))
+    exposed = set(map(analysis.storage, caller_owned))
     for node, is_saved in ({mlp.source: saves_source} | mlp.rows).items():
         if not is_saved and analysis.storage(node) in exposed:
-            text = f"the caller may modify its input, {shown(node)}, before backward needs it"
+            text = f"the caller may modify its input, {label(node)}, before backward needs it"
             raise Rejection(Kind.TILE_CALLERS, text)
 
 
@@ -234,7 +236,7 @@ def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
 
 
 def fuse(mlp: Tiling) -> Edit:
-    """The edit that replaces an MLP by its tiles."""
+    """Return the edit that replaces an MLP by its tiles."""
     return mlp.last, partial(_insert, mlp), mlp.dead
 
 
@@ -253,7 +255,7 @@ def _insert(mlp: Tiling) -> Node:
     length, last_length = tiles.lengths(tokens, mlp.count)
     sizes: list[Any] = [length] * (mlp.count - 1) + [last_length]
     lengths = sizes
-    if not isinstance(tokens, int):  # the same, as calls
+    if not isinstance(tokens, int):  # the sizes as calls in the graph
         before = last.prev
         length, last_length = tiles.lengths(Proxy(size(rows, 0)), mlp.count)
         while (before := before.next) is not last:
@@ -273,12 +275,12 @@ def _insert(mlp: Tiling) -> Node:
 
 
 def _written(mlp: Tiling, pieces: Mapping[Node, Node], tokens: Any) -> Node:
-    """Write a tile's calls on its rows; return its result. Backward recomputes all values but that.
+    """Write a tile's calls on its rows; return its result. Backward recomputes all values except the result.
 
     Args:
         mlp: the MLP.
-        pieces: the tile's rows of the source and of ``mlp.rows``.
-        tokens: their number.
+        pieces: the tile's rows of the source and of each tensor in ``mlp.rows``.
+        tokens: the number of these rows.
     """
     copies, before = dict(pieces), mlp.last.prev
 

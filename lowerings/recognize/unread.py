@@ -1,4 +1,4 @@
-"""Activations and opaque calls that are not sites, listed for people. Nothing here decides what is fused.
+"""List activations and opaque calls that are not sites, for reports. No decision is made here.
 
 Opaque calls are custom operators, Triton kernels, and functions that Dynamo does not trace (``allow_in_graph``), also
 inside a custom ``torch.autograd.Function``. An opaque call may be a GEMM, or an activation.
@@ -17,10 +17,21 @@ from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import compat
 
 from .canonical import Canonical
-from .graph import FREE, NONLINEAR, Call, GraphAnalysis, body_of, join, reached, shown, tensor, tensor_positions
+from .graph import (
+    FREE,
+    NONLINEAR,
+    Call,
+    GraphAnalysis,
+    body_of,
+    inline_bodies,
+    label,
+    reachable,
+    tensor,
+    tensor_positions,
+)
 from .report import Candidate, calls_of, names_of, site_of
 from .rewrite import Snapshot
-from .subgraph import find, readers
+from .subgraph import find_sites, readers
 from .symbolic import RULES
 
 # Namespaces of PyTorch's operators and ours: those without a name in ``graph.py`` are known not to be GEMMs.
@@ -33,20 +44,20 @@ _KNOWN = {
 def unread(graph: Graph) -> tuple[Site, ...]:
     """List a graph's activations and opaque calls that are not sites, each with its reason. The graph is not changed.
 
-    An activation before a norm or behind a convolution is one, and so is an activation at an end of the graph. The
+    Such an activation is followed by a norm, for example, or follows a convolution, or begins or ends the graph. The
     bodies of higher-order operators are searched together with the graph, so that a site is listed if the boundary of
-    an operator cuts it. Opaque calls are listed if they lie between GEMMs, or beside an activation.
+    an operator cuts it. An opaque call is listed if GEMMs surround it, or if it reads or produces an activation.
     """
-    joined, copied = join(graph)
-    canonical = Canonical(joined)
-    analysis = GraphAnalysis(joined, canonical.calls)
+    inlined, copied = inline_bodies(graph)
+    canonical = Canonical(inlined)
+    analysis = GraphAnalysis(inlined, canonical.calls)
     opaque = {node: name for node, call in analysis.calls.items() if (name := _opaque_name(node, call))}
     for node in opaque:
         analysis.calls[node].gemm = tensor_positions(node)
-    analysis = GraphAnalysis(joined, analysis.calls)  # as if each opaque call was a GEMM
+    analysis = GraphAnalysis(inlined, analysis.calls)  # opaque calls are assumed to be GEMMs
     sites: dict[Node, tuple[list[Node], Reason]] = {}
     for node, call in analysis.calls.items():
-        if analysis.passes(node) or not (node.users and _is_activation(analysis, canonical, node)):
+        if analysis.is_passthrough(node) or not (node.users and _is_activation(analysis, canonical, node)):
             continue
         users = list(readers(analysis, node))
         gemms = [user for user in users if analysis.calls[user].gemm is not None]
@@ -59,7 +70,7 @@ def unread(graph: Graph) -> tuple[Site, ...]:
             text = f"{NOT_AN_MLP}it reads {sources}, which no GEMM with weights has produced"
             sites[node] = gemms, Reason(Kind.NO_GEMM_BEFORE, text)
     outputs = cache(_outputs)
-    for node, gemms in find(analysis):
+    for node, gemms in find_sites(analysis):
         parts = _parts(analysis, node, gemms)
         for part in (part for part in opaque if part in parts):
             text = f"{NOT_AN_MLP}it is not known whether {opaque[part]} is a GEMM"
@@ -68,8 +79,8 @@ def unread(graph: Graph) -> tuple[Site, ...]:
             continue
         original = copied[canonical.originals.get(node, node)][0]
         around = [copied[canonical.originals.get(part, part)][1] for part in parts]
-        operators = dict.fromkeys(operator for inside_of in around for operator in inside_of)
-        cut = [operator for operator in operators if not all(operator in inside_of for inside_of in around)]
+        operators = dict.fromkeys(operator for enclosing in around for operator in enclosing)
+        cut = [operator for operator in operators if not all(operator in enclosing for enclosing in around)]
         if cut and original not in outputs(original.graph):
             text = f"the boundary of {names_of(cut)} lies between it and a GEMM"
             sites[node] = gemms, Reason(Kind.BOUNDARY, text)
@@ -83,24 +94,24 @@ def unread(graph: Graph) -> tuple[Site, ...]:
 
 
 def _outputs(graph: Graph) -> list[Node]:
-    """The output nodes of a graph's own sites, as the user's own calls."""
+    """The user's calls that are the output nodes of a graph's sites."""
     before = Snapshot(graph)
     try:
         canonical = Canonical(graph)
-        return [canonical.originals.get(node, node) for node, _ in find(GraphAnalysis(graph, canonical.calls))]
+        return [canonical.originals.get(node, node) for node, _ in find_sites(GraphAnalysis(graph, canonical.calls))]
     finally:
         before.restore()
 
 
 def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:
-    """The nodes from the GEMMs that a site's inputs come from to the GEMMs that read it, these included."""
+    """The nodes of a site, from the GEMMs that produce its inputs to the GEMMs that read it, inclusive."""
 
     def sources(node: Node) -> list[Node]:
         if analysis.calls[node].gemm is not None:
             return []
         return [source for source in analysis.sources(node) if analysis.state[source] != FREE]
 
-    return [*gemms, *islice(reached([output], sources), 64)]
+    return [*gemms, *islice(reachable([output], sources), 64)]
 
 
 def _is_activation(analysis: GraphAnalysis, canonical: Canonical, node: Node) -> bool:
@@ -124,14 +135,13 @@ def _opaque_name(node: Node, call: Call) -> str:
         return "" if namespace in _KNOWN else f"torch.ops.{namespace}.{name}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         body = body_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-        is_opaque = False
-        if target is torch.ops.higher_order.autograd_function_apply and body is not None:
-            is_opaque = any(_opaque_name(inner, Call(inner)) for inner in body.graph.nodes)
-        return shown(node) if is_opaque or shown(node).startswith("triton_kernel_wrapper") else ""
+        in_function = target is torch.ops.higher_order.autograd_function_apply and body is not None
+        is_opaque = in_function and any(_opaque_name(inner, Call(inner)) for inner in body.graph.nodes)
+        return label(node) if is_opaque or label(node).startswith("triton_kernel_wrapper") else ""
     if compat.traced_function(target) is not None:
-        return shown(node)
+        return label(node)
     module = str(getattr(target, "__module__", None) or "")
-    return "" if module.partition(".")[0] in ("", "torch", "builtins", "math", "_operator") else shown(node)
+    return "" if module.partition(".")[0] in ("", "torch", "builtins", "math", "_operator") else label(node)
 
 
 def _lies_between(analysis: GraphAnalysis, node: Node) -> bool:
@@ -140,7 +150,7 @@ def _lies_between(analysis: GraphAnalysis, node: Node) -> bool:
     Such a sum is a residual stream, and its reader is a norm.
     """
     users = list(readers(analysis, node))
-    if isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel may write what it reads
+    if isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel may write its arguments
         users += [user for a in node.all_input_nodes for user in a.users if analysis.index[user] > analysis.index[node]]
     sources = [source for source in map(analysis.origin, node.all_input_nodes) if analysis.state[source] != FREE]
     return any(map(analysis.weight_gemm, users)) and not all(_is_sum(analysis, source) for source in sources)

@@ -1,4 +1,4 @@
-"""The recorded values of a graph's nodes, the checks that operators take them, and the arguments of GEMMs."""
+"""Recorded values of a graph's nodes, checks that operators accept these values, and arguments of GEMMs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import compat
 
-from .graph import AFFINE, RESHAPES, GraphAnalysis, reached, shown, statically, tensor
+from .graph import AFFINE, RESHAPES, GraphAnalysis, label, reachable, statically, tensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
@@ -21,59 +21,59 @@ def value_of(node: Node) -> torch.Tensor:
     """The node's recorded value.
 
     Raises:
-        Rejection: none is recorded, or it is not a tensor.
+        Rejection: no value is recorded, or the value is not a tensor.
     """
     value = tensor(node)
     if value is None:
-        raise Rejection(Kind.UNRECORDED, f"the graph does not record the shape and dtype of {shown(node)}")
+        raise Rejection(Kind.UNRECORDED, f"the graph does not record the shape and dtype of {label(node)}")
     return value
 
 
 def is_plain(value: torch.Tensor) -> bool:
-    """True for an ordinary tensor: subclasses have meanings of their own."""
+    """True for an ordinary tensor. Subclasses may define other arithmetic."""
     return type(value) in _PLAIN
 
 
 def check_plain(node: Node) -> None:
-    """Reject a node whose value operators do not take.
+    """Reject a node whose value operators do not accept.
 
     Raises:
-        Rejection: it is of a tensor subclass or a transform, or not of real floating numbers.
+        Rejection: the value is a tensor subclass or a transform's wrapper, or its dtype is not real and floating.
     """
     value = value_of(node)
     if not is_plain(value):
-        text = f"{shown(node)} returns a {type(value).__name__}: tensor subclasses are not fused"
+        text = f"{label(node)} returns a {type(value).__name__}: tensor subclasses are not fused"
         raise Rejection(Kind.SUBCLASS, text)
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise Rejection(Kind.TRANSFORM, "it is computed under a torch.func transform (vmap, grad, …)")
     if value.dtype not in FLOATING:
-        raise Rejection(Kind.DTYPE, f"{shown(node)} returns {value.dtype}: only real floating tensors are fused")
+        raise Rejection(Kind.DTYPE, f"{label(node)} returns {value.dtype}: only real floating tensors are fused")
 
 
 def check_rounding(node: Node) -> None:
-    """Reject a node that Inductor is to round as eager does, after each call: an operator rounds once.
+    """Reject a node if Inductor must round as eager does, after each call. A fused operator rounds once.
 
     Raises:
-        Rejection: a setting of Inductor asks for that.
+        Rejection: a setting of Inductor requires eager's rounding.
     """
     setting = compat.eager_rounding(value_of(node).dtype)
     if setting:
-        raise Rejection(Kind.EAGER_ROUNDING, f"inductor's {setting} asks for eager's own rounding")
+        raise Rejection(Kind.EAGER_ROUNDING, f"inductor's {setting} requires eager's rounding")
 
 
 def equal(a: Any, b: Any) -> bool:
-    """True where two sizes are equal, whatever the symbols in them are."""
+    """True if two sizes are equal for all values of their symbols."""
     return statically(a == b)
 
 
 def same_shape(a: Node, b: Node) -> bool:
-    """True where two nodes' values have the same shape."""
+    """True if two nodes' values have the same shape."""
     x, y = value_of(a), value_of(b)
     return x.ndim == y.ndim and all(map(equal, x.shape, y.shape))
 
 
 def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bool:
-    """True where elements lie densely, in row-major order of these axes, from the slowest to the fastest."""
+    """True if the elements are dense, in row-major order of these axes, from the slowest to the fastest."""
     expected: Any = 1
     for axis in reversed(range(value.ndim) if order is None else order):
         if not statically(value.shape[axis] == 1):
@@ -84,10 +84,10 @@ def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bo
 
 
 def keeps_rows(analysis: GraphAnalysis, node: Node) -> bool:
-    """True where a view only arranges its source's rows in other axes: the same rows, one after the other in memory.
+    """True if a view only changes the leading axes: the rows and their order in memory stay the same.
 
-    Calls that pick rows do not count, even if they pick each once, nor those without a gradient: ``detach``, and a view
-    as another dtype.
+    False for calls that select rows, even if they select each row once, and for calls without a gradient: ``detach``,
+    and views as another dtype.
     """
     if analysis.calls[node].name not in RESHAPES or not node.all_input_nodes:
         return False
@@ -111,14 +111,14 @@ def producers(analysis: GraphAnalysis, inputs: Iterable[Node]) -> Iterator[Node]
         passed = not analysis.weight_gemm(node) and (analysis.state[node] == AFFINE or analysis.custom(node))
         return map(analysis.origin, analysis.sources(node)) if passed else ()
 
-    return filter(analysis.weight_gemm, reached(map(analysis.origin, inputs), sources))
+    return filter(analysis.weight_gemm, reachable(map(analysis.origin, inputs), sources))
 
 
 def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node | None, bool]:
-    """Return the (input, weight, bias) of a linear layer, and True where its weight is (in, out).
+    """Return the (input, weight, bias) of a linear layer, and True if its weight is (in, out).
 
     Raises:
-        Rejection: it is not a linear layer.
+        Rejection: the node is not a linear layer.
     """
     call = analysis.calls[node]
     names, order, transposed = _LINEARS.get(call.name, ((), (), False))
@@ -126,12 +126,12 @@ def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node 
     input, weight, bias = (arguments.pop(names[i], None) if i is not None else None for i in order or (None,) * 3)
     if isinstance(input, Node) and isinstance(weight, Node) and isinstance(bias, Node | None) and not arguments:
         value, matrix = tensor(weight), value_of(input).ndim == 2 or call.name in ("linear", "matmul")
-        if value is not None and value.ndim == 2 and not analysis.fed[weight] and matrix:
+        if value is not None and value.ndim == 2 and not analysis.follows_gemm[weight] and matrix:
             return input, weight, bias, transposed
-    raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is not a linear layer")
+    raise Rejection(Kind.GEMM_FORM, f"{label(node)} is not a linear layer")
 
 
-# By a GEMM's name: its arguments, the positions of input, weight and bias, and True where the weight is (in, out).
+# By a GEMM's name: its arguments, the positions of input, weight and bias, and True if the weight is (in, out).
 _LINEARS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
     "linear": (("input", "weight", "bias"), (0, 1, 2), False),
     "addmm": (("input", "mat1", "mat2"), (1, 2, 0), True),

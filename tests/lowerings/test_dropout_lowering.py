@@ -192,7 +192,7 @@ FOUND: dict[str, tuple[Callable[..., Tensor], list[tuple[bool, bool]]]] = {
 }
 # Dropouts whose sum is not fused, and the reason in the report.
 LEFT: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "two readers": (lambda s, x: (d := F.dropout(s.c(x), 0.3)) * (x + d), "mul reads the dropout, too"),
+    "two readers": (lambda s, x: (d := F.dropout(s.c(x), 0.3)) * (x + d), "mul also reads the dropout"),
     "twice itself": (lambda s, x: (d := F.dropout(s.c(x), 0.3)) + d, "it is not a plain sum of two tensors"),
     "alpha": (lambda s, x: torch.add(x, F.dropout(s.c(x), 0.3), alpha=2), "it is not a plain sum of two tensors"),
     "a number": (lambda s, x: F.dropout(s.c(x), 0.3) + 1, "it is not a plain sum of two tensors"),
@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "eager's rounding": (
         lambda s, x: F.dropout(s.c(x).bfloat16()), "emulate_precision_casts", {"emulate_precision_casts": True},
     ),
-    "another order": (lambda s, x: F.dropout(s.c(x).t()), "another memory order than the operator's", {}),
+    "another order": (lambda s, x: F.dropout(s.c(x).t()), "does not support the memory order of its result", {}),
     "under a transform": (
         lambda s, x: torch.func.grad(lambda x: (x + F.dropout(s.c(x), 0.5)).sum())(x),
         "under a torch.func transform", {},

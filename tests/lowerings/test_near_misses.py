@@ -190,7 +190,10 @@ OTHERS: dict[str, tuple[Case, str]] = {
     "cumsum in between": (two(lambda h, u: F.silu(h).cumsum(-1) * F.tanh(u)), "combined with the result of cumsum"),
     "custom operator in between": (two(lambda h, u: noise(F.silu(h)) * F.tanh(u)), "combined with the result of noise"),
     "noise": (one(lambda x: F.silu(x) * torch.rand_like(x)), "combined with the result of rand_like"),
-    "active dropout inside": (one(lambda x: F.dropout(torch.sigmoid(x), 0.5) * x), "an active dropout stands inside"),
+    "active dropout inside": (
+        one(lambda x: F.dropout(torch.sigmoid(x), 0.5) * x),
+        "contains an active dropout",
+    ),
 }
 
 # ---- the activation learns -------------------------------------------------------------------------------------------

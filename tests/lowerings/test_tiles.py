@@ -329,7 +329,7 @@ def test_a_miss_is_strict_where_it_is_no_choice() -> None:
     up, down = weights((FFN, HIDDEN), (HIDDEN, FFN))
     x = torch.randn(50, HIDDEN)
     (site,) = (s for s in sites(lambda x: F.linear(F.dropout(F.gelu(F.linear(x, up)), 0.1), down), x) if s.tiles)
-    assert site.is_missed and site.tiles_reason == "an active dropout stands inside"
+    assert site.is_missed and site.tiles_reason == "it contains an active dropout"
     (site,) = sites(SwiGLU(), x, memory="tiled")
     assert not site.is_missed and site.tiles_reason == "50 tokens are too few for two tiles of 8192"
 

@@ -49,7 +49,7 @@ def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
 
 
 def call_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a model; compiled in the model's place. Its frame is on every captured stack and is not the user's."""
+    """Call a model; compiled in the model's place. Its frame is on every captured stack and is not user code."""
     return model(*args, **kwargs)
 
 
@@ -72,7 +72,7 @@ def run_captured(
         **options: of ``torch.compile``.
 
     Returns:
-        What the model returns.
+        The model's result.
     """
     model = getattr(model, "_orig_mod", model)
     with (
@@ -99,10 +99,10 @@ def _meta_indices() -> Iterator[None]:
 
 @contextmanager
 def unchanged(model: Callable[..., Any]) -> Iterator[None]:
-    """Restore what a run changes: buffers (batch statistics, caches), random generators, Dynamo's records.
+    """Restore the state that a run changes: buffers (batch statistics, caches), random generators, Dynamo's records.
 
-    Otherwise sizes seen here would make a later compilation with other sizes dynamic, and graphs captured here would
-    count as the user's.
+    Otherwise the sizes of this run would make a later compilation with other sizes dynamic, and its graphs would count
+    as graphs of the user.
     """
     from torch._dynamo import pgo
     from torch._dynamo.utils import counters

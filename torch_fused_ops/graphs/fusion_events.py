@@ -31,17 +31,17 @@ class Observer(Protocol):
         """The fusion pass has run on a graph and found these sites."""
 
     def failed(self, reason: str) -> None:
-        """The fusion pass has failed on a graph and left it as it was."""
+        """The fusion pass has failed on a graph and left it unchanged."""
 
 
-process_wide: list[Observer] = []  # told in every thread, but not inside ``unobserved``
+process_wide: list[Observer] = []  # called in every thread, except inside ``unobserved``
 _observers: ContextVar[Sequence[Observer]] = ContextVar("torch_fused_ops_observers", default=process_wide)
 _unobserved: ContextVar[bool] = ContextVar("torch_fused_ops_unobserved", default=False)
 
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Inside, the observer is told, too."""
+    """Also call this observer inside the block."""
     token = _observers.set((*_observers.get(), observer))
     try:
         yield
@@ -51,7 +51,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Compilations inside are not the user's: only observers from inside are told."""
+    """Mark compilations inside the block as internal: only observers that are added inside are called."""
     tokens = _observers.set(()), _unobserved.set(True)
     try:
         yield
@@ -61,7 +61,7 @@ def unobserved() -> Iterator[None]:
 
 
 def is_unobserved() -> bool:
-    """True inside of ``unobserved``."""
+    """True inside ``unobserved``."""
     return _unobserved.get()
 
 
@@ -81,18 +81,18 @@ def tell(graph: Graph, sites: Sequence[Site]) -> None:
 
 
 def failed(reason: str) -> None:
-    """The fusion pass has failed on a graph and left it as it was."""
+    """The fusion pass has failed on a graph and left it unchanged."""
     for observer in _observers.get():
         observer.failed(reason)
     trace("failure", lambda: {"reason": reason})
 
 
 def trace(name: str, payload: Callable[[], object]) -> None:
-    """Write an artifact of the compilation that is going on to torch's structured trace: TORCH_TRACE, tlparse.
+    """Write an artifact of the current compilation to torch's structured trace (TORCH_TRACE, tlparse).
 
     Args:
-        name: behind "torch_fused_ops_".
-        payload: makes what is written, as JSON; called only where a trace is written.
+        name: the artifact's name after "torch_fused_ops_".
+        payload: returns the content, which is written as JSON; called only if a trace is written.
     """
     if not is_unobserved():
         trace_structured(

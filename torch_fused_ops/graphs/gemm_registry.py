@@ -1,4 +1,4 @@
-"""GEMMs known by name, as a graph does not show them: other libraries', and those that users register.
+"""GEMMs known by name, since a graph does not show them: GEMMs of other libraries, and GEMMs that users register.
 
 The fusion pass looks for activations between GEMMs. It recognizes PyTorch's own, and a ``torch.autograd.Function`` that
 calls one. Custom operators, kernels, and functions that Dynamo does not trace (``allow_in_graph``) are GEMMs if
@@ -22,7 +22,7 @@ _FUNCTIONS = {
     ("bitsandbytes.autograd._functions", "MatMul8bitFp"),
     ("bitsandbytes.autograd._functions", "MatMul8bitLt"),
 }
-_registered: dict[str, Any] = {}  # by name: an operator's name, or a Function's class
+_registered: dict[str, Any] = {}  # each operator or Function's class by the name that ``name_of`` returns
 _on_change: list[Callable[[], None]] = []
 
 
@@ -45,7 +45,7 @@ def register_gemm(fn: Any) -> None:
 
     The function and its saved tensors are unchanged. Functions that Dynamo traces and that call one of PyTorch's GEMMs
     need no registration; torchao's ``Float8Linear`` and bitsandbytes' 4-bit and 8-bit linear layers are registered.
-    ``memory="input"`` recomputes a GEMM if its operator is PyTorch's, or registered itself.
+    ``memory="input"`` recomputes a GEMM if its operator is part of PyTorch, or is registered itself.
 
     Args:
         fn: a subclass of ``torch.autograd.Function``; or an operator: ``torch.ops.library.name``, one of its overloads,
@@ -86,7 +86,7 @@ def is_known(fn: Any) -> bool:
 
 
 def _functions() -> Iterator[type[torch.autograd.Function]]:
-    """The registered Functions whose modules are imported."""
+    """Yield the registered Functions whose modules are imported."""
     yield from (fn for fn in _registered.values() if isinstance(fn, type))
     for module, name in _FUNCTIONS:
         function = getattr(sys.modules.get(module), name, None)
@@ -95,7 +95,7 @@ def _functions() -> Iterator[type[torch.autograd.Function]]:
 
 
 def function_at(frames: Iterable[tuple[str, int]]) -> bool:
-    """True if one of these lines, (file, line), is in the forward of a registered Function.
+    """True if the forward of a registered Function contains one of the (file, line) pairs.
 
     Dynamo's graph does not name a traced Function, but has the source lines of its calls.
     """
@@ -109,6 +109,6 @@ def function_at(frames: Iterable[tuple[str, int]]) -> bool:
 
 
 def registered_hash() -> str:
-    """A hash of the users' registrations, for compile keys; "" if there are none."""
+    """A hash of the users' registrations, for compile keys; "" without registrations."""
     names = "\n".join(sorted(_registered))
     return hashlib.sha256(names.encode()).hexdigest()[:16] if names else ""

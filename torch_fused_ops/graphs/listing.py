@@ -54,7 +54,7 @@ def read_by(site: Site) -> str:
 
 
 def explained(*parts: str | Kind) -> Iterator[str]:
-    """Indented lines of a reason, or of a kind's hint."""
+    """Yield indented lines for reasons and for kinds' hints."""
     for part in parts:
         line = part if isinstance(part, str) else f"→ {part.advice}"
         yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")

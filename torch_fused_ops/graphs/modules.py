@@ -7,9 +7,9 @@ import re
 
 from torch import fx, nn
 
-# What Dynamo has in front of the model: a variable, and what was looked up in it until the model was reached. That is
-# an element of the frame's ``args`` or ``kwargs`` (as where accelerate wraps ``forward`` for autocast), or of the
-# user's own list or dict, a method's or closure's module, and what ``functools.partial`` holds.
+# The prefix of Dynamo's path to the model: a variable, and the lookups from it to the model. A lookup can be an element
+# of the frame's ``args`` or ``kwargs`` (accelerate wraps ``forward`` for autocast) or of the user's list or dict, the
+# module of a method or closure, or the content of ``functools.partial``.
 _VARIABLE = re.compile(
     r"""^[LG]\[(['"]).*?\1\]"""
     r"""((?<=^L\['fn'\])\.(func\b|args(?=\[)|keywords(?=\[)))?"""
@@ -19,8 +19,8 @@ _VARIABLE = re.compile(
 # The names that wrappers give to the module that they wrap: torch.compile, checkpoint and offload wrappers, FSDP1.
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
-# What Dynamo's paths have and ``named_modules()`` of the model as its author wrote it has not: how a module is looked
-# up where its class has a ``__getattr__`` of its own, and the wrappers of torch.compile, checkpointing and FSDP.
+# Parts of Dynamo's paths that ``named_modules()`` of the unwrapped model does not have: lookups of a module in a class
+# with its own ``__getattr__``, and the wrappers of torch.compile, checkpointing and FSDP.
 _NO_NAMES = re.compile(
     r"\.__dict__(\._modules(?=\.|$)|\['_modules'\])|\._modules(?=\[)"
     rf"|\.?({'|'.join(WRAPPED)})\b"
@@ -29,15 +29,15 @@ _NO_NAMES = re.compile(
 
 @functools.lru_cache(maxsize=1 << 14)
 def module_path(path: str) -> str:
-    """A module's path in the model, from Dynamo's: ``L['self'].layers['0'].mlp`` is ``layers.0.mlp``.
+    """Convert Dynamo's path of a module to its path in the model: ``L['self'].layers['0'].mlp`` to ``layers.0.mlp``.
 
-    Dynamo's begins with the variable that leads to the model.
+    Dynamo's path begins with the variable that leads to the model.
     """
     return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", _NO_NAMES.sub("", _VARIABLE.sub("", path))).strip(".")
 
 
 def tensor_path(path: str) -> str:
-    """A parameter's or a buffer's path in the model, from Dynamo's."""
+    """Convert Dynamo's path of a parameter or buffer to its path in the model."""
     return re.sub(r"(^|\.)_(parameters|buffers)\.", r"\1", module_path(path))
 
 

@@ -20,7 +20,7 @@ class Category(Enum):
     NOT_AN_MLP = auto()  # ``strict`` does not count these
     FUNCTION = auto()  # not a supported activation
     SOUNDNESS = auto()  # fusing it would change results
-    CHOICE = auto()  # a setting of the user's, or of Inductor's
+    CHOICE = auto()  # a setting of the user or of Inductor
     MODULE = auto()  # modules that replace_mlps does not compile
     GEMM = auto()  # linear layers that stay in the model's dtype
     TILES = auto()  # MLPs that are not cut into tiles
@@ -41,7 +41,7 @@ class Kind(Enum):
 
     Attributes:
         category: its table in the docs.
-        hint: a remedy, for reports; "" if there is none.
+        hint: a remedy, for reports; "" if no remedy is known.
         is_requested: the user asked for it, so ``strict`` does not count it.
     """
 

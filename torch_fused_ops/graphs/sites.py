@@ -24,11 +24,11 @@ class Site:
         code: the text of that line.
         spelling: the functions between the GEMMs, as the model calls them.
         kind: the reason's kind if it is not fused; else None.
-        excluded_by: the policy's pattern that excludes it; "" if none does.
+        excluded_by: the policy's pattern that excludes it; "" if it is not excluded.
         gemm: the float8 recipe of the linear layers around it, if the policy requests one and some of them use it; else
             "".
-        gemm_reason: the layers that do not use it, and why, for people; "" if there are none.
-        gemm_kind: the kind of the first of those reasons.
+        gemm_reason: the layers that do not use the recipe, and why, for people; "" if all layers use it.
+        gemm_kind: the kind of the first reason in ``gemm_reason``; None if all layers use the recipe.
         tiles: the number of tiles, if the policy requests tiles; else 0.
         tiles_reason: why it is not tiled, for people; "" if it is, or tiles are not requested.
         tiles_kind: the kind of that reason.
@@ -55,7 +55,7 @@ class Site:
     memory: str = ""
 
     def refused(self, reason: Reason | None) -> Site:
-        """The site, not fused for this reason; as it is if there is none, or if it was not fused anyway."""
+        """Return the site as not fused for this reason; unchanged if the reason is None, or if it is not fused."""
         if self.op is None or reason is None:
             return self
         return replace(self, op=None, reason=str(reason), kind=reason.kind, excluded_by=reason.excluded_by)
@@ -70,17 +70,17 @@ class Site:
         """True if ``strict`` counts it, because a request of the policy is not met: fusion of an MLP, tiles, or float8
         for at least one of its linear layers. Reasons that the policy itself causes do not count."""
         if self.op is not None:
-            whole = self.tiles_kind is not None and not self.tiles_kind.is_requested
-            return whole or (self.gemm_kind is not None and not self.gemm)
+            is_untiled = self.tiles_kind is not None and not self.tiles_kind.is_requested
+            return is_untiled or (self.gemm_kind is not None and not self.gemm)
         return self.is_mlp and not (self.kind is not None and self.kind.is_requested)
 
     @property
     def hint(self) -> str:
-        """The remedy for a site that is not fused; "" if it is fused, or there is none."""
+        """The remedy for a site that is not fused; "" if it is fused, or no remedy is known."""
         return self.kind.hint if self.op is None and self.kind is not None else ""
 
     @property
     def refusals(self) -> tuple[Kind, ...]:
-        """The kinds of all rejections, without repeats: of the activation, of float8, of tiles."""
+        """The kinds of all rejections without repeats: activation, float8, tiles."""
         kinds = (self.kind, self.gemm_kind, self.tiles_kind)
         return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))

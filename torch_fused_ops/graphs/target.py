@@ -1,4 +1,4 @@
-"""The device that a captured graph is for, which may be another than its tensors'."""
+"""The device that a captured graph is compiled for. It may differ from the device of its tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 import torch
 
-# Set by an emulator while it captures: the GPU for which CPU and meta tensors stand.
+# The GPU that an emulator captures for with CPU and meta tensors; None outside emulators.
 emulated: ContextVar[torch.device | None] = ContextVar("torch_fused_ops_emulated_device", default=None)
 
 
