@@ -66,8 +66,8 @@ def test_commands(
     levels = ("free", LEVELS[[*ARCHITECTURES].index(name) % len(LEVELS)])
     monkeypatch.setattr(search, "levels_for", lambda lossless, attention: levels)
     torch._dynamo.reset()
-    first, *rest = COMMANDS[command]
-    code = main([first, "their_module:make_model", *rest])
+    first, *options = COMMANDS[command]
+    code = main([first, "their_module:make_model", *options])
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
     assert "figures are not available" not in said.out

@@ -1,7 +1,7 @@
-"""Which part of the library may import which, and that no module imports itself by way of others.
+"""The imports that each layer of the library may have. No module imports itself through others.
 
-Read off the sources, imports inside functions included: those put off the cost of an import, not the dependency. What
-only type checkers import counts where modules import one another, and not for the layers.
+Imports are read from the sources, including imports inside functions: these defer the cost, but not the dependency.
+Imports for type checkers only count as circles, but not as imports of a layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLDERS = {
 if not all(folder.is_dir() for folder in FOLDERS.values()):
     pytest.skip("not in a clone", allow_module_level=True)
 
-# The core: what is read in an afternoon; docs/architecture.md says where to begin.
+# The core can be read in an afternoon; docs/architecture.md gives the order.
 CORE = (
     *("activations", "formulas", "declaration"),
     *("operators.activation", "operators.registration", "operators.eager", "operators.checks"),
@@ -96,12 +96,12 @@ def layer_of(module: str) -> str:
 
 @cache
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for package, folder in FOLDERS.items():
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
-            found[".".join((package, *(part for part in parts if part != "__init__")))] = path
-    return found
+            paths[".".join((package, *(part for part in parts if part != "__init__")))] = path
+    return paths
 
 
 @cache
@@ -165,7 +165,7 @@ def test_a_layer_imports_what_the_table_says(layer: str) -> None:
     assert not upward
 
 
-def test_nothing_that_is_installed_imports_the_laboratory() -> None:
+def test_installed_modules_do_not_import_the_laboratory() -> None:
     folder = "torch_fused_ops.benchmarks.laboratory"
     assert any(module.startswith(folder) for module in modules())
     installed = [module for module in modules() if not module.startswith(folder)]

@@ -1,4 +1,4 @@
-"""Running a function with and without the recognizer's rewrite, and comparing everything that a user can see of it."""
+"""Run a function with and without the recognizer's rewrite, and compare everything that a user can observe."""
 
 import functools
 import json
@@ -19,36 +19,38 @@ from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.tools.verify import interpreted
 
 LEVELS = ("free", "fp8", "input", "tiled:2")
-POLICY = FusionPolicy(dropout=False)  # a dropout that is picked up drops other elements
+POLICY = FusionPolicy(dropout=False)  # a fused dropout and F.dropout drop different elements
 TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.2}
 REASONS = json.loads((Path(__file__).parents[2] / "docs" / "reasons.json").read_text(encoding="utf-8"))
 
 
 class EagerFails(Exception):
-    """The function itself raises: there is nothing to compare with."""
+    """The function itself raises, so there is no result to compare with."""
 
 
 def fits(kind: Kind, text: str) -> bool:
-    """Whether a text is what docs/recognition.md has for its kind; behind where it is, in a module that does more."""
+    """True if docs/reasons.json has the text for its kind. In modules with more than an MLP, the place comes first."""
     forms = (".*".join(map(re.escape, form.split("*")[::2])) for form in REASONS["kinds"][kind.name]["texts"])
     return any(re.fullmatch(f"(its activation stands between .*: )?{form}", text, re.DOTALL) for form in forms)
 
 
 def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Callable[..., Any]:
-    """fn compiled, with pick-up if ``sites`` is a list.
+    """Compile a function, with fusion if ``sites`` is a list.
 
     Args:
         fn: the function.
-        way: "eager" runs Dynamo's graph as it is, "aot_eager" through AOTAutograd; a memory level runs it
-            after all of Inductor's passes, without code.
-        sites: gets what was found in Dynamo's graphs and their subgraphs; nothing with memory levels.
+        way: "eager" runs Dynamo's graph, "aot_eager" runs it through AOTAutograd, and a memory level runs it after all
+            of Inductor's passes, without code.
+        sites: receives the sites of Dynamo's graphs and their subgraphs, except with memory levels.
     """
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         for module in list(gm.modules()):
             if sites is not None and isinstance(module, torch.fx.GraphModule):
                 before, changes = str(module.graph), rewrite(module.graph, POLICY)
-                assert any(site.op for site in changes) or str(module.graph) == before, "left alone is left as it was"
+                assert any(site.op for site in changes) or str(module.graph) == before, (
+                    "nothing is fused, so the graph must not change"
+                )
                 sites.extend(site for site in changes if site.activation != "dropout")
                 module.graph.lint()
                 module.recompile()
@@ -67,7 +69,7 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
 def capture(
     fn: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None
 ) -> tuple[Any, list[Site], list[torch.fx.Graph]]:
-    """(result, sites, rewritten graphs): fn's graphs by Dynamo, subgraphs included, rewritten and then run eagerly."""
+    """Rewrite fn's graphs and their subgraphs, and run them eagerly; return (result, sites, rewritten graphs)."""
     sites: list[Site] = []
     graphs: list[torch.fx.Graph] = []
 
@@ -99,83 +101,86 @@ def traced(fn: Callable[..., Any], *args: Any) -> torch.fx.Graph:
 
 
 def observed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[Any], list[Tensor | None], list[Any]]:
-    """fn's results, the gradients of its arguments, and the arguments as they are afterwards."""
-    given = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+    """fn's results, the gradients of its arguments, and the arguments after the call."""
+    arguments = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
     torch.manual_seed(0)
-    results = tree_leaves(fn(*given))
-    wanting = [a for a in given if isinstance(a, Tensor) and a.requires_grad]
+    results = tree_leaves(fn(*arguments))
+    differentiated = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
     floating = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.isfinite().all()]
-    gradients: list[Tensor | None] = [None] * len(wanting)
-    if floating and wanting:
+    gradients: list[Tensor | None] = [None] * len(differentiated)
+    if floating and differentiated:
         torch.manual_seed(1)
-        # a random linear function: one whose gradient depends on the results would hide what happens where they are 0
+        # A random linear function. The square, for example, would hide wrong gradients of results that are 0.
         loss = sum(
             (t.abs() if t.is_complex() else t).double().mul(torch.randn(t.shape).double()).sum() for t in floating
         )
-        gradients = list(torch.autograd.grad(loss, wanting, allow_unused=True))
-    return results, gradients, given
+        gradients = list(torch.autograd.grad(loss, differentiated, allow_unused=True))
+    return results, gradients, arguments
 
 
 def strides(t: Tensor) -> list[int]:
-    """The strides that say where elements lie: not those of axes of size 1."""
+    """The strides of axes larger than 1."""
     return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
 
 
-def same(wanted: Any, got: Any, what: str, dtype: torch.dtype | None) -> None:
-    if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
-        assert isinstance(wanted, Tensor) == isinstance(got, Tensor) and (wanted is None) == (got is None), what
+def check_equal(expected: Any, actual: Any, place: str, dtype: torch.dtype | None) -> None:
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        assert (isinstance(expected, Tensor), expected is None) == (isinstance(actual, Tensor), actual is None), place
         return
-    assert (wanted.shape, wanted.dtype) == (got.shape, got.dtype), f"{what}: {got.shape} {got.dtype} for {wanted.shape}"
-    assert wanted.requires_grad == got.requires_grad, f"{what}: requires_grad is {got.requires_grad}"
-    assert strides(wanted) == strides(got), f"{what}: strides {got.stride()} for {wanted.stride()}"
-    finite = wanted.isfinite()
-    if not (wanted.is_floating_point() or wanted.is_complex()) or not finite.any():
+    assert (expected.shape, expected.dtype) == (actual.shape, actual.dtype), (
+        f"{place}: {actual.shape} {actual.dtype} for {expected.shape}"
+    )
+    assert expected.requires_grad == actual.requires_grad, f"{place}: requires_grad is {actual.requires_grad}"
+    assert strides(expected) == strides(actual), f"{place}: strides {actual.stride()} for {expected.stride()}"
+    finite = expected.isfinite()
+    if not (expected.is_floating_point() or expected.is_complex()) or not finite.any():
         return
-    w, g = wanted[finite].detach().double(), got[finite].detach().double()
-    size = max(1.0, w.abs().max().item())
-    apart = (w - g).abs().max().item() / size
-    assert apart <= TOLERANCE.get(dtype or wanted.dtype, 0.0), f"{what}: {apart:.3g} apart, relative to {size:.3g}"
+    e, a = expected[finite].detach().double(), actual[finite].detach().double()
+    size = max(1.0, e.abs().max().item())
+    error = (e - a).abs().max().item() / size
+    assert error <= TOLERANCE.get(dtype or expected.dtype, 0.0), f"{place}: {error:.3g} apart, relative to {size:.3g}"
 
 
 def compare(
     fn: Callable[..., Any], args: Sequence[Any], *, way: str = "eager", dtype: torch.dtype | None = None
 ) -> list[Site]:
-    """Assert that fn with pick-up gives fn's results, gradients and writes into arguments; the sites that were found.
+    """Assert that fusion changes no result, gradient or write into an argument of fn; return the sites.
 
-    What compiling itself changes is not held against pick-up: then it must give what compiling without it gives.
+    If compilation without fusion already changes them, fused and unfused compilation are compared.
 
     Args:
         fn: the function.
-        args: its arguments; those that require grad are differentiated by.
-        way: how it is compiled, see ``compiled``.
-        dtype: the narrowest that fn computes in, for the tolerance; by default each result's own.
+        args: its arguments. Gradients are compared if an argument requires them.
+        way: the way to compile it, see ``compiled``.
+        dtype: the narrowest dtype in fn, for the tolerance; None for the dtype of each result.
 
     Raises:
-        EagerFails: fn, or compiling it without pick-up, raises.
+        EagerFails: fn raises, or compiling it without fusion does.
     """
     try:
-        wanted = observed(fn, args)
+        expected = observed(fn, args)
     except Exception as e:
         raise EagerFails from e
     sites: list[Site] = []
     try:
-        _equal(wanted, observed(compiled(fn, way, sites), args), way, dtype)
+        _equal(expected, observed(compiled(fn, way, sites), args), way, dtype)
     except Exception:
         try:
-            wanted = observed(compiled(fn, way, None), args)
+            expected = observed(compiled(fn, way, None), args)
         except Exception as e:
             raise EagerFails from e
-        _equal(wanted, observed(compiled(fn, way, []), args), way, dtype)
+        _equal(expected, observed(compiled(fn, way, []), args), way, dtype)
     return sites
 
 
-def _equal(wanted: Any, got: Any, way: str, dtype: torch.dtype | None) -> None:
-    overflows = any(isinstance(t, Tensor) and not t.isfinite().all() for t in wanted[0])  # exp(x)/(1 + exp(x)) in eager
-    for kind, many, others in zip(("result", "gradient", "argument"), wanted, got, strict=True):
-        assert len(many) == len(others), kind
+def _equal(expected: Any, actual: Any, way: str, dtype: torch.dtype | None) -> None:
+    # Eager's exp(x)/(1 + exp(x)) overflows, for example.
+    overflows = any(isinstance(t, Tensor) and not t.isfinite().all() for t in expected[0])
+    for kind, expected_values, actual_values in zip(("result", "gradient", "argument"), expected, actual, strict=True):
+        assert len(expected_values) == len(actual_values), kind
         if kind == "gradient" and overflows:
             continue
-        for i, (w, g) in enumerate(zip(many, others, strict=True)):
-            if kind == "gradient" and way != "eager" and w is None and g is not None:
-                w = torch.zeros_like(g)  # AOTAutograd gives zeros where nothing flows
-            same(w, g, f"{kind} {i}", dtype)
+        for i, (e, a) in enumerate(zip(expected_values, actual_values, strict=True)):
+            if kind == "gradient" and way != "eager" and e is None and a is not None:
+                e = torch.zeros_like(a)  # AOTAutograd gives zeros where nothing flows
+            check_equal(e, a, f"{kind} {i}", dtype)

@@ -1,4 +1,4 @@
-"""Activations written as ``torch.autograd.Function``, and order of evaluation, for several test files."""
+"""Activations written as ``torch.autograd.Function``, and helpers for the order of evaluation."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def first(value, *_):
-    """``value``, after the other arguments were evaluated."""
+    """Return the first argument, after Python has evaluated the others."""
     return value
 
 
@@ -20,8 +20,8 @@ def autograd_function(value, gradient):
     """A ``torch.autograd.Function``.
 
     Args:
-        value: gives, of the arguments, the result, and behind it what is saved.
-        gradient: gives, of the result's gradient and what was saved, the arguments'.
+        value: maps the arguments to the result, followed by the saved tensors.
+        gradient: maps the result's gradient and the saved tensors to the arguments' gradients.
     """
 
     class Function(torch.autograd.Function):
@@ -38,27 +38,27 @@ def autograd_function(value, gradient):
     return Function
 
 
-# SiLU as memory-saving activations are written: what is saved is computed after the result.
+# SiLU in the style of memory-saving activations: a saved tensor is computed after the result.
 Swish = autograd_function(lambda x: (F.silu(x), x, torch.sigmoid(x)), lambda grad, x, s: grad * (s * (1 + x * (1 - s))))
-# Another function's gradient; its own, but clipped; its own, times 1.00001.
+# The gradient of the identity; a clipped gradient; the gradient times 1.00001.
 StraightThrough = autograd_function(lambda x: (torch.tanh(x),), lambda grad: grad)
 Clipped = autograd_function(lambda x: (y := torch.tanh(x), y), lambda grad, y: (grad * (1 - y * y)).clamp(-0.1, 0.1))
 Scaled = autograd_function(lambda x: (y := torch.sigmoid(x), y), lambda grad, y: 1.00001 * grad * y * (1 - y))
-# silu(gate)·up that gives no gradient to the gate; sigmoid(gate)·up whose two gradients are exchanged.
+# silu(gate)·up without a gradient for the gate; sigmoid(gate)·up with exchanged gradients.
 Forgets = autograd_function(lambda gate, up: ((s := F.silu(gate)) * up, s), lambda grad, s: (None, grad * s))
 Swapped = autograd_function(
     lambda gate, up: ((s := torch.sigmoid(gate)) * up, s, up), lambda grad, s, up: (grad * s, grad * up * s * (1 - s))
 )
-# Swish in bfloat16, on whatever it is given.
+# Swish in bfloat16, for inputs of any dtype.
 Rounding = autograd_function(
     lambda x: (F.silu(x.bfloat16()).to(x.dtype), x),
     lambda grad, x: grad * ((s := torch.sigmoid(x)) + x * s * (1 - s)),
 )
-# tanh, and after it, for the backward, the value of another activation.
+# tanh; then the value of another activation is computed and saved.
 LateState = autograd_function(
     lambda x: (y := torch.tanh(x), y, torch.sigmoid(x)), lambda grad, y, _: grad * (1 - y * y)
 )
-# gelu(x)·y with the gradients of both.
+# gelu(x)·y with both gradients.
 Gated = autograd_function(
     lambda x, y: (F.gelu(x) * y, x, y),
     lambda grad, x, y: (

@@ -1,7 +1,6 @@
-"""Pick-up among everything else: upstream's fusions, checkpointing, higher-order operators, DDP, other people's passes
-and threads, each with an MLP of ours in the same graph.
+"""Fusion of an MLP beside Inductor's fusions, checkpoints, higher-order operators, DDP, user passes and threads.
 
-Most tests compile with ``compiled``: every pass that Inductor has and no g++, a fraction of a second a graph.
+Most tests compile with ``compiled``: all of Inductor's passes without g++, in a fraction of a second per graph.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def calls(graph: torch.fx.Graph) -> Counter[str]:
 
 @dataclass
 class Compiled:
-    """What a compilation made: values, graphs after the post-grad passes (the backward last), Inductor's counters."""
+    """A compilation's results, its graphs after the post-grad passes (backward last), and Inductor's counters."""
 
     out: Any = None
     graphs: list[torch.fx.GraphModule] = field(default_factory=list)
@@ -78,15 +77,15 @@ def compiled(
     lower: bool = False,
     fullgraph: bool = True,
 ) -> Compiled:
-    """Run ``fn`` and its backward under Inductor with ``options``, the graphs run by torch in place of generated code.
+    """Run ``fn`` and its backward under Inductor with ``options``. Torch runs the graphs instead of generated code.
 
     Args:
-        fn: what to compile.
+        fn: the function to compile.
         args: its arguments.
-        options: as ``torch.compile`` takes them.
-        config: Inductor's config meanwhile, for the whole process or context.
-        lower: lower the graphs too: some of upstream's fusions happen there.
-        fullgraph: as ``torch.compile`` takes it.
+        options: the options of ``torch.compile``.
+        config: Inductor's config during the run, for the whole process or context.
+        lower: also lower the graphs, since some of Inductor's fusions happen there.
+        fullgraph: the argument of ``torch.compile``.
     """
     from torch._inductor import compile_fx
 
@@ -95,7 +94,7 @@ def compiled(
     def inner(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         before = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
         after = harness.after_passes(gm, inputs, kwargs.get("is_inference", False), lower)
-        runs = before if lower else after  # of what oneDNN fuses calls are lowerings
+        runs = before if lower else after  # oneDNN's fused calls exist only as lowerings
         result.graphs.append(gm)
 
         def call(inputs: list[Any]) -> Any:
@@ -145,14 +144,14 @@ class Attention(nn.Module):
 
 
 def experts() -> nn.Module:
-    """Five MLPs of one shape, each after a norm."""
+    """Five MLPs of equal shape, each after a norm."""
     layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), MLP()) for _ in range(5))
     return harness.Net(lambda s, x: torch.cat([layer(x) for layer in s.layers]), layers=layers)
 
 
 @dataclass
 class Fusion:
-    """One of upstream's fusions: where it happens, what it counts, and what we fuse in the same graph."""
+    """A fusion of Inductor: the model, the counters that it increments, and the number of fused MLPs in the graph."""
 
     model: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -166,11 +165,11 @@ class Fusion:
 BF16 = torch.bfloat16
 FUSIONS = {
     "SDPA": Fusion(Attention, (2, 16, 64), ("fuse_attention",), 1, training=True),
-    # It runs before our pass and stacks what the second linears read: no GEMM reads an activation any more.
+    # It runs before the pre-grad pass and stacks the inputs of the second linears, so no GEMM reads an activation.
     "batched linears before grad": Fusion(
         experts, (16, 64), ("batch_linear",), 0, training=True, config={"pre_grad_fusion_options": {"batch_linear": {}}}
     ),
-    # CPU inference under freezing: we stand aside.
+    # CPU inference under freezing: MLPs are not fused.
     "oneDNN linear + gelu": Fusion(
         MLP, (2, 16, 64), ("mkldnn_linear_weight_pack_matcher_count", "mkldnn_unary_fusion_matcher_count"), 0, BF16,
         config={"freezing": True},
@@ -179,7 +178,7 @@ FUSIONS = {
 
 
 @pytest.mark.parametrize("name", FUSIONS)
-def test_upstreams_fusion_fires_next_to_ours(name: str) -> None:
+def test_inductors_fusions_fire_next_to_fused_mlps(name: str) -> None:
     case = FUSIONS[name]
     onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if "oneDNN" in name and not onednn:
@@ -197,7 +196,7 @@ def test_upstreams_fusion_fires_next_to_ours(name: str) -> None:
     torch.testing.assert_close(on.out, off.out, rtol=2e-2 if case.dtype == BF16 else 1e-4, atol=1e-4)
 
 
-def test_frozen_by_options_we_stand_aside_too() -> None:
+def test_freezing_in_options_prevents_fusion_at_inference() -> None:
     with torch.no_grad():
         result = compiled(MLP(), torch.randn(4, 64), options={**fused_with(), "freezing": True})
         assert result.fused() == 0
@@ -211,8 +210,8 @@ def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [(torch.randn(shape) / shape[-1] ** 0.5).requires_grad_() for shape in shapes]
 
 
-def test_what_a_batch_of_products_is_made_of() -> None:
-    """A bias in front of a baddbmm's data is no data: a frozen one may be kept as a weight is, for the product."""
+def test_a_frozen_bias_of_baddbmm_may_be_saved() -> None:
+    """A frozen bias of a baddbmm may be saved for the recomputed GEMM, as a weight may."""
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     shapes = (3, 512, 64), (3, 64, 256), (3, 256, 64)
     x, up, down = (torch.empty(shape, dtype=BF16, device="meta", requires_grad=True) for shape in shapes)
@@ -221,20 +220,24 @@ def test_what_a_batch_of_products_is_made_of() -> None:
     def experts(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
         return torch.bmm(F.gelu(torch.baddbmm(bias, x, up)), down)
 
-    def kept(memory: str) -> list[tuple[int, ...]]:
+    def saved_shapes(memory: str) -> list[tuple[int, ...]]:
         policy = fused_with(tfo.FusionPolicy(memory=memory))
         paper = virtual_gpu.compile_on_paper(experts, x, up, bias, down, config=policy)
         return [tuple(tensor.shape) for tensor in paper.saved]
 
     hidden = (3, 512, 256)
-    assert hidden in kept("free") and hidden not in kept("input") and tuple(bias.shape) in kept("input")
+    assert (
+        hidden in saved_shapes("free")
+        and hidden not in saved_shapes("input")
+        and tuple(bias.shape) in saved_shapes("input")
+    )
 
 
 ALWAYS, NEVER = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
 def selective(table: dict[Any, CheckpointPolicy], seen: set[Any] | None = None) -> Callable[[], Any]:
-    """A ``context_fn`` that saves what the table says, and notes what it was asked for."""
+    """A ``context_fn`` that decides by the table, and adds each operator that it decides about to ``seen``."""
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if seen is not None:
@@ -300,7 +303,7 @@ def bodies(mlp: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tens
 @pytest.mark.covering(every=6)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["checkpoint", "cond", "nested_compile_region", "map", "scan", "while_loop"])
-def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: bool) -> None:
+def test_bodies_of_higher_order_operators_are_fused(name: str, training: bool) -> None:
     w, v = weights((64, 16), (16, 64))
 
     def mlp(x: Tensor) -> Tensor:
@@ -312,22 +315,22 @@ def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: boo
     slot = compat.slot_of((*compat.passes_in(options["pre_grad_custom_pass"]), lambda g: seen.append(calls(g))))
     with torch.set_grad_enabled(training):
         result = compiled(bodies(mlp)[name], x, options={**options, "pre_grad_custom_pass": slot})
-        wanted = mlp(x)
+        expected = mlp(x)
     count = 2 if name == "cond" else 1  # both branches
     assert sum(c["fused.bias_act.default"] for c in seen) == count
     assert not any("fused" in call for call in seen[-1])  # the graph around it
-    torch.testing.assert_close(result.out, wanted)
+    torch.testing.assert_close(result.out, expected)
     if training:
-        torch.testing.assert_close(x.grad, torch.autograd.grad(wanted.square().mean(), x)[0])
+        torch.testing.assert_close(x.grad, torch.autograd.grad(expected.square().mean(), x)[0])
 
 
 # ---- DDP -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(every=2)
-@pytest.mark.parametrize("megabytes, parts", [(4.3, 3), (1000, 2)])  # the first bucket has 1 MiB in any case
+@pytest.mark.parametrize("megabytes, parts", [(4.3, 3), (1000, 2)])  # the first bucket always has 1 MiB
 def test_mlps_that_ddp_cuts_are_sites_that_are_not_fused(megabytes: float, parts: int) -> None:
-    """DDPOptimizer cuts a graph wherever a bucket is full: an MLP that it cuts in two is no MLP to any backend."""
+    """DDPOptimizer splits a graph when a bucket is full. No backend sees the whole of an MLP that is split."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -343,25 +346,25 @@ def test_mlps_that_ddp_cuts_are_sites_that_are_not_fused(megabytes: float, parts
         with pytest.raises(Exception, match="optimize_ddp = False") as strict:
             compiled(sharded, x, options=fused_with(tfo.FusionPolicy(strict=True)), fullgraph=False)
         with dynamo_config.patch(optimize_ddp=False):
-            whole = compiled(sharded, x, options=fused_with(), fullgraph=False)
+            unsplit = compiled(sharded, x, options=fused_with(), fullgraph=False)
     finally:
         dist.destroy_process_group()
     assert isinstance(strict.value.inner_exception, tfo.UnfusedError)
-    for said in (report, explained):
-        assert said.summary == f"3 of 4 MLP sites fused ({parts} graphs)" and not said.unread
-        assert [site.kind for site in said.sites if site.op is None] == [Kind.DDP_BUCKET]
-        assert {one.kind for one in said.breaks} == {Kind.DDP_BUCKET}
+    for described in (report, explained):
+        assert described.summary == f"3 of 4 MLP sites fused ({parts} graphs)" and not described.unread
+        assert [site.kind for site in described.sites if site.op is None] == [Kind.DDP_BUCKET]
+        assert {graph_break.kind for graph_break in described.breaks} == {Kind.DDP_BUCKET}
     assert len(split.graphs) == 2 * parts and split.calls()["fused.bias_act_backward.default"] == 3
-    assert len(whole.graphs) == 2 and whole.calls()["fused.bias_act_backward.default"] == 4
-    for result in (split, whole):
+    assert len(unsplit.graphs) == 2 and unsplit.calls()["fused.bias_act_backward.default"] == 4
+    for result in (split, unsplit):
         torch.testing.assert_close(result.out, model(x))
 
 
 # ---- other people's passes -----------------------------------------------------------------------
 
 
-class Theirs(CustomGraphPass):
-    """Somebody else's pass: notes how many of our operators it sees."""
+class UserPass(CustomGraphPass):
+    """A user's pass, which counts the fused operators that it sees."""
 
     def __init__(self, fails: bool = False) -> None:
         self.seen: list[int] = []
@@ -373,22 +376,22 @@ class Theirs(CustomGraphPass):
             raise RuntimeError("their pass fails")
 
     def uuid(self) -> str:
-        return "theirs"
+        return "user pass"
 
-    def __deepcopy__(self, memo: Any) -> Theirs:
+    def __deepcopy__(self, memo: Any) -> UserPass:
         return self
 
 
 def step() -> Compiled:
-    """Compile an MLP, now and here, as plain ``torch.compile`` would."""
+    """Compile an MLP with the current settings."""
     return compiled(MLP(width=16), torch.randn(4, 16, requires_grad=True))
 
 
-KINDS: dict[str, Callable[[Theirs], Any]] = {
-    "a pass": lambda theirs: theirs,
-    "a function": lambda theirs: lambda graph: theirs(graph),
-    "a list": lambda theirs: [theirs],
-    "a tuple": lambda theirs: (theirs, lambda graph: theirs(graph)),
+KINDS: dict[str, Callable[[UserPass], Any]] = {
+    "a pass": lambda user_pass: user_pass,
+    "a function": lambda user_pass: lambda graph: user_pass(graph),
+    "a list": lambda user_pass: [user_pass],
+    "a tuple": lambda user_pass: (user_pass, lambda graph: user_pass(graph)),
 }
 
 
@@ -397,16 +400,16 @@ KINDS: dict[str, Callable[[Theirs], Any]] = {
 def test_passes_in_all_slots_run_as_before_and_are_restored(kind: str) -> None:
     if kind in ("a list", "a tuple") and not compat.LISTS_OF_PASSES:
         pytest.skip("in this torch a slot holds one pass")
-    theirs = {slot: Theirs() for slot in PASS_SLOTS}
-    values = {slot: KINDS[kind](one) for slot, one in theirs.items()}
+    user_passes = {slot: UserPass() for slot in PASS_SLOTS}
+    values = {slot: KINDS[kind](user_pass) for slot, user_pass in user_passes.items()}
     for slot, value in values.items():
         setattr(inductor_config, slot, value)
 
     def seen() -> dict[str, list[int]]:
-        for one in theirs.values():
-            one.seen.clear()
+        for user_pass in user_passes.values():
+            user_pass.seen.clear()
         step()
-        return {slot: list(one.seen) for slot, one in theirs.items()}
+        return {slot: list(user_pass.seen) for slot, user_pass in user_passes.items()}
 
     before = seen()
     assert all(before.values()) and not any(map(any, before.values()))
@@ -420,13 +423,13 @@ def test_passes_in_all_slots_run_as_before_and_are_restored(kind: str) -> None:
     assert seen() == before
 
 
-def test_a_pass_of_theirs_that_fails_is_theirs_alone() -> None:
-    theirs = Theirs(fails=True)
-    inductor_config.pre_grad_custom_pass = theirs
+def test_a_failing_user_pass_raises_and_stays_in_its_slot() -> None:
+    user_pass = UserPass(fails=True)
+    inductor_config.pre_grad_custom_pass = user_pass
     with tfo.enabled(), pytest.raises(Exception, match="their pass fails"):
         step()
-    assert inductor_config.pre_grad_custom_pass is theirs
-    theirs.fails = False
+    assert inductor_config.pre_grad_custom_pass is user_pass
+    user_pass.fails = False
     with tfo.enabled():
         assert step().fused()
 
@@ -439,64 +442,64 @@ def enable_and_disable() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("on", [enable_and_disable, tfo.enabled])
-def test_what_others_set_meanwhile_is_not_undone(on: Callable[[], Any]) -> None:
-    theirs, partitioner = Theirs(), passes.Partitioner(tfo.FusionPolicy(memory="off"))
+def test_passes_set_inside_the_block_stay(on: Callable[[], Any]) -> None:
+    user_pass, partitioner = UserPass(), passes.Partitioner(tfo.FusionPolicy(memory="off"))
     with on():
-        inductor_config.pre_grad_custom_pass = theirs
+        inductor_config.pre_grad_custom_pass = user_pass
         inductor_config.custom_partitioner_fn = partitioner
         assert step().fused() == 0
-    assert inductor_config.pre_grad_custom_pass is theirs
+    assert inductor_config.pre_grad_custom_pass is user_pass
     assert inductor_config.custom_partitioner_fn is partitioner
 
 
-@pytest.mark.parametrize("again", [enable_and_disable, tfo.enabled])
-def test_asked_again_we_come_back_behind_what_others_set(again: Callable[[], Any]) -> None:
-    theirs = Theirs()
+@pytest.mark.parametrize("enable_again", [enable_and_disable, tfo.enabled])
+def test_enabling_again_runs_the_fusion_pass_after_user_passes(enable_again: Callable[[], Any]) -> None:
+    user_pass = UserPass()
     tfo.enable()
-    inductor_config.pre_grad_custom_pass = theirs
-    with again():
-        assert step().fused() and theirs.seen
+    inductor_config.pre_grad_custom_pass = user_pass
+    with enable_again():
+        assert step().fused() and user_pass.seen
     tfo.disable()
-    assert inductor_config.pre_grad_custom_pass is theirs
+    assert inductor_config.pre_grad_custom_pass is user_pass
 
 
-def test_who_wraps_what_stood_in_the_slot_can_call_it() -> None:
+def test_a_user_pass_may_call_the_replaced_pass() -> None:
     tfo.enable()
-    ours = inductor_config.pre_grad_custom_pass
-    theirs = Theirs()
+    fusion_pass = inductor_config.pre_grad_custom_pass
+    user_pass = UserPass()
 
-    def both(graph: torch.fx.Graph) -> None:
-        ours(graph)
-        theirs(graph)
+    def wrapper(graph: torch.fx.Graph) -> None:
+        fusion_pass(graph)
+        user_pass(graph)
 
-    inductor_config.pre_grad_custom_pass = both
-    assert step().fused() and any(theirs.seen)
+    inductor_config.pre_grad_custom_pass = wrapper
+    assert step().fused() and any(user_pass.seen)
     tfo.disable()
-    assert inductor_config.pre_grad_custom_pass is both
+    assert inductor_config.pre_grad_custom_pass is wrapper
     assert step().fused() == 0
 
 
-def test_a_slot_in_a_compilations_own_options_replaces_ours_unless_joined() -> None:
-    theirs = Theirs()
-    options = {"pre_grad_custom_pass": theirs}
+def test_a_slot_in_options_replaces_the_fusion_pass_unless_joined() -> None:
+    user_pass = UserPass()
+    options = {"pre_grad_custom_pass": user_pass}
     tfo.enable()
     model, x = MLP(width=16), torch.randn(4, 16)
-    assert compiled(model, x, options=options).fused() == 0 and theirs.seen == [0]
-    assert compiled(model, x, options=tfo.compile_options(options=options)).fused() and theirs.seen == [0, 0]
+    assert compiled(model, x, options=options).fused() == 0 and user_pass.seen == [0]
+    assert compiled(model, x, options=tfo.compile_options(options=options)).fused() and user_pass.seen == [0, 0]
 
 
 def test_a_patched_slot_is_as_it_was_after_the_patch() -> None:
-    theirs = Theirs()
-    with inductor_config.patch(pre_grad_custom_pass=theirs):
+    user_pass = UserPass()
+    with inductor_config.patch(pre_grad_custom_pass=user_pass):
         with tfo.enabled():
             assert step().fused()
-        assert inductor_config.pre_grad_custom_pass is theirs
+        assert inductor_config.pre_grad_custom_pass is user_pass
     assert inductor_config.pre_grad_custom_pass is None
 
 
 def test_blocks_that_overlap_leave_nothing_behind() -> None:
-    """In a context with passes of its own, whose block is neither the first to open nor the last to close."""
-    inductor_config.pre_grad_custom_pass = theirs = Theirs()
+    """The context has its own passes. Its block is neither the first to open nor the last to close."""
+    inductor_config.pre_grad_custom_pass = user_pass = UserPass()
     opened, close = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -511,8 +514,8 @@ def test_blocks_that_overlap_leave_nothing_behind() -> None:
         fused_here = step().fused()
         close.set()
         thread.join()
-    assert fused_here and theirs.seen
-    assert inductor_config.pre_grad_custom_pass is theirs
+    assert fused_here and user_pass.seen
+    assert inductor_config.pre_grad_custom_pass is user_pass
 
 
 def test_compile_options_send_inductors_options_to_the_dictionary() -> None:
@@ -521,23 +524,23 @@ def test_compile_options_send_inductors_options_to_the_dictionary() -> None:
 
 
 def test_compile_options_keep_what_was_set() -> None:
-    theirs, second = Theirs(), Theirs()
-    inductor_config.pre_grad_custom_pass = theirs
+    user_pass, second = UserPass(), UserPass()
+    inductor_config.pre_grad_custom_pass = user_pass
     options = tfo.compile_options(options={"joint_custom_pre_pass": second, "max_autotune": False})
-    assert compat.passes_in(options["pre_grad_custom_pass"])[0] is theirs
+    assert compat.passes_in(options["pre_grad_custom_pass"])[0] is user_pass
     assert options["joint_custom_pre_pass"] is second
     assert options["max_autotune"] is False
     compiled(MLP(width=16), torch.randn(4, 16), options=tfo.compile_options())
-    assert theirs.seen == [0]
+    assert user_pass.seen == [0]
 
 
 def test_a_pass_added_after_enable_survives_disable() -> None:
     tfo.enable()
-    theirs = Theirs()
-    ours = compat.passes_in(inductor_config.pre_grad_custom_pass)
-    inductor_config.pre_grad_custom_pass = compat.slot_of((*ours, theirs))
+    user_pass = UserPass()
+    fusion_passes = compat.passes_in(inductor_config.pre_grad_custom_pass)
+    inductor_config.pre_grad_custom_pass = compat.slot_of((*fusion_passes, user_pass))
     tfo.disable()
-    assert compat.passes_in(inductor_config.pre_grad_custom_pass) == (theirs,)
+    assert compat.passes_in(inductor_config.pre_grad_custom_pass) == (user_pass,)
 
 
 # ---- threads and policies ------------------------------------------------------------------------
@@ -572,8 +575,8 @@ def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
     barrier = threading.Barrier(2, timeout=60)
 
     def by(policy: tfo.FusionPolicy) -> set[tuple[int, int]]:
-        """How many activations are fused in forward, and rebuilt in backward."""
-        found = set()
+        """The numbers of fused activations in forward, and of recomputed activations in backward."""
+        numbers = set()
         with tfo.enabled(policy) if way == "enabled" else nullcontext():
             options = None if way == "enabled" else fused_with(policy)
             for _ in range(3):
@@ -581,9 +584,9 @@ def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
                 pair = harness.Net(lambda s, x: s.two(s.one(x)), one=MLP(width=16), two=MLP(width=16))
                 graphs = compiled(pair, torch.randn(4, 16, requires_grad=True), options=options).graphs
                 forward, backward = (calls(graph.graph)["fused.bias_act.default"] for graph in graphs)
-                found.add((forward, backward))
+                numbers.add((forward, backward))
             barrier.wait()
-        return found
+        return numbers
 
     first, second = in_threads(
         lambda: by(tfo.FusionPolicy(exclude=("one",))), lambda: by(tfo.FusionPolicy(memory="off"))
@@ -592,7 +595,7 @@ def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
 
 
 def test_a_block_opened_while_another_thread_compiles_holds_afterwards() -> None:
-    """Where config is the whole process's, that thread's options are put in and taken out around what we change."""
+    """If config belongs to the process, the other thread sets and restores its options around this block's change."""
     compiling, opened = threading.Event(), threading.Event()
 
     def wait(graph: torch.fx.Graph) -> None:

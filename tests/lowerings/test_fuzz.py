@@ -1,11 +1,11 @@
-"""Random programs around random spellings of activations: rewritten, they must do exactly what they did before.
+"""Random programs that contain random patterns of activations: the rewrite must not change their results.
 
     pytest tests/lowerings/test_fuzz.py            a fixed sample, under half a minute
     pytest -m slow tests/lowerings/test_fuzz.py    3,200 programs, 800 at a memory level
 
-``equivalent`` spells a function in another way and ``neighbor`` makes another function of it; ``Program`` writes a
-random function as source text around such expressions. Each statement is executed as it is written, so that shapes are
-known and nothing is kept that raises. A failing program prints itself.
+``equivalent`` writes a function in a different way, and ``neighbor`` changes it to a similar function. ``Program``
+writes a random function as source text around such expressions. Each statement is executed at once, so that shapes are
+known, and statements that raise are dropped. A failing program prints itself.
 """
 
 import math
@@ -46,8 +46,8 @@ def newton(a: Expression) -> Expression:
     return ("mul", C, ("add", a, ("mul", 0.044715, ("pow", a, 3.0))))
 
 
-# Functions that are equal, from one to its others: the completeness test walks them at random, so each is one that the
-# recognizer is to see through wherever it stands.
+# Equal expressions for each function. The completeness test applies them at random, so the recognizer must read each of
+# them at any place.
 EQUAL: dict[str, list[Callable[..., Expression]]] = {
     "add": [
         lambda a, b: ("add", b, a),
@@ -117,7 +117,7 @@ ACTIVATIONS: dict[str, Expression] = {
     "sigmoid": ("sigmoid", X),
     "tanh": ("tanh", X),
 }
-# What is put in another's place to make another function.
+# Substitutes that change a function.
 SWAPS: dict[str, tuple[str, ...]] = {
     "sigmoid": ("tanh", "erf", "hardsigmoid", "exp", "softplus", "relu"),
     "tanh": ("sigmoid", "erf", "hardtanh", "softsign", "tanhshrink"),
@@ -160,7 +160,7 @@ def substitute(e: Expression, variables: dict[str, Expression]) -> Expression:
 
 
 def equivalent(r: random.Random, e: Expression, steps: int, size: int = 60) -> Expression:
-    """e in another spelling."""
+    """An expression equal to e."""
     for _ in range(steps):
         known = [(path, node) for path, node in nodes(e) if isinstance(node, tuple) and node[0] in EQUAL]
         if known:
@@ -171,13 +171,13 @@ def equivalent(r: random.Random, e: Expression, steps: int, size: int = 60) -> E
 
 
 def neighbor(r: random.Random, e: Expression) -> Expression:
-    """Another function that looks like e (rarely the same one: a swap may be undone by what stands around it)."""
+    """A function that resembles e. In rare cases it equals e, if the rest of e undoes the swap."""
     path, node = r.choice(nodes(e))
     if number(node):
         return put(e, path, node * (1 + r.choice(WRONG)))
     if isinstance(node, str):
-        others = [neg(node), ("mul", node, 1 + r.choice(WRONG)), ("add", node, r.choice(WRONG[2:])), "y"]
-        return put(e, path, r.choice(others))
+        substitutes = [neg(node), ("mul", node, 1 + r.choice(WRONG)), ("add", node, r.choice(WRONG[2:])), "y"]
+        return put(e, path, r.choice(substitutes))
     if isinstance(node, tuple):
         if node[0] in SWAPS and r.randrange(3):
             name = r.choice(SWAPS[node[0]])
@@ -212,12 +212,12 @@ def listed(text: str) -> list[str]:
 
 
 def spelled(text: str) -> dict[str, list[str]]:
-    """Of lines "name: text | text …", which go on in indented ones."""
+    """Parse lines "name: text | text …", which may continue in indented lines."""
     lines = re.sub(r"\n {4}", " | ", text.strip()).splitlines()
     return {name: listed(texts) for name, texts in (line.split(": ", 1) for line in lines)}
 
 
-# How each function is written. {0} must be a tensor where a method is called or where torch asks for one.
+# Patterns of each function. {0} must be a tensor if its method is called, or if torch requires a tensor.
 SPELLINGS = spelled(
     """
 add: {0} + {1} | torch.add({0}, {1}) | {0}.add({1}) | torch.add({0}, {1}, alpha=1) | torch.add(input={0}, other={1})
@@ -434,7 +434,7 @@ class Program:
         return f"{prefix}{self.count}"
 
     def _let(self, texts: list[str], prefix: str = "t", tries: int = 6, **names: str) -> str | None:
-        """A new variable, of one of the texts."""
+        """Assign one of the texts to a new variable; return its name, or None if no text runs."""
         for _ in range(tries):
             name, text = self._new(prefix), self.r.choice(texts)
             for key, value in names.items():
@@ -447,7 +447,7 @@ class Program:
         return [k for k, v in self.env.items() if isinstance(v, Tensor) and k not in self.arguments]
 
     def _disturb(self, names: list[str | None], chance: int) -> None:
-        """Now and then something else happens to one of the variables."""
+        """With a chance in percent, write or read one of the variables."""
         r = self.r
         while r.randrange(100) < chance:
             v = r.choice([n for n in (*names, *self._tensors()) if n])
@@ -462,16 +462,16 @@ class Program:
             v = self._let(listed(MOVES), "v", v=v) or v
         return v
 
-    def _value(self, e: Expression, names: dict[str, str], chance: int, made: dict[Expression, str]) -> str:
-        """The expression as text; parts of it become statements before, and something may happen between them."""
+    def _value(self, e: Expression, names: dict[str, str], chance: int, assigned: dict[Expression, str]) -> str:
+        """The expression as text. Parts may become earlier statements, with other statements between."""
         r = self.r
         if isinstance(e, str):
             return self._move(names[e], chance // 3)
         if not isinstance(e, tuple):
             return repr(e) if not number(e) or e >= 0 else f"({e!r})"
-        if e in made and r.randrange(3):
-            return made[e]
-        args = [self._value(a, names, chance, made) for a in e[1:]]
+        if e in assigned and r.randrange(3):
+            return assigned[e]
+        args = [self._value(a, names, chance, assigned) for a in e[1:]]
         if not any(character.isalpha() and character != "e" for a in args for character in a):
             arithmetic = e[0] in ("add", "sub", "mul", "div", "neg", "pow")
             return "(" + SPELLINGS[e[0]][0].format(*args) + ")" if arithmetic else "1.0"
@@ -486,7 +486,7 @@ class Program:
         else:
             return f"({text})"
         if r.randrange(3):
-            made[e] = name
+            assigned[e] = name
         self._disturb([name, *names.values()], chance)
         return self._move(name, chance // 4)
 
@@ -587,7 +587,7 @@ def function(source: str) -> Callable[..., Any]:
 
 
 def fuzzed(r: random.Random, counts: Counter[str], way: str = "eager") -> None:
-    """One program, compared; and what it was."""
+    """Compare one program with eager, and count its properties."""
     done = counts["programs"] + counts["raises"]
     p = Program(r, sorted(ACTIVATIONS)[done % len(ACTIVATIONS)])
     source = p.source()
@@ -606,7 +606,7 @@ def fuzzed(r: random.Random, counts: Counter[str], way: str = "eager") -> None:
     counts["left alone"] += any(site.op is None for site in sites)
     counts.update(kind for site in sites if site.op for kind in (site.op, str(site.activation)))
     if done % 50 == 0:
-        torch._dynamo.reset()  # what is compiled stays in memory
+        torch._dynamo.reset()  # compiled code would stay in memory
 
 
 # Active dropout draws other numbers there, and inference mode inside of a graph breaks AOTAutograd (2.13).
@@ -617,15 +617,15 @@ NOT_AOT = ("0.5)", "0.5, True", "inference_mode")
 
 
 def run_on_randoms(examples: int, part: int = 100) -> Callable[[Callable[[random.Random], None]], None]:
-    """Call a function with so many generators of random numbers: a part's own, the same ones each time."""
+    """Call a function with ``examples`` random generators, which depend only on ``part``."""
     quietly = settings(
         max_examples=examples, database=None, deadline=None,
         phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 
     def run(fn: Callable[[random.Random], None]) -> None:
-        each = quietly(given(st.randoms(use_true_random=False, note_method_calls=False))(fn))
-        seed(part)(each)()
+        test = quietly(given(st.randoms(use_true_random=False, note_method_calls=False))(fn))
+        seed(part)(test)()
 
     return run
 
@@ -660,7 +660,7 @@ def test_programs():
     ("part", "programs"), [(0, 5), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in (1, 2))]
 )
 def test_programs_at_a_memory_level(monkeypatch, part, programs, level):
-    """A program's step of training is eager's; a failure of a pass is a failure of the test."""
+    """A program's training step equals eager's. If a pass fails, the test fails."""
     monkeypatch.setattr(passes, "_guarded", lambda stage, policy, run: run())
     counts: Counter[str] = Counter()
 
@@ -687,7 +687,7 @@ def test_many_programs(part):
 
 
 def steps_of(e: Expression) -> tuple[symbolic.Step, ...]:
-    """The expression as the recognizer would read it; x and y are operands 0 and 1."""
+    """The steps that the recognizer would read; x and y are operands 0 and 1."""
     steps: list[symbolic.Step] = []
 
     def ref(e: Expression) -> Any:
@@ -710,7 +710,7 @@ def form(algebra: symbolic.Algebra, e: Expression) -> symbolic.Poly:
 
 
 def match(e: Expression, operands: int) -> prove.Match:
-    """What the recognizer says of it; kinks' derivatives apart, in which spellings of relu differ."""
+    """The recognizer's match, ignoring derivatives at kinks, in which patterns of relu differ."""
     steps = steps_of(e)
     return prove.prove(steps, symbolic.Ref("value", len(steps) - 1), operands, differentiable=False)
 
@@ -728,22 +728,22 @@ def computed(e: Expression, variables: dict[str, Tensor], largest: list[Tensor])
     return value
 
 
-# Exactly at kinks. Not with a far value beside them: erfc(7) and 1 - erf(7) are on different sides of 0.
+# Points exactly at kinks. Values far from kinks are left out: erfc(7) and 1 - erf(7) have different signs.
 KINKS = [(0, 0), (1, 1), *((k, o) for k in (0, 1, -1, 0.5, 3, -3, 6, 7) for o in (0.7, -1.3))]
 
 
 def points(r: random.Random) -> dict[str, Tensor]:
-    """Near, far, and exactly where the functions of the table have their kinks."""
+    """Points near 0, far from 0, and exactly at the kinks of the table's functions."""
     generator = torch.Generator().manual_seed(r.randrange(1 << 16))
-    near = torch.randn(2, 200, dtype=torch.float64, generator=generator) * 3
+    close = torch.randn(2, 200, dtype=torch.float64, generator=generator) * 3
     far = torch.randn(2, 50, dtype=torch.float64, generator=generator) * 60
     kinks = torch.tensor(KINKS, dtype=torch.float64).t()
-    values = torch.cat([near, far, kinks, kinks.flip(0)], 1)
+    values = torch.cat([close, far, kinks, kinks.flip(0)], 1)
     return {name: values[i].clone().requires_grad_() for i, name in enumerate("xy")}
 
 
 def agree(e: Expression, f: Expression, variables: dict[str, Tensor], tolerance: float = 3e-6) -> tuple[bool, int]:
-    """Whether both have the same values and derivatives wherever they can be computed; at how many points they can."""
+    """Compare values and derivatives at all points where both are finite; return (True if equal, number of points)."""
     inputs = tuple(variables.values())
     largest = [torch.ones_like(inputs[0])]
     results = []
@@ -756,7 +756,9 @@ def agree(e: Expression, f: Expression, variables: dict[str, Tensor], tolerance:
     agreeing, known = True, 0
     for power, (a, b) in enumerate(zip(*results, strict=True)):
         size = largest[0] ** (2 if power else 1)  # a quotient's derivative has the square below
-        finite = a.isfinite() & b.isfinite() & (largest[0] < 1e8)  # beyond, rounding is divided by itself
+        finite = (
+            a.isfinite() & b.isfinite() & (largest[0] < 1e8)
+        )  # larger values cancel, and only rounding errors remain
         agreeing &= bool(((a - b).abs()[finite] < tolerance * size[finite]).all())
         known = known or int(finite.sum())
     return agreeing, known
@@ -792,18 +794,18 @@ CAUTIOUS = "large terms cancel"  # factors of 2 and ½ that come one by one may 
 
 
 def test_equivalent_spellings_are_proved():
-    """Completeness, for what ``equivalent`` spells; and one constant off by 1e-5 is another function, or a scale."""
+    """All results of ``equivalent`` are proved. With a constant off by 1e-5, none is, except as a scale."""
     counts: Counter[str] = Counter()
 
     @run_on_randoms(200)
     def _(r):
         name = r.choice(sorted(ACTIVATIONS))
         e = equivalent(r, ACTIVATIONS[name], r.choice([1, 2, 4, 8]))
-        found = match(e, 1)
-        if CAUTIOUS in str(found.reason):
+        matched = match(e, 1)
+        if CAUTIOUS in str(matched.reason):
             counts["cautious"] += 1
             return
-        assert found.activation == name, (e, found.reason)
+        assert matched.activation == name, (e, matched.reason)
         constants = [(path, n) for path, n in nodes(e) if number(n) and n]
         counts[name] += 1
         if constants:
@@ -815,7 +817,7 @@ def test_equivalent_spellings_are_proved():
                 same = e if v.activation == name else ACTIVATIONS[v.activation]
                 scaled = substitute(same, {"x": ("mul", "x", v.gate_scale)})
                 assert agree(("mul", scaled, v.scale), f, points(r), 3e-6)[0], (f, v)
-                # Neither: where it makes no difference, relu(x)·relu(x - relu(-1.01·x)).
+                # In relu(x)·relu(x - relu(-1.01·x)) the constant has no effect.
                 counts["no difference" if v.gate_scale == v.scale == 1 else "a scale"] += 1
 
     assert counts["perturbed"] - counts["no difference"] - counts["a scale"] > 50, counts

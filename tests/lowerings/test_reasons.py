@@ -1,4 +1,4 @@
-"""Reasons are data: each kind has a program that is left alone for it, and what their texts say changes nothing."""
+"""Reasons are data: each kind has a program that is rejected with it, and behavior does not depend on texts."""
 
 import ast
 import contextlib
@@ -34,34 +34,34 @@ from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.tools.verify import interpreted
 
 Patch = pytest.MonkeyPatch
-Found = Site | Reason | Break
-Program = Callable[[Patch], Found]
+Outcome = Site | Reason | Break
+Program = Callable[[Patch], Outcome]
 
 
-def program(found: Callable[..., Found]) -> Callable[..., Program]:
-    """A function of a patch, and of what it is called with."""
-    return lambda *args, **kwargs: lambda patch: found(patch, *args, **kwargs)
+def program(run: Callable[..., Outcome]) -> Callable[..., Program]:
+    """Bind all arguments of ``run`` except the first, a monkeypatch."""
+    return lambda *args, **kwargs: lambda patch: run(patch, *args, **kwargs)
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------
 
 
-def one(report: Any) -> Site:
+def only_site(report: Any) -> Site:
     (site,) = report.sites
     return site  # type: ignore[no-any-return]
 
 
-def one_mlp(report: Any) -> Site:
+def mlp_site(report: Any) -> Site:
     (site,) = (site for site in report.sites if site.activation != "dropout")
     return site  # type: ignore[no-any-return]
 
 
 @program
 def mlp(patch: Patch, act: Callable[..., Tensor], policy: FusionPolicy | None = None) -> Site:
-    """linear(act(h, u, m)): h and u are linears' results, m is an input like them."""
+    """linear(act(h, u, m)): linear layers compute h and u; m is an input of the same shape."""
     x, w, u, d, m = (nn.Parameter(torch.randn(s)) for s in ((4, 8), (16, 8), (16, 8), (8, 16), (4, 16)))
     fn = lambda x, m: F.linear(act(F.linear(x, w), F.linear(x, u), m), d)  # noqa: E731
-    return one_mlp(explain(fn, x.detach(), m.detach(), policy=policy or FusionPolicy(dropout=False)))
+    return mlp_site(explain(fn, x.detach(), m.detach(), policy=policy or FusionPolicy(dropout=False)))
 
 
 def kink_of_another(patch: Patch) -> Site:
@@ -79,17 +79,17 @@ def viewed(h: Tensor) -> tuple[Tensor, Tensor]:
 
 def prelu(patch: Patch) -> Site:
     up, act, down = nn.Linear(8, 16), nn.PReLU(16), nn.Linear(16, 8)
-    return one(explain(nn.Sequential(up, act, down), torch.randn(4, 8)))
+    return only_site(explain(nn.Sequential(up, act, down), torch.randn(4, 8)))
 
 
 def subclass(patch: Patch) -> Site:
     tensors = [TwoTensor(torch.randn(s), torch.randn(s)) for s in ((4, 8),)]  # type: ignore[no-untyped-call]
     w, d = torch.randn(16, 8), torch.randn(8, 16)
-    return one(explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), *tensors))
+    return only_site(explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), *tensors))
 
 
 def devices(patch: Patch) -> Site:
-    """A number may lie on a CPU beside a GPU's tensor. The tensors are fake."""
+    """A scalar on a CPU is combined with a tensor on a GPU. The tensors are fake."""
     with FakeTensorMode():
         v, u, w = (torch.empty(s, device=on) for s, on in (((4,), "cpu"), ((4, 4), "cuda"), ((4, 4), "cuda")))
         graph = traced(lambda v, u, w: torch.mm(torch.sigmoid(torch.inner(v, v)) * torch.mm(u, w), w), v, u, w)
@@ -107,7 +107,7 @@ def unrecorded(patch: Patch) -> Site:
 
 @program
 def site_of(patch: Patch, body: Callable[[Tensor, Tensor, Tensor], Any], listed: str = "sites") -> Site:
-    """The one site of body(x, w, d), of an input and two weights."""
+    """The only site of body(x, w, d): an input and two weights."""
     w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
     (site,) = getattr(explain(lambda x: body(x, w, d), torch.randn(4, 8)), listed)
     return site  # type: ignore[no-any-return]
@@ -122,7 +122,7 @@ def dropout(patch: Patch, setting: Callable[[], Any], policy: FusionPolicy, p: f
     torch._dynamo.mark_dynamic(x, 0)
     with setting():
         report = explain(lambda x: F.dropout(F.linear(x, w), p or x.shape[0] / 8), x, policy=policy)
-    return one(report)
+    return only_site(report)
 
 
 def freezing(patch: Patch) -> Site:
@@ -133,7 +133,7 @@ def freezing(patch: Patch) -> Site:
 def emulated(patch: Patch) -> Site:
     x, w, d = (torch.randn(s, dtype=torch.bfloat16, requires_grad=True) for s in ((4, 8), (16, 8), (8, 16)))
     with inductor_config.patch(emulate_precision_casts=True):
-        return one(explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), x))
+        return only_site(explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), x))
 
 
 def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:
 
 
 def cut_by_ddp(patch: Patch) -> Site:
-    """The first bucket has 1 MiB, which is within the second MLP."""
+    """The first bucket has 1 MiB and ends inside the second MLP."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -166,7 +166,7 @@ class Broken(Net):
 @program
 def module(patch: Patch, make: Callable[[], nn.Module]) -> Site:
     with pytest.warns(UserWarning, match="compiled no module"):
-        return one(replace_mlps(make(), torch.randn(4, 8)))
+        return only_site(replace_mlps(make(), torch.randn(4, 8)))
 
 
 def compiled() -> nn.Module:
@@ -175,7 +175,7 @@ def compiled() -> nn.Module:
     return model
 
 
-def refusal(call: Callable[..., Any], *args: Any) -> Reason:
+def rejection(call: Callable[..., Any], *args: Any) -> Reason:
     return raises(Rejection, "", call, *args).reason
 
 
@@ -183,18 +183,20 @@ def refusal(call: Callable[..., Any], *args: Any) -> Reason:
 
 
 @program
-def kept(patch: Patch, fn: Callable[..., Tensor], *inputs: Tensor, level: str = "input", **settings: Any) -> Reason:
-    """Why a tensor that an activation reads is kept as it is. Nothing is compiled."""
-    found: list[Reason] = []
+def stays_saved(
+    patch: Patch, fn: Callable[..., Tensor], *inputs: Tensor, level: str = "input", **settings: Any
+) -> Reason:
+    """Why an activation's input stays saved. Nothing is compiled."""
+    reasons_logged: list[Reason] = []
 
     def note(text: str, *args: Any) -> None:
-        found.extend(arg.reason for arg in args if isinstance(arg, Rejection))
+        reasons_logged.extend(arg.reason for arg in args if isinstance(arg, Rejection))
 
     patch.setattr(memory_levels.log, "info", note)
     if settings:
         patch.setattr(compat, *next(iter(settings.items())))
     interpreted(FusionPolicy(memory=level))(fn, *inputs).sum().backward()
-    return found[0]
+    return reasons_logged[0]
 
 
 def tensors(dtype: torch.dtype = torch.float32, hidden: int = 16) -> list[Tensor]:
@@ -221,18 +223,18 @@ def made_of_written(x: Tensor, w: Tensor, bias: Tensor, v: Tensor) -> Tensor:
 
 
 def made_of_a_size(patch: Patch) -> Reason:
-    """The partitioner hands backward every size that we have met: the graph is written by hand."""
+    """Write the graph by hand: in every known program, the partitioner passes all sizes to backward."""
     graph = torch.fx.Graph()
     n, x, w = (graph.placeholder(name) for name in "nxw")
     n.meta["val"], x.meta["val"], w.meta["val"] = 6, torch.empty(6, 8), torch.empty(8, 16)
     product = graph.call_function(torch.ops.aten.mm.default, (x, w))
     view = graph.call_function(torch.ops.aten.view.default, (product, [n, 16]))
     saved = SimpleNamespace(in_backward={}, overwritten=set(), caller_owned=set(), saved=list)
-    return refusal(functools.partial(memory_levels._recomputation, gemms=True), saved, view)
+    return rejection(functools.partial(memory_levels._recomputation, gemms=True), saved, view)
 
 
 def many_calls(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    """Two chains of twenty calls each, and their sum."""
+    """The sum of two chains of twenty calls each."""
     first = second = F.linear(x, w)
     for _ in range(10):
         first, second = first * 0.5 + 1, second * 0.25 - 1
@@ -250,20 +252,20 @@ def two_linears(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 @program
 def linear_layer(patch: Patch, fn: Callable[..., Any], *args: Tensor, **patched: Any) -> Reason:
-    """Why a linear layer of a fused MLP does not multiply in float8."""
-    found: list[Reason] = []
+    """Why a linear layer of a fused MLP is not in float8."""
+    rejected: list[Reason] = []
     linears = gemms.linears
 
     def recorded(*args: Any) -> Any:
         result = linears(*args)
-        found.extend(reason for _, reason in result.rejected)
+        rejected.extend(reason for _, reason in result.rejected)
         return result
 
     patch.setattr(gemms, "linears", recorded)
     for name, value in patched.items():
         patch.setattr(gemms, name, value)
     explain(fn, *args, policy=FusionPolicy(gemm="fp8"))
-    return found[0]
+    return rejected[0]
 
 
 ONE_EXPERT = torch.tensor([4], dtype=torch.int32)
@@ -274,10 +276,10 @@ def blocks(dtype: torch.dtype = torch.float32, hidden: int = 128) -> tuple[Tenso
 
 
 @program
-def whole(
+def not_tiled(
     patch: Patch, fn: Callable[[Tensor], Any], *shape: int, dynamic_shapes: bool = False, **policy: Any
 ) -> Reason:
-    """Why a fused MLP is not cut into tiles."""
+    """Why a fused MLP is not tiled."""
     x = nn.Parameter(torch.randn(shape or (50, 8)))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=dynamic_shapes):
         report = explain(fn, x, policy=FusionPolicy(**{"memory": "tiled:2", **policy}))
@@ -373,25 +375,27 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.GEMM_FORM: linear_layer(
         lambda x, w, d: F.linear(F.gelu(F.conv1d(x[..., None], w[..., None]))[..., 0], d), *blocks()
     ),
-    Kind.TILE_FEW: whole(lambda x: F.linear(F.gelu(F.linear(x.sin(), UP)), DOWN), memory="tiled"),
-    Kind.TILE_DROPOUT: whole(lambda x: F.linear(F.dropout(F.gelu(F.linear(x, UP)), 0.1), DOWN)),
-    Kind.TILE_CALLERS: whole(lambda x: F.linear(F.gelu(F.linear(x, UP.detach())), DOWN)),
-    Kind.TILE_READER: whole(lambda x: (lambda a: F.linear(a, DOWN) + a.sum())(F.gelu(F.linear(x, UP)))),
-    Kind.TILE_FORM: whole(lambda x: F.linear(F.gelu(F.linear(x, UP))[:, 1:], DOWN), 5, 10, 8),
-    Kind.TILE_SIZE: whole(lambda x: F.linear(F.gelu(F.linear(x[x[:, 0] > 0], UP)), DOWN), dynamic_shapes=True),
-    Kind.TILE_FP8: whole(lambda x: F.linear(F.gelu(F.linear(x, UP)), DOWN), gemm="fp8"),
-    Kind.CHECKPOINTED: kept(checkpointed, *tensors()),
-    Kind.FP8_DTYPE: kept(gelu, *tensors(torch.float64), level="fp8"),
-    Kind.FP8_DEVICE: kept(gelu, *tensors(), level="fp8", converts_to_fp8=lambda device: False),
-    Kind.ALSO_READ: kept(also_read, *tensors(), level="fp8"),
-    Kind.NO_GEMM: kept(lambda x, w, v: F.linear(FF.bias_gelu(F.linear(x, w).softmax(-1).cumsum(0)), v), *tensors()),
-    Kind.COSTS_MORE: kept(lambda x, w, v: gelu(x.sin(), w, v), *frozen()),
-    Kind.MADE_OF_CALLERS: kept(gelu, *frozen(hidden=16)),
-    Kind.MADE_OF_WRITTEN: kept(
+    Kind.TILE_FEW: not_tiled(lambda x: F.linear(F.gelu(F.linear(x.sin(), UP)), DOWN), memory="tiled"),
+    Kind.TILE_DROPOUT: not_tiled(lambda x: F.linear(F.dropout(F.gelu(F.linear(x, UP)), 0.1), DOWN)),
+    Kind.TILE_CALLERS: not_tiled(lambda x: F.linear(F.gelu(F.linear(x, UP.detach())), DOWN)),
+    Kind.TILE_READER: not_tiled(lambda x: (lambda a: F.linear(a, DOWN) + a.sum())(F.gelu(F.linear(x, UP)))),
+    Kind.TILE_FORM: not_tiled(lambda x: F.linear(F.gelu(F.linear(x, UP))[:, 1:], DOWN), 5, 10, 8),
+    Kind.TILE_SIZE: not_tiled(lambda x: F.linear(F.gelu(F.linear(x[x[:, 0] > 0], UP)), DOWN), dynamic_shapes=True),
+    Kind.TILE_FP8: not_tiled(lambda x: F.linear(F.gelu(F.linear(x, UP)), DOWN), gemm="fp8"),
+    Kind.CHECKPOINTED: stays_saved(checkpointed, *tensors()),
+    Kind.FP8_DTYPE: stays_saved(gelu, *tensors(torch.float64), level="fp8"),
+    Kind.FP8_DEVICE: stays_saved(gelu, *tensors(), level="fp8", converts_to_fp8=lambda device: False),
+    Kind.ALSO_READ: stays_saved(also_read, *tensors(), level="fp8"),
+    Kind.NO_GEMM: stays_saved(
+        lambda x, w, v: F.linear(FF.bias_gelu(F.linear(x, w).softmax(-1).cumsum(0)), v), *tensors()
+    ),
+    Kind.COSTS_MORE: stays_saved(lambda x, w, v: gelu(x.sin(), w, v), *frozen()),
+    Kind.MADE_OF_CALLERS: stays_saved(gelu, *frozen(hidden=16)),
+    Kind.MADE_OF_WRITTEN: stays_saved(
         made_of_written, torch.randn(6, 8), torch.randn(16, 8), nn.Parameter(torch.randn(16)), tensors()[-1]
     ),
     Kind.MADE_OF_SIZE: made_of_a_size,
-    Kind.MANY_RECOMPUTED: kept(many_calls, *tensors()),
+    Kind.MANY_RECOMPUTED: stays_saved(many_calls, *tensors()),
     Kind.GRAPH_BREAK: broken(in_experts=False),
     Kind.EXPERT_LOOP: broken(in_experts=True),
     Kind.DDP_BUCKET: cut_by_ddp,
@@ -400,16 +404,16 @@ PROGRAMS: dict[Kind, Program] = {
 
 @pytest.fixture
 def texts(monkeypatch: Patch) -> list[Reason]:
-    """What reasons say, gone from the test on: each that is asked says "x"."""
-    asked: list[Reason] = []
-    monkeypatch.setattr(Reason, "__str__", lambda self: (asked.append(self), "x")[1])
-    return asked
+    """Replace the text of every reason by "x"; return the reasons whose text is read."""
+    read: list[Reason] = []
+    monkeypatch.setattr(Reason, "__str__", lambda self: (read.append(self), "x")[1])
+    return read
 
 
 def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:
     x, w, d = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
-    asked: dict[Callable[[Tensor], Tensor], type[Exception] | None] = {F.silu: None, F.mish: UnfusedError}
-    for act, error in asked.items():
+    errors: dict[Callable[[Tensor], Tensor], type[Exception] | None] = {F.silu: None, F.mish: UnfusedError}
+    for act, error in errors.items():
         for exclude in ((), ("",)):
             graph = traced(two_linears(act), x, w, d)
             stage = PreGradPass(FusionPolicy(strict=True, exclude=exclude))
@@ -419,11 +423,11 @@ def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:
     assert report.sites[0].reason == "x" and len(report.notes) == 1 and "'encoder'" in report.notes[0]
 
 
-def test_each_has_a_program() -> None:
+def test_every_kind_has_a_program() -> None:
     assert PROGRAMS.keys() == set(Kind)
 
 
-def test_each_has_an_explanation_and_each_explanation_a_kind() -> None:
+def test_every_kind_is_explained() -> None:
     assert list(REASONS["kinds"]) == [kind.name for kind in Kind], "in the order of reasons.py, which the tables have"
     assert list(REASONS["categories"]) == [category.name for category in Category]
     assert all(entry["title"] for entry in REASONS["categories"].values())
@@ -432,17 +436,17 @@ def test_each_has_an_explanation_and_each_explanation_a_kind() -> None:
 
 
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.name)
-def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
-    """Each program is refused for its kind, and what is said of it is what is said of the kind, whatever its text."""
-    found = PROGRAMS[kind](monkeypatch)
-    assert found.kind is kind
-    if isinstance(found, Site):
-        mlp = found.activation != "dropout"
-        assert (found.op, found.reason) == (None, "x")
-        assert found.hint == kind.hint
-        assert found.is_mlp == (mlp and kind.category is not Category.NOT_AN_MLP)
-        assert found.is_missed == (found.is_mlp and kind is not Kind.EXCLUDED)
-    said = [reason.text for reason in (*texts, found) if isinstance(reason, Reason) and reason.kind is kind]
+def test_behavior_depends_on_the_kind(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
+    """Each program is rejected with its kind. Hint and counts depend on the kind, not on the text."""
+    outcome = PROGRAMS[kind](monkeypatch)
+    assert outcome.kind is kind
+    if isinstance(outcome, Site):
+        mlp = outcome.activation != "dropout"
+        assert (outcome.op, outcome.reason) == (None, "x")
+        assert outcome.hint == kind.hint
+        assert outcome.is_mlp == (mlp and kind.category is not Category.NOT_AN_MLP)
+        assert outcome.is_missed == (outcome.is_mlp and kind is not Kind.EXCLUDED)
+    said = [reason.text for reason in (*texts, outcome) if isinstance(reason, Reason) and reason.kind is kind]
     assert any(fits(kind, text) for text in said) and all(text == "x" or fits(kind, text) for text in said), said
 
 
@@ -452,7 +456,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def said() -> Iterator[tuple[str, Kind, str]]:
-    """(place, kind, text) of each refusal in the sources that names its kind; "…" stands for what is worked out."""
+    """(place, kind, text) of each rejection in the sources that names its kind, with "…" for each computed part."""
     for path in sorted([*(ROOT / "torch_fused_ops").rglob("*.py"), *(ROOT / "lowerings").rglob("*.py")]):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         texts = [n for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "text"]
@@ -480,7 +484,7 @@ def written(text: ast.expr) -> str:
 
 
 def test_the_page_has_every_text() -> None:
-    """Its tables are docs/reasons.json (``test_docs.py``), which has each text that is raised."""
-    found = list(said())
-    assert len(found) > 75
-    assert not [(place, kind, text) for place, kind, text in found if not fits(kind, text)]
+    """docs/reasons.json, from which the page is written, has each text that is raised (``test_docs.py``)."""
+    raised = list(said())
+    assert len(raised) > 75
+    assert not [(place, kind, text) for place, kind, text in raised if not fits(kind, text)]

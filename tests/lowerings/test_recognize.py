@@ -1,4 +1,4 @@
-"""The recognizer: what it must find, what it must not, and that a rewritten graph computes what the original did."""
+"""The recognizer: MLPs that it must find, near misses, and results of rewritten graphs."""
 
 import math
 import operator
@@ -26,7 +26,7 @@ PointwiseOperator = Callable[[Tensor], Tensor]
 
 
 def Net(body, packed=False):
-    """x → body(self, x), with four linears to use; the last one is body's to call."""
+    """x → body(self, x), where body may use four linear layers."""
     torch.manual_seed(0)
     a, u, b, c = (nn.Linear(*sizes) for sizes in ((8, 32 if packed else 16), (8, 16), (16, 8), (16, 8)))
     return harness.Net(body, a=a, u=u, b=b, c=c)
@@ -37,18 +37,18 @@ def targets(graphs) -> list[str]:
 
 
 def check(model: nn.Module, x: Tensor, tolerance: float = 1e-8):
-    """Outputs and gradients of the rewritten graphs in float64 are the original's; returns (sites, graphs)."""
+    """Compare outputs and gradients of the rewritten graphs with the original, in float64; return (sites, graphs)."""
     model, x = model.double(), x.double().requires_grad_()
-    wanted = torch.autograd.grad(model(x).square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
+    expected = torch.autograd.grad(model(x).square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
     y, sites, graphs = capture(model, x)
-    got = torch.autograd.grad(y.square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
+    gradients = torch.autograd.grad(y.square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
     torch.testing.assert_close(y, model(x), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradients, expected, rtol=tolerance, atol=tolerance)
     return sites, graphs
 
 
 def operator_in(graphs) -> torch.fx.Node:
-    """The first of our operators in the first graph."""
+    """The first fused operator in the first graph."""
     return next(n for n in graphs[0].nodes if "fused" in str(n.target))
 
 
@@ -62,7 +62,7 @@ def the(sites) -> Site:
 
 
 def refused(body, *, packed=False, x=None, policy=POLICY, model=None) -> str:
-    """The reason why body's one site is left alone; the graph must be as it was."""
+    """The reason why the only site of ``body`` is not fused; the graph must not change."""
     model = Net(body, packed) if model is None else model
     _, sites, graphs = capture(model, torch.randn(4, 8) if x is None else x, policy=policy)
     assert targets(graphs) == []
@@ -124,7 +124,7 @@ def test_activation(spelling):
 
 @pytest.mark.parametrize("name", ["relu", "silu", "gelu", "gelu_tanh", "sigmoid"])
 def test_definitions_of_the_table_itself(name):
-    """The stable formulas that the kernels use, where they are algebra, are proved equal to the textbook's."""
+    """The kernels' stable formulas are proved equal to the textbook formulas, if they are algebraic."""
     value = activations.get(name).value
     _, sites, _ = capture(Net(lambda s, x: s.b(value(s.a(x)))).double(), torch.randn(4, 8).double())
     assert the(sites).activation == name
@@ -194,7 +194,7 @@ PACKED = {
     "contiguous": ("halves", lambda h: gated(*(t.contiguous() for t in h.chunk(2, -1)))),
     "swapped": ("swapped", lambda h: F.silu(h[..., 16:]) * h[..., :16]),
     "swapped, unbind": ("swapped", lambda h: gated(*h.view(-1, 2, 16).unbind(1)[::-1])),
-    # The same numbers in another layout than the operator's: gate and up are then two views.
+    # The operator has no such layout: gate and up are two views.
     "swapped strided": (None, lambda h: F.silu(h[..., 1::2]) * h[..., ::2]),
 }
 
@@ -215,7 +215,7 @@ def test_packed(cut):
 
 @pytest.mark.parametrize(("shape", "cut"), [((8,), "hsplit"), ((4, 8), "hsplit"), ((2, 3, 8), "dsplit")])
 def test_pieces_by_the_name_of_their_axis(shape, cut):
-    """hsplit cuts a vector's only axis, and else the second; dsplit the third."""
+    """hsplit cuts the only axis of a vector, otherwise the second axis; dsplit cuts the third."""
     body = lambda s, x: s.b(gated(*getattr(s.a(x), cut)(2)))  # noqa: E731
     sites, _ = check(Net(body, packed=True), torch.randn(shape))
     assert (the(sites).op, the(sites).activation) == ("fused::bias_glu", "silu")
@@ -225,26 +225,26 @@ def test_part_of_a_wider_projection():
     """Gate and up as two of three pieces: views, not a packed pair."""
 
     def body(s, x):
-        rest, gate, up = s.a(x).split([16, 8, 8], -1)
-        return F.linear(gated(gate, up), s.b.weight[:, :8]) + s.c(rest)
+        third, gate, up = s.a(x).split([16, 8, 8], -1)
+        return F.linear(gated(gate, up), s.b.weight[:, :8]) + s.c(third)
 
     sites, _ = check(Net(body, packed=True), torch.randn(4, 8))
     assert the(sites).op == "fused::glu"
 
 
-@pytest.mark.parametrize(("products", "rest"), [(2, ()), (1, ("interleaved",))])
-def test_clamped_interleaved_glu_of_gpt_oss(products, rest):
-    """Two views of two products, or of the same one: then it is packed."""
+@pytest.mark.parametrize(("gemms", "layout"), [(2, ()), (1, ("interleaved",))])
+def test_clamped_interleaved_glu_of_gpt_oss(gemms, layout):
+    """Two views of two GEMMs, or of a single GEMM, which is packed."""
 
     def body(s, x):
         h = s.a(x)
-        gate, up = h[..., ::2], (h if products == 1 else s.a(x))[..., 1::2]
+        gate, up = h[..., ::2], (h if gemms == 1 else s.a(x))[..., 1::2]
         gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
         return s.b((up + 1) * (gate * torch.sigmoid(gate * 1.702)))
 
     sites, graphs = check(Net(body, packed=True), 40 * torch.randn(4, 8))
-    assert (the(sites).op, the(sites).activation) == ("fused::bias_glu" if rest else "fused::glu", "quick_gelu")
-    assert operator_in(graphs).args[-3 - len(rest) :] == ("quick_gelu", *rest, 1.0, 7.0)
+    assert (the(sites).op, the(sites).activation) == ("fused::bias_glu" if layout else "fused::glu", "quick_gelu")
+    assert operator_in(graphs).args[-3 - len(layout) :] == ("quick_gelu", *layout, 1.0, 7.0)
 
 
 VIEWS = {
@@ -259,7 +259,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", GEMMS | VIEWS)
-def test_gemms_and_views(name):
+def test_gemms_and_views_are_read(name):
     sites, _ = check(Net((GEMMS | VIEWS)[name]), torch.randn(4, 8) if name in GEMMS else torch.randn(2, 4, 8))
     activation = {"contiguous inside": "quick_gelu", "row": "tanh"}.get(name, "gelu")
     assert (the(sites).op, the(sites).activation) == ("fused::bias_act", activation)
@@ -283,13 +283,13 @@ def test_casts(cast):
     assert the(sites).op == "fused::bias_act"
     node = operator_in(graphs)
     assert node.meta["example_value"].dtype == dtype
-    others = cast == "to a weight's dtype"  # the weight
-    assert calls_in(graphs) == 3 + others
+    reads_a_weight = cast == "to a weight's dtype"  # the weight
+    assert calls_in(graphs) == 3 + reads_a_weight
     torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
 
 
 def test_result_stays_wide():
-    """What ends in float32 is computed in float32 from the narrower leaf, not rounded on the way."""
+    """A result in float32 is computed from a bfloat16 input without rounding between."""
     model = Net(lambda s, x: s.b.float()(F.gelu(s.a(x).float())))
     model.a.bfloat16()
     x = torch.randn(4, 8, dtype=torch.bfloat16)
@@ -304,15 +304,15 @@ def test_result_stays_wide():
 @pytest.mark.parametrize("inplace", [False, True])
 def test_dropout_after_the_activation(inplace):
     model = Net(lambda s, x: s.b(F.dropout(F.gelu(s.a(x)), 0.5, s.training, inplace)))
-    for kept in (True, False):
-        _, (site, dropout), graphs = capture(model, torch.randn(4, 8), policy=FusionPolicy(dropout=not kept))
-        assert site.op == "fused::bias_act" and dropout.op == (None if kept else "fused::dropout_add")
-        assert [n.target for n in graphs[0].nodes].count(F.dropout) == kept
+    for stays in (True, False):
+        _, (site, dropout), graphs = capture(model, torch.randn(4, 8), policy=FusionPolicy(dropout=not stays))
+        assert site.op == "fused::bias_act" and dropout.op == (None if stays else "fused::dropout_add")
+        assert [n.target for n in graphs[0].nodes].count(F.dropout) == stays
     sites, _ = check(model.eval(), torch.randn(4, 8))
     assert the(sites).op == "fused::bias_act"
 
 
-# Activations that several things read, and what each becomes: operator, activation and what reads it.
+# Activations with several readers, and the fused sites: operator, activation and readers.
 SHARED = {
     "two GEMMs": (lambda s, x: (lambda y: s.b(y) + s.c(y))(F.gelu(s.a(x))), ["bias_act gelu linear linear"]),
     "products": (
@@ -327,11 +327,11 @@ SHARED = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_what_several_read(name):
-    body, wanted = SHARED[name]
+def test_activations_with_several_readers_are_fused(name):
+    body, expected = SHARED[name]
     sites, graphs = check(Net(body), torch.randn(4, 8))
-    assert [" ".join((site.op.removeprefix("fused::"), site.activation, *site.users)) for site in sites] == wanted
-    assert len(targets(graphs)) == len(wanted) and F.silu not in [n.target for n in graphs[0].nodes]
+    assert [" ".join((site.op.removeprefix("fused::"), site.activation, *site.users)) for site in sites] == expected
+    assert len(targets(graphs)) == len(expected) and F.silu not in [n.target for n in graphs[0].nodes]
 
 
 def test_another_reader_is_named():
@@ -363,7 +363,7 @@ WIDE = {"NewGELU": True, "relu**2": True, "gelu": False, "x*sigmoid": False, "re
 
 @pytest.mark.parametrize("spelling", WIDE)
 def test_cuda_autocast(spelling):
-    """CUDA autocast gives pow float32, and what follows: the recorded dtype stays. The tensors are fake."""
+    """CUDA autocast computes pow and later calls in float32: the recorded dtype stays. The tensors are fake."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     name, act = SPELLINGS[spelling]
@@ -384,7 +384,7 @@ def test_cuda_autocast(spelling):
 
 
 def fused_dynamically(fn, *calls) -> list[str]:
-    """The operators in fn compiled once, with dynamic shapes, for all of these arguments."""
+    """The operators in fn, compiled once with dynamic shapes for all of these arguments."""
     compilations = []
 
     def backend(gm, inputs):
@@ -405,7 +405,7 @@ def test_dynamic_shapes_add_no_guards():
 
 
 def test_dynamic_width():
-    """The packed axis itself may be symbolic; nothing is asked about it that would fix it."""
+    """The packed axis may be symbolic; no comparison adds a guard on it."""
     sizes = (5, 6, 11)  # no size twice, which Dynamo would guard on
     (op,) = fused_dynamically(
         lambda x, w1, w2: F.linear(gated(*F.linear(x, w1).chunk(2, -1)), w2),
@@ -424,25 +424,25 @@ def test_glu_of_a_symbolic_width_stays_a_call():
 
 
 def test_exported_aten_graph():
-    """AOTInductor runs the pre-grad slot on aten graphs, with values under another key."""
+    """AOTInductor runs the pre-grad pass on aten graphs, which record values as ``val``."""
     spellings = {k: v for k, v in SPELLINGS.items() if "_" not in k and "inplace" not in k}
 
     acts = [(False, act) for _, act in spellings.values()] + [(True, act) for _, act in PACKED.values()]
     layers = [Net(lambda s, x, act=act: F.layer_norm(x, (8,)) + s.b(act(s.a(x))), packed) for packed, act in acts]
     model, x = Stack(layers).eval(), torch.randn(4, 8)
     gm = torch.export.export(model, (x,)).module()
-    wanted = gm(x)
+    expected = gm(x)
     sites = rewrite(gm.graph, POLICY)
     gm.recompile()
     assert [site.activation for site in sites] == [name for name, _ in spellings.values()] + ["silu"] * len(PACKED)
     for site, (layout, _) in zip(sites[len(spellings) :], PACKED.values(), strict=True):
         assert site.op == ("fused::bias_glu" if layout else "fused::glu")
-    torch.testing.assert_close(gm(x), wanted)
+    torch.testing.assert_close(gm(x), expected)
     assert all("val" in n.meta for n in gm.graph.nodes if "fused" in str(n.target))
 
 
 def test_tensor_parallel():
-    """linear → redistribute → to_local → activation: the local tensor is what the operator reads."""
+    """linear → redistribute → to_local → activation: the operator reads the local tensor."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -468,7 +468,7 @@ def test_tensor_parallel():
 X, V1, V2 = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
 
 
-# What stands between an activation and its reader in spelling only, as functions of h (4, 16), and what it is read as.
+# Functions of h (4, 16) that need the canonical form, a permutation or a view, with their operator and activation.
 SPELLED = {
     "relu_ dropped": (lambda h, w: F.linear(h, w) if h.relu_() is not None else 0, "bias_act", "relu"),
     "relu_ dropped, and h read later": (
@@ -497,7 +497,7 @@ SPELLED = {
 
 
 @pytest.mark.parametrize("name", SPELLED)
-def test_spelled_differently(name):
+def test_equivalent_graphs_are_fused(name):
     act, op, activation = SPELLED[name]
     w = torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
     x, w1 = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((4, 8), (16, 8)))
@@ -544,7 +544,7 @@ def test_copies_of_a_tensor_that_changes_are_two_operands():
 
 
 def test_custom_autograd_functions():
-    """Fused where the backward is the derivative, which is proved too; else left alone (test_near_misses.py)."""
+    """A function is fused if its backward is proved to be the derivative (others: test_near_misses.py)."""
     sites, graphs = check(
         Net(lambda s, x: s.b(Swish.apply(s.a(x))) + s.c(Gated.apply(s.u(x), s.a(x)))), torch.randn(4, 8)
     )
@@ -561,8 +561,8 @@ def test_a_function_that_borrows_a_name():
     assert sites == [] and targets(graphs) == []
 
 
-def test_residual_streams_are_no_sites():
-    """A norm by hand of a stream that once went through an activation: no GEMM reads that activation."""
+def test_residual_streams_are_not_sites():
+    """A norm by hand of a residual stream that depends on an activation: no GEMM reads that activation."""
 
     def norm(x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -589,7 +589,7 @@ def test_exclude(pattern):
     assert excluded == [f"the policy excludes {pattern!r}"] * (2 if "[" in pattern or pattern == "layers" else 1)
 
 
-def test_sources():
+def test_sources_name_line_and_module():
     _, sites, _ = capture(two(), torch.randn(4, 8))
     assert [site.source.split(" in ")[1] for site in sites] == ["layers.0", "layers.1"]
     assert all(site.source.startswith("harness.py:") for site in sites)
@@ -635,7 +635,7 @@ def test_a_failing_dropout_leaves_the_mlps_too_as_they_were(monkeypatch):
     graph.lint()
 
 
-def test_metadata():
+def test_new_nodes_have_metadata():
     _, _, graphs = capture(two(), torch.randn(4, 8))
     for node in graphs[0].nodes:
         if "fused" in str(node.target):
@@ -660,7 +660,7 @@ def test_equal_sites_are_proved_once():
 # ---- the canonical form --------------------------------------------------------------------------------------------
 
 
-def test_readable_forms():
+def test_expressions_as_text():
     a = symbolic.Algebra()
     x = a.variable("x")
     assert a.text(a.mul(x, a.sigmoid(a.mul(x, 1.702)))) == "x·sigmoid(1.702·x)"
@@ -678,7 +678,7 @@ def test_equal_quotients_have_one_form():
     assert a.div(1.0, a.mul(a.mul(x, root), 2.0)) == a.mul(a.div(0.5, x), inverse_root)
 
 
-# Arguments besides tensors that change what a function computes.
+# Numeric arguments that change the function.
 SCALARS = {
     "add": {"alpha": 2.5},
     "sub": {"alpha": 2.5},
@@ -697,7 +697,7 @@ UNPROVABLE = (
 
 
 @pytest.mark.parametrize(("operands", "names"), UNPROVABLE)
-def test_functions_that_have_no_form(operands, names):
+def test_functions_without_a_form_are_unprovable(operands, names):
     a = symbolic.Algebra()
     for name in names.split():
         raises(symbolic.Unprovable, "cannot be proved", symbolic.RULES[name], a, *map(a.variable, operands))
@@ -730,8 +730,8 @@ def test_products_powers_and_quotients_are_what_torch_computes():
         "exp(x + 1)": (a.exp(a.add(v, 1.0)), (x + 1).exp()),
         "relu(-2)": (a.relu(-2.0), torch.zeros_like(x)),
     }
-    for name, (form, wanted) in forms.items():
-        torch.testing.assert_close(evaluate(a, form, [x]), wanted, msg=lambda text, name=name: f"{name}: {text}")
+    for name, (form, expected) in forms.items():
+        torch.testing.assert_close(evaluate(a, form, [x]), expected, msg=lambda text, name=name: f"{name}: {text}")
     y = a.variable("y")  # an atom behind exp(x)
     form = a.reciprocal(a.add(a.mul(e, y), 2.0))
     torch.testing.assert_close(evaluate(a, form, [x, x + 3]), 1 / (x.exp() * (x + 3) + 2))
@@ -748,8 +748,8 @@ def test_derivatives_are_what_autograd_computes():
     forms = [a.exp(a.mul(v, 2.0)), a.sigmoid(a.mul(v, 3.0)), a.erf(a.mul(v, 0.5)), a.log(a.add(v, 1.0))]
     forms += [a.reciprocal(a.add(a.mul(v, v), 1.0)), a.power(v, 3.0), a.mul(v, a.mul(a.exp(v), a.exp(v)))]
     for form in forms:
-        (wanted,) = torch.autograd.grad(evaluate(a, form, [x]).sum(), x)
-        torch.testing.assert_close(evaluate(a, a.derivative(form, v), [x.detach()]), wanted)
+        (expected,) = torch.autograd.grad(evaluate(a, form, [x]).sum(), x)
+        torch.testing.assert_close(evaluate(a, a.derivative(form, v), [x.detach()]), expected)
     assert a.derivative(a.variable("y"), v) == {}
     raises(symbolic.Unprovable, "the derivative of relu", a.derivative, a.relu(v), v)
 
@@ -758,7 +758,7 @@ X0 = symbolic.Ref("operand", 0)
 
 
 def rounds(*steps):
-    """Whether the value of these calls, each with the one before as its first argument, is rounding's."""
+    """True if a chain of calls returns only rounding errors. Each call's first argument is the last result."""
     a = symbolic.Algebra()
     calls, value = [], X0
     for name, argument in steps:
@@ -768,7 +768,7 @@ def rounds(*steps):
     return a.rounds(len(values) - 1, values[-1])
 
 
-def test_where_large_terms_cancel_rounding_is_the_meaning():
+def test_canceling_large_terms_is_detected():
     large = 1.5 * 2**23
     assert rounds(("add", large), ("sub", large)) and not rounds(("add", 1.0), ("sub", 1.0))
     assert rounds(("mul", 1e-45), ("mul", 1e45)) and rounds(("div", 1e45), ("div", 1e-45))
@@ -782,7 +782,7 @@ def test_where_large_terms_cancel_rounding_is_the_meaning():
         assert a.rounds(0, x) == inexact
 
 
-def test_calls_that_no_rule_reads():
+def test_calls_without_a_rule_are_unprovable():
     a = symbolic.Algebra()
     calls = {
         ("relu", (X0, 1.0, 2.0)): "in a way that is not read",
@@ -820,12 +820,12 @@ def check_rule(name, **kwargs):
     for n in (1, 2, 3):
         try:
             form = rule(a, *variables[:n], **kwargs)
-            wanted = function(*arguments[:n], **kwargs)
+            expected = function(*arguments[:n], **kwargs)
         except (TypeError, RuntimeError):
             continue
         except symbolic.Unprovable:
             return
-        torch.testing.assert_close(evaluate(a, form, arguments), wanted, equal_nan=True)
+        torch.testing.assert_close(evaluate(a, form, arguments), expected, equal_nan=True)
         negative = [-t for t in arguments[:n]]
         if name not in ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "log1p"):
             torch.testing.assert_close(evaluate(a, form, negative), function(*negative, **kwargs), equal_nan=True)
@@ -862,8 +862,8 @@ def test_rules_have_torchs_derivatives_at_kinks(name):
     form = symbolic.RULES[name](a, *map(a.variable, "xy"[:operands]), **kwargs)
     x = torch.tensor([*points, -4.0, 0.5, 7.0], dtype=torch.float64, requires_grad=True)
     xs = [x, torch.full_like(x, 0.25).requires_grad_()][:operands]
-    wanted = torch.autograd.grad(function(*xs, **kwargs).sum(), xs)
-    torch.testing.assert_close(torch.autograd.grad(evaluate(a, form, xs).sum(), xs), wanted)
+    expected = torch.autograd.grad(function(*xs, **kwargs).sum(), xs)
+    torch.testing.assert_close(torch.autograd.grad(evaluate(a, form, xs).sum(), xs), expected)
 
 
 def evaluate(a, form, arguments):

@@ -1,4 +1,4 @@
-"""s·(a·W) = (s·a)·W: where a factor of the rows is taken in front of the product, what that keeps and computes."""
+"""s·(a·W) = (s·a)·W: per-row scales that move in front of the GEMM, and the saved tensors and results of such steps."""
 
 import operator
 from collections.abc import Callable
@@ -22,7 +22,7 @@ DOUBLE = torch.float64
 
 
 def routed(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As transformers' experts do: which rows, sorted by expert; their weights in float32; groups' ends; and back."""
+    """Route tokens as in transformers; return rows sorted by expert, float32 weights, group ends, inverse order."""
     weights, experts = F.softmax(F.linear(x, router).float(), -1).topk(CHOSEN, -1)
     sorted_experts, order = torch.sort((experts).reshape(-1))
     counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
@@ -40,7 +40,7 @@ def mixture(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 def one_by_one(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The mixture, in any dtype: a token's experts one after the other."""
+    """The mixture in any dtype, one expert of each token at a time."""
     weights, experts = F.softmax(F.linear(x, router), -1).topk(CHOSEN, -1)
     total = torch.zeros_like(x)
     for i in range(CHOSEN):
@@ -55,12 +55,12 @@ def mixtures_tensors(tokens: int = TOKENS) -> list[Tensor]:
 
 
 def gated(x: Tensor, up: Tensor, down: Tensor, gate: Tensor) -> Tensor:
-    """A shared expert behind a sigmoid."""
+    """A shared expert with a sigmoid gate."""
     return torch.sigmoid(F.linear(x, gate)) * F.linear(F.silu(F.linear(x, up)), down)
 
 
 def batched(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
-    """Experts of as many rows each, which are rows of one matrix where they are weighted."""
+    """Experts with equal numbers of rows. The weighted rows are those of one matrix."""
     h = F.relu(x.unflatten(0, (2, -1)) @ up.t()) @ down.t().expand(2, -1, -1)
     return h.flatten(0, 1) * s
 
@@ -71,7 +71,7 @@ def rows_of_two_axes(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
-    """Falcon-H1's scales stay where they are."""
+    """The scales of Falcon-H1 do not move."""
     return 3 * F.silu(0.7 * F.linear(x, up)) @ down.t() * s
 
 
@@ -80,7 +80,7 @@ def small(tokens: int = 6, dtype: torch.dtype = DOUBLE) -> list[Tensor]:
     return [normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate(((tokens, 8), (12, 8), (8, 12), (tokens, 1)))]
 
 
-def given(fn: Callable[..., Tensor]) -> list[Tensor]:
+def inputs_of(fn: Callable[..., Tensor]) -> list[Tensor]:
     return [*small()[:3], normal(1, 8, dtype=DOUBLE, seed=9)] if fn is gated else small()
 
 
@@ -88,8 +88,8 @@ FORMS = (gated, batched, rows_of_two_axes, scaled)
 
 
 @pytest.mark.parametrize("fn", FORMS)
-def test_it_is_moved(fn: Callable[..., Tensor]) -> None:
-    (site,) = compare(fn, given(fn))
+def test_scales_are_moved(fn: Callable[..., Tensor]) -> None:
+    (site,) = compare(fn, inputs_of(fn))
     assert MOVED in site.reason, site.reason
 
 
@@ -100,17 +100,17 @@ def compiled(fn: Callable[..., Any], memory: str, **settings: Any) -> Any:
 @pytest.mark.codegen_is_slow
 @pytest.mark.slow
 def test_a_mixture_at_every_level() -> None:
-    """Its product's result is not kept; where nothing is rounded to 8 bits, all is as near to float64 as before."""
+    """The last GEMM's result is not saved. Except at "fp8", errors relative to float64 do not grow."""
     inputs = mixtures_tensors()
-    wanted, _ = step_of(one_by_one, [t.detach().double().requires_grad_() for t in inputs])
-    eager = distances(step_of(mixture, inputs)[0], wanted)
-    found = {memory: step_of(compiled(mixture, memory), inputs) for memory in MEMORY if memory != "tiled"}
+    expected, _ = step_of(one_by_one, [t.detach().double().requires_grad_() for t in inputs])
+    eager = distances(step_of(mixture, inputs)[0], expected)
+    steps = {memory: step_of(compiled(mixture, memory), inputs) for memory in MEMORY if memory != "tiled"}
     rows = TOKENS * CHOSEN
-    less = nbytes(found["off"][1]) - nbytes(found["free"][1])
-    assert less == rows * 2 * (WIDTH + FFN + WIDTH) - rows, "result, activation and gathered tokens; a mask is more"
-    assert max(eager) < 0.005 and 0.03 < distances(found["fp8"][0], wanted)[2] < 0.055, "docs/memory.md says so"
+    saving = nbytes(steps["off"][1]) - nbytes(steps["free"][1])
+    assert saving == rows * 2 * (WIDTH + FFN + WIDTH) - rows, "result, activation and gathered tokens; a mask is more"
+    assert max(eager) < 0.005 and 0.03 < distances(steps["fp8"][0], expected)[2] < 0.055, "docs/memory.md says so"
     for memory, most in {"off": 1.1, "free": 1.0, "fp8": 12, "input": 1.0}.items():
-        assert all(a <= most * b for a, b in zip(distances(found[memory][0], wanted), eager, strict=True)), memory
+        assert all(a <= most * b for a, b in zip(distances(steps[memory][0], expected), eager, strict=True)), memory
 
 
 @pytest.mark.slow
@@ -119,10 +119,10 @@ def test_the_number_of_tokens_may_be_dynamic() -> None:
     for tokens in (TOKENS, 40):
         inputs = mixtures_tensors(tokens)
         with torch._dynamo.config.patch(error_on_recompile=tokens != TOKENS):
-            got, _ = step_of(fn, inputs)
-        wanted, _ = step_of(one_by_one, [t.detach().double().requires_grad_() for t in inputs])
+            actual, _ = step_of(fn, inputs)
+        expected, _ = step_of(one_by_one, [t.detach().double().requires_grad_() for t in inputs])
         eager, _ = step_of(mixture, inputs)
-        assert all(a <= 1.1 * b for a, b in zip(distances(got, wanted), distances(eager, wanted), strict=True))
+        assert all(a <= 1.1 * b for a, b in zip(distances(actual, expected), distances(eager, expected), strict=True))
 
 
 @pytest.mark.codegen_is_slow
@@ -131,12 +131,12 @@ def test_the_number_of_tokens_may_be_dynamic() -> None:
 def test_dynamic_rows_of_other_products(fn: Callable[..., Tensor]) -> None:
     compiled_fn = compiled(fn, "free", dynamic=True)
     for tokens in (6, 10):
-        inputs = [*small(tokens)[:3], given(fn)[3] if fn is gated else small(tokens)[3]]
+        inputs = [*small(tokens)[:3], inputs_of(fn)[3] if fn is gated else small(tokens)[3]]
         torch.testing.assert_close(step_of(compiled_fn, inputs)[0], step_of(fn, inputs)[0], rtol=1e-12, atol=1e-12)
 
 
 class Poisoned(torch.autograd.Function):
-    """A grouped product whose undefined rows are NaN, in its result and in its input's gradient."""
+    """A grouped GEMM whose undefined rows are NaN, in its result and in its input's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ class Poisoned(torch.autograd.Function):
         return dx, dw, None
 
 
-def test_rows_of_no_group() -> None:
-    """The model takes nothing from them, and their factors have no gradient."""
+def test_rows_after_the_last_group_are_ignored() -> None:
+    """The model does not read these rows, and their factors have no gradient."""
     ends = torch.tensor([2, 4], dtype=torch.int32)
     weights = [normal(2, *shape, dtype=torch.bfloat16) for shape in ((8, 16), (16, 8))]
     x, s = normal(6, 8, dtype=torch.bfloat16), normal(6, 1, dtype=torch.float32)
@@ -181,7 +181,7 @@ def test_rows_of_no_group() -> None:
 
 
 def stays(fn: Callable[..., Any], *changed: Tensor, **policy: Any) -> None:
-    """The activation is fused, the factor stays behind the product, and nothing that is computed changes."""
+    """Assert that the activation is fused, the factor stays after the GEMM, and no result changes."""
     inputs = list(changed) or small()
     sites = explain(fn, *inputs, policy=FusionPolicy(**policy)).sites
     assert [site.op is not None and MOVED not in site.reason for site in sites] == [True], sites
@@ -192,8 +192,8 @@ def hidden(x: Tensor, up: Tensor) -> Tensor:
     return F.gelu(F.linear(x, up))
 
 
-def of(body: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """What is made of the activation, of its product, and of a factor for each row."""
+def after_gemm(body: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """``body`` of the activation, the GEMM's result, and a factor for each row."""
 
     def fn(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
         h = hidden(x, up)
@@ -233,36 +233,36 @@ STAYING: dict[str, Callable[..., Tensor]] = {
     "an adapter": lambda x, up, down, s: (F.linear(hidden(x, up), down) + F.linear(x, up[:8])) * s,
     "a quotient": lambda x, up, down, s: F.linear(hidden(x, up), down) / s,
     "no gradient": lambda x, up, down, s: F.linear(hidden(x, up), down) * s.detach(),
-    "read twice": of(lambda h, y, s: y * s + y),
-    "the activation is read twice": of(lambda h, y, s: y * s + h.sum(-1, keepdim=True)),
-    "a factor of the product's result": of(lambda h, y, s: y * y.norm(dim=-1, keepdim=True)),
-    "a factor of the activation": of(lambda h, y, s: y * h.norm(dim=-1, keepdim=True)),
+    "read twice": after_gemm(lambda h, y, s: y * s + y),
+    "the activation is read twice": after_gemm(lambda h, y, s: y * s + h.sum(-1, keepdim=True)),
+    "a factor of the product's result": after_gemm(lambda h, y, s: y * y.norm(dim=-1, keepdim=True)),
+    "a factor of the activation": after_gemm(lambda h, y, s: y * h.norm(dim=-1, keepdim=True)),
     "the product's result itself": squared,
     "weights that are written in between": written,
-    "in place": of(lambda h, y, s: operator.imul(y, s)),
+    "in place": after_gemm(lambda h, y, s: operator.imul(y, s)),
 }
 
 
 @pytest.mark.parametrize("name", STAYING)
-def test_it_stays(name: str) -> None:
-    if name in ("an active dropout", "weights that are written in between"):  # others are dropped; eager raises
+def test_scales_that_cannot_move_stay(name: str) -> None:
+    if name in ("an active dropout", "weights that are written in between"):  # the mask differs; eager raises
         (site, *_) = explain(STAYING[name], *small()).sites
         assert site.op and MOVED not in site.reason
     else:
         stays(STAYING[name])
 
 
-def test_it_stays_where_the_policy_or_the_user_decides() -> None:
+def test_scales_stay_if_policy_or_user_decide() -> None:
     import torch._functorch.config as functorch_config
 
-    stays(gated, *given(gated), memory="off")
+    stays(gated, *inputs_of(gated), memory="off")
     with functorch_config.patch(activation_memory_budget=0.5):
-        stays(gated, *given(gated))
+        stays(gated, *inputs_of(gated))
     with torch.no_grad():
-        stays(gated, *given(gated))
+        stays(gated, *inputs_of(gated))
     frozen = [t.detach().requires_grad_(i == 3) for i, t in enumerate(small())]
-    stays(batched, *frozen)  # only the factor learns: the activation's input would be kept for it
-    (site,) = explain(gated, *given(gated), policy=FusionPolicy(memory="tiled:2")).sites
+    stays(batched, *frozen)  # only the factor needs a gradient, for which the activation's input would be saved
+    (site,) = explain(gated, *inputs_of(gated), policy=FusionPolicy(memory="tiled:2")).sites
     assert site.tiles == 2 and MOVED not in site.reason
 
 
@@ -275,7 +275,7 @@ def test_a_linear_layer_in_float8_keeps_its_factor() -> None:
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
 def test_a_factor_of_a_wider_dtype(wide: torch.dtype) -> None:
-    """The result has the dtype that the multiplication gave; in float64 it may be larger than the product's can."""
+    """The result keeps the multiplication's dtype. In float64 it may exceed the range of the GEMM's dtype."""
     x, up, down, _ = small(dtype=torch.bfloat16)
     s = normal(6, 1, dtype=wide)
     (site,) = compare(lambda *args: batched(*args), [x, up, down, s], dtype=torch.bfloat16)
@@ -283,13 +283,13 @@ def test_a_factor_of_a_wider_dtype(wide: torch.dtype) -> None:
 
 
 def normalized(x: Tensor, up: Tensor, down: Tensor, n: Tensor) -> Tensor:
-    """An MLP between a norm and its inverse, as where its input may be large."""
+    """An MLP between a norm and its inverse, for large inputs."""
     return F.linear(F.gelu(F.linear(x / n * 512, up)), down) * n
 
 
 @pytest.mark.codegen_is_slow
 def test_a_factor_stays_where_its_dtype_has_too_small_a_range() -> None:
-    """In float16 the activation times the factor is infinite here; neither the product nor the result is."""
+    """In float16, the activation times the factor is infinite, but the GEMM's result times the factor is not."""
     x, up, down, _ = small(dtype=torch.float16)
     with torch.no_grad():
         x, down = x.mul(200).requires_grad_(), down.mul(2**-7).requires_grad_()

@@ -1,5 +1,6 @@
-"""A whole model without a site, with nothing fused, or a pattern that fits no site: an error under ``strict``, else a
-warning, of a whole model and not of a piece of one."""
+"""A model without sites, without fused sites, or with an unmatched pattern: an error under ``strict``, else a warning.
+
+All graphs of the model are judged together."""
 
 import contextlib
 import functools
@@ -28,7 +29,7 @@ break_here = torch._dynamo.graph_break
 
 
 def Body(body: Callable[[Any, Tensor], Tensor]) -> nn.Module:
-    """x → body(self, x), with linear layers to use."""
+    """x → body(self, x), where body may use these layers."""
     layers = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "head": nn.Linear(8, 8), "norm": nn.LayerNorm(16)}
     return Net(body, **layers, fused=FusedMLP(8, 16))
 
@@ -42,7 +43,7 @@ def normed(s: Any, x: Tensor) -> Tensor:
 
 
 def broken(*parts: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """The parts, with a graph break between each two."""
+    """The parts in a row, separated by graph breaks."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         x = parts[0](s, x)
@@ -58,7 +59,7 @@ def broken(*parts: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], T
 
 
 class Looped(nn.Module):
-    """Dynamo leaves its frame alone: each module that it calls is compiled by itself."""
+    """Dynamo does not compile its frame, but each module that the frame calls."""
 
     def __init__(self, *bodies: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class Looped(nn.Module):
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """The texts that our logger has warned of since it was last asked."""
+    """Return the library's warnings since the previous call."""
     caplog.set_level(logging.WARNING, "torch_fused_ops")
 
     def said() -> list[str]:
@@ -84,7 +85,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return said
 
 
-FOUND = {
+WITHOUT_COMPLAINT = {
     "an mlp": mlp,
     "an mlp in the first piece": broken(mlp, normed),
     "in the second": broken(normed, mlp),
@@ -98,7 +99,7 @@ FOUND = {
     "a head alone": lambda s, x: s.head(F.gelu(x)),
     "a head behind a break": broken(lambda s, x: F.gelu(x), lambda s, x: s.head(x)),
 }
-NOTHING = {
+WITHOUT_SITE = {
     "a norm between": normed,
     "two linear layers": lambda s, x: s.down(s.up(x)),
     "with a dropout": lambda s, x: F.dropout(normed(s, x), 0.5),
@@ -109,13 +110,13 @@ NOTHING = {
 
 
 @pytest.mark.covering(every=6)
-@pytest.mark.parametrize("name", FOUND)
-def test_a_piece_without_a_site_is_no_error_and_no_warning(name: str, warnings: Callable[[], list[str]]) -> None:
-    model = torch.compile(Body(FOUND[name]), backend="fused", options={"policy": STRICT})
+@pytest.mark.parametrize("name", WITHOUT_COMPLAINT)
+def test_models_with_a_site_are_accepted(name: str, warnings: Callable[[], list[str]]) -> None:
+    model = torch.compile(Body(WITHOUT_COMPLAINT[name]), backend="fused", options={"policy": STRICT})
     for rows in (4, 4, 6):  # compiled, run, and compiled anew
         model(torch.randn(rows, 8, requires_grad=True)).sum().backward()
     torch._dynamo.reset()
-    torch.compile(Body(FOUND[name]), backend="fused")(torch.randn(4, 8))
+    torch.compile(Body(WITHOUT_COMPLAINT[name]), backend="fused")(torch.randn(4, 8))
     assert warnings() == []
 
 
@@ -127,29 +128,29 @@ def test_an_error_has_the_rows_of_explain() -> None:
 
 
 @pytest.mark.covering(every=3)
-@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize("name", WITHOUT_SITE)
 def test_linear_layers_and_no_site_are_an_error(name: str) -> None:
-    model = torch.compile(Body(NOTHING[name]), backend="fused", options={"policy": STRICT})
+    model = torch.compile(Body(WITHOUT_SITE[name]), backend="fused", options={"policy": STRICT})
     with pytest.raises((BackendCompilerFailed, tfo.UnfusedError)) as info:
         model(torch.randn(4, 8))
     error = getattr(info.value, "inner_exception", info.value)
     assert isinstance(error, tfo.UnfusedError) and "no MLP was found between" in str(error)
-    unread = tfo.explain(Body(NOTHING[name]), torch.randn(4, 8)).unread
-    assert str(error).endswith("\n".join(unread_lines(grouped(unread))))  # what explain prints
-    torch.compile(Body(NOTHING[name]), backend="fused")(torch.randn(4, 8))  # without strict
+    unread = tfo.explain(Body(WITHOUT_SITE[name]), torch.randn(4, 8)).unread
+    assert str(error).endswith("\n".join(unread_lines(grouped(unread))))  # as explain prints them
+    torch.compile(Body(WITHOUT_SITE[name]), backend="fused")(torch.randn(4, 8))  # without strict
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_modules_that_are_compiled_by_themselves_are_judged_together(found: bool) -> None:
-    model = Looped(normed, mlp if found else normed)
-    with contextlib.nullcontext() if found else pytest.raises(tfo.UnfusedError, match="no MLP was found"):
+@pytest.mark.parametrize("has_mlp", [True, False])
+def test_separately_compiled_modules_are_judged_together(has_mlp: bool) -> None:
+    model = Looped(normed, mlp if has_mlp else normed)
+    with contextlib.nullcontext() if has_mlp else pytest.raises(tfo.UnfusedError, match="no MLP was found"):
         torch.compile(model, backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["enable", "enabled", "options"])
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_however_it_is_compiled(way: str, pieces: int) -> None:
+def test_every_way_to_compile_raises(way: str, pieces: int) -> None:
     model, x = Body(broken(*[normed] * pieces)), torch.randn(4, 8)
     with pytest.raises((BackendCompilerFailed, tfo.UnfusedError), match="no MLP was found"):
         if way == "enable":
@@ -162,12 +163,12 @@ def test_however_it_is_compiled(way: str, pieces: int) -> None:
             torch.compile(model, options=tfo.compile_options(STRICT))(x)
 
 
-def test_the_models_own_error_is_the_one_that_is_raised() -> None:
+def test_the_models_error_takes_precedence() -> None:
     fails = Body(broken(normed, lambda s, x: {}["mine"]))
     raises(KeyError, "mine", torch.compile(fails, backend="fused", options={"policy": STRICT}), torch.randn(4, 8))
 
 
-def test_inside_of_a_handler_it_is_said_too() -> None:
+def test_raises_inside_an_except_block() -> None:
     try:
         raise KeyError
     except KeyError:
@@ -175,14 +176,16 @@ def test_inside_of_a_handler_it_is_said_too() -> None:
             torch.compile(Body(broken(normed, normed)), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
 
 
-def test_a_part_that_is_compiled_anew_does_not_speak_for_the_rest() -> None:
-    pieces = broken(normed, lambda s, x: mlp(s, x[:2]))  # the second of one shape: it is compiled once
+def test_a_recompiled_part_is_not_judged_alone() -> None:
+    pieces = broken(
+        normed, lambda s, x: mlp(s, x[:2])
+    )  # the shape of the second part is constant, so it is compiled once
     model = torch.compile(Body(pieces), backend="fused", options={"policy": STRICT})
     for rows in (4, 5, 6):
         model(torch.randn(rows, 8))
 
 
-def test_exported_graphs_are_whole() -> None:
+def test_exported_graphs_are_judged_at_once() -> None:
     exported = torch.export.export(Body(normed), (torch.randn(4, 8),)).module()
     from torch_fused_ops.lowerings import strict
 
@@ -190,7 +193,7 @@ def test_exported_graphs_are_whole() -> None:
 
 
 class Layers(nn.Module):
-    """A stack of MLPs, in a model as transformers nests them."""
+    """A stack of MLPs, nested as in transformers."""
 
     def __init__(self, between: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
@@ -211,8 +214,8 @@ def unfused(s: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ["two linear layers", "cut by the break"])
-def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Callable[[], list[str]]) -> None:
-    model = torch.compile(Body(NOTHING[name]), backend="fused")
+def test_unfused_models_warn_once(name: str, warnings: Callable[[], list[str]]) -> None:
+    model = torch.compile(Body(WITHOUT_SITE[name]), backend="fused")
     for rows in (4, 4, 6):
         model(torch.randn(rows, 8))
     (text,) = warnings()
@@ -247,8 +250,8 @@ def strictly_and_reset(model: nn.Module) -> None:
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("before", [plain, with_another_policy, explained, verified, strictly_and_reset])
-def test_the_same_code_in_other_compilations_hides_nothing(before: Callable[[nn.Module], None]) -> None:
-    """Code of a class, compiled before for another policy, by another backend or a tool, or forgotten since."""
+def test_earlier_compilations_do_not_hide_errors(before: Callable[[nn.Module], None]) -> None:
+    """The code of a class was compiled before: with another policy or backend, by a tool, or before a reset."""
     before(Body(CUT))
     with pytest.raises(tfo.UnfusedError, match="no MLP was found between 4 linear layers, in 2 graphs"):
         torch.compile(Body(CUT), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
@@ -264,7 +267,9 @@ def test_after_a_reset_a_compiled_model_is_judged_again() -> None:
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("before", [plain, with_another_policy, strictly_and_reset])
-def test_nor_hides_it_a_warning(before: Callable[[nn.Module], None], warnings: Callable[[], list[str]]) -> None:
+def test_earlier_compilations_do_not_hide_warnings(
+    before: Callable[[nn.Module], None], warnings: Callable[[], list[str]]
+) -> None:
     before(Body(CUT))
     assert warnings() == []
     model = torch.compile(Body(CUT), backend="fused")
@@ -272,29 +277,29 @@ def test_nor_hides_it_a_warning(before: Callable[[nn.Module], None], warnings: C
         model(torch.randn(rows, 8))
     (text,) = warnings()
     assert "no MLP was found between 4 linear layers, in 2 graphs" in text
-    torch.compile(Body(CUT), backend="fused")(torch.randn(4, 8))  # of the same code, which was judged
+    torch.compile(Body(CUT), backend="fused")(torch.randn(4, 8))  # this code was judged before
     assert warnings() == []
 
 
-def test_the_first_reason_is_given(warnings: Callable[[], list[str]]) -> None:
+def test_the_warning_has_the_first_reason(warnings: Callable[[], list[str]]) -> None:
     torch.compile(Body(unfused), options=tfo.compile_options())(torch.randn(4, 8))
     (text,) = warnings()
     assert text.startswith("nothing was fused in Net: 1 MLP site, the first test_strict.py:")
 
 
-def test_nothing_is_said_of_a_choice(warnings: Callable[[], list[str]]) -> None:
+def test_no_warning_for_settings(warnings: Callable[[], list[str]]) -> None:
     for options in ({"memory": "off"}, {"exclude": ("*",)}):
         torch._dynamo.reset()
         model = normed if "memory" in options else mlp
         torch.compile(Body(model), backend="fused", options=options)(torch.randn(4, 8))
-    with tfo.enabled():  # nor of what a process compiles besides
+    with tfo.enabled():  # for all compilations of the process
         torch.compile(Body(normed))(torch.randn(4, 8))
     assert warnings() == []
 
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("field", ["memory", "gemm", "exclude"])
-def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Callable[[], list[str]]) -> None:
+def test_unmatched_patterns_warn_at_once(field: str, warnings: Callable[[], list[str]]) -> None:
     patterns = {"memory": {"layers.0.*": "input", "layer.1.*": "fp8"}, "gemm": {"layer.1.*": "bf16"}}
     options = {field: patterns.get(field, ("layer.1.*",))}
     model = torch.compile(Layers(), backend="fused", options=options)
@@ -311,7 +316,9 @@ def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Calla
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("pattern", "fits"), [("second.*", True), ("third.*", False)])
-def test_a_pattern_may_fit_a_site_of_a_later_graph(pattern: str, fits: bool, warnings: Callable[[], list[str]]) -> None:
+def test_a_pattern_may_match_a_site_of_a_later_graph(
+    pattern: str, fits: bool, warnings: Callable[[], list[str]]
+) -> None:
     model = Net(broken(lambda s, x: s.first(x), lambda s, x: s.second(x)), first=Body(mlp), second=Body(mlp))
     for strict in (False, True):
         torch._dynamo.reset()
@@ -322,13 +329,13 @@ def test_a_pattern_may_fit_a_site_of_a_later_graph(pattern: str, fits: bool, war
 
 
 @pytest.mark.parametrize("pattern", ["layers.*.mlp.0", "*.mlp.1", "layers"])
-def test_a_pattern_may_fit_a_module_of_a_site(pattern: str, warnings: Callable[[], list[str]]) -> None:
+def test_a_pattern_may_match_a_module_of_a_site(pattern: str, warnings: Callable[[], list[str]]) -> None:
     torch.compile(Layers(), backend="fused", options={"memory": {pattern: "input"}})(torch.randn(4, 8))
     assert warnings() == []
 
 
 @pytest.mark.parametrize("wrap", ["args", "kwargs", "partial", "closure", "method", "list", "compiled"])
-def test_patterns_fit_whatever_wraps_the_model(wrap: str, warnings: Callable[[], list[str]]) -> None:
+def test_patterns_match_wrapped_models(wrap: str, warnings: Callable[[], list[str]]) -> None:
     model, x = Layers(), torch.randn(4, 8)
     wrapped: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         "args": (lambda *args: args[0](args[1]), (model, x), {}),

@@ -1,4 +1,4 @@
-"""FusionPolicy(memory="tiled"): what a step in tiles computes and keeps, how tokens are cut, and what stays whole."""
+"""FusionPolicy(memory="tiled"): results and saved tensors of a step, sizes of tiles, and MLPs that are not tiled."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ class SwiGLU(harness.SwiGLU):
 
 
 def adapted() -> nn.Module:
-    """LoRA on both linear layers; the first weight is frozen. Dropouts that do nothing; views between."""
+    """LoRA on both linear layers, with a frozen first weight, inactive dropouts and views."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         rows = x.reshape(-1, HIDDEN)
@@ -44,14 +44,14 @@ def adapted() -> nn.Module:
 
 
 def masked(s: Any, x: Tensor) -> Tensor:
-    """Gate and up with the same padding mask, in two forms."""
+    """Gate and up with one padding mask, written in two ways."""
     pad = x[..., :1] > 0.5
     gate, up = s.mlp.gate(x).masked_fill(pad, 0.0), torch.where(pad, 1.0, s.mlp.up(x))
     return s.mlp.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 def normed() -> nn.Module:
-    """Two in a row, behind norms."""
+    """Two MLPs in a row, after norms."""
     return nn.Sequential(nn.LayerNorm(HIDDEN), SwiGLU(), nn.LayerNorm(HIDDEN), SwiGLU(bias=True))
 
 
@@ -62,7 +62,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "adapted": adapted,
     "conv1d": lambda: conv1d(HIDDEN, FFN),
     "normed": normed,
-    # Its tokens in another order: a view that picks as many rows is no other shape of them.
+    # index_select reorders tokens: it is not a reshape, although the number of rows stays the same.
     "reversed": lambda: Net(lambda s, x: s.mlp(x.index_select(1, torch.arange(x.shape[1]).flip(0))), mlp=SwiGLU()),
     "detached": lambda: Net(lambda s, x: x + s.mlp(x.detach()), mlp=SwiGLU()),
     "masked": lambda: Net(masked, mlp=SwiGLU(bias=True)),
@@ -81,7 +81,7 @@ def sites(fn: Callable[..., Any], *args: Any, memory: Any = "tiled:3", **policy:
     return tfo.explain(fn, *args, policy=FusionPolicy(memory=memory, **policy)).sites
 
 
-def kept(fn: Callable[..., Any], *args: Any) -> int:
+def saved_bytes(fn: Callable[..., Any], *args: Any) -> int:
     return saving(lambda: fn(*args))[1]
 
 
@@ -89,7 +89,7 @@ def kept(fn: Callable[..., Any], *args: Any) -> int:
 @pytest.mark.covering(every=8)
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_is_the_plain_one(name: str, dynamic: bool) -> None:
+def test_a_tiled_step_equals_the_plain_step(name: str, dynamic: bool) -> None:
     module = MODELS[name]().double()
     x = torch.randn(2, 25, HIDDEN, dtype=torch.double)
     assert [site.tiles for site in sites(module, x)] == [3] * len(sites(module, x))
@@ -103,17 +103,17 @@ def test_a_step_is_the_plain_one(name: str, dynamic: bool) -> None:
 
 
 @pytest.mark.codegen_is_slow
-def test_its_input_is_all_that_is_kept() -> None:
+def test_only_the_input_is_saved() -> None:
     module, x = SwiGLU(), torch.randn(1000, HIDDEN, requires_grad=True)
     weights = sum(p.numel() * 4 for p in module.parameters())
-    assert kept(compiled(module), x) == kept(compiled(module, "input"), x) == x.numel() * 4 + weights
-    assert kept(compiled(module, "free"), x) > 3 * x.numel() * 4
+    assert saved_bytes(compiled(module), x) == saved_bytes(compiled(module, "input"), x) == x.numel() * 4 + weights
+    assert saved_bytes(compiled(module, "free"), x) > 3 * x.numel() * 4
 
 
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
-def test_the_products_are_those_of_input() -> None:
-    """Backward's: 4/3 of plain's. Results are not marked: else the residual stream would be made of products again."""
+def test_flops_equal_those_of_input() -> None:
+    """Backward takes 4/3 of the FLOPs of plain. If results were marked, GEMMs would recompute the residual stream."""
     module, x = normed(), torch.randn(64, HIDDEN, requires_grad=True)
 
     def flops(memory: str) -> int:
@@ -126,7 +126,7 @@ def test_the_products_are_those_of_input() -> None:
 
 
 def rounding(x: Tensor, tangent: Tensor, module: nn.Module, memory: str, dtype: torch.dtype | None = None) -> float:
-    """How far gradients of the weights are off, in the 2-norm and relative; under autocast to ``dtype``."""
+    """The relative error of the weights' gradients in the 2-norm, under autocast to ``dtype``."""
 
     def gradients(module: nn.Module, fn: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -135,31 +135,31 @@ def rounding(x: Tensor, tangent: Tensor, module: nn.Module, memory: str, dtype: 
         assert {g.dtype for g in grads} == {p.dtype for p in module.parameters()}
         return torch.cat([g.double().flatten() for g in grads])
 
-    found = gradients(module, compiled(module, memory), x)
+    actual = gradients(module, compiled(module, memory), x)
     dtype, truth = None, gradients(wide := copy.deepcopy(module).double(), wide, x.double())
-    return float((found - truth).norm() / truth.norm())
+    return float((actual - truth).norm() / truth.norm())
 
 
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("memory, most", (("tiled:8", 1.6), pytest.param("tiled:16", 2.0, marks=pytest.mark.slow)))
 def test_sums_over_tiles_are_rounded_to_the_weights_dtype(memory: str, most: float) -> None:
-    """In bfloat16 that shows: docs/memory.md says by how much."""
+    """In bfloat16 this is visible; docs/memory.md states the factor."""
     module, x, tangent = SwiGLU(32, 64).bfloat16(), *torch.randn(2, 1024, 32).bfloat16()
-    whole = rounding(x, tangent, module, "input")
-    assert 1.2 * whole < rounding(x, tangent, module, memory) < most * whole
+    untiled = rounding(x, tangent, module, "input")
+    assert 1.2 * untiled < rounding(x, tangent, module, memory) < most * untiled
 
 
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_sums_over_tiles_under_autocast_are_in_float32() -> None:
     module, x, tangent = nn.Sequential(nn.LayerNorm(32), SwiGLU(32, 64)), *torch.randn(2, 1024, 32)
-    whole = rounding(x, tangent, module, "input", torch.bfloat16)
-    assert rounding(x, tangent, module, "tiled:8", torch.bfloat16) < 1.1 * whole
+    untiled = rounding(x, tangent, module, "input", torch.bfloat16)
+    assert rounding(x, tangent, module, "tiled:8", torch.bfloat16) < 1.1 * untiled
 
 
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
-def test_inside_a_checkpoint() -> None:
+def test_steps_inside_a_checkpoint_are_equal() -> None:
     module, x = normed().double(), torch.randn(50, HIDDEN, dtype=torch.double)
     fn = compiled(lambda x: x + checkpoint(module, x, use_reentrant=False))
     torch.testing.assert_close(step(fn, module, x), step(lambda x: x + module(x), module, x), rtol=1e-12, atol=1e-12)
@@ -167,8 +167,8 @@ def test_inside_a_checkpoint() -> None:
 
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
-def test_a_dropout_behind_it_is_of_all_tokens() -> None:
-    """The same mask as without tiles: it is a function of the seed and of the element's place."""
+def test_a_later_dropout_has_one_mask_for_all_tiles() -> None:
+    """The mask is a function of seed and element, so tiles do not change it."""
     module, x = SwiGLU().double(), torch.randn(50, HIDDEN, dtype=torch.double)
     results = []
     for memory in ("tiled:3", "input"):
@@ -185,11 +185,13 @@ def test_a_buffer_that_forward_writes() -> None:
         s.scale.mul_(0.5)
         return y  # type: ignore[no-any-return]
 
-    one, two = (Net(counting, mlp=SwiGLU(), scale=torch.ones(HIDDEN)).double() for _ in range(2))
-    two.load_state_dict(one.state_dict())
-    fn, x = compiled(one), torch.randn(50, HIDDEN, dtype=torch.double)
+    compiled_model, plain_model = (Net(counting, mlp=SwiGLU(), scale=torch.ones(HIDDEN)).double() for _ in range(2))
+    plain_model.load_state_dict(compiled_model.state_dict())
+    fn, x = compiled(compiled_model), torch.randn(50, HIDDEN, dtype=torch.double)
     for _ in range(2):
-        torch.testing.assert_close(step(fn, one, x), step(two, two, x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            step(fn, compiled_model, x), step(plain_model, plain_model, x), rtol=1e-12, atol=1e-12
+        )
 
 
 def through_integers(dtype: torch.dtype, between: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -198,8 +200,8 @@ def through_integers(dtype: torch.dtype, between: Callable[[Tensor], Tensor]) ->
 
 
 @pytest.mark.codegen_is_slow
-def test_a_view_as_another_dtype_is_no_view_of_its_rows() -> None:
-    """No gradient flows through one as integers, and one as float16 is of other numbers."""
+def test_views_as_another_dtype_are_not_reshapes() -> None:
+    """A view as integers has no gradient, and a view as float16 has other values."""
     x = torch.randn(50, HIDDEN, requires_grad=True)
     fn = through_integers(torch.float32, lambda h: h.view(torch.int32).view(torch.float32))
     assert not fn(x).requires_grad and not compiled(fn, strict=False)(x).requires_grad
@@ -209,8 +211,8 @@ def test_a_view_as_another_dtype_is_no_view_of_its_rows() -> None:
 
 
 @pytest.mark.codegen_is_slow
-def test_what_the_caller_writes_under_autocast() -> None:
-    """PyTorch keeps a copy in bfloat16 there: the input, and results that are as much, the caller may write."""
+def test_the_caller_may_write_under_autocast() -> None:
+    """PyTorch saves a copy in bfloat16, so the caller may write the input, and results that alias it."""
     module, x = SwiGLU(), torch.randn(50, HIDDEN)
 
     def with_its_input(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,9 +222,9 @@ def test_what_the_caller_writes_under_autocast() -> None:
     for fn, place in ((lambda x: (module(x), x), 1), (with_its_input, 1)):
         gradients = []
         for way in (fn, compiled(fn, strict=False)):
-            given = x.clone()
+            argument = x.clone()
             with torch.autocast("cpu", torch.bfloat16):
-                results = way(given)
+                results = way(argument)
             with torch.no_grad():
                 results[place].zero_()
             gradients.append(torch.autograd.grad(results[0].float().square().sum(), list(module.parameters())))
@@ -240,7 +242,7 @@ def test_hooks_of_a_parameter_run_once() -> None:
 
 
 @pytest.mark.codegen_is_slow
-def test_inference_is_whole() -> None:
+def test_inference_is_not_tiled() -> None:
     module, x = SwiGLU(), torch.randn(50, HIDDEN)
     with torch.no_grad():
         (site,) = sites(module, x)
@@ -249,60 +251,63 @@ def test_inference_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens, asked, expected", ((16383, 0, 1), (16384, 0, 2), (65536, 0, 8), (1 << 20, 0, 16), (64, 8, 8), (8, 8, 1))
+    "tokens, requested, expected",
+    ((16383, 0, 1), (16384, 0, 2), (65536, 0, 8), (1 << 20, 0, 16), (64, 8, 8), (8, 8, 1)),
 )
-def test_the_number_of_tiles(tokens: int, asked: int, expected: int) -> None:
-    assert tiles.tile_count(tokens, asked) == expected
+def test_the_number_of_tiles(tokens: int, requested: int, expected: int) -> None:
+    assert tiles.tile_count(tokens, requested) == expected
 
 
 @pytest.mark.parametrize("tokens", (9, 50, 8191, 65536, 100_003))
 @pytest.mark.parametrize("count", (2, 3, 8))
 def test_tiles_cover_all_tokens(tokens: int, count: int) -> None:
-    each, last = tiles.lengths(tokens, count)
-    assert each > 0 and (count - 1) * each + last == tokens and each <= last
+    length, last = tiles.lengths(tokens, count)
+    assert length > 0 and (count - 1) * length + last == tokens and length <= last
     if tokens > 1000 * count:
-        assert last <= 1.3 * each + 128 * count
+        assert last <= 1.3 * length + 128 * count
 
 
 def test_the_level_by_module() -> None:
     model = nn.Sequential(SwiGLU(), SwiGLU())
-    found = sites(model, torch.randn(50, HIDDEN), memory={"1": "tiled:4", "*": "input"})
-    assert {site.module: site.tiles for site in found} == {"0": 0, "1": 4}
+    found_sites = sites(model, torch.randn(50, HIDDEN), memory={"1": "tiled:4", "*": "input"})
+    assert {site.module: site.tiles for site in found_sites} == {"0": 0, "1": 4}
 
 
 def weights(*shapes: tuple[int, int]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in shapes]
 
 
-def refused(kind: Kind, fn: Callable[[Tensor], Any], shape: tuple[int, ...] = (50, HIDDEN), **policy: Any) -> None:
-    """It is fused, and in one piece, for a reason of this kind; what is kept is what "input" keeps."""
-    found = [site for site in sites(fn, torch.randn(shape), **policy) if site.tiles_kind is not None]
-    assert [site.tiles_kind for site in found] == [kind], found
-    assert found[0].op and found[0].tiles == 1
+def check_not_tiled(
+    kind: Kind, fn: Callable[[Tensor], Any], shape: tuple[int, ...] = (50, HIDDEN), **policy: Any
+) -> None:
+    """Assert that the MLP is fused but not tiled, for a reason of this kind."""
+    untiled = [site for site in sites(fn, torch.randn(shape), **policy) if site.tiles_kind is not None]
+    assert [site.tiles_kind for site in untiled] == [kind], untiled
+    assert untiled[0].op and untiled[0].tiles == 1
 
 
-def test_what_is_left_whole() -> None:
+def test_mlps_that_cannot_be_tiled() -> None:
     up, down = weights((FFN, HIDDEN), (HIDDEN, FFN))
     linear = F.linear
-    refused(Kind.TILE_READER, lambda x: (lambda a: linear(a, down) + a.sum())(F.gelu(linear(x, up))))
-    refused(Kind.TILE_READER, lambda x: (lambda h: linear(F.gelu(h), down) + h.sum())(linear(x, up)))
-    refused(Kind.TILE_READER, lambda x: (lambda a: linear(a, down) + linear(a, down))(F.gelu(linear(x, up))))
-    refused(Kind.TILE_DROPOUT, lambda x: linear(F.dropout(F.gelu(linear(x, up)), 0.1), down))
-    refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[:, 1:], down), (5, 10, HIDDEN))
-    refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[torch.arange(49, -1, -1)], down))
-    refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up) + x.sum(-1, keepdim=True)), down))
-    refused(Kind.TILE_FORM, lambda x: linear(F.silu(linear(x, up)) * linear(x.flip(0), up), down))
-    refused(
+    check_not_tiled(Kind.TILE_READER, lambda x: (lambda a: linear(a, down) + a.sum())(F.gelu(linear(x, up))))
+    check_not_tiled(Kind.TILE_READER, lambda x: (lambda h: linear(F.gelu(h), down) + h.sum())(linear(x, up)))
+    check_not_tiled(Kind.TILE_READER, lambda x: (lambda a: linear(a, down) + linear(a, down))(F.gelu(linear(x, up))))
+    check_not_tiled(Kind.TILE_DROPOUT, lambda x: linear(F.dropout(F.gelu(linear(x, up)), 0.1), down))
+    check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[:, 1:], down), (5, 10, HIDDEN))
+    check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[torch.arange(49, -1, -1)], down))
+    check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up) + x.sum(-1, keepdim=True)), down))
+    check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.silu(linear(x, up)) * linear(x.flip(0), up), down))
+    check_not_tiled(
         Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up).masked_fill(x[:1, :, :1] > 0, 0)), down), (5, 10, HIDDEN)
     )
-    refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up).masked_fill_(x[:, :1] > 0, 0)), down))
+    check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up).masked_fill_(x[:, :1] > 0, 0)), down))
 
-    def scaled(x: Tensor) -> Tensor:  # PyTorch does not save the factor: the layer that it scales is frozen
+    def scaled(x: Tensor) -> Tensor:  # PyTorch does not save the factor, since the scaled layer is frozen
         y = x * 2
         return linear(F.silu(linear(y, up)) * (linear(y, up.detach()) * x[:, :1]), down)
 
-    refused(Kind.TILE_CALLERS, scaled)
-    refused(Kind.TILE_FEW, lambda x: linear(F.gelu(linear(x, up)), down), memory="tiled")
+    check_not_tiled(Kind.TILE_CALLERS, scaled)
+    check_not_tiled(Kind.TILE_FEW, lambda x: linear(F.gelu(linear(x, up)), down), memory="tiled")
 
     def written(x: Tensor) -> Tensor:
         x = x * 2
@@ -310,22 +315,22 @@ def test_what_is_left_whole() -> None:
         x.add_(1)
         return linear(F.gelu(h), down) + x
 
-    refused(Kind.WRITTEN, written)
+    check_not_tiled(Kind.WRITTEN, written)
 
 
-def test_of_three_linear_layers_in_a_row_the_first_two_are_tiled() -> None:
+def test_two_of_three_linear_layers_are_tiled() -> None:
     sizes = (HIDDEN, FFN, HIDDEN, FFN)
-    layers = [one for i in range(3) for one in (nn.Linear(sizes[i], sizes[i + 1]), nn.GELU())][:-1]
+    layers = [layer for i in range(3) for layer in (nn.Linear(sizes[i], sizes[i + 1]), nn.GELU())][:-1]
     module, x = nn.Sequential(*layers).double(), torch.randn(50, HIDDEN, dtype=torch.double)
     assert [(site.tiles, site.tiles_kind) for site in sites(module, x)] == [(3, None), (1, Kind.TILE_FORM)]
 
 
-def test_float8_products_come_first() -> None:
+def test_float8_takes_precedence_over_tiles() -> None:
     module = SwiGLU(128, 128)
-    refused(Kind.TILE_FP8, module, (50, 128), gemm="fp8")
+    check_not_tiled(Kind.TILE_FP8, module, (50, 128), gemm="fp8")
 
 
-def test_a_miss_is_strict_where_it_is_no_choice() -> None:
+def test_strict_counts_untiled_mlps_unless_requested() -> None:
     up, down = weights((FFN, HIDDEN), (HIDDEN, FFN))
     x = torch.randn(50, HIDDEN)
     (site,) = (s for s in sites(lambda x: F.linear(F.dropout(F.gelu(F.linear(x, up)), 0.1), down), x) if s.tiles)
@@ -354,7 +359,7 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     assert str(gm.graph) == before
 
 
-def test_a_budget_of_the_users_decides() -> None:
+def test_a_users_budget_takes_precedence() -> None:
     import torch._functorch.config as functorch_config
 
     with functorch_config.patch(activation_memory_budget=0.5):
