@@ -109,8 +109,11 @@ class _Model:
         self.has_ours = self.has_ours or _has_ours(graph)
         if not self.has_sites:
             from torch_fused_ops.lowerings import recognize
+            from torch_fused_ops.lowerings.recognize.graph import function_bodies
 
-            self.linears += _linears(graph)
+            # An autograd function is at most one linear layer. Its bodies, which came before, have several GEMMs.
+            bodies = [body.graph for node in graph.nodes for body in function_bodies(node)]
+            self.linears = max(0, self.linears - sum(map(_linears, bodies))) + _linears(graph)
             self.unread += recognize.unread(graph) if self.policy.strict else ()
 
     @property

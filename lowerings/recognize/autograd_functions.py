@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from torch_fused_ops.graphs.reasons import Kind
 
-from .graph import body_of, read
+from .graph import function_bodies, read
 from .symbolic import Algebra, Ref, Step, Unprovable, evaluate
 
 
@@ -30,7 +30,7 @@ def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
         raise Unprovable(
             "the result of a custom autograd.Function is marked as not differentiable", Kind.CUSTOM_FUNCTION
         )
-    bodies = [body for argument in function.args[:2] if isinstance(argument, Node) and (body := body_of(argument))]
+    bodies = function_bodies(function)
     if len(bodies) < 2:
         raise Unprovable("a custom autograd.Function without its graphs", Kind.CUSTOM_FUNCTION)
     (forward, outputs), (backward, gradients) = (read(body.graph) for body in bodies)

@@ -344,6 +344,12 @@ def body_of(node: Node) -> GraphModule | None:
     return body if isinstance(body, GraphModule) else None
 
 
+def function_bodies(node: Node) -> list[GraphModule]:
+    """The forward and the backward graph of a ``torch.autograd.Function``; [] for other calls."""
+    arguments = node.args[:2] if node.target is _CUSTOM else ()
+    return [body for a in arguments if isinstance(a, Node) and (body := body_of(a))]
+
+
 _HARMLESS = frozenset(RULES) | CASTS | COPIES | DROPOUTS | VIEWS | PLUMBING | REGIONS | frozenset(GEMMS) | CONVOLUTIONS
 
 
@@ -483,7 +489,7 @@ class GraphAnalysis:
 
     def _read_custom(self, node: Node, call: Call) -> None:
         """Decide whether a custom autograd.Function is a GEMM: it is registered, or its forward returns a GEMM."""
-        body = body_of(node.args[0]) if node.target is _CUSTOM and isinstance(node.args[0], Node) else None
+        body = next(iter(function_bodies(node)), None)
         if body is not None:
             traces = "\n".join(n.meta.get("stack_trace") or "" for n in body.graph.nodes)
             frames = re.findall(r'File "([^"]+)", line (\d+)', traces)

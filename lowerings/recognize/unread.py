@@ -22,7 +22,7 @@ from .graph import (
     NONLINEAR,
     Call,
     GraphAnalysis,
-    body_of,
+    function_bodies,
     inline_bodies,
     label,
     reachable,
@@ -134,10 +134,9 @@ def _opaque_name(node: Node, call: Call) -> str:
         namespace, _, name = packet._qualified_op_name.partition("::")
         return "" if namespace in _KNOWN else f"torch.ops.{namespace}.{name}"
     if isinstance(target, torch._ops.HigherOrderOperator):
-        body = body_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-        in_function = target is torch.ops.higher_order.autograd_function_apply and body is not None
-        is_opaque = in_function and any(_opaque_name(inner, Call(inner)) for inner in body.graph.nodes)
-        return label(node) if is_opaque or label(node).startswith("triton_kernel_wrapper") else ""
+        inner = [inner for body in function_bodies(node)[:1] for inner in body.graph.nodes]
+        is_opaque = label(node).startswith("triton_kernel_wrapper") or any(_opaque_name(n, Call(n)) for n in inner)
+        return label(node) if is_opaque else ""
     if compat.traced_function(target) is not None:
         return label(node)
     module = str(getattr(target, "__module__", None) or "")

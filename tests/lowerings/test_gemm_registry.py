@@ -138,12 +138,18 @@ def test_unregistered_functions_are_opaque(function: Any) -> None:
     assert [(site.kind, site.reason) for site in report.unread] == [
         (Kind.OPAQUE, f"not an MLP: it is not known whether {name} is a GEMM")
     ] * 2
-    with pytest.raises(Exception, match="linear layers and 2 opaque calls") as error:
+    with pytest.raises(Exception, match="no MLP was found between 0 linear layers and 2 opaque calls") as error:
         compiled(module)(x)
     assert "register_gemm" in str(error.value)
     tfo.register_gemm(function)
     report = tfo.explain(module, x)
     assert report.sites[0].op == "fused::bias_act" and not report.unread
+
+
+def test_a_single_linear_layer_that_is_a_function_is_not_a_missed_mlp() -> None:
+    """Its forward and its backward contain three GEMMs, and are graphs of the model."""
+    module, x = Layer(Visible, D, H), data()
+    torch.testing.assert_close(compiled(module)(x), module(x))
 
 
 def test_a_registered_operator_alone() -> None:
