@@ -78,7 +78,7 @@ def find_sites(analysis: GraphAnalysis) -> Iterator[tuple[Node, list[Node]]]:
 
 
 def _columns(analysis: GraphAnalysis, node: Node) -> list[Node]:
-    """The tensors that the node concatenates, as if attention and MLP share the last linear layer; otherwise [node]."""
+    """The tensors that are concatenated into the node, through views, casts and dropout; [node] if none are."""
     source = node
     while _keeps_columns(analysis, source):
         source = source.all_input_nodes[0]
