@@ -21,7 +21,7 @@ class Canonical:
 
     Attributes:
         originals: the user's call for each node of its expansion.
-        calls: each original node, as read by ``Call``.
+        calls: the ``Call`` of each original node.
     """
 
     def __init__(self, graph: Graph) -> None:
