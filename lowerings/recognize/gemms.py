@@ -115,10 +115,7 @@ def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:
 
 
 def experts_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node] | None:
-    """The (input, weight, ends) of a grouped GEMM; None for other calls.
-
-    The weight is (experts, in, out). ``ends`` has the end of each expert's rows.
-    """
+    """The input, weight (experts, in, out), and end of each expert's rows of a grouped GEMM; None for other calls."""
     call = analysis.calls[node]
     if call.name != "grouped_mm":
         return None

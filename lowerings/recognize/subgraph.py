@@ -181,10 +181,9 @@ def _match(analysis: GraphAnalysis, node: Node) -> Subgraph:
 
 
 def _output(analysis: GraphAnalysis, node: Node) -> Node:
-    """The subgraph's output node. It includes a cast of the site's output if nothing else reads that output.
+    """The subgraph's output node: the only reader of the site's output, if that is a cast, since the operator rounds.
 
-    The operator then rounds to the dtype of the cast itself. A cast to a wider dtype is not included, for example in
-    front of a GEMM in float32: the value must be rounded before the cast.
+    A cast to a wider dtype, for example before a GEMM in float32, is not included: the value must be rounded before.
     """
     user, *others = node.users or (node,)
     if not others and analysis.calls[user].name in CASTS and analysis.region[user] == analysis.region[node]:
@@ -264,8 +263,7 @@ def _non_gemm_reason(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node)
         return gated
     for node in () if analysis.follows_gemm[foreign] else reachable([foreign], lambda node: node.all_input_nodes):
         if isinstance(tensor(node), torch.nn.Parameter):
-            # A parameter of the activation, as in xIELU. If it only contributes to a full-size tensor, such as a norm's
-            # result, that tensor is a gate.
+            # A parameter of the activation, as in xIELU. A full-size tensor that depends on one, as a norm, is a gate.
             if is_full_size:
                 return gated
             if value_of(node).requires_grad:
@@ -286,10 +284,7 @@ def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
 
 
 def _path(analysis: GraphAnalysis, node: Node) -> tuple[Any, ...]:
-    """The tensor behind a node's views, and these views, up to a view that something writes.
-
-    Nodes with equal paths have equal values.
-    """
+    """The tensor behind a node's views, and these views, up to a written view. Equal paths have equal values."""
     path: list[Any] = []
     while analysis.is_passthrough(node) and analysis.calls[node].name not in DROPOUTS:
         call, source = analysis.calls[node], node.all_input_nodes[0]
@@ -492,9 +487,7 @@ def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
 
 
 def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    """Find the tensor that gate and up are views of, if the operator supports the layout of the two.
-
-    Otherwise the operator reads the two views.
+    """Find the tensor that gate and up are views of, if the operator supports its layout; else it reads the two views.
 
     Raises:
         Rejection: gate and up are cut on an axis other than the last.

@@ -151,10 +151,9 @@ def _lies_between(analysis: GraphAnalysis, node: Node) -> bool:
     users = list(readers(analysis, node))
     if isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel may write its arguments
         users += [user for a in node.all_input_nodes for user in a.users if analysis.index[user] > analysis.index[node]]
-    sources = [source for source in map(analysis.origin, node.all_input_nodes) if analysis.state[source] != FREE]
-    return any(map(analysis.weight_gemm, users)) and not all(_is_sum(analysis, source) for source in sources)
-
-
-def _is_sum(analysis: GraphAnalysis, node: Node) -> bool:
-    matrices = [a for a in node.all_input_nodes if (value := tensor(a)) is not None and value.ndim > 1]
-    return analysis.calls[node].name in ("add", "sub") and len(matrices) > 1
+    for source in map(analysis.origin, node.all_input_nodes):
+        matrices = [a for a in source.all_input_nodes if (value := tensor(a)) is not None and value.ndim > 1]
+        is_sum = analysis.calls[source].name in ("add", "sub") and len(matrices) > 1
+        if analysis.state[source] != FREE and not is_sum:
+            return any(map(analysis.weight_gemm, users))
+    return False
