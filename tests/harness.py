@@ -163,7 +163,7 @@ class Calls(TorchDispatchMode):
         self.made.append((func, args, kwargs or {}, result))
         return result
 
-    def of(self, operator: Any) -> list[tuple[Any, ...]]:
+    def arguments_of(self, operator: Any) -> list[tuple[Any, ...]]:
         """Return the arguments of an operator's calls."""
         return [args for func, args, *_ in self.made if func is operator]
 
@@ -254,7 +254,7 @@ def python(*arguments: object, cwd: Path | None = None, quiet: bool = False, **e
     return done.stdout
 
 
-def kept_by(call: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+def saved_by(call: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
     """Return a call's result, and the tensors that autograd saves."""
     saved: list[Tensor] = []
 
@@ -275,13 +275,13 @@ def nbytes(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
 
 def saving(call: Callable[[], Any], besides: Iterable[Tensor] = ()) -> tuple[Any, int]:
     """Return a call's result, and the bytes that autograd saves, as ``nbytes`` counts them."""
-    result, saved = kept_by(call)
+    result, saved = saved_by(call)
     return result, nbytes(saved, besides)
 
 
 def step_of(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return (a function's result and its inputs' gradients, the tensors that autograd saves)."""
-    out, saved = kept_by(lambda: fn(*inputs))
+    out, saved = saved_by(lambda: fn(*inputs))
     tangent = normal(*out.shape, dtype=out.dtype, seed=1).detach()
     leaves = [t for t in inputs if t.requires_grad]
     return [out.detach(), *(torch.autograd.grad(out, leaves, tangent) if leaves else ())], saved
@@ -334,13 +334,13 @@ def compiled(module: Callable[..., Any], policy: FusionPolicy, **settings: Any) 
 
 
 def captured(
-    fn: Callable[..., Any], *args: Any, each: Callable[[torch.fx.GraphModule], Any] = lambda gm: gm, **settings: Any
+    fn: Callable[..., Any], *args: Any, edit: Callable[[torch.fx.GraphModule], Any] = lambda gm: gm, **settings: Any
 ) -> tuple[Any, list[Any]]:
-    """Return a call's result, and ``each(graph)`` of every Dynamo graph. ``each`` may modify graphs before they run."""
+    """Return a call's result, and ``edit(graph)`` of every Dynamo graph. ``edit`` may modify graphs before they run."""
     results = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        results.append(each(gm))
+        results.append(edit(gm))
         gm.recompile()
         return gm.forward
 

@@ -392,7 +392,7 @@ def test_weights_are_cast_once() -> None:
         with harness.Calls() as calls, torch.autocast("cpu", BF16):
             for _ in range(3):
                 x = F.linear(act(F.linear(x, w)), v)
-        casts = [args[0].shape for args in calls.of(torch.ops.aten._to_copy.default)]
+        casts = [args[0].shape for args in calls.arguments_of(torch.ops.aten._to_copy.default)]
         counts.append([casts.count(t.shape) for t in (w, v, b)])
     assert counts[1] == [1, 1, 0] and counts[0][:2] == [1, 1]
 

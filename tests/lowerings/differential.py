@@ -81,7 +81,7 @@ def capture(
                 module.recompile()
                 graphs.append(module.graph)
 
-    result, _ = captured(fn, *args, each=note)
+    result, _ = captured(fn, *args, edit=note)
     return result, sites, graphs
 
 

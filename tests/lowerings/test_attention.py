@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import Net, distances, kept_by, nbytes, normal, raises
+from harness import Net, distances, nbytes, normal, raises, saved_by
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -187,7 +187,7 @@ def fused(model: Callable[..., Any], policy: FusionPolicy = BOTH, compiled: bool
 
 def step(model: nn.Module, call: Callable[..., Any], x: Tensor) -> tuple[list[Tensor], int, list[Tensor]]:
     """Return (the result and all gradients, bytes saved for backward without parameters, the saved tensors)."""
-    out, saved = kept_by(lambda: call(x))
+    out, saved = saved_by(lambda: call(x))
     requested = [x, *(p for p in model.parameters() if p.requires_grad)]
     gradients = torch.autograd.grad(out, requested, torch.ones_like(out))
     return [out.detach(), *gradients], nbytes(saved, model.parameters()), saved
@@ -349,7 +349,7 @@ def test_returned_keys_stay_saved_and_queries_are_recomputed() -> None:
     requested = [x, *model.parameters()]
     results = []
     for call in (model, fused(model, FusionPolicy(attention="input"))):
-        (out, _), saved = kept_by(lambda call=call: call(x))
+        (out, _), saved = saved_by(lambda call=call: call(x))
         results.append((torch.autograd.grad(out.sum(), requested), saved))
     (expected, _), (actual, saved) = results
     assert max(distances(actual, expected)) < 1e-14

@@ -428,7 +428,7 @@ def test_strict_does_not_count_dropouts() -> None:
     recognize = PreGradPass(FusionPolicy(strict=True, dropout=False))
     _, (graph,) = captured(
         model, torch.randn(X, requires_grad=True),
-        each=lambda gm: recognize(gm.graph) or gm.graph,  # raises if it counts a miss
+        edit=lambda gm: recognize(gm.graph) or gm.graph,  # raises if it counts a miss
     )  # fmt: skip
     assert count_dropouts(graph) == 2
     report = tfo.explain(model, torch.randn(X))

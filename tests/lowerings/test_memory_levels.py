@@ -10,7 +10,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import GEMMS, MLP, Stack, distances, kept_by, normal, raises, selective, step_of
+from harness import GEMMS, MLP, Stack, distances, normal, raises, saved_by, selective, step_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -433,7 +433,7 @@ def test_results_are_not_saved_twice(level: str) -> None:
         return F.linear(F.gelu(h), v), h
 
     inputs = tensors("gelu")
-    (out, h), saved = kept_by(lambda: compiled(with_result, level)(*inputs))
+    (out, h), saved = saved_by(lambda: compiled(with_result, level)(*inputs))
     got = torch.autograd.grad([out, h], inputs, [torch.ones_like(out), torch.ones_like(h)])
     assert not any(t.dtype == torch.float8_e4m3fn for t in saved)
     out, h = with_result(*inputs)

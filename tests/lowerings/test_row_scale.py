@@ -174,7 +174,7 @@ def test_rows_after_the_last_group_are_ignored() -> None:
             if "grouped_mm" in getattr(node.target, "__name__", ""):
                 node.target = lambda x, w, offs, **_: Poisoned.apply(x, w, offs)
 
-    out, _ = captured(fn, x, *weights, s, each=poison, fullgraph=True)
+    out, _ = captured(fn, x, *weights, s, edit=poison, fullgraph=True)
     _, *dw, ds = torch.autograd.grad(out.sum(), (x, *weights, s))
     assert out.isfinite().all() and ds.isfinite().all() and ds[:4].all() and not ds[4:].any()
     torch.testing.assert_close(dw, torch.autograd.grad(fn(x, *weights, s)[:4].sum(), weights), rtol=0.02, atol=0.02)

@@ -105,7 +105,7 @@ def test_frozen_arguments_cost_nothing(op, has):
     with Calls() as calls:
         operator(op, ("silu", *DEFAULTS[op]))(*tensors).sum().backward()
     backward = getattr(fused, f"{op}_backward")
-    assert [tuple(args[-1]) for args in calls.of(backward.default)] == [has]
+    assert [tuple(args[-1]) for args in calls.arguments_of(backward.default)] == [has]
     assert tuple(t.grad is not None for t in tensors) == has
     grads = backward(torch.ones(2, 2 if op == "bias_glu" else 4), *tensors, "silu", *DEFAULTS[op], list(has))
     assert tuple(g is not None for g in grads) == has

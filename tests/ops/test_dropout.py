@@ -204,7 +204,7 @@ def test_frozen_arguments_cost_nothing(has):
     tensors = [t.requires_grad_(h) for t, h in zip(tensors_for(), has, strict=True)]
     with Calls() as calls:
         operator()(*tensors).sum().backward()
-    masks = [tuple(args[-1]) for args in calls.of(fused.dropout_add_backward.default)]
+    masks = [tuple(args[-1]) for args in calls.arguments_of(fused.dropout_add_backward.default)]
     assert masks == ([has[:2]] if any(has[:2]) else [])  # the residual's gradient is the incoming gradient
     assert tuple(t.grad is not None for t in tensors) == has
 

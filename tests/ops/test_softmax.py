@@ -239,7 +239,7 @@ def test_frozen_arguments_cost_nothing(mask):
     x, sink = (t.requires_grad_(requested) for t, requested in zip(tensors(2, 3, 4), mask, strict=True))
     with Calls() as calls:
         softmax(x, None, sink).sin().sum().backward()
-    assert [tuple(args[-1]) for args in calls.of(backward.default)] == [mask]
+    assert [tuple(args[-1]) for args in calls.arguments_of(backward.default)] == [mask]
     assert (x.grad is not None, sink.grad is not None) == mask
     grads = backward(torch.ones(2, 3, 4), torch.ones(2, 3, 4), 1.0, False, -1, -1, torch.float16, list(mask))
     assert tuple(g is not None for g in grads) == mask

@@ -23,7 +23,7 @@ def block() -> nn.Module:
 
 
 def captured(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> Any:
-    _, graphs = harness.captured(fn, *args, each=virtual_gpu.set_aside, dynamic=dynamic, fullgraph=True)
+    _, graphs = harness.captured(fn, *args, edit=virtual_gpu.set_aside, dynamic=dynamic, fullgraph=True)
     torch._dynamo.reset()
     return graphs[-1]
 
