@@ -148,7 +148,7 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("generate")
 
 
-def test_generated_pages_are_what_is_generated(
+def test_generated_pages_are_current(
     generate: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])
@@ -156,14 +156,14 @@ def test_generated_pages_are_what_is_generated(
 
 
 @pytest.mark.slow
-def test_the_example_of_a_report_is_what_is_printed(tmp_path: Path) -> None:
+def test_the_report_example_is_printed(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
     program, expected = re.findall(r"```(?:python)?\n(.*?)```", page.partition("## An example")[2], re.S)[:2]
     (tmp_path / "mlps.py").write_text(program, encoding="utf-8")
     assert python("mlps.py", cwd=tmp_path) == expected
 
 
-def test_the_readme_and_is_it_for_me_state_results() -> None:
+def test_hand_written_figures_match_results() -> None:
     """Figures outside of generated tables are those of the results. test_precision.py checks GELU's tail."""
     from torch_fused_ops.benchmarks.laboratory import coverage
 
@@ -282,7 +282,7 @@ def test_every_warning_and_error_is_in_troubleshooting() -> None:
     assert not missing, "\n".join(missing)
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_are_valid() -> None:
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):

@@ -119,7 +119,7 @@ def in_regions(device: str, regions: list[torch.dtype | None], fn: Callable[...,
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("name", FORMULAS)
-def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
+def test_operators_keep_dtypes_on_cpus(name: str, low: torch.dtype, region: str) -> None:
     formula = FORMULAS[name]
     for first, second in itertools.product((FP32, low), repeat=2):
         args = arguments(formula.vector, first, second)
@@ -136,7 +136,7 @@ def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
 @pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("low", LOW, ids=str)
-def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
+def test_compiled_operators_equal_eager_operators(low: torch.dtype) -> None:
     """One graph has all operators, with the autocast region inside the graph or around its call."""
     combinations = list(itertools.product(FORMULAS.items(), (FP32, low), (FP32, low)))
     args = [arguments(f.vector, first, second) for (_, f), first, second in combinations]
@@ -157,7 +157,7 @@ def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("low", LOW, ids=str)
-def test_softmax_on_cpus(low: torch.dtype) -> None:
+def test_softmax_keeps_its_dtype_on_cpus(low: torch.dtype) -> None:
     """On CPUs autocast does not widen softmax: our result and torch.softmax's have the input's dtype."""
     for dtype in (FP32, low):
         x = torch.randn(2, 3, 4).to(dtype).requires_grad_()
@@ -178,7 +178,7 @@ ON_GPUS = {name: formula for name, formula in FORMULAS.items() if name not in SL
 
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("low", LOW, ids=str)
-def test_operators_on_gpus(low: torch.dtype, region: str) -> None:
+def test_operators_keep_dtypes_on_gpus(low: torch.dtype, region: str) -> None:
     for (name, formula), first, second in itertools.product(ON_GPUS.items(), (FP32, low), (FP32, low)):
         with FakeTensorMode():
             args = arguments(formula.vector, first, second, "cuda")
@@ -207,13 +207,13 @@ INSIDE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
 }
 
 
-BACKWARDS = ("grad", "vmap of grad")  # autograd's engine needs CUDA streams: see test_gradients_on_gpus
+BACKWARDS = ("grad", "vmap of grad")  # need CUDA streams: test_gradients_have_their_inputs_dtypes
 
 
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("inside", [k for k in INSIDE if k not in BACKWARDS])
 @pytest.mark.parametrize("name", [name for name in SOFTMAXES if name not in SLICED])
-def test_softmax_on_gpus(name: str, inside: str) -> None:
+def test_softmax_widens_on_gpus(name: str, inside: str) -> None:
     """The result is float32, or float64 for float64 inputs, as for torch.softmax, also under transforms.
 
     vmap decomposes torch.softmax before autocast sees it, so its dtype stays: vmap(f)(x)[i] differs from f(x[i]). For
@@ -232,7 +232,7 @@ def test_softmax_on_gpus(name: str, inside: str) -> None:
     ("device", "inside"),
     [(d, k) for d in ("cpu", "cuda") for k in INSIDE if k != "call" and not (d == "cuda" and k in BACKWARDS)],
 )
-def test_transforms_in_a_region(device: str, inside: str) -> None:
+def test_autocast_changes_nothing_under_transforms(device: str, inside: str) -> None:
     """Under transforms the reference runs, and autocast sees its steps. Dtypes do not change, nor values on CPUs."""
     for name, formula in (FORMULAS if device == "cpu" else ON_GPUS).items():
         for first, second in itertools.product((FP32, BF16), repeat=2):
@@ -252,7 +252,7 @@ SIZES = ((8, 16), (8, 16), (16, 8))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("low", LOW, ids=str)
-def test_gradients_on_gpus(low: torch.dtype) -> None:
+def test_gradients_have_their_inputs_dtypes(low: torch.dtype) -> None:
     """Code compiled for a GPU, without a device, has the right dtypes of results and gradients."""
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
@@ -316,7 +316,7 @@ def fused_cases() -> Iterator[Any]:
 
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(("name", "weights", "low"), fused_cases())
-def test_fused_mlps_on_cpus(name: str, weights: str, low: torch.dtype) -> None:
+def test_fused_mlps_have_eager_dtypes(name: str, weights: str, low: torch.dtype) -> None:
     """backend="fused" gives eager PyTorch's dtypes, and values about as near to float64 as eager's values."""
     dtype = FP32 if weights == "float32" else low
     net = Net(NETS[name], dtype)
@@ -358,7 +358,7 @@ class Linear(NamedTuple):
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("name", [n for n in NETS if "off" not in n])
-def test_fused_graphs_on_gpus(name: str, low: torch.dtype) -> None:
+def test_fused_graphs_have_the_same_dtypes(name: str, low: torch.dtype) -> None:
     """Under CUDA's autocast lists, the rewritten graph has the same result dtype as the original."""
     for weights, dtype_of_x in itertools.product((FP32, low), repeat=2):
 

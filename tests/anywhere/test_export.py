@@ -235,7 +235,7 @@ def test_packages_run_without_this_library(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # deprecated since torch 2.9, but 2.15 still has it
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input"])
-def test_jit_trace_of_modules(level: str) -> None:
+def test_traced_modules_are_right(level: str) -> None:
     """A trace is saved and loaded, accepts other sizes, and has the module's gradient."""
     model = nn.Sequential(FusedMLP(8, 32, memory=level), FusedMLP(8, 32, "silu", gated=True, memory=level))
     traced = torch.jit.trace(model, (torch.randn(4, 8),))
@@ -256,7 +256,7 @@ def test_jit_trace_of_modules(level: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_jit_trace_of_every_operator() -> None:
+def test_traced_operators_are_right() -> None:
     model = Everything().eval()
     traced = torch.jit.trace(model, inputs(6))
     for rows in (6, 11):
@@ -280,7 +280,7 @@ def f(x, b):
             torch.jit.script(refused)
 
 
-def test_symbolic_trace_contains_every_operator() -> None:
+def test_fx_traces_every_operator() -> None:
     """torch.fx traces with proxies. The traced dropout draws a new seed at each call."""
 
     class Model(Everything):
@@ -297,7 +297,7 @@ def test_symbolic_trace_contains_every_operator() -> None:
     torch.testing.assert_close(traced(*args), expected, rtol=0, atol=0)
 
 
-def test_symbolic_trace_at_every_memory_level() -> None:
+def test_fx_traces_every_memory_level() -> None:
     for level in ("off", "free", "fp8", "input"):
         mlp, x = FusedMLP(8, 32, memory=level), torch.randn(4, 8)
         torch.testing.assert_close(torch.fx.symbolic_trace(mlp)(x), mlp(x), rtol=0, atol=0)

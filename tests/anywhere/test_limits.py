@@ -384,7 +384,7 @@ def test_small_offsets_have_32_bits(size: str) -> None:
         assert not any(constants.get("WIDE") for *_, constants in launches(name, call)), name
 
 
-def test_meta_operators_past_2_to_the_31() -> None:
+def test_meta_results_past_2_to_the_31_have_shapes() -> None:
     x, up, seed = meta(2**21, 2**11), meta(2**21, 2**11, dtype=torch.float32), meta(1, dtype=torch.int64)
     ops = torch.ops.fused
     for out, shape in (

@@ -141,7 +141,7 @@ def test_a_training_step_is_right(inductor_code: None, device: str, name: str, m
     cpu=[("glu", "free", "default")],
     slow=True,
 )
-def test_float8_gemms(inductor_code: None, device: str, name: str, memory: str, mode: str) -> None:
+def test_float8_gemms_are_right(inductor_code: None, device: str, name: str, memory: str, mode: str) -> None:
     check(name, memory, mode, device, rows=(ROWS, 200, 200), gemm="fp8", dynamic=False)
 
 
@@ -151,7 +151,7 @@ def test_max_autotune_is_right(inductor_code: None, device: str, name: str) -> N
 
 
 @on_devices("name", "memory", gpu=[("gelu", "free"), ("swiglu", "fp8"), ("glu", "input")], cpu=[("gelu", "free")])
-def test_dynamic_batches(inductor_code: None, device: str, name: str, memory: str) -> None:
+def test_dynamic_batches_are_right(inductor_code: None, device: str, name: str, memory: str) -> None:
     check(name, memory, "default", device, rows=(ROWS, 200, 8), dynamic=True)
 
 

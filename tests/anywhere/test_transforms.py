@@ -331,7 +331,7 @@ def pairs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("case", "transform"), pairs())
-def test_transform(case: str, transform: str) -> None:
+def test_transforms_match_plain_pytorch(case: str, transform: str) -> None:
     fused_fn, plain, shapes, _ = CASES[case]
     t = tensors(shapes)
     if (case, transform) in RAISES:
@@ -434,7 +434,7 @@ def compilations() -> Iterator[Any]:
 
 @pytest.mark.covering(1, "transform")
 @pytest.mark.parametrize(("case", "transform", "backend"), compilations())
-def test_compiled_transform(case: str, transform: str, backend: str) -> None:
+def test_compiled_transforms_match_plain_pytorch(case: str, transform: str, backend: str) -> None:
     fused_fn, plain, shapes, _ = CASES[case]
     t = tensors(shapes)
     compiled = torch.compile(lambda *a: ALL[transform](fused_fn, a), backend=backend, fullgraph=True)

@@ -212,7 +212,7 @@ def test_a_newer_torch_warns_once_and_works() -> None:
     ("version", "newer"),
     [("2.15.0+cu132", False), ("2.15.3", False), ("2.11.0", False), ("2.16.0.dev20270101", True), ("3.0.0", True)],
 )
-def test_is_newer(version: str, newer: bool) -> None:
+def test_newer_versions_are_recognized(version: str, newer: bool) -> None:
     assert internals.is_newer(version) is newer
 
 

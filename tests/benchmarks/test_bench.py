@@ -267,7 +267,7 @@ def test_the_roofline_counts_the_generated_code(way: str) -> None:
     assert sum(w.nbytes for w in works) == pytest.approx(sum(w.nbytes for w in counted), rel=1e-3)
 
 
-def test_work_of_an_mlp_by_hand() -> None:
+def test_work_of_an_mlp_equals_the_sum_by_hand() -> None:
     size = mlp.Size(2, 3, 5)
     assert mlp.work("gelu_tanh", size, torch.bfloat16, backward=False)[0] == 2 * 2 * (2 * 3 * 5)
     assert mlp.work("swiglu", size, torch.bfloat16, backward=True)[0] == 3 * 3 * (2 * 2 * 3 * 5)

@@ -44,7 +44,7 @@ def test_gpu_parts_run_on_a_cpu(part: str, tmp_path: Path, monkeypatch: pytest.M
     assert all(step["status"] == "passed" for step in result["steps"])
 
 
-def test_outcomes_of_an_interrupted_run() -> None:
+def test_interrupted_output_is_counted() -> None:
     output = """
 4 workers [5 items]
 [gw0] [ 20%] PASSED tests/a.py::test_a[x]
