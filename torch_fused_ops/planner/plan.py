@@ -41,7 +41,9 @@ class Plan(PlanFigures):
     _chosen: Candidate | None = field(default=None, repr=False, compare=False)
 
     def within(self, memory: str | int, dp: int | None = None) -> Plan:
-        """Plan for another limit, or number of GPUs, without ``largest``. Only a choice of mixed levels is compiled.
+        """Plan for another limit, or number of GPUs, without ``largest``.
+
+        Compiles the whole model for mixed levels only, and otherwise a layer of each kind.
 
         Raises:
             ValueError: as ``plan``, for memory and dp.
