@@ -79,7 +79,8 @@ GIVEN = {
         from types import SimpleNamespace
         from typing import Any
         Trainer: Any = lambda *args, **settings: SimpleNamespace(train=lambda: None)
-        model, TrainingArguments = Trainer, Trainer
+        model: Any = SimpleNamespace(forward=lambda *args, **kwargs: None)
+        TrainingArguments = Trainer
     """,
 }
 # By page and block: a line to run before the block.
