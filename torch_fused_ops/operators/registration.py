@@ -100,8 +100,8 @@ def register_pointwise(op: PointwiseOperator) -> None:
 def _native(input: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Any:
     """Return ``Activation.native`` if a call is that activation alone, else None.
 
-    It saves the same tensors for backward as the operator. ``torch.utils.checkpoint`` therefore accepts a recomputation
-    that cannot call it because a mode is active.
+    PyTorch's function saves the same tensors for backward as the operator. ``torch.utils.checkpoint`` therefore accepts
+    a recomputation that calls the operator because a mode is active.
     """
     return activations.get(activation).native if bias is None and scale is None else None
 
