@@ -88,7 +88,6 @@ def test_samples(device: Device, rows: bool, sample: Any) -> None:
 WINDOWS = [(True, -1, -1), (False, 9, -1), (False, 20, 3), (True, 5, 7), (False, 0, 0), (False, 90, 90)]
 
 
-@pytest.mark.covering(every=2)
 @pytest.mark.covering(every=5)
 @pytest.mark.parametrize(("causal", "left", "right"), WINDOWS)
 @pytest.mark.parametrize("shape", [(2, 20, 20), (1, 12, 50), (1, 50, 12)], ids=str)
