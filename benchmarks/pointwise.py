@@ -1,11 +1,10 @@
-"""Every operator by itself, forward and backward: ``bench pointwise``.
+"""Time single operators, forward and backward: ``bench pointwise``.
 
-Beside eager PyTorch and torch.compile of the same formula: *operators*, ours in eager mode; *fused*, ours under
-torch.compile; *liger*, Liger-Kernel's where it has one and is installed; *megatron*, bias and GELU with a derivative
-written by hand, each compiled, as Megatron does it; *copy*, a copy that reads and writes as many bytes.
+Variants are eager PyTorch and torch.compile of the same formula; *operators*, ours in eager mode; *fused*, ours under
+torch.compile; *liger*, Liger-Kernel's function if it is installed; *megatron*, bias and GELU with a handwritten
+derivative, each compiled, as in Megatron; *copy*, a copy that reads and writes as many bytes.
 
-On the CPU the overhead of a call is measured too, on tensors so small that it is all there is. These calls come last:
-they then run the kernels that calls on larger tensors have compiled.
+On a CPU, calls on tiny tensors measure the overhead of a call.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def"
@@ -32,8 +31,8 @@ SHAPE = "TOKENSxWIDTH, the last operand's width, e.g. 8192x8192"
 QUICK = [(16, 32)]
 CPU_SIZES = [(256, 1024), (2048, 4096)]
 CUDA_SIZES = [(8192, 8192)]  # 64 Mi elements
-SMALL_CUDA_SIZES = [(256, 512), (1024, 4096), (65536, 4096)]  # of the operators in MOST_USED
-CALLS = 200  # of one run, where a call's overhead is measured
+SMALL_CUDA_SIZES = [(256, 512), (1024, 4096), (65536, 4096)]  # sizes for MOST_USED
+CALLS = 200  # calls per run when a call's overhead is measured
 OURS = ("operators", "fused", "fused-autotune")
 FP8_GRADIENTS = dict.fromkeys(OURS, 0.15)
 
@@ -46,8 +45,8 @@ class Operator:
         op: name after ``fused::``.
         activation: name in the activation table.
         bias, scale: whether it is called with them.
-        layout: of the packed input of bias_glu.
-        memory: "fp8": backward is handed the data in a byte each.
+        layout: the layout of bias_glu's packed input.
+        memory: "fp8" saves the data in 8 bits.
     """
 
     op: str
@@ -64,35 +63,34 @@ class Operator:
         return f"{self.op} {' '.join(filter(None, extras))}"
 
     def shapes(self, tokens: int, width: int) -> list[tuple[int, ...] | None]:
-        """Of data, bias and scale in the operator's order; None for what it is called without. Outputs have
-        ``(tokens, width)``."""
+        """Return shapes of data, bias and scale, or None for a missing argument. Outputs have (tokens, width)."""
         packed = 2 * width if self.op == "bias_glu" else width
         data: list[tuple[int, ...] | None] = [(tokens, packed)] * (2 if self.op == "glu" else 1)
         bias = [] if self.op == "glu" else [(packed,) if self.bias else None]
         return [*data, *bias, (tokens,) if self.scale else None]
 
-    def ours(self, *tensors: Tensor) -> Tensor:
-        """torch.ops.fused.<op> of the tensors that there are."""
-        given = iter(tensors)
-        args = [None if shape is None else next(given) for shape in self.shapes(1, 1)]
+    def fused(self, *tensors: Tensor) -> Tensor:
+        """Call torch.ops.fused.<op> with the tensors, and None for missing arguments."""
+        present = iter(tensors)
+        args = [None if shape is None else next(present) for shape in self.shapes(1, 1)]
         layout = (self.layout,) if self.layout else ()
         if self.memory != "free":
-            more = {"layout": self.layout} if self.layout else {}
-            return getattr(FF, self.op)(*args, activation=self.activation, memory=self.memory, **more)
+            layout_argument = {"layout": self.layout} if self.layout else {}
+            return getattr(FF, self.op)(*args, activation=self.activation, memory=self.memory, **layout_argument)
         return getattr(torch.ops.fused, self.op)(*args, self.activation, *layout)
 
     def plain(self, *tensors: Tensor) -> Tensor:
-        """The same in PyTorch's own functions, as a model spells it."""
-        given = list(tensors)
-        scale = given.pop() if self.scale else None
-        x = given[0]
+        """Compute the same with PyTorch's functions, as models do."""
+        inputs = list(tensors)
+        scale = inputs.pop() if self.scale else None
+        x = inputs[0]
         if self.bias:
-            x = x + given[1]
+            x = x + inputs[1]
         act = activations.get(self.activation).definition
         if self.op == "bias_act":
             y = act(x)
         elif self.op == "glu":
-            y = act(given[0]) * given[1]
+            y = act(inputs[0]) * inputs[1]
         else:
             gate, up = (x[..., 0::2], x[..., 1::2]) if self.layout == "interleaved" else x.chunk(2, -1)
             y = act(gate) * up
@@ -101,18 +99,18 @@ class Operator:
     exact = plain
 
     def nbytes(self, backward: bool, tokens: int, width: int, itemsize: int) -> int:
-        """The least bytes: forward reads the data and writes the output; backward reads the data and the gradient, and
-        writes the data's."""
+        """Return the least bytes. Forward reads data and writes the output. Backward reads data and the output's
+        gradient, and writes the data's gradient."""
         data = sum(t * n for t, n in (s for s in self.shapes(tokens, width) if s is not None and len(s) == 2))
-        kept = 1 if self.memory == "fp8" else itemsize
+        saved_size = 1 if self.memory == "fp8" else itemsize
         if not backward:
-            return data * (itemsize + (kept if self.memory == "fp8" else 0)) + tokens * width * itemsize
-        return data * (kept + itemsize) + tokens * width * itemsize
+            return data * (itemsize + (saved_size if self.memory == "fp8" else 0)) + tokens * width * itemsize
+        return data * (saved_size + itemsize) + tokens * width * itemsize
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """Attention's scores to probabilities, nothing masked."""
+    """Attention's softmax without a mask."""
 
     unchecked: ClassVar[tuple[str, ...]] = ()
     op: ClassVar[str] = "scaled_masked_softmax"
@@ -124,7 +122,7 @@ class Softmax:
     def shapes(self, tokens: int, width: int) -> list[tuple[int, ...] | None]:
         return [(tokens, width)]
 
-    def ours(self, x: Tensor) -> Tensor:
+    def fused(self, x: Tensor) -> Tensor:
         return FF.scaled_masked_softmax(x, scale=self.scale)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -139,7 +137,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Bias, dropout and residual. PyTorch's own drops other elements, so it is timed and not compared."""
+    """Bias, dropout and residual. PyTorch drops other elements, so its result is not compared."""
 
     unchecked: ClassVar[tuple[str, ...]] = ("eager", "compile")
     op: ClassVar[str] = "dropout_add"
@@ -152,17 +150,17 @@ class Dropout:
     def shapes(self, tokens: int, width: int) -> list[tuple[int, ...] | None]:
         return [(tokens, width), (width,), (tokens, width)]
 
-    def ours(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    def fused(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         seed = torch.full((1,), self.seed, dtype=torch.int64, device=x.device)
         return FF.dropout_add(x, bias, residual, seed=seed, p=self.p)
 
     def plain(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         return residual + F.dropout(x + bias, self.p, training=True)
 
-    exact = ours
+    exact = fused
 
     def nbytes(self, backward: bool, tokens: int, width: int, itemsize: int) -> int:
-        """Backward reads the gradient and writes the input's; the residual's is the gradient itself."""
+        """Backward reads and writes one gradient each. The residual has the same gradient as the output."""
         return tokens * width * itemsize * (2 if backward else 3)
 
 
@@ -189,7 +187,7 @@ OTHERS: list[AnyOperator] = [
 ]
 MOST_USED = [Operator("bias_act", "gelu_tanh"), Operator("glu", "silu")]
 
-# ---- others ----------------------------------------------------------------------------------------------------------
+# ---- other libraries -------------------------------------------------------------------------------------------------
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -205,7 +203,7 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
 
 
 def megatron() -> Callable[..., Tensor]:
-    """Bias and GELU as one function, its derivative as another, both compiled: autograd sees an opaque pair."""
+    """Return bias and GELU as an autograd.Function of two compiled functions."""
     forward, backward = (
         torch.compile(fresh(f), fullgraph=True, dynamic=False) for f in (bias_gelu, bias_gelu_backward)
     )
@@ -226,7 +224,7 @@ def megatron() -> Callable[..., Tensor]:
 
 
 def liger(operator: Operator) -> Callable[..., Tensor]:
-    """Liger-Kernel's SwiGLU and GEGLU."""
+    """Return Liger-Kernel's SwiGLU or GEGLU."""
     try:
         from liger_kernel.ops.geglu import LigerGELUMulFunction
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -240,21 +238,21 @@ def compiled(fn: Callable[..., Tensor], **settings: Any) -> Callable[..., Tensor
 
 
 def callables(operator: AnyOperator, gpu: bool) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    """What is compared: eager PyTorch, whose error says what is to be expected, then what matters most."""
-    found: dict[str, Callable[[], Callable[..., Tensor]]] = {
+    """Return the variants: eager PyTorch, whose error sets the tolerance, then the most important."""
+    variants: dict[str, Callable[[], Callable[..., Tensor]]] = {
         "eager": lambda: operator.plain,
-        "operators": lambda: operator.ours,
+        "operators": lambda: operator.fused,
         "compile": lambda: compiled(lambda *tensors: operator.plain(*tensors)),
-        "fused": lambda: compiled(lambda *tensors: operator.ours(*tensors)),
+        "fused": lambda: compiled(lambda *tensors: operator.fused(*tensors)),
     }
     if operator in MOST_USED and gpu:
-        found["autotune"] = lambda: compiled(lambda *tensors: operator.plain(*tensors), mode=AUTOTUNE)
-        found["fused-autotune"] = lambda: compiled(lambda *tensors: operator.ours(*tensors), mode=AUTOTUNE)
+        variants["autotune"] = lambda: compiled(lambda *tensors: operator.plain(*tensors), mode=AUTOTUNE)
+        variants["fused-autotune"] = lambda: compiled(lambda *tensors: operator.fused(*tensors), mode=AUTOTUNE)
     if isinstance(operator, Operator) and operator in (Operator("glu", "silu"), Operator("glu", "gelu_tanh")) and gpu:
-        found["liger"] = lambda: liger(operator)
+        variants["liger"] = lambda: liger(operator)
     if operator == Operator("bias_act", "gelu_tanh", bias=True):
-        found["megatron"] = lambda: megatron()
-    return found
+        variants["megatron"] = lambda: megatron()
+    return variants
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
@@ -263,7 +261,7 @@ Combination = tuple[str, AnyOperator, int, int, torch.dtype]  # the kind: forwar
 
 
 def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> list[Combination]:
-    """What to measure, the most telling first: the operators in use at the default size, all of them, other sizes."""
+    """Return the cases, the most important first: MOST_USED at the default size, other operators, other sizes."""
     gpu = device.type == "cuda"
     kinds = [DTYPES[d] for d in dtypes] or [torch.bfloat16 if gpu else torch.float32]
     main = [(s[0], s[1]) for s in sizes] or (QUICK if quick else CUDA_SIZES if gpu else CPU_SIZES)
@@ -271,18 +269,18 @@ def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: 
     if not quick:
         operators += [*OTHERS, *(o for o in OPERATORS if o not in MOST_USED)]
     sides = ("forward", "backward")
-    found: list[Combination] = [
+    combinations: list[Combination] = [
         (side, o, *size, dtype) for o in operators for size in main for dtype in kinds for side in sides
     ]
     if gpu and not quick and not sizes:
-        found += [(side, o, *size, kinds[0]) for size in SMALL_CUDA_SIZES for o in MOST_USED for side in sides]
+        combinations += [(side, o, *size, kinds[0]) for size in SMALL_CUDA_SIZES for o in MOST_USED for side in sides]
         if not dtypes:
-            others = (torch.float16, torch.float32)
-            found += [(side, o, *main[0], dtype) for dtype in others for o in MOST_USED for side in sides]
+            more_dtypes = (torch.float16, torch.float32)
+            combinations += [(side, o, *main[0], dtype) for dtype in more_dtypes for o in MOST_USED for side in sides]
     if not gpu:
         calls = [("call", o, 8, 64, kinds[0]) for o in MOST_USED]
-        found += [*calls, *(("call with gradients", *c[1:]) for c in calls)]
-    return found
+        combinations += [*calls, *(("call with gradients", *c[1:]) for c in calls)]
+    return combinations
 
 
 def name_of(kind: str, operator: AnyOperator, tokens: int, width: int, dtype: torch.dtype) -> str:
@@ -292,7 +290,7 @@ def name_of(kind: str, operator: AnyOperator, tokens: int, width: int, dtype: to
 def case(
     kind: str, operator: AnyOperator, tokens: int, width: int, dtype: torch.dtype, device: Device, plan: Plan
 ) -> Case:
-    """One operator, one size, one direction."""
+    """Return the case of an operator, a size and a kind."""
     shapes = [s for s in operator.shapes(tokens, width) if s is not None]
     output = tokens * width
     nbytes = operator.nbytes(kind != "forward", tokens, width, dtype.itemsize)
@@ -307,13 +305,13 @@ def case(
     tangents = [normal(tokens, width) for _ in range(sets if grad else 0)]
     make = {"forward": _forward, "backward": _backward, "call": _calls, "call with gradients": _calls}[kind]
     small = kind.startswith("call")
-    found: dict[str, Callable[[], Trial]] = {
+    trials: dict[str, Callable[[], Trial]] = {
         name: (lambda fn=fn: make(fn(), inputs, tangents))  # type: ignore[misc]
         for name, fn in callables(operator, device.type == "cuda").items()
         if not small or name in ("operators", "eager")
     }
     if not small:
-        found["copy"] = lambda: _copy(nbytes, sets, device)
+        trials["copy"] = lambda: _copy(nbytes, sets, device)
 
     def truth() -> list[Tensor]:
         doubles = [t.detach().double().requires_grad_(grad) for t in inputs[0]]
@@ -324,7 +322,7 @@ def case(
     return Case(
         name_of(kind, operator, tokens, width, dtype),
         {"kind": kind, "operator": str(operator), "tokens": tokens, "width": width, "elements": output},
-        found,
+        trials,
         truth,
         sets,
         dtype,
@@ -345,7 +343,7 @@ def _forward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tang
 
 
 def _backward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> Trial:
-    """Forward is run anew before each backward, untimed."""
+    """Time backward alone: an untimed forward runs before each."""
 
     def prepare(i: int) -> tuple[Tensor, Sequence[Tensor], Tensor]:
         # Liger writes gradients into the inputs, so each forward gets leaves of its own.
@@ -360,7 +358,7 @@ def _backward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tan
 
 
 def _calls(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> Trial:
-    """Many calls a run; with gradients a call is forward and backward."""
+    """Time many calls per run. With gradients, a call is forward and backward."""
     (tensors, *_), tangent = inputs, tangents[0] if tangents else None
 
     def run(_: Any) -> list[Tensor]:
@@ -376,7 +374,7 @@ def _calls(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangen
 
 
 def _copy(nbytes: int, sets: int, device: Device) -> Trial:
-    """Reads the half of ``nbytes``, and writes it."""
+    """Copy half of ``nbytes``, so that reads and writes add up to ``nbytes``."""
     half = max(1, nbytes // 2)
     buffers = [[torch.ones(half, dtype=torch.uint8, device=device.where) for _ in range(2)] for _ in range(sets)]
 
