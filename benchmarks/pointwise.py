@@ -4,7 +4,8 @@ Variants are eager PyTorch and torch.compile of the same formula; *operators*, o
 torch.compile; *liger*, Liger-Kernel's function if it is installed; *megatron*, bias and GELU with a handwritten
 derivative, each compiled, as in Megatron; *copy*, a copy that reads and writes as many bytes.
 
-On a CPU, calls on tiny tensors measure the overhead of a call.
+On a CPU, calls on tiny tensors measure the overhead of a call. They come last, so that they run kernels that calls on
+larger tensors have compiled.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def"
