@@ -33,7 +33,7 @@ class Row:
 
     Attributes:
         operator: e.g. ``bias_glu``, or ``bias_act gelu`` for the sweep over an activation's whole range.
-        dtype: of the results whose errors are measured.
+        dtype: the dtype of the measured results.
         samples: the number of calls; for a sweep, the number of values.
         opchecks: the number of calls that opcheck has run, including the backward operator's.
         errors: the largest errors, by kind ("forward", "gradient", "sum"), in the units of ``precision.LIMITS``.

@@ -31,12 +31,12 @@ OP = "scaled_masked_softmax"
 
 @dataclass(frozen=True)
 class _Case:
-    """A recipe of a sample. ``mask`` is the mask's shape, with 0 for the input's size; () for no mask."""
+    """A recipe for a sample. ``mask`` is the mask's shape, with 0 for the input's size; () for no mask."""
 
     name: str
     shape: tuple[int, ...] = (2, 3, 5, 8)
     dtype: str = "fp32"
-    sink: str = ""  # its dtype; "" for none
+    sink: str = ""  # the sink's dtype; "" for no sink
     mask: tuple[int, ...] = ()
     mask_view: str = "contiguous"
     scale: float = 0.3
