@@ -64,7 +64,7 @@ def test_commands(
     monkeypatch.setitem(sys.modules, "their_module", module)
     # Compilations take the time: each plan is of two levels, each level is in plans of several architectures.
     levels = ("free", LEVELS[[*ARCHITECTURES].index(name) % len(LEVELS)])
-    monkeypatch.setattr(search, "levels_for", lambda lossless, attention: levels)
+    monkeypatch.setattr(search, "levels_for", lambda lossless: levels)
     torch._dynamo.reset()
     first, *options = COMMANDS[command]
     code = main([first, "their_module:make_model", *options])

@@ -323,10 +323,9 @@ def test_levels_without_an_advantage_are_not_mixed(keeps: float, slower: float, 
 
 
 def test_lossless_excludes_fp8() -> None:
-    assert search.levels_for(False, attention=False) == (*LEVELS, "tiled")
-    assert search.levels_for(True, attention=False) == ("free", "input", "tiled")
-    assert search.levels_for(False, True) == ("free", "fp8", "fp8+attention", "input", "input+attention", "tiled")
-    assert search.levels_for(True, True) == ("free", "free+attention", "input", "input+attention", "tiled")
+    assert search.levels_for(False) == ("free", "fp8", "fp8+attention", "input", "input+attention", "tiled")
+    assert search.levels_for(True) == ("free", "free+attention", "input", "input+attention", "tiled")
+    assert search.without_attention(search.levels_for(False)) == (*LEVELS, "tiled")
 
 
 def test_levels_become_a_policy() -> None:
@@ -1000,7 +999,7 @@ def test_captured_graph_contains_every_layer(kind: str) -> None:
 def check_peaks_are_not_underestimated(model: nn.Module, x: Tensor) -> None:
     """Compare a row, a plan between two rows, and a plan that does not fit with the recompiled model's peak."""
     with pytest.MonkeyPatch.context() as patch:  # compilations take minutes: two levels, one miss
-        patch.setattr(search, "levels_for", lambda lossless, attention: ("free", "input"))
+        patch.setattr(search, "levels_for", lambda lossless: ("free", "input"))
         patch.setattr(search, "MISSES", 1)
         plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
         rows = {row.level: row for row in plan.levels if row.level in ("off", "free", "input")}

@@ -151,7 +151,9 @@ def plan(
     if setup.sharded:
         check_shards(model, captured.unit_of, dp, captured.unregistered)  # its errors come before minutes of compiling
     fused = bool(captured.mlps) and compiled != "none"
-    known = search.levels_for(lossless, captured.has_attention) if levels is None else LEVELS
+    known = search.levels_for(lossless) if levels is None else LEVELS
+    if levels is None and not captured.has_attention:
+        known = search.without_attention(known)
     chosen_among = tuple(level for level in known if level != OFF and level in (levels or known)) or ("free",)
     estimates = Estimates(captured, described, loss_runs, keep_logits)
 

@@ -5,7 +5,7 @@ The list does not depend on the limit. So more memory never gives a slower plan,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_fused_ops.planner.setup import LEVELS, WITH_ATTENTION
@@ -16,17 +16,21 @@ MISSES = 4  # the most mixed assignments that are compiled and do not fit
 ALIKE = 1e-3  # a relative difference that rooflines cannot resolve
 
 
-def levels_for(lossless: bool, attention: bool) -> tuple[str, ...]:
+def levels_for(lossless: bool) -> tuple[str, ...]:
     """Return the levels to compile by default, the plainest first, without "off".
+
+    Each level takes minutes, so "free+attention" is included only if "fp8+attention" is not.
 
     Args:
         lossless: exclude levels that round gradients.
-        attention: include levels of attention. Each level takes minutes, so "free+attention" is included only if
-            "fp8+attention" is not.
     """
     without = {OFF, *(LOSSY if lossless else ("free+attention",))}
-    levels = (level for level in LEVELS if level not in without)
-    return tuple(level for level in levels if attention or not level.endswith(WITH_ATTENTION))
+    return tuple(level for level in LEVELS if level not in without)
+
+
+def without_attention(levels: Iterable[str]) -> tuple[str, ...]:
+    """Return the levels that do not change attention."""
+    return tuple(level for level in levels if not level.endswith(WITH_ATTENTION))
 
 
 @dataclass(frozen=True)
