@@ -1,4 +1,4 @@
-"""Megatron-LM's names: the cases of its own unit tests, and each upstream defect beside our behavior.
+"""Megatron-LM's names: values and gradients, and each upstream defect beside our behavior.
 
 Upstream's behavior is written in plain torch after its sources; Megatron is not imported.
 """
@@ -197,9 +197,6 @@ def test_weights_of_wrong_shapes_are_rejected():
             weights,
         )
     raises(TypeError, r"weights=1\.0 is not accepted", mg.weighted_bias_swiglu_impl, X, None, 1.0)
-
-
-# ---- upstream's unit tests' cases ------------------------------------------------------------------------------------
 
 
 def test_derivatives_at_the_bounds_equal_torch_clamp():
