@@ -176,7 +176,10 @@ def test_cache_folder_that_cannot_be_written_is_replaced(monkeypatch: pytest.Mon
     assert len(folders) == len({*folders, os.environ.get("TORCHINDUCTOR_CACHE_DIR")}) == 2
 
 
-@pytest.mark.parametrize("reason", ["InvalidCxxCompiler: no g++\nwas found", "no lowering"])
+FAILURES = {"compiler": "InvalidCxxCompiler: no g++\nwas found", "lowering": "no lowering"}
+
+
+@pytest.mark.parametrize("reason", FAILURES.values(), ids=FAILURES)
 def test_calls_run_the_formula_if_compiling_fails(
     reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
