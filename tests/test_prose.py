@@ -16,9 +16,9 @@ if not (ROOT / "docs").is_dir():
 
 # A change may lower a number, and not raise it.
 LIMITS = {
-    "product": {"sentences": 640, "names": 198, "private words": 2},
-    "tests": {"sentences": 628, "names": 1012},
-    "docs": {"sentences": 50, "words": 23000, "long paragraphs": 1},
+    "product": {"sentences": 98, "names": 22, "private words": 0},
+    "tests": {"sentences": 42, "names": 70},
+    "docs": {"sentences": 28, "words": 23000, "long paragraphs": 1},
 }
 
 IS = r"\b(?:is|are|was|were|be|been)"
