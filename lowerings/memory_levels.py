@@ -5,13 +5,13 @@
 ``memory="fp8"``       An MLP's saved activation inputs become float8_e4m3fn with a scale per row. Forward computes both
                        in the activation's kernel. A tensor is not changed if backward also reads it outside of
                        activations, because these readers would see the rounding.
-``memory="input"``     These tensors are not saved. Backward repeats the GEMM that produced them, with the bias, adapter
-                       and casts behind it, from inputs that are saved for the weights' gradients anyway. MLPs that the
-                       pre-grad pass could not tile (``"tiled"``, ``recognize/tiles.py``) are treated the same way.
+``memory="input"``     Activation inputs are not saved. Backward repeats the GEMM that produced them, with the bias,
+                       adapter and casts behind it, from inputs that are saved for the weights' gradients anyway. MLPs
+                       that the pre-grad pass could not tile (``"tiled"``, ``recognize/tiles.py``) get this level.
 ``attention="input"``  Backward recomputes queries, keys, values and the projected result of attention in the same way
                        (``attention.py`` finds them).
 
-All levels plan recomputations with ``_recomputation`` and edit one ``saved_tensors.SavedTensors``.
+All levels edit a ``saved_tensors.SavedTensors``. All except "fp8" plan with ``_recomputation``.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequenc
     """Return copies of both graphs in which backward recomputes more saved tensors, without a GEMM.
 
     * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, except across a
-      GEMM: if one of a value's readers comes after a GEMM that also reads the value, it saves that reader ("used far
-      apart"). Examples are a frozen layer's GEMM next to its adapter's dropout, and a router's GEMM next to the tokens
+      GEMM: if a GEMM reads a value, the partitioner saves the results of that value's later readers ("used far apart").
+      Examples are a frozen layer's GEMM next to its adapter's dropout, and a router's GEMM next to the tokens
       gathered for experts.
     * Tensors that repeat a smaller tensor, such as keys and values under grouped-query attention. The smaller tensor is
       saved instead.
@@ -90,20 +90,20 @@ def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequenc
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
     """
     original = SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static_inputs)
-    if not any(_without_gemm(original, node) for node in original.saved()):
+    if not any(_plan_without_gemm(original, node) for node in original.saved()):
         return graphs
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
     for node in pair.saved():
-        recomputation = _without_gemm(pair, node)
+        recomputation = _plan_without_gemm(pair, node)
         if recomputation is not None:
             saved_bytes = pair.cost([node]) - pair.cost(recomputation.to_save)
             log.info("%s: backward recomputes it from saved tensors, %d bytes less", node.name, saved_bytes)
             _replace(pair, node, recomputation)
-    return _finished(graphs, pair)
+    return _finish(graphs, pair)
 
 
-def _without_gemm(pair: SavedTensors, node: Node) -> Recomputation | None:
+def _plan_without_gemm(pair: SavedTensors, node: Node) -> Recomputation | None:
     """Return how backward recomputes a saved tensor at ``memory="free"``; None if it must stay saved."""
     if not _may_be_replaced(pair, node):
         return None
@@ -161,7 +161,7 @@ def _recomputation(pair: SavedTensors, node: Node, *, gemms: bool) -> Recomputat
     def obtain(source: Node, role: str) -> Recomputation:
         """Choose the cheaper way to provide ``source`` in backward: repeat its call, or save it.
 
-        ``role`` is "data" or "weight" if a repeated GEMM depends on ``source`` as such an operand, otherwise "".
+        ``role`` tells which operand of a repeated GEMM depends on ``source``: "data", "weight", or "" for neither.
         """
         if source is not node and source in pair.in_backward:
             return Recomputation((), ())
@@ -287,14 +287,14 @@ def apply_levels(
                 text = f"strict=True and {edit.setting} has no effect on {edit.place}: {rejection}"
                 raise UnfusedError(text) from rejection
     _save_copies_of_biases(pair)
-    return _finished(graphs, pair)
+    return _finish(graphs, pair)
 
 
 def _save_copies_of_biases(pair: SavedTensors) -> None:
     """Save a copy of each bias that backward reads only in recomputed GEMMs.
 
     Without a level, backward does not read the bias, so the caller may modify it in place between forward and backward.
-    With a level, autograd would then raise an error that names no tensor.
+    If a level made backward read the bias itself, autograd would raise an error that does not name the tensor.
     """
     for bias in pair.saved():
         if bias not in pair.static or bias.meta["val"].dim() != 1:
@@ -323,7 +323,7 @@ class Edit(NamedTuple):
     is_site: bool = False
 
 
-def _finished(graphs: Graphs, pair: SavedTensors) -> Graphs:
+def _finish(graphs: Graphs, pair: SavedTensors) -> Graphs:
     """Sort and check the edited graphs. Return them as modules with the attributes of the original ones."""
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
 
@@ -342,9 +342,8 @@ def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[Edit]:
         if node.target not in OPERATOR:
             continue
         level = requested_level(node) or policy.memory_of(enclosing_modules(module_stack(node)))
-        level = (
-            "input" if tiles.requested_tiles(level) is not None else level
-        )  # the pre-grad pass could not tile this MLP
+        if tiles.requested_tiles(level) is not None:  # the pre-grad pass could not tile this MLP
+            level = "input"
         if level not in _EDITS:
             continue
         sources = dict.fromkeys(pair.saved_source(node.args[i]) for i in DATA[node.target])
@@ -403,7 +402,7 @@ def _save_one_fp8(pair: SavedTensors, node: Node) -> None:
     other = pair.reader_of_rounding(pair.in_backward[node])
     if other is not None:
         raise Rejection(Kind.ALSO_READ, f"backward also reads it in {other.target}")
-    stored, scale = _stored(pair.forward, node, exact)
+    stored, scale = _store_fp8(pair.forward, node, exact)
     first = pair.first_reader(node)
     low = pair.save_instead(node, [stored, scale])
     load = (lambda x, scale: x * scale) if exact else functools.partial(reference.load_fp8, dtype=value.dtype)
@@ -412,7 +411,7 @@ def _save_one_fp8(pair: SavedTensors, node: Node) -> None:
     pair.replace_in_backward(node, loaded, rounded=True)
 
 
-def _stored(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
+def _store_fp8(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
     """Add ``reference.store_fp8(node)`` to forward, where Inductor fuses it with the activation. Return its results."""
     readers = [user for user in node.users if user.target in OPERATOR and user.args[0] is node]
     halves = any(OPERATOR[reader.target].reads_halves(reader.args) for reader in readers)
@@ -448,7 +447,7 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
     Args:
         pair: the graphs.
         nodes: the saved tensors.
-        linears: the only linear layers to repeat, for tensors that no other linear layer computes; None for all.
+        linears: linear layers that may be repeated; None for all. Tensors that need other linear layers stay saved.
 
     Raises:
         Rejection: no tensor can be recomputed, or the inputs take as many bytes.
@@ -457,7 +456,7 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
     def repeats_only_linears(plan: Recomputation) -> bool:
         return linears is None or all(call in linears for call in plan.calls if is_gemm(call))
 
-    plans = dict(_apply_to_each(functools.partial(_with_gemms, pair), nodes, repeats_only_linears))
+    plans = dict(_apply_to_each(functools.partial(_plan_with_gemms, pair), nodes, repeats_only_linears))
     if not plans:
         return
     if not any(is_gemm(call) for plan in plans.values() for call in plan.calls):
@@ -467,7 +466,7 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
         text = f"cannot recompute: its inputs take {added} bytes and are not saved otherwise"
         raise _record_rejection(Rejection(Kind.COSTS_MORE, text), plans)
     for node in plans:
-        _replace(pair, node, _with_gemms(pair, node))  # planned again: each replacement changes the values in backward
+        _replace(pair, node, _plan_with_gemms(pair, node))  # plan again: each replacement changes backward
 
 
 def _save_attention_inputs(pair: SavedTensors, values: Collection[Node], linears: Collection[Node]) -> None:
@@ -476,7 +475,7 @@ def _save_attention_inputs(pair: SavedTensors, values: Collection[Node], linears
     _save_inputs(pair, nodes, linears)
 
 
-def _with_gemms(pair: SavedTensors, node: Node) -> Recomputation:
+def _plan_with_gemms(pair: SavedTensors, node: Node) -> Recomputation:
     _check_not_checkpointed(node)
     return _recomputation(pair, node, gemms=True)
 

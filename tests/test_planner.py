@@ -383,9 +383,9 @@ def test_models_that_fsdp2_rejects_are_rejected() -> None:
 
     check_shards(model, lambda path: path, 8)
     model.layers[0].bias.data = model.layers[0].bias.data.double()
-    refused("dp=8 is not accepted: layers.0.bias is torch.float64, other parameters of layers.0 are torch.float32")
+    refused("dp=8 is not accepted: layers.0.bias is torch.float64, but other parameters of layers.0 are torch.float32")
     model.layers[0].bias = model.layers[1].bias
-    refused("dp=8 is not accepted: layers.1.bias is layers.0.bias, and FSDP2 does not shard a parameter in two layers")
+    refused("dp=8 is not accepted: layers.1.bias and layers.0.bias are one parameter in two layers")
     model.layers[0].bias = nn.Parameter(torch.tensor(0.0))
     refused("dp=8 is not accepted: layers.0.bias is a scalar")
     raises(ValueError, r"dp=8 is not accepted: model=.* is a function", check_shards, torch.relu, lambda path: path, 8)
@@ -626,8 +626,8 @@ def test_logits_beside_the_loss_are_reported() -> None:
     assert estimated == pytest.approx([both - alone, detached - alone], rel=0.05)
     assert not any("beside the loss" in line for how in ("detached", "loss") for line in plans[how].help)
     notes = tfo.explain(Causal("both").bfloat16(), torch.randn(64, 32, dtype=torch.bfloat16)).notes
-    assert notes == ("125.0 KiB are returned beside the loss, and backward begins with as many zeros: return the loss "
-                     "alone, or detach it",)  # fmt: skip
+    assert notes == ("125.0 KiB are returned beside the loss, and backward allocates gradients of zeros as large: "
+                     "return only the loss, or detach the other results",)  # fmt: skip
 
 
 def test_loss_in_chunks_is_offered() -> None:

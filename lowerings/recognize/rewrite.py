@@ -1,4 +1,4 @@
-"""Edit the graph: proved subgraphs become fused operators. The graph changes only after everything is computed."""
+"""Edit the graph: proved subgraphs become fused operators. The graph changes only after all edits are planned."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Snapshot:
 
 
 def replace(graph: Graph, edits: Sequence[Edit]) -> None:
-    """Apply every edit. If an edit fails, no node is erased yet, so that ``Snapshot`` can undo the others.
+    """Apply every edit. If an edit fails, ``Snapshot`` can undo the others, because nodes are erased last.
 
     First all new nodes are written. Then uses are redirected, and dead nodes are erased if an edit names them:
     ``eliminate_dead_code`` would break the side effects of pre-grad graphs.
 
     Args:
-        graph: the graph, changed in place.
+        graph: the graph, which is modified.
         edits: tuples of a node, a function that writes its replacement in front of the node, and the nodes that may
             then be dead.
     """
@@ -68,12 +68,12 @@ def fuse(subgraph: Subgraph) -> Edit:
     return subgraph.output, partial(insert, subgraph), subgraph.replaced
 
 
-def insert(subgraph: Subgraph, place: Callable[[Node], Node] = lambda n: n, token_scale: Node | None = None) -> Node:
+def insert(subgraph: Subgraph, remap: Callable[[Node], Node] = lambda n: n, token_scale: Node | None = None) -> Node:
     """Write the operator that replaces a proved subgraph at its graph's insertion point.
 
     Args:
         subgraph: the proved subgraph.
-        place: maps an input (or the packed tensor of gate and up) to the node that the operator reads instead.
+        remap: maps an input (or the packed tensor of gate and up) to the node that the operator reads instead.
         token_scale: a factor for each row, shaped as the result without its last axis; None if there is none.
     """
     output, match, ops = subgraph.output, subgraph.match, torch.ops.fused
@@ -87,13 +87,13 @@ def insert(subgraph: Subgraph, place: Callable[[Node], Node] = lambda n: n, toke
         return node if scale == 1 else add(torch.mul, node, scale)
 
     def argument(i: int, scale: float = 1.0) -> Node:
-        node = scaled(cast(place(subgraph.inputs[i]), subgraph.dtype), scale)
+        node = scaled(cast(remap(subgraph.inputs[i]), subgraph.dtype), scale)
         return node if subgraph.order is None else add(torch.permute, node, subgraph.order)
 
     scalars = (match.up_offset, match.clamp)
     if subgraph.packed:
         base, layout = subgraph.packed
-        base = cast(place(base), subgraph.dtype)
+        base = cast(remap(base), subgraph.dtype)
         result = add(ops.bias_glu.default, base, None, token_scale, match.activation, layout, *scalars)
     elif match.up is not None:
         gate, up = argument(match.gate, match.gate_scale), argument(match.up)

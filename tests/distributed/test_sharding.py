@@ -38,7 +38,7 @@ def numbers(*shape):
     return torch.randn(shape, generator=g).abs() + 1  # only the mask makes zeros
 
 
-def fronts(mesh, rank):
+def dropout(mesh, rank):
     """functional.bias_dropout_add: masks differ between shards, replicas have the same mask."""
     cases = {
         "rows": ([Shard(0)], [Shard(0)]),
@@ -80,8 +80,8 @@ def fronts(mesh, rank):
     assert torch.equal(functional.bias_dropout_add(x, None, None, P, False).full_tensor(), x.full_tensor())
 
 
-def rules(mesh, rank):
-    """The operator on DTensors drops from each rank's shard with that rank's seed."""
+def dropout_rule(mesh, rank):
+    """fused::dropout_add on DTensors draws each shard's mask from that rank's seed."""
     fused = torch.ops.fused
     seed = torch.tensor([99])
     own_seed = functional.shard_seed(seed, rank)
@@ -114,8 +114,8 @@ def rules(mesh, rank):
     assert torch.equal(bare.full_tensor(), numbers(2, 4))
 
 
-def compiled(mesh, rank):
-    """functional.bias_dropout_add has the same guarantees under torch.compile."""
+def compiled_dropout(mesh, rank):
+    """functional.bias_dropout_add under torch.compile: shards have different masks, and backward uses them again."""
 
     def step(x, b, r):
         return functional.bias_dropout_add(x, b, r, P)
@@ -157,7 +157,7 @@ def same(got, truth):
 
 
 def activations(mesh, rank):
-    """Activations shard along any axis without communication; other placements are gathered."""
+    """Activations communicate only for packed halves split along the last axis, partial sums, and float8 scales."""
     fused, replicated = torch.ops.fused, Replicate()
     t, n = 4, 8
     x, scale, g = torch.randn(2, t, n), torch.randn(2, t), torch.randn(2, t, n)
@@ -186,7 +186,7 @@ def activations(mesh, rank):
             for layout in layouts:
                 sharded = placed(mesh, tensors, layout)
                 d = leaf(mesh, g, [layout[0]]).detach()
-                # If rows are sharded, only the scales for float8 are reduced, not the rows.
+                # If ranks hold parts of rows, only the float8 scales are reduced, not the rows.
                 scales = {"all_reduce": 2 if name == "glu" else 1} if fp8 and layout[0] == last else {}
                 y = counted(scales, op, *sharded, *scalars)
                 assert y.placements == (layout[0],)
@@ -237,7 +237,7 @@ def activations(mesh, rank):
 
 
 def softmax(mesh, rank):
-    """fused::scaled_masked_softmax shards batch and heads, queries without causality or window, never keys."""
+    """fused::scaled_masked_softmax gathers only sharded keys, and sharded queries if causal or windowed."""
     op, replicated = torch.ops.fused.scaled_masked_softmax, Replicate()
     g = torch.Generator().manual_seed(1)
     x, d = torch.randn(2, 4, 6, 8, generator=g), torch.randn(2, 4, 6, 8, generator=g)
@@ -343,7 +343,7 @@ def float8_tensor_parallel(mesh, rank):
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     x = torch.randn(2, 24, 256)
     torch.distributed.broadcast(x, 0)
-    for hidden, recipe, memory, said in (
+    for hidden, recipe, memory, reason in (
         (512, "fp8", "free", ""),
         (512, "fp8", "input", ""),
         (384, "fp8-wgrad-bf16", "free", "not multiples of 128 in each shard"),
@@ -353,8 +353,8 @@ def float8_tensor_parallel(mesh, rank):
         alone = SwiGLU(256, hidden, lambda n, m: nn.Linear(n, m, bias=m == 256))
         parallel = parallelize_module(copy.deepcopy(alone), mesh, plan)
         y, site = step(parallel, x, recipe, memory)
-        assert (site.gemm == "") == bool(said) and said in site.gemm_reason, site
-        expected_y, _ = step(alone, x, "bf16" if said else recipe, memory)
+        assert (site.gemm == "") == bool(reason) and reason in site.gemm_reason, site
+        expected_y, _ = step(alone, x, "bf16" if reason else recipe, memory)
         nearly(y, expected_y)
         for got, expected in zip(parallel.parameters(), alone.parameters(), strict=True):
             nearly(got.grad, expected.grad)
@@ -381,20 +381,22 @@ def two_dimensions(rank, ranks, folder):
     same(got, torch.autograd.grad(op(unsharded, None, None, *scalars).sum(), unsharded)[0])
 
 
-def on_a_line(body):
-    """Return a check that runs ``body`` on a one-dimensional mesh of all processes."""
+def on_1d_mesh(fn):
+    """Return a check that runs ``fn`` on a one-dimensional mesh of all processes."""
 
     def check(rank, ranks, folder):
         torch.manual_seed(0)
-        body(init_device_mesh("cpu", (ranks,)), rank)
+        fn(init_device_mesh("cpu", (ranks,)), rank)
 
-    check.__name__ = body.__name__
+    check.__name__ = fn.__name__
     return check
 
 
 GROUPS = {
-    "two": [on_a_line(body) for body in (fronts, rules, compiled, activations, softmax, compiled_activations)],
-    "float8": [on_a_line(body) for body in (float8_layers, float8_tensor_parallel)],
+    "two": [
+        on_1d_mesh(fn) for fn in (dropout, dropout_rule, compiled_dropout, activations, softmax, compiled_activations)
+    ],
+    "float8": [on_1d_mesh(fn) for fn in (float8_layers, float8_tensor_parallel)],
 }
 
 

@@ -1,4 +1,4 @@
-"""Eager CPU kernels that Inductor compiles: bits of compiled code, any size, threads, and failures."""
+"""Eager CPU kernels that Inductor compiles: the same bits as torch.compile, any size, threads, and failures."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SEED = torch.tensor([7])
 
 
 @pytest.fixture(autouse=True)
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
-    """Compile at any size. Yields the kernels, of which a test begins with none."""
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
+    """Compile calls of any size. Yields the table of kernels, which is empty when a test begins."""
     compiled._KERNELS.clear()
     monkeypatch.setattr(compiled, "FEWEST", 1)
     monkeypatch.setattr(compiled, "_failure", "")
@@ -36,7 +36,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
-# An operator and its arguments for rows of n elements.
+# An operator, and a function that returns its arguments for a number of rows of n elements.
 CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], tuple[Any, ...]]]] = {
     "gelu": (fused.bias_act, lambda rows, n: (normal(rows, n), None, None, "gelu")),
     "bias": (
@@ -74,7 +74,7 @@ def results(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
     return [t for t in (out if isinstance(out, tuple) else [out]) if t is not None]
 
 
-def by_formula(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
+def formula_results(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
     fewest, compiled.FEWEST = compiled.FEWEST, 1 << 62
     saved = dict(compiled._KERNELS)
     compiled._KERNELS.clear()
@@ -87,38 +87,38 @@ def by_formula(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", CASES)
-def test_bits_of_compiled_code_at_every_size(name: str, loaded: dict[Any, Any]) -> None:
-    """One kernel serves all sizes. At the size of compiled code, its results have the same bits."""
+def test_one_kernel_serves_every_size(name: str, kernels: dict[Any, Any]) -> None:
+    """One kernel serves all sizes. It returns the same bits as torch.compile's kernel for one size."""
     operator, arguments = CASES[name]
     args = arguments(24, 48)
     code = torch.compile(lambda *args: operator(*args), fullgraph=True, dynamic=False)
     for actual, expected in zip(results(operator, args), results(code, args), strict=True):
         assert torch.equal(actual, expected) and actual.stride() == expected.stride()
-    count = len(set(loaded.values()))
+    count = len(set(kernels.values()))
     for rows, n in ((24, 48), (7, 33), (1, 64), (50, 1)):
         args = arguments(rows, n)
-        for actual, expected in zip(results(operator, args), by_formula(operator, args), strict=True):
+        for actual, expected in zip(results(operator, args), formula_results(operator, args), strict=True):
             assert actual.is_contiguous() and actual.dtype == expected.dtype
             torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-4)
-    assert len(set(loaded.values())) <= count + 2  # a single row is contiguous, and a mask of it is broadcast
+    assert len(set(kernels.values())) <= count + 2  # one row adds layouts: contiguous data, and a mask's axis of size 1
 
 
-def test_one_kernel_with_and_without_a_graph(loaded: dict[Any, Any]) -> None:
-    """Trailing defaults, which dispatchers drop, make no other kernel."""
+def test_calls_with_and_without_autograd_share_a_kernel(kernels: dict[Any, Any]) -> None:
+    """Dispatchers drop trailing default arguments. Calls without these arguments have the same kernel."""
     gate, up = normal(8, 16), normal(8, 16).requires_grad_()
     fused.glu(gate, up.detach(), None, "silu")
     fused.glu(gate, up, None, "silu", 0.0, None)
-    assert len(loaded) == 2 and len(set(loaded.values())) == 1
+    assert len(kernels) == 2 and len(set(kernels.values())) == 1
 
 
-def test_small_calls_and_float64_run_the_formula(loaded: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_calls_and_float64_run_the_formula(kernels: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "FEWEST", 1000)
     fused.bias_act(normal(999), None, None, "gelu")
     fused.bias_act(normal(2000, dtype=torch.float64), None, None, "gelu")
     fused.bias_act(torch.empty(0, 5), None, None, "gelu")
     with torch._subclasses.FakeTensorMode():
         fused.bias_act(torch.empty(2000), None, None, "gelu")
-    assert not loaded
+    assert not kernels
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> list[Any]:
@@ -183,9 +183,9 @@ FAILURES = {"compiler": "InvalidCxxCompiler: no g++\nwas found", "lowering": "no
 def test_calls_run_the_formula_if_compiling_fails(
     reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a compiler nothing is tried again; other failures concern one kernel."""
+    """If there is no C++ compiler, no other kernel is tried. Other failures affect one kernel."""
     calls, x = stub(monkeypatch, *[RuntimeError(reason)] * 2), torch.ones(4)
-    expected = by_formula(fused.bias_act, (x, None, None, "gelu"))
+    expected = formula_results(fused.bias_act, (x, None, None, "gelu"))
     for _ in range(3):
         assert torch.equal(fused.bias_act(x, None, None, "gelu"), *expected)
     assert len(calls) == 2  # with the cache folder and without
@@ -195,16 +195,16 @@ def test_calls_run_the_formula_if_compiling_fails(
     assert (compiled.status() == f"formulas in plain PyTorch: {compiled._failure}") == (len(calls) == 2)
 
 
-def test_number_of_kernels_per_operator_is_bounded(monkeypatch: pytest.MonkeyPatch, loaded: dict[Any, Any]) -> None:
+def test_number_of_kernels_per_operator_is_bounded(monkeypatch: pytest.MonkeyPatch, kernels: dict[Any, Any]) -> None:
     calls = stub(monkeypatch)
     monkeypatch.setattr(compiled, "_MOST_KERNELS", 5)
     for i in range(10):
         fused.dropout_add(torch.ones(4), None, None, SEED, i / 20 + 0.01)
     fused.bias_act(torch.ones(4), None, None, "gelu")
-    assert calls == ["dropout_add"] * 5 + ["bias_act"] and len(loaded) == 6
+    assert calls == ["dropout_add"] * 5 + ["bias_act"] and len(kernels) == 6
 
 
-def test_replaced_activation_is_compiled_anew(loaded: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_activation_is_compiled_anew(kernels: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = stub(monkeypatch)
     for factor in (2.0, 3.0):
         tfo.register_activation("tests_compiled_anew", lambda x, factor=factor: factor * torch.relu(x), replace=True)

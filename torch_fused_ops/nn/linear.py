@@ -245,8 +245,8 @@ class Linear(nn.Module):
         from torch_fused_ops.distributed import megatron_checkpoint
         from torch_fused_ops.distributed.checkpoint import ShardedTensor
 
-        if megatron_checkpoint.asked_for(metadata):
-            return megatron_checkpoint.of_linear(self, prefix, sharded_offsets, metadata)
+        if megatron_checkpoint.is_megatron_call(metadata):
+            return megatron_checkpoint.linear_state(self, prefix, sharded_offsets, metadata)
         return {
             f"{prefix}{name}": ShardedTensor.of_parameter(
                 f"{prefix}{name}",

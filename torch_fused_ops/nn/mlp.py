@@ -253,8 +253,8 @@ class _Block(nn.Module):
 
         separate_keys = bool((metadata or {}).get("singleton_local_shards", False))
         packed = ("linear_fc1",) if self._activation.gated else ()
-        if metadata is not None and megatron_checkpoint.asked_for(metadata):
-            return megatron_checkpoint.of_block(self, prefix, sharded_offsets, metadata, packed, self._grouped)
+        if metadata is not None and megatron_checkpoint.is_megatron_call(metadata):
+            return megatron_checkpoint.mlp_state(self, prefix, sharded_offsets, metadata, packed, self._grouped)
         megatron_checkpoint.check_linears(self)
         state: dict[str, Any] = {}
         for name, module in self.named_children():

@@ -22,7 +22,7 @@ from torch_fused_ops.planner.pieces import divided
 from torch_fused_ops.planner.report import LayerRow, LevelRow, PlanFigures
 from torch_fused_ops.planner.search import Candidate
 from torch_fused_ops.planner.setup import LEVELS, Setup, bytes_of, check
-from torch_fused_ops.planner.static_memory import Resident, ResidentTensor, check_shards, check_whole, resident_tensors
+from torch_fused_ops.planner.static_memory import Resident, ResidentTensor, check_dp, check_shards, resident_tensors
 from torch_fused_ops.planner.step import OFF, SegmentedStep, Step, StepSummary, policy_at, policy_of, segmented_step
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
@@ -134,7 +134,7 @@ def plan(
     gpus.import_triton()  # fail at once, not after capturing the model
     lowerings.require()
     if setup.sharded:
-        check_whole(model, dp)
+        check_dp(model, dp)
 
     def capture(at_size: int) -> CapturedModel:
         resized = max_batch.resized((args, kwargs), maximum, at_size) if maximum is not None else (args, kwargs)

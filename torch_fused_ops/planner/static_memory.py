@@ -1,4 +1,4 @@
-"""Memory independent of levels: parameters, gradients after backward, optimizer state, or one GPU's shards."""
+"""Memory that levels do not change: parameters, gradients after backward and optimizer state, on one GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]
     """Run one of ``OPTIMIZERS`` on meta tensors.
 
     Returns:
-        Bytes of state that lives on between steps, and the most bytes that a step allocates and frees.
+        Bytes of state that lives on between steps, and the peak bytes of a step's temporary tensors.
     """
     make = OPTIMIZERS[name]
     if make is None or not parameters:
@@ -54,8 +54,8 @@ class ResidentTensor:
     """A parameter, a buffer, or an unregistered tensor that stays in memory."""
 
     name: str  # its path in the model
-    unit: str  # its layer, or ""
-    shape: tuple[int, ...]  # on one GPU
+    unit: str  # its layer; "" outside layers
+    shape: tuple[int, ...]  # before sharding
     dtype: torch.dtype  # also its gradient's dtype
     is_parameter: bool  # False for a buffer or an unregistered tensor
     trained: bool  # True if it needs a gradient
@@ -75,7 +75,7 @@ def resident_tensors(
 
     Args:
         model: a module or a function.
-        unit_of: the layer of a module, by its path.
+        unit_of: returns the layer of a module, by its path; "" outside layers.
         gets_gradient: True if backward reaches the parameter at a path; others are not trained.
         unregistered: parameters and buffers that the step reads and the model does not register, by path.
     """
@@ -91,11 +91,11 @@ def resident_tensors(
     return tensors
 
 
-def check_whole(model: Callable[..., Any], dp: int) -> None:
-    """Check a number of GPUs, and that a model for several is a whole module.
+def check_dp(model: Callable[..., Any], dp: int) -> None:
+    """Check ``dp``; for several GPUs, also check that the model is a module without sharded parameters.
 
     Raises:
-        ValueError: dp is not a number of GPUs; or the model is a function, or has parameters in shards already.
+        ValueError: dp is not a number of GPUs; or dp > 1, and the model is a function or has sharded parameters.
     """
     check("dp", dp)
     if dp == 1:
@@ -104,7 +104,7 @@ def check_whole(model: Callable[..., Any], dp: int) -> None:
         raise ValueError(f"dp={dp} is not accepted: model={model!r} is a function; it must be a module")
     sharded = next((path for path, p in model.named_parameters() if hasattr(p, "device_mesh")), None)  # a DTensor
     if sharded is not None:
-        raise ValueError(f"dp={dp} is not accepted: {sharded} is in shards already; plan the whole model")
+        raise ValueError(f"dp={dp} is not accepted: {sharded} is sharded already; plan the unsharded model")
 
 
 def check_shards(
@@ -116,16 +116,16 @@ def check_shards(
     """Raise if ``fully_shard`` would refuse the model.
 
     Raises:
-        ValueError: as ``check_whole``; or parameters are scalars, or in several layers, or trained ones of several
-            dtypes in a layer, or trained ones are not registered.
+        ValueError: as for ``check_dp``; or a parameter is a scalar, belongs to several layers, or is trained and not
+            registered; or a layer's trained parameters have several dtypes.
     """
-    check_whole(model, dp)
+    check_dp(model, dp)
     if dp == 1:
         return
     assert isinstance(model, nn.Module)
-    loose = next((name for name, t in (unregistered or {}).items() if t.requires_grad), None)
-    if loose is not None:
-        raise ValueError(f"dp={dp} is not accepted: the model does not register {loose}, so FSDP2 does not shard it")
+    path = next((name for name, t in (unregistered or {}).items() if t.requires_grad), None)
+    if path is not None:
+        raise ValueError(f"dp={dp} is not accepted: the model does not register {path}, so FSDP2 does not shard it")
     units: dict[int, tuple[str, str]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -134,10 +134,10 @@ def check_shards(
         if p.dim() == 0:
             why = f"{name} is a scalar, which FSDP2 does not shard; make it a tensor of one element"
         elif unit != its_unit:
-            why = f"{name} is {first}, and FSDP2 does not shard a parameter in two layers"
+            why = f"{name} and {first} are one parameter in two layers, which FSDP2 does not shard"
         elif p.requires_grad and dtypes.setdefault(unit, p.dtype) != p.dtype:
-            siblings = f"other parameters of {unit or 'no layer'} are {dtypes[unit]}"
-            why = f"{name} is {p.dtype}, {siblings}; FSDP2 reduces the gradients of one dtype"
+            siblings = f"other parameters {f'of {unit}' if unit else 'outside layers'} are {dtypes[unit]}"
+            why = f"{name} is {p.dtype}, but {siblings}; FSDP2 cannot reduce their gradients together"
         if why:
             raise ValueError(f"dp={dp} is not accepted: {why}")
 
@@ -149,9 +149,9 @@ class Resident:
     parameters: int  # and buffers
     gradients: int  # all parameters' gradients after backward
     state: int  # the optimizer's state
-    transient: int  # bytes that the optimizer's step allocates and frees
-    by_unit: Mapping[str, tuple[int, int]]  # parameters and buffers, and gradients, by layer
-    shards: FullyShard | None
+    transient: int  # peak bytes of temporary tensors in the optimizer's step
+    by_unit: Mapping[str, tuple[int, int]]  # by layer: bytes of (parameters and buffers, gradients)
+    shards: FullyShard | None  # None if parameters are not sharded
     buckets: int = 0  # DDP's buckets, which are copies of the gradients
     accumulated: int = 0  # gradients of earlier micro-batches
     batch: int = 0  # the caller's arguments and results that are alive while the optimizer runs
@@ -173,29 +173,27 @@ class Resident:
         """The resident memory of one GPU.
 
         Args:
-            whole: the parameters and buffers.
+            tensors: the parameters and buffers, not sharded.
             setup: how they are trained.
             group_of: returns the group of a parameter outside layers, by its path; used for ``root="apart"``.
         """
         dp, trained = setup.dp if setup.sharded else 1, []
-        halves = torch.bfloat16.itemsize / torch.float32.itemsize
+        bf16_ratio = torch.bfloat16.itemsize / torch.float32.itemsize
         by_unit: dict[str, tuple[int, int]] = {}
         groups: dict[str, Group] = {}
         for t in tensors:
             if t.is_parameter and dp > 1:  # the first GPU's shard is the largest; all others are padded to it
                 t = replace(t, shape=(math.ceil(t.shape[0] / dp), *t.shape[1:]))
-            casts = t.is_parameter and t.dtype.is_floating_point
-            if casts and (setup.mixed_precision or setup.master_weights):
+            is_cast = t.is_parameter and t.dtype.is_floating_point
+            if is_cast and (setup.mixed_precision or setup.master_weights):
                 t = replace(t, dtype=torch.float32)
             if t.trained:
                 trained.append(torch.empty(t.shape, dtype=t.dtype, device="meta"))
             total, gradients = by_unit.get(t.unit, (0, 0))
             by_unit[t.unit] = total + t.nbytes, gradients + t.nbytes * t.trained
             name = t.unit or (group_of(t.name) if setup.root == "apart" else "")
-            group, gathered = (
-                groups.get(name, Group()),
-                int(t.nbytes * (halves if setup.mixed_precision and casts else 1)),
-            )
+            group = groups.get(name, Group())
+            gathered = int(t.nbytes * (bf16_ratio if setup.mixed_precision and is_cast else 1))
             groups[name] = Group(
                 group.shard + gathered * t.is_parameter,
                 group.gradients + t.nbytes * t.trained,

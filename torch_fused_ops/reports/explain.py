@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch_fused_ops.graphs.capture import check_model, name_of, run_captured
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default, unmatched
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
-from torch_fused_ops.reports.figures import beside_loss, sites_of
-from torch_fused_ops.reports.figures import capture as set_aside
+from torch_fused_ops.reports.figures import beside_loss, capture, sites_of
 from torch_fused_ops.reports.report import Report, not_sites
 from torch_fused_ops.reports.text import size
 
@@ -44,19 +43,20 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     lowerings.require()
     report = Report((), 0, title=name_of(model))
 
-    def capture(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         add_graph(report, gm, policy)
         return gm.forward
 
-    noted = reasons_noted()
-    run_captured(model, args, kwargs, capture)
-    report.breaks = report.breaks or since(noted)
+    breaks_before = reasons_noted()
+    run_captured(model, args, kwargs, backend)
+    report.breaks = report.breaks or since(breaks_before)
     report.notes = unmatched(policy, report.sites)
     graph = report._captures[-1].graph if report._captures else None
     if graph is not None and (beside := beside_loss(graph.gm)):
         nbytes = size(sum(node.meta["example_value"].nbytes for node in beside))
-        advice = f"return the loss alone, or detach {'it' if len(beside) == 1 else 'them'}"
-        report.notes += (f"{nbytes} are returned beside the loss, and backward begins with as many zeros: {advice}",)
+        advice = "return only the loss, or detach the other results"
+        text = f"{nbytes} are returned beside the loss, and backward allocates gradients of zeros as large: {advice}"
+        report.notes += (text,)
     return report
 
 
@@ -65,7 +65,7 @@ def add_graph(report: Report, gm: GraphModule, policy: FusionPolicy) -> None:
     from torch_fused_ops.lowerings import recognize
 
     report.graphs += 1
-    report._captures.append(set_aside(gm, policy))
+    report._captures.append(capture(gm, policy))
     report.sites += tuple(sites_of(gm, policy))
     report.unread += not_sites(recognize.unread(gm.graph), report.sites)
     if (graph_break := break_of(gm)) is not None:
