@@ -269,9 +269,7 @@ def _random_values(graph: Graph, backward: set[Node]) -> list[Node]:
     PyTorch's partitioner repeats random calls in backward, so dropout's gradient has a different mask than forward
     (pytorch#190758, torch 2.13 and 2.15).
     """
-    calls = [node for node in graph.nodes if node not in backward and _is_random(node)]
-    results = (user for call in calls for user in call.users if user.target is operator.getitem)
-    return list(filter(_can_be_saved, (*calls, *results)))
+    return [node for node in graph.nodes if node not in backward and _can_be_saved(node) and _is_random(node)]
 
 
 def _is_random(node: Node) -> bool:
