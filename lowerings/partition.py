@@ -280,7 +280,8 @@ def _is_random(node: Node) -> bool:
     if "dropout_p" not in names:
         return True
     position = names.index("dropout_p")
-    return (node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)) != 0.0
+    dropout_p = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(dropout_p != 0.0)
 
 
 def _can_be_saved(node: Node) -> bool:

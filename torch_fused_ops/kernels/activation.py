@@ -612,9 +612,9 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
             d_gate, d_up = formulas.unpack(d_gate, x.layout)
         bias, scale = (None if i is None or not mask[i] else tensors[i] for i in (op.bias_index, op.scale_index))
         sums = _run_backward(grad, x, d_gate, d_up, bias, scale, *_formula(op, scalars))
-        for i, gradient in zip((op.bias_index, op.scale_index), sums, strict=True):
-            if i is not None:
-                results[i] = gradient
+        for index, gradient in zip((op.bias_index, op.scale_index), sums, strict=True):
+            if index is not None:
+                results[index] = gradient
         return tuple(results)
 
     return launch

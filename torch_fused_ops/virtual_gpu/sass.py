@@ -87,6 +87,11 @@ def _functions(cubin: bytes) -> list[bytes]:
     ]
 
 
+def _relative(instruction: str, start: int) -> str:
+    """Subtract a kernel's start from the address of a jump."""
+    return _JUMP.sub(lambda jump: f"{jump[1]}{int(jump[2], 16) - start:x}", instruction)
+
+
 def _disassembled(codes: Sequence[bytes], arch: str) -> list[str]:
     """Return each kernel's listing, with addresses that start at 0."""
     starts = [0]
@@ -100,7 +105,5 @@ def _disassembled(codes: Sequence[bytes], arch: str) -> list[str]:
     lines: list[list[str]] = [[] for _ in codes]
     for before, address, after in _LINE.findall(listing):
         number = bisect.bisect_right(starts, int(address, 16)) - 1
-        start = starts[number]
-        relative = _JUMP.sub(lambda jump, start=start: f"{jump[1]}{int(jump[2], 16) - start:x}", after)
-        lines[number].append(f"{before}{int(address, 16) - start:04x}{relative}")
+        lines[number].append(f"{before}{int(address, 16) - starts[number]:04x}{_relative(after, starts[number])}")
     return ["\n".join(kernel_lines) for kernel_lines in lines]
