@@ -14,15 +14,15 @@ Inductor never considers two kinds of results. The pass makes them views of the 
 concatenation are views of the whole, so that Inductor tracks how long the memory is in use:
 
 * the gradient of packed gate and up: a concatenation of two loops' results. It becomes a view of the packed tensor.
-* a loop's result, if only other loops of the kernel read the input. It becomes a view of this input.
+* the result of a loop that does not read the input. It becomes a view of an input that other loops of the kernel read.
 
 Such a kernel, even with a sum, may read an input element only in the iteration that writes the same element of the
 result. No other iteration then sees it overwritten. Other threads must not see it either. A store does not wait for
 loads of the same address, so loads and stores must use the same thread layout. In a kernel with one axis, Triton uses
 one layout for all tensors of a dtype, unless a narrower tensor in the kernel needs more elements per thread. With two
-axes, one of which is summed, a tile has several layouts, and Triton loads a tile with fewer elements than threads more
-than once: another warp may already have stored. A tuner may choose such a tile long after this pass, so the code of
-these kernels has a barrier between loads and stores.
+axes, one of which is summed, a tile has several layouts. If it has fewer elements than threads, several warps load the
+same element, and a faster warp may already have overwritten it. A tuner may choose such a tile long after this
+pass, so the code of these kernels has a barrier between loads and stores.
 
 C++ kernels are simpler: one thread computes an iteration, and a body has all loads before all stores. Loops over the
 same sizes share a body. A sum's loop has other sizes, so the pass does not change kernels with a sum.
@@ -54,7 +54,7 @@ class _Kernel(NamedTuple):
     narrowest: int  # bytes of the smallest element that it reads or writes
 
     def readers(self, name: str) -> list[User]:
-        """Its loops among the users of a buffer."""
+        """Return the users of a buffer that are loops of this kernel."""
         return [user for user in self.read[name].users if user.get_name() in self.names]
 
 
@@ -96,7 +96,7 @@ def allow_reuse(nodes: Sequence[Any]) -> None:
         for user in (*view.result.users, *view.source.users):
             user.can_inplace = False  # Inductor would not check a reuse of this memory against the other buffer's users
         for buffer in view.written:
-            # The tuner must not overwrite the inputs of the next configuration.
+            # Declare a mutation, so that tuning one configuration does not change the next one's inputs.
             buffer.get_mutations = functools.partial(tuple, [buffer.get_name()])
 
 
@@ -161,9 +161,9 @@ def _assign_buffers(kernel: _Kernel) -> dict[str, Loop]:
 def _can_reuse(kernel: _Kernel, name: str, loop: Loop) -> bool:
     """Return True if a loop may reuse a buffer, and needs memory.
 
-    The buffer has no later reader. In this kernel, all its readers read at the index at which they write, no reader
-    reduces it, and the loop is a reader. The loop's result has the same dtype. Another kernel reads the result:
-    otherwise it needs no memory.
+    The buffer must not have later readers. The loop reads it, and so may other loops of this kernel, each at the index
+    at which that loop writes, and without reducing it. The loop's result must have the same dtype. Another kernel must
+    read the result: otherwise the result does not need memory.
     """
     buffer, readers, outputs = kernel.read[name], kernel.readers(name), loop.get_outputs()
     return (
@@ -180,7 +180,7 @@ def _can_reuse(kernel: _Kernel, name: str, loop: Loop) -> bool:
 def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
     """Return the results to make views of inputs, at most one for each input."""
     views: list[_View] = []
-    if not may_be_views():
+    if not can_make_views():
         return views
     single_output_loops = (loop for loop in kernel.loops if len(loop.get_outputs()) == 1 and not loop.is_reduction())
     written = {loop: loop.get_outputs()[0] for loop in single_output_loops}
@@ -193,7 +193,7 @@ def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
             writers[output.get_name()] = [loop]
     for result, loops in writers.items():
         buffer = kernel.loops[0].scheduler.name_to_buf[result]
-        if not _is_for_others(kernel, buffer, [written[loop] for loop in loops]):
+        if not _is_intermediate(kernel, buffer, [written[loop] for loop in loops]):
             continue
         write_indices = {index for loop in loops if (index := _written_at(loop, buffer.node)) is not None}
         used_names = {*owners, *(view.source.get_name() for view in views)}
@@ -204,16 +204,16 @@ def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
     return views
 
 
-def may_be_views() -> bool:
-    """Return True if results may become views of inputs: CUDA graphs, C++ wrappers or a plan do not own the memory."""
+def can_make_views() -> bool:
+    """Return False if CUDA graphs, a C++ wrapper, memory planning or multi-kernels prevent views of inputs."""
     triton = inductor_config.triton
     return not (
         triton.cudagraphs or inductor_config.cpp_wrapper or inductor_config.memory_planning or triton.multi_kernel
     )
 
 
-def _is_for_others(kernel: _Kernel, buffer: Buffer, written: Sequence[Buffer]) -> bool:
-    """Return True if a later kernel reads a result, the graph does not return it, and this kernel writes it once."""
+def _is_intermediate(kernel: _Kernel, buffer: Buffer, written: Sequence[Buffer]) -> bool:
+    """Return True if a later kernel reads a result that the graph does not return and only this kernel writes."""
     from torch._inductor.scheduler import OutputNode
 
     users = [user for part in (buffer, *written) for user in part.users]
@@ -275,12 +275,12 @@ def _written_at(loop: Any, result: Any) -> tuple[Any, Any] | None:
     writes = [dep for dep in loop.read_writes.writes if dep.name == output.get_name()]
     if len(writes) != 1 or not isinstance(writes[0], MemoryDep) or writes[0].mode is not None:
         return None
-    # If a tensor does not begin at a vector, Triton may use different thread layouts for its loads and stores.
+    # If a tensor does not begin at a vector boundary, Triton may use different thread layouts for its loads and stores.
     return (writes[0].index + start, writes[0].size) if start % 16 == 0 else None
 
 
 def _fills_same_memory(node: Any, result: Any) -> bool:
-    """Return True if a result exactly fills the memory of a buffer that owns it and may be overwritten."""
+    """Return True if a result exactly fills a buffer that owns its memory and may be overwritten."""
     layout, other = node.get_output_spec(), result.get_output_spec()
     return (
         isinstance(node, (ir.DonatedBuffer, ir.ComputedBuffer, ir.ExternKernelOut))

@@ -1,4 +1,4 @@
-"""The precision contract: every half-precision value, every sample; and the measure, the runner and the samples."""
+"""Tests of the precision contract on every half-precision value and sample, and of the measure, runner and samples."""
 
 import math
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_every_value(name, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", activations.names())
 def test_float32_everywhere(name):
-    """One float32 in 251 (2**32 of them take an hour), tails and subnormals included."""
+    """Test every 251st float32, tails and subnormals included; all 2**32 values take an hour."""
     act = activations.get(name)
     for start in range(-(2**31), 2**31, 1 << 28):
         bits = torch.arange(start, start + (1 << 28), 251, dtype=torch.int64).to(torch.int32)
@@ -48,7 +48,7 @@ def test_float32_everywhere(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", activations.names())
 def test_gated_tails_below_the_floor(name, dtype):
-    """A tiny activation whose exponential overflows times a large ``up`` gives a normal result."""
+    """If its exponential overflows, a tiny activation multiplied by a large ``up`` gives an accurate result."""
     least, largest = math.log(torch.finfo(torch.float32 if dtype != torch.float64 else dtype).smallest_normal), 1e10
     gate = torch.linspace(1.1 * least, 0.4 * least, 2001).to(dtype)[None].requires_grad_()
     up = torch.full_like(gate, largest).requires_grad_()
@@ -89,14 +89,14 @@ def test_float32_gradients_near_zeros_of_the_derivative(name):
         "gated": torch.ops.fused.glu_backward(ones, x, 0 * x, None, name, 1.0, None, only)[0],
     }
     leaf = x.clone().requires_grad_()
-    (torchs,) = torch.autograd.grad(in_torch(leaf).sum(), leaf)
-    worst = (torchs.double() - truth).abs().max()
+    (torch_grad,) = torch.autograd.grad(in_torch(leaf).sum(), leaf)
+    worst = (torch_grad.double() - truth).abs().max()
     for way, got in ways.items():
         difference = (got.double() - truth).abs()
         assert difference.max() <= precision.LIMITS["gradient", torch.float32] * precision.NEAR_ZERO, way
         assert precision.error(got, truth, precision.near_zero(name, x.double())).max() <= 1e-5, way
-        assert difference.max() <= worst + 2**-25, way  # half a unit of either term
-    assert ((torchs.double() - truth) / truth).abs().max() > 0.1  # no relative bound, in PyTorch's own either
+        assert difference.max() <= worst + 2**-25, way  # 2 ulps of a term of 0.22
+    assert ((torch_grad.double() - truth) / truth).abs().max() > 0.1  # PyTorch does not meet a relative bound either
 
 
 def test_contract_states_the_measured_bound():
@@ -118,7 +118,7 @@ def test_every_sample(op):
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_no_result_shares_memory(op):
-    """With an argument, or with another result, as the gradients of one row's input and bias might."""
+    """A result shares memory neither with an argument nor with another result (one row's input and bias gradients)."""
     for sample in (*samples(op), *backward_samples(op)):
         results = [t for t in tree_leaves(sample()) if t is not None]
         owners = [t.untyped_storage()._cdata for t in (*results, *filter(torch.is_tensor, sample.args))]
@@ -132,7 +132,7 @@ def tail(low=-10.0, high=-3.0):
     return x[(x >= low) & (x <= high)]
 
 
-def lost(fn, approximate):
+def tail_errors(fn, approximate):
     """Return the share of fn's results with an error above one ulp, and the largest error."""
     x = tail()
     exact = activations.get("gelu" if approximate == "none" else "gelu_tanh").value(x.double())
@@ -142,19 +142,19 @@ def lost(fn, approximate):
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_the_negative_tail_of_gelu(approximate):
-    """No result is off by more than 1 ulp; more than half of PyTorch's are, by up to hundreds. CPUs differ."""
+    """No result is off by more than 1 ulp; over half of PyTorch's results are, by hundreds of ulps on some CPUs."""
     name = "gelu" if approximate == "none" else "gelu_tanh"
     assert len(tail()) > 200
-    assert lost(lambda x: torch.ops.fused.bias_act(x, None, None, name), approximate) == (
+    assert tail_errors(lambda x: torch.ops.fused.bias_act(x, None, None, name), approximate) == (
         0.0,
         pytest.approx(0.0, abs=1.0),
     )
-    share, worst = lost(lambda x: F.gelu(x, approximate=approximate), approximate)
+    share, worst = tail_errors(lambda x: F.gelu(x, approximate=approximate), approximate)
     assert share > 0.5 and worst > 100
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_counts_steps(dtype):
+def test_half_precision_errors_are_in_ulps(dtype):
     eps = torch.finfo(dtype).eps
     truth = torch.tensor([1.0, 1.0, 1.0 + 0.4 * eps, -1.0, 1.0, 0.0, math.nan, math.inf, 1e300], dtype=torch.float64)
     got = torch.tensor(
@@ -163,7 +163,7 @@ def test_half_precision_counts_steps(dtype):
     assert precision.error(got, truth).tolist() == [0, 1, 1, 3, 1, 0, 0, 0, 0]
 
 
-def test_wide_types_count_relative():
+def test_float32_errors_are_relative():
     truth = torch.tensor([2.0, 1e-20, 1e-40, 0.0, math.nan], dtype=torch.float64)
     got = torch.tensor([2.0002, 1.1e-20, 0.0, 0.0, math.nan])
     assert precision.error(got, truth).tolist() == pytest.approx([1e-4, 0.1, 0, 0, 0], rel=1e-3)
@@ -179,11 +179,11 @@ def test_unexpected_infinities_and_nan_are_errors(dtype, got, truth):
     assert e.item() > 1000
 
 
-def test_floors():
+def test_only_values_below_the_floor_may_become_zero():
     for dtype, floor in precision.FLOORS.items():
         below = torch.tensor([0.9 * floor], dtype=torch.float64)
         assert precision.error(torch.zeros(1, dtype=dtype), below).item() == 0
-        above = 1000 * below if floor else torch.tensor([2.0**-24], dtype=torch.float64)  # float16's smallest: lost
+        above = 1000 * below if floor else torch.tensor([2.0**-24], dtype=torch.float64)  # float16's smallest number
         assert precision.error(torch.zeros(1, dtype=dtype), above).item() > 0.5
 
 
@@ -217,7 +217,7 @@ def test_runner_rejects_torchs_gelu():
     assert not row.passed and "forward error" in row.failures[0] and "allowed 1 ulp" in row.failures[0]
 
 
-def test_run_opcheck_tells_what_is_wrong():
+def test_run_opcheck_returns_the_failure():
     with torch.library._scoped_library("tfo_test", "FRAGMENT") as library:
         library.define("liar(Tensor x) -> Tensor")
         library.impl("liar", lambda x: x.clone(), "CPU")
@@ -243,7 +243,7 @@ def test_samples_refuse_an_unknown_operator():
     raises(ValueError, "op='bias_gelu' is not known; accepted: bias_act, glu, bias_glu", next, samples("bias_gelu"))
 
 
-def test_the_truth_is_of_the_rounded_sum():
+def test_truth_is_computed_from_the_rounded_sum():
     """0.9477 - 0.4463 - 0.5 = 0.0014. The float32 sum loses 2e-5, which does not count as the operator's error."""
     x = torch.tensor([[-1.0, 0.9477]]), torch.tensor([0.0, -0.4463])
     sample = Sample("bias_glu", "cancels", (*x, None, "silu", "halves", -0.5, None))
@@ -253,7 +253,7 @@ def test_the_truth_is_of_the_rounded_sum():
     assert precision.measure(sample)["forward", torch.float32] < 1e-6
 
 
-def test_factors_of_what_float32_hardly_holds():
+def test_floor_grows_with_large_factors():
     """gelu(-14) is 1e-43 and may be 0, so a result 1e38 times larger may be off by 1e38 times the floor."""
     args = torch.tensor([[-14.0]], dtype=torch.bfloat16), None, torch.tensor([1e38])
     sample = Sample("bias_act", "subnormal", (*args, "gelu"))

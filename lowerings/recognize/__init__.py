@@ -113,7 +113,7 @@ def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any,
         edits = [*_edits(proved), *dropout.fuse(fused), *gemms.fuse(analysis, recipes)] if apply else []
         if edits:
             replace(graph, edits)
-            canonical.fold(set().union(*(subgraph.calls for _, subgraph in proved), *(site.calls for site in fused)))
+            canonical.restore(set().union(*(subgraph.calls for _, subgraph in proved), *(site.calls for site in fused)))
         else:
             before.restore()
     except BaseException:

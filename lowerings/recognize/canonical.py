@@ -2,7 +2,7 @@
 
 * If the result of an in-place call is dropped (``h.relu_()`` as a statement), later readers of the tensor read that
   result instead.
-* ``F.glu`` becomes two cuts, a sigmoid and a multiplication.
+* ``F.glu`` becomes two slices, a sigmoid and a multiplication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .symbolic import RULES
 
 
 class Canonical:
-    """The graph's canonical form, in place.
+    """Brings a graph into canonical form in place, and can undo this.
 
     Attributes:
         originals: the user's call for each node of its expansion.
@@ -29,12 +29,12 @@ class Canonical:
         self.originals: dict[Node, Node] = {}
         self.calls: dict[Node, Call] = {}
         self._expanded: list[tuple[Node, list[Node]]] = []  # each call with its replacement
-        self._thread_and_expand()
+        self._redirect_and_expand()
 
-    def fold(self, used: Collection[Node]) -> None:
+    def restore(self, used: Collection[Node]) -> None:
         """Erase the calls whose expansions a rewrite has used, and restore the others.
 
-        Readers of in-place calls' results stay, since the result is the same tensor.
+        Nodes that now read an in-place call's result are not restored, since the result is the same tensor.
 
         Args:
             used: the nodes that the rewrite has replaced.
@@ -47,7 +47,7 @@ class Canonical:
                 for part in reversed(parts):
                     self.graph.erase_node(part)
 
-    def _thread_and_expand(self) -> None:
+    def _redirect_and_expand(self) -> None:
         written: dict[Node, Node] = {}  # each tensor with the result of the next call that writes it in place
         for node in list(self.graph.nodes):
             for a in [a for a in node.all_input_nodes if a in written]:

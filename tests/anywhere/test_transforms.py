@@ -51,11 +51,11 @@ def dropout_mask(shape: torch.Size, seed: Tensor) -> Tensor:
     return fused.dropout_add(torch.ones(shape, dtype=F64), None, None, seed, 0.5)
 
 
-KEPT = {shape: dropout_mask(torch.Size(shape), SEED) for shape in ((2, 4), (2, 3, 4))}
+DROPOUT_MASKS = {shape: dropout_mask(torch.Size(shape), SEED) for shape in ((2, 4), (2, 3, 4))}
 
 
 def dropout_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return residual + (x + bias) * KEPT[tuple(x.shape)]
+    return residual + (x + bias) * DROPOUT_MASKS[tuple(x.shape)]
 
 
 HIDDEN = torch.tensor([[False, True, False, False], [False, False, True, False], [True, False, False, False]])
@@ -87,7 +87,7 @@ class Case(NamedTuple):
     fused: Callable[..., Any]
     reference: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
-    operator: bool = False  # True if the case calls an operator directly
+    operator: bool = False  # True: run jvp and grad by default, and compile with every backend
 
 
 ROWS = ((2, 4), (4,), (2,))
@@ -118,7 +118,7 @@ CASES = {
     ),
     "dropout_add_backward": Case(
         lambda g: fused.dropout_add_backward(g, SEED, 0.5, F64, F64, [True] * 2),
-        lambda g: (g * KEPT[2, 4], (g * KEPT[2, 4]).sum(0)),
+        lambda g: (g * DROPOUT_MASKS[2, 4], (g * DROPOUT_MASKS[2, 4]).sum(0)),
         ((2, 4),),
         True,
     ),
@@ -162,7 +162,7 @@ Fn = Callable[..., Any]
 
 
 def single_output(f: Fn) -> Fn:
-    """Concatenate f's results to one tensor."""
+    """Return a function that concatenates f's results into one tensor."""
 
     def fn(*t: Tensor) -> Tensor:
         outs = tree_leaves(f(*t))
@@ -180,8 +180,8 @@ def total(outs: Any) -> Tensor:
 
 
 def nested(f: Fn, t: tuple[Tensor, ...]) -> Any:
-    """Batch the first argument twice, and the others in turn in the outer and in the inner vmap."""
-    inner, outer = (tuple(None if i and i % 2 == skip else 0 for i in every(t)) for skip in (1, 0))
+    """Batch the first argument in both vmaps, odd ones in the outer vmap only, and even ones in the inner vmap only."""
+    inner, outer = (tuple(None if i and i % 2 == skip else 0 for i in argnums(t)) for skip in (1, 0))
     args = [stacked(stacked((a,)))[0] if i == 0 else stacked((a,))[0] for i, a in enumerate(t)]
     return vmap(vmap(f, inner), outer)(*args)
 
@@ -191,7 +191,7 @@ def linearized(f: Fn, t: tuple[Tensor, ...]) -> Any:
     return out, push(*tangents(t))
 
 
-def every(t: tuple[Tensor, ...]) -> tuple[int, ...]:
+def argnums(t: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(range(len(t)))
 
 
@@ -208,38 +208,38 @@ def leaves_of(t: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 TRANSFORMS: dict[str, Callable[[Fn, tuple[Tensor, ...]], Any]] = {
-    "grad": lambda f, t: grad(loss(f), every(t))(*t),
+    "grad": lambda f, t: grad(loss(f), argnums(t))(*t),
     "vjp": lambda f, t: (lambda out, pull: (out, pull(tangents(out))))(*vjp(f, *t)),
     "jvp": lambda f, t: jvp(f, t, tangents(t)),
     "jvp of each argument": lambda f, t: [
-        jvp(lambda a, i=i: f(*t[:i], a, *t[i + 1 :]), (t[i],), (tangents(t[i]),)) for i in every(t)
+        jvp(lambda a, i=i: f(*t[:i], a, *t[i + 1 :]), (t[i],), (tangents(t[i]),)) for i in argnums(t)
     ],
-    "jacrev": lambda f, t: jacrev(f, every(t))(*t),
-    "jacfwd": lambda f, t: jacfwd(f, every(t))(*t),
-    "hessian": lambda f, t: hessian(loss(f), every(t))(*t),
-    "jacrev of jacrev": lambda f, t: jacrev(jacrev(loss(f), every(t)), every(t))(*t),
-    "jacfwd of jacfwd": lambda f, t: jacfwd(jacfwd(loss(f), every(t)), every(t))(*t),
-    "grad of grad": lambda f, t: grad(lambda *a: total(grad(loss(f), every(t))(*a)), every(t))(*t),
-    "grad of jvp": lambda f, t: grad(lambda *a: total(jvp(f, a, tangents(t))), every(t))(*t),
-    "jvp of grad": lambda f, t: jvp(grad(loss(f), every(t)), t, tangents(t)),
+    "jacrev": lambda f, t: jacrev(f, argnums(t))(*t),
+    "jacfwd": lambda f, t: jacfwd(f, argnums(t))(*t),
+    "hessian": lambda f, t: hessian(loss(f), argnums(t))(*t),
+    "jacrev of jacrev": lambda f, t: jacrev(jacrev(loss(f), argnums(t)), argnums(t))(*t),
+    "jacfwd of jacfwd": lambda f, t: jacfwd(jacfwd(loss(f), argnums(t)), argnums(t))(*t),
+    "grad of grad": lambda f, t: grad(lambda *a: total(grad(loss(f), argnums(t))(*a)), argnums(t))(*t),
+    "grad of jvp": lambda f, t: grad(lambda *a: total(jvp(f, a, tangents(t))), argnums(t))(*t),
+    "jvp of grad": lambda f, t: jvp(grad(loss(f), argnums(t)), t, tangents(t)),
     "jvp of jvp": lambda f, t: jvp(lambda *a: jvp(f, a, tangents(t)), t, tangents(t)),
-    "vmap of grad": lambda f, t: vmap(grad(loss(f), every(t)))(*stacked(t)),
-    "grad of vmap": lambda f, t: grad(lambda *a: total(vmap(f)(*a)), every(t))(*stacked(t)),
+    "vmap of grad": lambda f, t: vmap(grad(loss(f), argnums(t)))(*stacked(t)),
+    "grad of vmap": lambda f, t: grad(lambda *a: total(vmap(f)(*a)), argnums(t))(*stacked(t)),
     "vmap of jvp": lambda f, t: vmap(lambda *a: jvp(f, a, tangents(a)))(*stacked(t)),
     "jvp of vmap": lambda f, t: jvp(vmap(f), stacked(t), tangents(stacked(t))),
     "vmap of tangents": lambda f, t: vmap(lambda *v: jvp(f, t, v))(*stacked(t)),
-    "vmap of hessian": lambda f, t: vmap(hessian(loss(f), every(t)))(*stacked(t)),
-    "vmap of jvp of grad": lambda f, t: vmap(lambda *a: jvp(grad(loss(f), every(t)), a, tangents(a)))(*stacked(t)),
+    "vmap of hessian": lambda f, t: vmap(hessian(loss(f), argnums(t)))(*stacked(t)),
+    "vmap of jvp of grad": lambda f, t: vmap(lambda *a: jvp(grad(loss(f), argnums(t)), a, tangents(a)))(*stacked(t)),
     "nested vmap of some": lambda f, t: nested(f, t),
     "nested vmap": lambda f, t: vmap(vmap(f), (1,) * len(t), 1)(*stacked(stacked(t))),
-    "functionalize of grad": lambda f, t: functionalize(grad(loss(f), every(t)))(*t),
+    "functionalize of grad": lambda f, t: functionalize(grad(loss(f), argnums(t)))(*t),
     "linearize": lambda f, t: linearized(f, t),
-    "linearize of grad": lambda f, t: linearized(grad(loss(f), every(t)), t),
+    "linearize of grad": lambda f, t: linearized(grad(loss(f), argnums(t)), t),
 }
 
 
-def of_graph(use: Callable[[Any, tuple[Tensor, ...]], Any]) -> Callable[[Fn, tuple[Tensor, ...]], Any]:
-    """Return a transform that uses a graph that autograd has recorded outside of it."""
+def on_graph(use: Callable[[Any, tuple[Tensor, ...]], Any]) -> Callable[[Fn, tuple[Tensor, ...]], Any]:
+    """Return a transform that calls ``use`` with a graph recorded by autograd before any transform starts."""
 
     def transform(f: Fn, t: tuple[Tensor, ...]) -> Any:
         leaves = leaves_of(t)
@@ -280,13 +280,13 @@ def second_order(f: Fn, leaves: tuple[Tensor, ...], batched: bool = False) -> An
 
 
 GRAPHS: dict[str, Callable[[Fn, tuple[Tensor, ...]], Any]] = {
-    "vmap of a graph's backward": of_graph(lambda out, t: vmap(pull(out, t))(with_cosine(out))),
-    "jvp of a graph's backward": of_graph(lambda out, t: jvp(pull(out, t), (out.detach(),), (out.detach().cos(),))),
-    "grad of a graph's backward": of_graph(
+    "vmap of a graph's backward": on_graph(lambda out, t: vmap(pull(out, t))(with_cosine(out))),
+    "jvp of a graph's backward": on_graph(lambda out, t: jvp(pull(out, t), (out.detach(),), (out.detach().cos(),))),
+    "grad of a graph's backward": on_graph(
         lambda out, t: grad(lambda g: total(pull(out, t, create_graph=True)(g)))(out.detach())
     ),
-    "batched gradients": of_graph(lambda out, t: pull(out, t, is_grads_batched=True)(with_cosine(out))),
-    "dual gradients": of_graph(dual_pull),
+    "batched gradients": on_graph(lambda out, t: pull(out, t, is_grads_batched=True)(with_cosine(out))),
+    "dual gradients": on_graph(dual_pull),
     "forward over reverse": forward_over_reverse,
     "double backward": lambda f, t: second_order(f, leaves_of(t)),
     "batched double backward": lambda f, t: second_order(f, leaves_of(t), batched=True),
@@ -410,9 +410,9 @@ def test_vmap_equals_a_loop_over_examples(name: str, inside: str, recwarn: pytes
 
 # PyTorch's own functions fail under the other transforms (2.13). "functionalize" has no proxy for its result. Dynamo
 # skips "linearize". "jacfwd of jacfwd", "vmap of hessian" and "jvp of jvp" fail for fake tensors' tangents, even for
-# a · constant. The gradient of a view's jvp fails in the same way: x.view_as(x). If a transform reads a graph outside,
-# then "torch.compile with aot_autograd does not currently support double backward", dual numbers are lost (for F.gelu
-# also), and vmap raises.
+# a · constant. The gradient of a view's jvp fails in the same way: x.view_as(x). For a graph recorded outside, PyTorch
+# raises "torch.compile with aot_autograd does not currently support double backward", loses dual numbers (even for
+# F.gelu), or raises in vmap.
 COMPILED = (
     *("grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "grad of grad", "grad of jvp", "jvp of grad"),
     *("vmap of grad", "grad of vmap", "vmap of jvp", "jvp of vmap", "vmap of tangents", "vmap of jvp of grad"),

@@ -383,7 +383,7 @@ def test_overwritten_inputs_are_mutated_args() -> None:
 @pytest.mark.parametrize("setting", ["triton.cudagraphs", "memory_planning", "triton.multi_kernel"])
 def test_no_views_under_cudagraphs_or_memory_planning(setting: str) -> None:
     with inductor_config.patch({setting: 1}):
-        assert not buffer_reuse.may_be_views()
+        assert not buffer_reuse.can_make_views()
         paper = on_paper(ALIAS_CASES["both halves"][0], [random_matrix(), random_matrix()], "free", training=False)
     assert not re.search(r"^ +\w+ = \w+ +# alias$", paper.inference.code, re.M)
 

@@ -627,7 +627,7 @@ def test_tritons_warning_on_its_next_version_is_suppressed():
     if warn_once is None:
         pytest.skip("this Triton has no such warning")
     warn_once.cache_clear()
-    gpus._warned.cache_clear()
+    gpus._suppress_rounding_warning.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "TRITON_DEFAULT_FP_FUSION")
         compile_on_paper(lambda x: x + 1, torch.ones(4))

@@ -31,7 +31,7 @@ class Experts(NamedTuple):
 class _Deferred(torch.autograd.Function):
     """Return x · weightᵀ and the bias; backward computes x's gradient and defers the parameters' gradients.
 
-    The bias is returned unchanged: the kernel of the operator that adds it computes its gradient.
+    The bias is returned unchanged. The operator that adds the bias later computes the bias gradient.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Deferred(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, bias_grad: Tensor | None
     ) -> tuple[Tensor | None, None, None, None, None]:
-        if torch.is_grad_enabled():  # ``once_differentiable`` raises in a node that autograd may never reach
+        if torch.is_grad_enabled():  # ``once_differentiable`` would raise only in a later backward, if at all
             raise RuntimeError(
                 "delay_wgrad_compute=True is not accepted with create_graph=True: deferred weight gradients have no "
                 "graph"
@@ -71,14 +71,14 @@ class Linear(nn.Module):
         weight: (output_size, input_size), or this rank's shard.
         bias: (output_size,), or this rank's shard, or None.
         parallel: the processes that shard the weight, or None.
-        gemm: the GEMM's precision, as ``FusionPolicy.gemm``: see ``multiply_in``.
+        gemm: the GEMM's precision, as ``FusionPolicy.gemm``: see ``set_gemm``.
         replica: this process's number among the processes with the same experts, or None if unknown.
 
     Args:
         skip_bias_add: return the bias to the caller, to be added in a fused kernel.
-        delay_wgrad: ``backward`` computes only the input's gradient, ``backward_dw`` the gradients of weight and
-            bias, which hooks on parameters (from DistributedDataParallel or FSDP) do not see.
-        init_method: fills the weight in place and zeroes the bias, as Megatron; by default as ``nn.Linear``.
+        delay_wgrad: ``backward`` computes only the input's gradient, and ``backward_dw`` the parameters' gradients
+            without calling hooks on parameters (from DistributedDataParallel or FSDP).
+        init_method: fills the weight in place; the bias is zeroed, as in Megatron. If None, use ``nn.Linear``'s values.
         experts: stack a weight and a bias per expert along a first axis.
     """
 
@@ -106,7 +106,7 @@ class Linear(nn.Module):
         stacked = () if experts is None else (experts.local,)
         self.weight = nn.Parameter(torch.empty(*stacked, output_size, input_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(*stacked, output_size, device=device, dtype=dtype)) if bias else None
-        # The gradients of each parameter that ``backward`` has deferred, oldest first.
+        # For each parameter, functions that compute its deferred gradients, oldest first; None without ``delay_wgrad``.
         self._deferred: dict[nn.Parameter, deque[Callable[[], Tensor]]] | None = {} if delay_wgrad else None
         self.reset_parameters()
 
@@ -116,7 +116,7 @@ class Linear(nn.Module):
         return {"weight": ShardSpec(None), "bias": ShardSpec(None)}
 
     def reset_parameters(self) -> None:
-        """Reinitialize the parameters; shards get the same numbers as one process."""
+        """Reinitialize the parameters; shards get the same numbers as without sharding."""
         if self.parallel is None:
             self._fill()
             return
@@ -139,12 +139,12 @@ class Linear(nn.Module):
         if experts is None:
             self._fill_matrix(weight, bias)
             return
-        # Draw the numbers of all experts, so that with the same seed each starts as in one process.
+        # Draw the numbers of all experts: with the same seed, an expert's initial weights do not depend on sharding.
         unused = torch.empty_like(weight[0]), None if bias is None else torch.empty_like(bias[0])
-        for place in range(-experts.first, experts.total - experts.first):
-            local = 0 <= place < experts.local
+        for index in range(-experts.first, experts.total - experts.first):
+            local = 0 <= index < experts.local
             with torch.no_grad():
-                self._fill_matrix(*((weight[place], None if bias is None else bias[place]) if local else unused))
+                self._fill_matrix(*((weight[index], None if bias is None else bias[index]) if local else unused))
 
     def _fill_matrix(self, weight: Tensor, bias: Tensor | None) -> None:
         if self.init_method is None:
@@ -172,8 +172,8 @@ class Linear(nn.Module):
     def _mark(self, config: Any, is_expert: bool) -> None:
         """Set the attributes that Megatron reads from parameters, if the config comes from Megatron.
 
-        Its gradient clipping counts a parameter without ``tensor_model_parallel`` only on the first rank. If
-        ``allreduce`` is False, its DDP sums the gradient over the ranks that have the same experts.
+        Megatron's gradient clipping counts a parameter without ``tensor_model_parallel`` only on the first rank. If
+        ``allreduce`` is False, Megatron's DDP sums the gradient over the ranks that have the same experts.
         """
         if not hasattr(config, "tensor_model_parallel_size"):
             return
@@ -191,7 +191,7 @@ class Linear(nn.Module):
                 setattr(parameter, mark, value)
 
     def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return the result and the bias to be added, or None. If ``entered``, x is a result of ``_enter``."""
+        """Return the result, and the bias if the caller must add it, else None. ``entered``: x is from ``_enter``."""
         plain = (
             self.parallel is None and not self.skip_bias_add and (self._deferred is None or not torch.is_grad_enabled())
         )
@@ -199,8 +199,8 @@ class Linear(nn.Module):
             return F.linear(x, self.weight, self.bias), None
         return self._forward(x, entered, Gemms(self.gemm))
 
-    def multiply_in(self, gemm: str) -> None:
-        """Set the GEMM's precision, a name of ``FusionPolicy.gemm``; the caller checks sizes.
+    def set_gemm(self, gemm: str) -> None:
+        """Set the GEMM's precision to a value of ``FusionPolicy.gemm``; the caller checks sizes.
 
         Raises:
             ValueError: this linear does not support float8; the message gives the reason.
@@ -216,8 +216,8 @@ class Linear(nn.Module):
             )
         if gemm != "bf16" and self._deferred is not None:
             raise ValueError(
-                f"gemm={gemm!r} is not accepted with delay_wgrad_compute=True: backward computes a weight's gradient "
-                "in float8"
+                f"gemm={gemm!r} is not accepted with delay_wgrad_compute=True: float8 operators compute the "
+                "weight's gradient during backward"
             )
 
     def _forward(self, x: Tensor, entered: bool, gemms: Gemms) -> tuple[Tensor, Tensor | None]:
@@ -239,8 +239,8 @@ class Linear(nn.Module):
     ) -> dict[str, Any]:
         """This rank's shards of the parameters, for ``torch.distributed.checkpoint``: see ``MLP.sharded_state_dict``.
 
-        A packed parameter's shard is placed as one piece: ``apply_swiglu_sharded_factory`` then places its halves, or
-        Megatron's function of that name, whose tensors these are with metadata["dp_cp_group"].
+        A packed parameter's shard is one piece, which ``apply_swiglu_sharded_factory`` splits into gate and up. With
+        metadata["dp_cp_group"], the tensors are Megatron's, and Megatron's function of that name splits them.
         """
         from torch_fused_ops.distributed import megatron_checkpoint
         from torch_fused_ops.distributed.checkpoint import ShardedTensor
@@ -334,8 +334,8 @@ class ColumnParallelLinear(_ParallelLinear):
     Args:
         gather_output: not accepted if the weight is sharded: the second linear takes shards.
         stride: the number of tensors packed in the output, 2 for [gate | up]; a rank has a shard of each.
-        is_expert: with Megatron's config the linears do not communicate, as Megatron's token dispatchers gather and
-            sum for experts: each rank gets all rows, and the second linear returns its summand.
+        is_expert: under Megatron's config, the linears do not communicate. Megatron's token dispatchers give each rank
+            all rows, and sum the second linear's results over the ranks.
         pg_collection: Megatron's ``ProcessGroupCollection``: its ``tp``, or an expert's ``expt_tp``, is the default
             tp_group.
         name, tp_comm_buffer_name: accepted, as Megatron's layers pass them, and not used.
@@ -409,22 +409,22 @@ class GroupedLinear(Linear):
     experts: Experts
 
     def shard(self, parallel: TensorParallel | None) -> None:
-        """``Linear.shard``.
+        """Do the same as ``Linear.shard``.
 
         Raises:
-            ValueError: also with sequence parallelism: shards of rows sorted by expert are not sorted themselves.
+            ValueError: also with sequence parallelism: rows that each rank has sorted are not sorted after the gather.
         """
         if parallel is not None and parallel.sequence_parallel:
             raise ValueError(
                 "sequence_parallel=True is not accepted for experts over several ranks: their rows are sorted by "
-                "expert. Gather the tokens before they are sorted, and give the experts a config without it"
+                "expert. Gather the tokens before sorting them, and set sequence_parallel=False in the experts' config"
             )
         super().shard(parallel)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, tokens_per_expert: Tensor | Sequence[int] | GroupedGemms, /, entered: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(result, bias to be added, or None).
+        """Return the result, and the bias if the caller must add it, else None.
 
         Args:
             x: (T, input_size), sorted by expert.
@@ -441,7 +441,7 @@ class _GroupedParallelLinear(GroupedLinear):
 
     Args:
         num_local_experts: this rank's number of experts.
-        ep_group: the processes that have the others, as many each.
+        ep_group: the processes that share the experts, ``num_local_experts`` each.
         pg_collection: Megatron's ``ProcessGroupCollection``: its ``expt_tp`` and ``ep`` are the groups' defaults, and
             Megatron's checkpoints need its ``expt_dp``.
         (others): see ``ColumnParallelLinear`` and ``RowParallelLinear``.
@@ -478,7 +478,7 @@ class GroupedRowParallelLinear(_GroupedParallelLinear, RowParallelLinear):
 
 
 def bias_for_caller(module: nn.Module, bias: Tensor) -> Tensor:
-    """Return the bias for the caller: a copy if FSDP2 wraps the module, which frees parameters after forward."""
+    """Return the bias, or a copy if FSDP2 wraps the module, since FSDP2 frees parameters after forward."""
     return bias.clone() if hasattr(module, "set_requires_gradient_sync") else bias
 
 

@@ -173,7 +173,7 @@ class _Block(nn.Module):
         self.gemm = gemm
         for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
             if isinstance(linear, Linear):
-                linear.multiply_in(gemm)
+                linear.set_gemm(gemm)
             elif gemm != "bf16":
                 raise ValueError(
                     f"gemm={gemm!r} is not accepted with a {child} of type {type(linear).__name__}: it must be a "

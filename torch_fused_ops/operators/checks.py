@@ -1,6 +1,6 @@
 """Checks of a declared operator's arguments: dtypes, devices and shapes by kind, scalars by rule.
 
-Every check raises TypeError or ValueError that names the argument, its value and what is accepted.
+A failed check raises a TypeError or ValueError that names the argument, its value and the accepted values.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch_fused_ops.declaration import Operator
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _first(name: str, shape: Any) -> None:
+def _check_has_axis(name: str, shape: Any) -> None:
     if len(shape) == 0:
         raise ValueError(f"{name} has shape (); accepted: at least one axis")
 
 
 def check_gradient(grad: Tensor, *args: Any) -> None:
-    """Raise if a backward operator's gradient has no axis: its operator does not accept such data either."""
-    _first("grad", grad.shape)
+    """Raise if a backward operator's gradient has no axis: the forward operator also rejects such data."""
+    _check_has_axis("grad", grad.shape)
 
 
-def _packed(name: str, shape: Any) -> None:
-    _first(name, shape)
+def _check_packed(name: str, shape: Any) -> None:
+    _check_has_axis(name, shape)
     if shape[-1] % 2:
         raise ValueError(f"{name} has last axis {shape[-1]}; accepted: an even size, gate and up packed")
 
@@ -44,22 +44,22 @@ _DTYPES = {"seed": (torch.int64,)}  # by kind; other kinds have DTYPES
 
 
 def refuse_dtype(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
-    """Raise TypeError for a tensor with another dtype."""
+    """Raise a TypeError that lists the accepted dtypes."""
     accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise TypeError(f"{name} has dtype {t.dtype}; accepted: {accepted}")
 
 
-def _refuse(name: str, t: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
+def _raise_not_accepted(name: str, t: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
     if t.dtype not in dtypes:
         refuse_dtype(name, t, dtypes)
     raise ValueError(f"{name} is on device {t.device}; accepted: {device}, where the first tensor is")
 
 
-def check(op: Operator) -> Callable[..., None]:
+def make_check(op: Operator) -> Callable[..., None]:
     """Return a function of the operator's arguments that raises for unaccepted ones and returns None."""
     count = len(op.tensors)
     first_name, *_ = op.tensors
-    first_is = _packed if op.kinds[0] == "packed" else _first
+    check_first = _check_packed if op.kinds[0] == "packed" else _check_has_axis
     # On small tensors these loops dominate a call's time, so each visits only the arguments it checks.
     typed = [(i, a.name, _DTYPES.get(a.kind, DTYPES)) for i, a in enumerate(op.tensor_arguments)]
     required = [(i, a.name) for i, a in enumerate(op.tensor_arguments) if a.type == "Tensor"]
@@ -76,8 +76,8 @@ def check(op: Operator) -> Callable[..., None]:
         for i, name, dtypes in typed:
             t = args[i]
             if t is not None and (t.dtype not in dtypes or t.device != device):
-                _refuse(name, t, device, dtypes)
-        first_is(first_name, shape)
+                _raise_not_accepted(name, t, device, dtypes)
+        check_first(first_name, shape)
         for i, name, of_first, meaning in shaped:
             t = args[i]
             if t is not None and t.shape != of_first(shape):

@@ -22,7 +22,7 @@ from torch_fused_ops.operators.autograd import (
     differentiate_by_reference,
     register,
 )
-from torch_fused_ops.operators.checks import check, check_gradient
+from torch_fused_ops.operators.checks import check_gradient, make_check
 from torch_fused_ops.settings.switches import is_without
 
 
@@ -75,7 +75,7 @@ def register_pair(
 
 def register_pointwise(op: PointwiseOperator) -> None:
     """Register ``fused::name`` and ``fused::name_backward`` of a pointwise operator."""
-    accepts = check(op)
+    accepts = make_check(op)
 
     def fake(*args: Any) -> Tensor:
         accepts(*args)

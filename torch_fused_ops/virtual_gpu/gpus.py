@@ -89,7 +89,7 @@ def by_name(name: str | GPU, argument: str = "name") -> GPU:
 
     Args:
         name: "A100", "H100", "H200", "B200" or "MI300X", in upper or lower case; or a GPU, which is returned.
-        argument: its name in messages.
+        argument: the argument's name in messages.
 
     Raises:
         ValueError: for any other name.
@@ -111,7 +111,7 @@ def import_triton(module: str = "triton") -> Any:
 
 
 @functools.cache
-def _warned() -> None:
+def _suppress_rounding_warning() -> None:
     """Trigger and suppress a warning of Triton once per process, before torch queries a GPU's types.
 
     The warning announces the rounding of Triton's next version, which does not affect estimates.
@@ -207,7 +207,7 @@ def _device_interface(gpu: GPU) -> type:
 
 
 def _driver(gpu: GPU) -> Any:
-    """Return an active Triton driver that only knows the target."""
+    """Return a replacement for Triton's active driver. It only knows the target and device 0."""
     return types.SimpleNamespace(
         get_current_target=gpu.target,
         get_active_torch_device=functools.partial(torch.device, "cuda", 0),
@@ -219,8 +219,8 @@ def _driver(gpu: GPU) -> Any:
 def described(gpu: GPU) -> Iterator[None]:
     """Make torch and Triton treat `gpu` as the only device until exit.
 
-    Other threads wait for this context. Code generation works inside, but launching kernels and allocating on the
-    device do not. A real device is not initialized or used.
+    Other threads wait to enter, but see the patches. Code generation works inside, but launching kernels and allocating
+    on the device do not. A real device is not initialized or used.
 
     Args:
         gpu: the GPU to describe.
@@ -233,11 +233,11 @@ def described(gpu: GPU) -> Iterator[None]:
     import torch._inductor.runtime.triton_helpers
     import torch._subclasses.fake_tensor  # noqa: F401
 
-    device_interface.get_interface_for_device("cpu")  # fills the registry, which overwrites earlier patches
+    device_interface.get_interface_for_device("cpu")  # fill the registry first: filling it overwrites patches
     driver = triton.runtime.driver
     active = driver._active
     with _LOCK, contextlib.ExitStack() as stack:
-        _warned()
+        _suppress_rounding_warning()
         stack.callback(_clear_device_caches)
         _clear_device_caches()
         interface = _device_interface(gpu)

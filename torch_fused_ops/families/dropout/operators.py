@@ -44,7 +44,7 @@ dropout_add = OpaqueOperator(
         "The gradients of dropout_add for (input, bias), in their dtypes; None where output_mask says no.",
     ),
 )
-check = checks.check(dropout_add)
+check = checks.make_check(dropout_add)
 
 # ---- fake ------------------------------------------------------------------------------------------------------------
 
