@@ -142,7 +142,7 @@ def tail_errors(fn, approximate):
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_the_negative_tail_of_gelu(approximate):
-    """No result is off by more than 1 ulp; over half of PyTorch's results are, by hundreds of ulps on some CPUs."""
+    """No result is off by more than 1 ulp; over half of PyTorch's results are, by up to hundreds. CPUs vary."""
     name = "gelu" if approximate == "none" else "gelu_tanh"
     assert len(tail()) > 200
     assert tail_errors(lambda x: torch.ops.fused.bias_act(x, None, None, name), approximate) == (
