@@ -1,4 +1,4 @@
-"""The partitioner, first part: divide a joint graph into values saved for backward and values recomputed there.
+"""The partitioner: decide which values of a joint graph are saved for backward and which backward recomputes.
 
 By default Inductor's partitioner saves both sides of an activation between two GEMMs: its rule is not to recompute a
 value that backward must materialize anyway (the second GEMM's weight gradient reads the activation). ``memory="free"``
@@ -24,8 +24,8 @@ Backward must not recompute from two kinds of value, because they may have chang
 * An input that forward writes. PyTorch's partitioner ignores such writes (docs/upstream.md): at every budget, backward
   reads the updated buffer as if it still held the old value. With this pass, forward reads a copy of the input. The
   copy is saved if backward needs it, and costs no kernel otherwise.
-* A result or an argument, which the caller has and may write. The value that PyTorch would save instead is saved.
-  PyTorch itself does not save enough if a result has views (docs/upstream.md).
+* A result or an argument, which the caller has and may write. Values computed from it are saved if autograd would save
+  them. PyTorch itself does not save enough if a result has views (docs/upstream.md).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torch_fused_ops.declaration import OPERATORS
 from torch_fused_ops.graphs.gemm_registry import is_known
 from torch_fused_ops.lowerings import compat
 
-Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # forward's, backward's
+Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # (forward, backward)
 
 aten = torch.ops.aten
 
@@ -85,7 +85,7 @@ def budgeted(graph: Graph) -> bool:
 
 
 def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) -> Graphs:
-    """Partition a joint graph with PyTorch's min-cut. Correct gradients also if forward writes its inputs.
+    """Partition a joint graph with PyTorch's min-cut. Gradients are correct even if forward writes its inputs.
 
     Args:
         gm: the joint graph. It is edited.
@@ -167,7 +167,7 @@ def base(node: Node) -> Node:
 
 @functools.lru_cache(1024)
 def _is_view(target: Any) -> bool:
-    """Return True if, by its schema, a call may return views of its first argument. (PyTorch's list is incomplete.)"""
+    """Return True if a call's schema allows views of its first argument. (PyTorch's list of views is incomplete.)"""
     schema = getattr(target, "_schema", None)
     if target is aten._unsafe_view.default:
         return True
@@ -227,7 +227,7 @@ def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
             reader.replace_input_with(node, copied)
         copies.append(copied)
     last = graph.find_nodes(op="placeholder")[-1]
-    for copied in copies:  # behind all inputs
+    for copied in copies:  # after all inputs
         last.append(copied)
     return copies
 
@@ -298,10 +298,10 @@ def _unsafe_to_recompute(
 
     ``h = linear(x); return linear(relu(h)), h.view(-1)``: autograd saves relu's result, so the caller may write ``h``.
 
-    The caller must not write tensors that autograd saves because backward reads them, and must not write a result or
-    argument that is saved without a copy. Torch's version check protects the tensor itself but not its views
-    (docs/upstream.md). With ``free`` such a tensor counts only if PyTorch would save it too, so that this pass adds no
-    version check. Parameters and buffers do not count: the caller must not write them before backward (docs/memory.md).
+    The caller must not write a tensor that autograd would save, nor a result or argument that is saved without a copy.
+    Torch's version check protects such a tensor but not its views (docs/upstream.md). With ``free``, values that
+    backward needs in memory are recomputed from such a tensor only if PyTorch would save it too, so this pass adds no
+    version check. Parameters and buffers are safe: the caller must not write them before backward (docs/memory.md).
     """
     outputs: int = kwargs["num_fwd_outputs"]
     forward = graphs[0].graph

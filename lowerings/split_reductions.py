@@ -1,4 +1,4 @@
-"""Split reductions, in the post-grad pass: compute a bias's gradient without reading its summand from memory again.
+"""Split reductions, in the post-grad pass: compute a bias's gradient without reading the summands from memory again.
 
 The bias of a linear layer before an activation gets the gradient Σ d over the rows, where d is the activation's
 gradient. If the columns alone are too few to occupy a GPU, Inductor sums blocks of rows, and reads d again after
@@ -36,10 +36,10 @@ _FEWEST_ROWS = 32
 
 
 def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None:
-    """Return the rows per block for a sum over a matrix's rows; None if Inductor does not split, or not evenly.
+    """Return the rows per block for a sum over a matrix's rows; None if the pass should not split it.
 
-    The result is the divisor of the rows nearest to Inductor's own block size, which may leave a remainder. Inductor
-    does not split if there are at least 64 columns per multiprocessor (``Reduction.num_splits`` in
+    Inductor's block size may leave a remainder. The result is the nearest divisor of ``rows``; None if it is below 32.
+    Inductor does not split if there are at least 64 columns per multiprocessor (``Reduction.num_splits`` in
     torch/_inductor/ir.py, 2.11 to 2.15): 8448 on an H100 or H200. Such a sum loops over (columns, rows), and d fuses
     with it unchanged.
     """
@@ -65,7 +65,7 @@ def _has_triton_gemms() -> bool:
 class _Edit(NamedTuple):
     marked: list[Node]
     sums: list[Node]
-    rows: int
+    rows_per_block: int
 
 
 def rewrite(graph: Graph) -> int:
@@ -77,7 +77,7 @@ def rewrite(graph: Graph) -> int:
         _gather(graph, node, operators)
     if _has_triton_gemms() and compat.keeps_loops_it_tried():
         return 0  # Inductor would no longer compute d in the epilogue of its own GEMMs
-    edits = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators))]
+    edits = [edit for node in graph.nodes if node.target in operators and (edit := _prepare_edit(node, operators))]
     for marked, sums, rows in edits:
         for node in marked:
             node.meta[ROWS_PER_BLOCK_KEY] = rows
@@ -87,7 +87,7 @@ def rewrite(graph: Graph) -> int:
 
 
 def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
-    """Add the gradients of a bias from several tiles or uses in one sum, over a tensor with a row for each.
+    """Add a bias's gradients from several tiles or uses in one sum, over a tensor with a row for each gradient.
 
     Inductor would fuse a chain of additions with the sums and their inputs, so that every tile's hidden layer stays in
     memory for this kernel (a GELU MLP with biases, 65536×4096→16384 in bf16, in eight tiles: 7000 MiB).
@@ -96,8 +96,8 @@ def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
     if value.ndim != 1 or value.device.type != "cuda" or any(user.target is aten.add.Tensor for user in total.users):
         return
     parts = _parts(total)
-    like = [(part.meta["val"].shape, part.meta["val"].dtype) == (value.shape, value.dtype) for part in parts]
-    if not all(like) or not all(_is_bias_gradient(part, operators) for part in parts):
+    matches = [(part.meta["val"].shape, part.meta["val"].dtype) == (value.shape, value.dtype) for part in parts]
+    if not all(matches) or not all(_is_bias_gradient(part, operators) for part in parts):
         return
     with graph.inserting_before(total):
         rows = [_call(graph, total, aten.reshape.default, part, [1, -1]) for part in parts]
@@ -136,8 +136,11 @@ def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> N
     return node
 
 
-def _edit(node: Node, operators: Mapping[Any, Operator]) -> _Edit | None:
-    """Return the edit for a call whose gradients are summed over rows but not along rows; None for other calls."""
+def _prepare_edit(node: Node, operators: Mapping[Any, Operator]) -> _Edit | None:
+    """Return the edit for a backward call if its gradients are summed per column, not per row; otherwise None.
+
+    If these gradients are packed, the call is changed here to compute the sums itself.
+    """
     kinds, grad = operators[node.target].signatures[1].results, cast(Node, node.args[0])
     value = grad.meta["val"]
     rows, columns = value.numel() // max(value.shape[-1], 1), value.shape[-1]
@@ -173,7 +176,7 @@ def _calls_on_same_data(node: Node, operators: Mapping[Any, Operator]) -> list[N
 
 
 def _sum_in_operator(graph: Graph, node: Node, bias: int, sums: Sequence[Node]) -> None:
-    """Have an operator sum its packed gradients, as for a bias of zeros. A sum could not read both buffers as one."""
+    """Have an operator sum its packed gradients, as for a bias of zeros. A sum cannot read the two halves as one."""
     grad, *arguments, mask = node.args
     value = cast(Node, arguments[0]).meta["val"]
     with graph.inserting_before(node):

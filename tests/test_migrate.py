@@ -102,7 +102,7 @@ def bias_gelu(x):
 
 GELUS = {
     "step by step in bfloat16: Megatron-LM and Slapo in eager mode": bias_gelu,
-    "the same formula in float32, rounded once: the same, fused": lambda x: bias_gelu(x.float()).bfloat16(),
+    "same formula in float32, rounded once: Megatron-LM and Slapo, fused": lambda x: bias_gelu(x.float()).bfloat16(),
     "ours": lambda x: megatron.bias_gelu(None, x),
 }
 

@@ -44,10 +44,10 @@ def gelu_mlp(hidden: int = HIDDEN, ffn: int = FFN) -> nn.Module:
     return nn.Sequential(nn.Linear(hidden, ffn), nn.GELU(), nn.Linear(ffn, hidden))
 
 
-def in_float8(module: nn.Module, recipe: str = "fp8", by: type[nn.Module] | None = None) -> Any:
-    """Return a copy of a module that calls the float8 operators itself."""
+def in_float8(module: nn.Module, recipe: str = "fp8", copied_class: type[nn.Module] | None = None) -> Any:
+    """Copy a module. The copy calls the float8 operators itself."""
     copied: Any = copy.deepcopy(module)
-    copied.__class__, copied.recipe = by or InFloat8, recipe
+    copied.__class__, copied.recipe = copied_class or InFloat8, recipe
     return copied
 
 
@@ -76,7 +76,7 @@ def test_compiled_steps_equal_eager_float8(recipe: str, memory: str) -> None:
     exact, expected = step(module, module, x), step(by_hand, by_hand, x)
     got = step(compiled(module, gemm=recipe, memory=memory, strict=True), module, x)
     for mine, eager, plain in zip(got, expected, exact, strict=True):
-        # The difference comes from values that round differently, or are saved in float8. It is less than rounding.
+        # Some values round differently or are saved in float8. That changes results less than float8 GEMMs do.
         assert distance(mine, eager) < (0.08 if memory == "fp8" else 0.02)
         assert 1e-4 < distance(mine, plain) < 0.12
 
@@ -118,7 +118,7 @@ def test_layers_of_the_same_size_share_a_trace(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.codegen_is_slow
-def test_biases_under_autocast() -> None:
+def test_biases_stay_within_float8_rounding_under_autocast() -> None:
     """Inductor's C++ fuses two loops of different order: they quantize a gradient along rows and along columns."""
     module, x = gelu_mlp(), torch.randn(128, HIDDEN)
     with torch.autocast("cpu", torch.bfloat16):
@@ -126,11 +126,11 @@ def test_biases_under_autocast() -> None:
     assert all(distance(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
 
 
-@pytest.mark.slow  # symbolic sizes take their time: 10 s of a processor for each of two graphs
+@pytest.mark.slow  # symbolic sizes are slow: 10 s of CPU time for each of two graphs
 @pytest.mark.parametrize(
     ("recipe", "hidden", "ffn"), (("fp8", HIDDEN, FFN), ("fp8-rowwise", 80, 144), ("mxfp8", 96, 160))
 )
-def test_sizes_that_change(recipe: str, hidden: int, ffn: int) -> None:
+def test_dynamic_sizes_stay_within_float8_rounding(recipe: str, hidden: int, ffn: int) -> None:
     """Up to 128 tokens are one block and need another graph. Zero tokens and one token also need their own graphs."""
     module = SwiGLU(hidden, ffn)
     fn = torch.compile(module, backend="fused", options={"policy": FusionPolicy(gemm=recipe)}, dynamic=True)
@@ -157,7 +157,7 @@ def test_rowwise_accepts_sizes_that_are_not_multiples_of_blocks(tokens: int) -> 
 @pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", (False, True))
-def test_fused_mlp_in_eager_and_compiled(gated: bool) -> None:
+def test_fused_mlp_stays_within_float8_rounding(gated: bool) -> None:
     mlp = FusedMLP(HIDDEN, FFN, "silu", gated=gated, gemm="fp8")
     plain = FusedMLP(HIDDEN, FFN, "silu", gated=gated)
     plain.load_state_dict(mlp.state_dict())
@@ -255,9 +255,9 @@ class ExpertsInFloat8(Experts):
 @pytest.mark.covering(every=3)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("memory", ("free", "off", "fp8", "input"))
-def test_experts_with_rowwise_scales(memory: str) -> None:
+def test_compiled_experts_equal_eager_float8(memory: str) -> None:
     module, x = Experts(), torch.randn(21, 48).bfloat16()
-    by_hand = in_float8(module, by=ExpertsInFloat8)
+    by_hand = in_float8(module, copied_class=ExpertsInFloat8)
     (site,) = sites(module, x, gemm="fp8-rowwise")
     assert (site.op, site.gemm, site.gemm_reason) == ("fused::bias_glu", "fp8-rowwise", "")
     got = step(compiled(module, gemm="fp8-rowwise", memory=memory, strict=True), module, x)
@@ -267,7 +267,7 @@ def test_experts_with_rowwise_scales(memory: str) -> None:
 
 
 @pytest.mark.slow
-def test_experts_with_changing_and_zero_rows() -> None:
+def test_experts_accept_changing_and_zero_rows() -> None:
     module, by_hand = Experts(), ExpertsInFloat8()
     by_hand.load_state_dict(module.state_dict())
     options = {"policy": FusionPolicy(gemm="fp8-rowwise", strict=True)}
@@ -302,7 +302,7 @@ def grouped(gemm: str = "bf16", **changes: Any) -> fnn.GroupedMLP:
     return fnn.GroupedMLP(3, fnn.MLPConfig(48, moe_ffn_hidden_size=80, **flags), gemm=gemm)
 
 
-def calling() -> Any:
+def model_with_fused_calls() -> Any:
     """A model that calls this library: a function, a module with a dropout, and a module that requests float8."""
 
     def body(s: Any, x: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def calling() -> Any:
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("bias", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_grouped_mlps_follow_the_policy(bias: bool) -> None:
-    """Experts compute the same if the policy requests float8, and if the module requests it."""
+    """Experts compute the same whether the policy or the module requests float8."""
     module, rowwise = grouped(add_bias_linear=bias), grouped("fp8-rowwise", add_bias_linear=bias)
     rowwise.load_state_dict(module.state_dict())
     args = torch.randn(21, 48).bfloat16(), torch.tensor((5, 0, 16)), torch.rand(21)
@@ -334,7 +334,7 @@ def test_grouped_mlps_follow_the_policy(bias: bool) -> None:
 
 
 def test_called_operators_are_sites_if_float8_is_requested() -> None:
-    model, x = calling(), torch.randn(5, HIDDEN)
+    model, x = model_with_fused_calls(), torch.randn(5, HIDDEN)
     assert sites(model, x, gemm="bf16") == ()
     fused_sites = sites(model, x)
     assert [(site.op, site.activation, site.gemm, site.is_missed) for site in fused_sites] == [
@@ -350,7 +350,7 @@ def test_called_operators_are_sites_if_float8_is_requested() -> None:
 
 @pytest.mark.codegen_is_slow
 def test_called_operators_multiply_in_float8() -> None:
-    model, x = calling().eval(), torch.randn(5, HIDDEN)
+    model, x = model_with_fused_calls().eval(), torch.randn(5, HIDDEN)
     got = step(compiled(model, gemm={"mlp": "fp8"}, strict=True), model, x)
     model.mlp.gemm = "fp8"
     torch.testing.assert_close(got, step(model, model, x), rtol=2e-2, atol=2e-2)

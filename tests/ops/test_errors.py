@@ -1,4 +1,4 @@
-"""Bad arguments raise ValueError or TypeError with name, value and accepted values; compiled code has the same text."""
+"""Bad arguments raise ValueError or TypeError with name, value and accepted values, also in compiled code."""
 
 import re
 from functools import partial
@@ -61,11 +61,11 @@ BAD = {
     "string as clamp": (partial(F.swiglu, clamp="7"), (X, X), TypeError, ["clamp='7'", "a number or None, not str"]),
     "None as up_offset": (partial(F.swiglu, up_offset=None), (X, X), TypeError, ["up_offset=None", "a number"]),
     "bool as clamp": (partial(F.swiglu, clamp=True), (X, X), TypeError, ["clamp=True", "a number or None, not bool"]),
-    "layout no string": (partial(F.bias_swiglu, layout=0.5), (PACKED,), TypeError, ["layout=0.5", "'halves', 'inter"]),
+    "layout not str": (partial(F.bias_swiglu, layout=0.5), (PACKED,), TypeError, ["layout=0.5", "'halves', 'inter"]),
     "layout of no features": (partial(F.bias_swiglu, layout=0), (PACKED,), ValueError, ["layout=0", "from 1 on"]),
-    "activation no string": (partial(F.bias_act, activation=None), (X,), TypeError, ["activation=None", "one of relu"]),
+    "activation not str": (partial(F.bias_act, activation=None), (X,), TypeError, ["activation=None", "one of relu"]),
     "approximate": (F.gelu, (X, "erf"), ValueError, ["approximate='erf'", "accepted: 'none', 'tanh'"]),
-    "approximate no string": (F.gelu, (X, True), TypeError, ["approximate=True", "'none' or 'tanh'"]),
+    "approximate not a string": (F.gelu, (X, True), TypeError, ["approximate=True", "'none' or 'tanh'"]),
     "p above 1": (ops.dropout_add, (X, None, None, SEED, 1.5), ValueError, ["p=1.5 is", "must be between 0 and 1"]),
     "p below 0": (ops.dropout_add, (X, None, None, SEED, -0.1), ValueError, ["p=-0.1 is not accepted"]),
     "p nan": (ops.dropout_add, (X, None, None, SEED, float("nan")), ValueError, ["p=nan is not accepted"]),
@@ -77,7 +77,7 @@ BAD = {
     "residual": (ops.dropout_add, (X, None, X[:1], SEED, 0.5), ValueError, ["residual has shape (1, 4)", "(3, 4)"]),
     "integer x": (ops.dropout_add, (X.long(), None, None, SEED, 0.5), TypeError, ["input has dtype torch.int64"]),
     "no axis of x": (ops.dropout_add, (X[0, 0], None, None, SEED, 0.5), ValueError, ["input has shape ()"]),
-    "p no number": (partial(F.dropout_add, seed=SEED, p="half"), (X,), TypeError, ["p='half'", "must be a number"]),
+    "p not a number": (partial(F.dropout_add, seed=SEED, p="half"), (X,), TypeError, ["p='half'", "must be a number"]),
     "p a bool": (F.bias_dropout_add, (X, None, X, True), TypeError, ["p=True is not accepted"]),
     "p unused": (F.bias_dropout_add, (X, None, X, 1.5, False), ValueError, ["p=1.5 is not accepted"]),
     "additive mask": (
@@ -108,7 +108,7 @@ BAD = {
 }
 
 
-def call(name):
+def bad_call(name):
     fn, args, error, fragments = BAD[name]
     if fn is F.bias_act:
         fn = partial(fn, activation="silu")
@@ -116,17 +116,17 @@ def call(name):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_eager(name):
-    fn, args, error, fragments = call(name)
+def test_eager_calls_raise_our_message(name):
+    fn, args, error, fragments = bad_call(name)
     said = str(raises(error, "", fn, *args))
     assert all(fragment in said for fragment in fragments), said
 
 
 @pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", BAD)
-def test_compiled(name):
-    """torch wraps the error into one of its own; our text is inside."""
-    fn, args, _, fragments = call(name)
+def test_compiled_calls_raise_our_message(name):
+    """Torch raises its own error, whose message contains our text."""
+    fn, args, _, fragments = bad_call(name)
     said = str(raises(Exception, "", torch.compile(lambda: fn(*args), backend="eager", fullgraph=True)))
     assert all(fragment in said.replace("\\'", "'") for fragment in fragments), said
 
@@ -137,9 +137,9 @@ def has_derivatives(name):
 
 
 @pytest.mark.parametrize("name", filter(has_derivatives, BAD))
-def test_under_transforms(name):
-    """Under transforms the reference runs, which must not accept more by broadcasting."""
-    fn, (first, *others), error, fragments = call(name)
+def test_transforms_accept_no_more(name):
+    """Under transforms the reference runs. It must not broadcast arguments that the operator rejects."""
+    fn, (first, *others), error, fragments = bad_call(name)
     attempts = (
         lambda: torch.func.jvp(lambda x: fn(x, *others), (first,), (torch.ones_like(first),)),
         lambda: torch.func.grad(lambda x: fn(x, *others).sum())(first),
@@ -195,14 +195,14 @@ LAYOUTS = {
     "nested": lambda t: torch.nested.nested_tensor([torch.zeros(4), torch.zeros(2)]),
     "jagged": lambda t: torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(1, 4)], layout=torch.jagged),
 }
-NO_TENSORS = {
+NOT_TENSORS = {
     "a number": lambda t: 1.5,
     "a string": lambda t: "x",
     "a list": lambda t: t.tolist(),
     "an array": lambda t: t.numpy(),
     "a class": lambda t: torch.nn.Parameter,
 }
-WRONG_KINDS = OTHER_DTYPES | LAYOUTS | NO_TENSORS | {"bools": lambda t: t.bool(), "None": lambda t: None}
+WRONG_KINDS = OTHER_DTYPES | LAYOUTS | NOT_TENSORS | {"bools": lambda t: t.bool(), "None": lambda t: None}
 WRONG = [
     (name, argument, kind)
     for name, (_, arguments) in CALLS.items()
@@ -224,17 +224,17 @@ def with_wrong_argument(name, argument, kind):
 def test_errors_name_arguments_that_are_not_dense_floating_tensors(name, argument, kind):
     fn, arguments = with_wrong_argument(name, argument, kind)
     # torch.ops checks types itself, and its messages also name the argument.
-    by_torch = name.startswith("torch.ops") and kind in NO_TENSORS
+    by_torch = name.startswith("torch.ops") and kind in NOT_TENSORS
     text = str(raises(RuntimeError if by_torch else (TypeError, ValueError), "", fn, **arguments))
     if by_torch:
         assert f"argument '{argument}'" in text
     else:
-        names = ("x", "input") if argument == "x" else (argument,)  # the operator, which checks layouts, calls x input
+        names = ("x", "input") if argument == "x" else (argument,)  # the operator's name for x is input
         assert text.startswith(names) and "accepted" in text, text
-        assert kind not in NO_TENSORS or "it must be a tensor" in text, text
+        assert kind not in NOT_TENSORS or "it must be a tensor" in text, text
 
 
-# To Dynamo arrays are tensors.
+# Without arrays: Dynamo converts them to tensors.
 DYNAMO = [
     (name, argument, kind)
     for name, argument, kind in WRONG

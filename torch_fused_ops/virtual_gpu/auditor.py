@@ -21,7 +21,7 @@ from . import filled
 from .accesses import Memory, faults, traffic
 from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, load
-from .machine_code import MachineCode, assemble_configuration, bound, cost, specialization, with_signature
+from .machine_code import MachineCode, assemble_configuration, bind_arguments, cost, specialization, with_signature
 from .registers import unwritten
 from .timeline import PaperCompilation, timeline_of
 from .ttgir import Grid, NotAnalyzed, evaluate_sample
@@ -184,7 +184,7 @@ def _hand_written(
     if not callable(grid) and not isinstance(grid, Sequence):
         raise ValueError(f"grid={grid!r} is not accepted: it must be a tuple of up to three sizes, or a function")
     kernel = load(function, gpu)
-    values = bound(kernel.jit, args, options)
+    values = bind_arguments(kernel.jit, args, options)
     for name in zeroed:
         if not isinstance(values.get(name), Tensor):
             tensors = [argument for argument, value in values.items() if isinstance(value, Tensor)]

@@ -30,7 +30,7 @@ class EagerRun:
     """State from an eager graph's forward for its backward."""
 
     edges: list[Any] = field(default_factory=list)  # per result: its gradient edge; None if not differentiable
-    results: list[GraphInput | None] = field(default_factory=list)  # per result; None if not differentiable
+    results: list[GraphInput | None] = field(default_factory=list)  # descriptions; None if not differentiable
     gradients: dict[int, Tensor] = field(default_factory=dict)  # gradients of inputs by number
 
 
@@ -54,7 +54,7 @@ class EagerGraph(Program):
         """Run the graph. Return its results as meta tensors, and the state for backward. Empties ``inputs``."""
         run = EagerRun()
         with self._running(memory, "forward"):
-            entered = [self._entered(run, i, x) for i, x in enumerate(inputs)]
+            entered = [self._as_fake_input(run, i, x) for i, x in enumerate(inputs)]
             inputs.clear()
             results = list(tree_leaves(Checkpointing(self.gm).boxed_run(entered)))
             for result in results:
@@ -68,18 +68,18 @@ class EagerGraph(Program):
         """Run backward from the results' gradients. Return the inputs' gradients. Empties ``tangents``."""
         with self._running(memory, "backward"):
             pairs = [(e, t) for e, t in zip(run.edges, tangents, strict=True) if e is not None and t is not None]
-            beginnings = [self._fake(tangent) for _, tangent in pairs]
+            fake_tangents = [self._fake(tangent) for _, tangent in pairs]
             edges = [edge for edge, _ in pairs]
             tangents.clear()
             run.edges.clear()
             del pairs
             if edges:
-                _Backward(edges, beginnings).run()
+                _run_backward(edges, fake_tangents)
             memory.finish()
         return [_on_meta(run.gradients.pop(i, None)) for i in range(len(self.inputs))]
 
-    def begins_backward(self, state: EagerRun) -> list[GraphInput | None]:
-        """Describe each result that has a gradient; None for other results."""
+    def backward_starts(self, state: EagerRun) -> list[GraphInput | None]:
+        """Return a description of each result that has a gradient, and None for each other result."""
         return state.results
 
     @contextlib.contextmanager
@@ -95,8 +95,8 @@ class EagerGraph(Program):
         with _disable_current_modes(), torch.no_grad():
             return FakeTensor(self.mode, tensor, torch.device("cpu"))
 
-    def _entered(self, run: EagerRun, number: int, value: Any) -> Any:
-        """Convert an input to a fake tensor whose gradient is stored in ``run``. Autograd holds no reference to it."""
+    def _as_fake_input(self, run: EagerRun, number: int, value: Any) -> Any:
+        """Convert an input to a fake tensor whose gradient goes to ``run``. Autograd does not reference the input."""
         if not isinstance(value, Tensor):
             return value
         fake = self._fake(value)
@@ -107,17 +107,12 @@ class EagerGraph(Program):
             return _Enter.apply(anchor, fake, run, number)  # type: ignore[no-untyped-call]
 
 
-class _Backward:
-    """Run backward from several results at once, and free their gradients after they are read."""
-
-    def __init__(self, edges: list[Any], tangents: list[Tensor]) -> None:
-        self.edges, self.tangents = edges, tangents
-
-    def run(self) -> None:
-        edges, tangents = tuple(self.edges), tuple(self.tangents)
-        self.edges.clear()
-        self.tangents.clear()
-        torch.autograd.backward(edges, tangents)
+def _run_backward(edges: list[Any], tangents: list[Tensor]) -> None:
+    """Run backward from several results at once. Empties both lists, so the tangents are freed on return."""
+    roots, gradients = tuple(edges), tuple(tangents)
+    edges.clear()
+    tangents.clear()
+    torch.autograd.backward(roots, gradients)
 
 
 class _Enter(torch.autograd.Function):

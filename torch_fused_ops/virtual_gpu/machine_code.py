@@ -1,4 +1,4 @@
-"""Machine code of a kernel for a described GPU: instructions, registers, spills, with no device."""
+"""Compile a kernel's machine code for a described GPU without a device: instructions, registers, spills."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class MachineCode:
     def instructions(self) -> tuple[str, ...]:
         """The mnemonics of the whole kernel in order, without padding: "FFMA", "v_fma_f32"."""
         if self.gpu.is_amd:
-            code = (self.asm.partition("; %bb.0:")[2] or self.asm).partition(".Lfunc_end0")[0]  # no directives
+            code = (self.asm.partition("; %bb.0:")[2] or self.asm).partition(".Lfunc_end0")[0]  # skip directives
             return tuple(name for name in AMD_INSTRUCTION.findall(code) if name not in AMD_PADDING)
         return tuple(name for name in SASS_INSTRUCTION.findall(self.asm) if name != "NOP")
 
@@ -84,7 +84,7 @@ class MachineCode:
         return nbytes
 
     def instructions_per_element(self) -> float:
-        """Return the instructions in the kernel's text per element that a thread handles.
+        """Return the number of instructions in the kernel's text divided by the elements per thread.
 
         Counts the text, not its execution: exact for pointwise kernels without loops. In a loop, every instruction
         counts once.
@@ -115,12 +115,12 @@ def assemble(
         block: sizes of a block by name, {"BLOCK": 1024}, or XBLOCK as a number. Their product is the number of
             elements; a hand-written kernel without sizes counts as one element per block.
         divisible_by_16: compile a hand-written kernel for pointers and integers divisible by 16, as Triton does for
-            such arguments: True for all, False for none, or names. Generated kernels specify theirs.
+            such arguments: True for all, False for none, or names. A generated kernel already lists such arguments.
         max_registers: the limit per thread on NVIDIA's GPUs, Triton's ``maxnreg``.
 
     Without `block` and `num_warps`, a generated kernel is compiled in the configuration that Inductor tries first. A
-    reduction with a loop is compiled in every configuration that Inductor would time. The result
-    has the fewest spills, and then the least roofline time for the sectors and instructions per byte that it uses.
+    reduction with a loop is compiled in every configuration that Inductor would time, and the cheapest one is returned:
+    the fewest spills, then the least roofline time per byte, by sectors and instructions (`cost`).
     `MachineCode.block` and `threads` hold the configuration.
 
     Returns:
@@ -135,7 +135,7 @@ def assemble(
     if not loaded.signature:
         loaded = with_signature(loaded, signature or {}, {**(constants or {}), **blocks}, divisible_by_16)
     elif signature is not None or constants is not None:
-        raise ValueError("signature, constants: a generated kernel has its own; only block can be set")
+        raise ValueError("signature, constants: a generated kernel has its own; omit them")
     if max_registers is not None:
         loaded = replace(loaded, options={**loaded.options, "maxnreg": max_registers})
     for name in blocks:
@@ -145,8 +145,8 @@ def assemble(
         first = loaded.configurations[0]
         configuration = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
         return assemble_configuration(loaded, gpu, configuration)
-    tried = _tried(loaded, gpu)
-    if len(tried) > 1:  # not in `_tried`: `cost` reads the listings, which `prepare` leaves to be made together
+    tried = _compile_candidates(loaded, gpu)
+    if len(tried) > 1:  # only here: `cost` reads listings, and `prepare` delays them to make all at once
         tried[:] = [min(tried, key=lambda code: cost(code, loaded))]
     return tried[0]
 
@@ -154,8 +154,8 @@ def assemble(
 def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
     """Return the sort key of a configuration, best first: spills, roofline time per byte, instructions per byte.
 
-    All configurations use the same bytes; each moves the sectors that hold its program's bytes. The text has the
-    instructions for `bytes_accessed`, however far a loop is unrolled.
+    All configurations use the same bytes, but each program moves whole sectors. Instructions are divided by
+    `bytes_accessed`, so that unrolling a loop does not change the ratio.
     """
     program, grid = torch.zeros(1, dtype=torch.int64, device="cpu"), Grid((1, 1, 1), code.threads, code.gpu.warp_size)
     try:
@@ -170,21 +170,21 @@ def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
 def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:
     """Compile generated kernels for `assemble`. Their listings are made together when the first is read."""
     for kernel in kernels:
-        _tried(load(kernel, gpu), gpu)
+        _compile_candidates(load(kernel, gpu), gpu)
 
 
-_TRIED: dict[Any, list[MachineCode]] = {}  # generated kernel -> its configurations; only the best, once it is known
+_CANDIDATES: dict[Any, list[MachineCode]] = {}  # a kernel's key -> its compiled configurations, later only the best
 
 
-def _tried(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
+def _compile_candidates(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
     """Compile a kernel in Inductor's first configuration, or a reduction with a loop in all of them."""
     tried = kernel.configurations
     if not any(name.startswith("R") for name in tried[0].block):
         tried = tried[:1]
     key = gpu, kernel.jit.src, repr((kernel.signature, kernel.constants, kernel.attrs, kernel.options, tried))
-    if key not in _TRIED:
-        _TRIED[key] = [assemble_configuration(kernel, gpu, configuration) for configuration in tried]
-    return _TRIED[key]
+    if key not in _CANDIDATES:
+        _CANDIDATES[key] = [assemble_configuration(kernel, gpu, configuration) for configuration in tried]
+    return _CANDIDATES[key]
 
 
 def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuration) -> MachineCode:
@@ -219,10 +219,10 @@ _TYPES = {
     torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # launch options; also valid parameter names
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # launch options, not parameters
 
 
-def bound(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Map a hand-written kernel's parameters to their values, including defaults.
 
     Raises:
@@ -244,7 +244,7 @@ def bound(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> dict[st
 def specialization(kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for `assemble`, so that it compiles a hand-written kernel as this launch would."""
     types, divisible, constants = {}, [], {}
-    values = bound(kernel, args, options)
+    values = bind_arguments(kernel, args, options)
     for parameter in load(kernel).jit.params:
         name = parameter.name
         if name not in values:

@@ -155,8 +155,8 @@ class Program:
         """Run backward from the results' gradients. Return the inputs' gradients. Empties ``tangents``."""
         raise NotImplementedError
 
-    def begins_backward(self, state: Any) -> list[GraphInput | None]:
-        """Describe each result that backward can start from; None for other results."""
+    def backward_starts(self, state: Any) -> list[GraphInput | None]:
+        """Return a description of each result that backward can start from, and None for each other result."""
         raise NotImplementedError
 
 
@@ -332,7 +332,7 @@ def timeline_of(
             graph, state = programs[i], saved.pop()
             memory.modules = unit_of(i)
             if isinstance(paper, Program):
-                starts = enumerate(paper.begins_backward(state))
+                starts = enumerate(paper.backward_starts(state))
                 starting = [
                     tangents.pop((i, j), None) if spec is None or (i, j) in last_reader else memory.new(spec, True)
                     for j, spec in starts

@@ -6,8 +6,8 @@ exponents and rounds to 4 significant bits. Storing the same numbers in other bl
 numbers below float8's smallest normal number, 2⁻⁶ of the scale. e4m3's largest number is 2¹⁴·⁸ times that number.
 
 All devices use the values of float8_e4m3fn. gfx942 (MI300) has float8_e4m3fnuz instead, where the same byte has half
-the value and the byte of −0 is NaN. Scales are doubled there, and −0 becomes 0. Larger values that e4m3fnuz has (240,
-where e4m3fn's largest byte gives 224) are not used, so that a recipe multiplies the same numbers on every device.
+the value and the byte of −0 is NaN. Scales are doubled there, and −0 becomes 0. e4m3fn's largest byte is 224
+in e4m3fnuz; larger e4m3fnuz values, up to 240, are not used. So a recipe multiplies the same numbers on every device.
 
 The oracle, the CPU kernels, the lowerings and the float64 tests share these formulas. GPU kernels implement them again.
 """
@@ -24,7 +24,7 @@ from torch_fused_ops.formulas import FP8
 
 FNUZ = torch.float8_e4m3fnuz
 DTYPES = (FP8, FNUZ)
-# float32 as integers: 448, float8_e4m3fn's largest, is 1.75·2⁸.
+# Constants for float32 numbers read as integers. float8_e4m3fn's largest number is 448 = 1.75·2⁸.
 _MANTISSA_BITS, _ABOVE_1_75, _LOG2_LARGEST = 23, 0x1FFFFF, 8
 _WITHOUT_SIGN, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
@@ -33,7 +33,7 @@ _WITHOUT_SIGN, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
-    """Return float8_e4m3fn; on gfx942, whose GEMMs accept nothing else, float8_e4m3fnuz."""
+    """Return float8_e4m3fnuz on gfx942, whose GEMMs accept only this float8 type; otherwise float8_e4m3fn."""
     if device.type != "cuda" or torch.version.hip is None:
         return FP8
     return FNUZ if torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942") else FP8
@@ -50,7 +50,7 @@ def stored_columns(size: int, columns: int) -> int:
 
 
 def scales_shape(stored: Sequence[int], rows: int, columns: int = BLOCK) -> tuple[int, int]:
-    """The shape of the scales of stored values (r, c) in blocks of (rows, columns), as GEMMs read them."""
+    """Return the scales' shape, in the layout that GEMMs read, for (r, c) values in blocks of (rows, columns)."""
     r, c = stored
     blocks = c // (columns or BLOCK)
     return (blocks, r) if rows == 1 else (r // rows, blocks)
@@ -63,7 +63,7 @@ def columns_of(values: Tensor, scales: Tensor, rows: int) -> int:
 
 
 def block_of_columns(columns: int) -> tuple[int, int]:
-    """Return the block shape of an input's transpose, if its rows are stored in blocks of (1, columns)."""
+    """Return the block shape for an input's transpose, given that the input's blocks are (1, columns)."""
     return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
 
 
@@ -80,7 +80,7 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
         columns: 128, 32, or c.
 
     Returns:
-        values, float8: (r, c'), where c' is c padded with zeros to a multiple of 128 or 32 ``columns``. scales,
+        values, float8: (r, c'). If ``columns`` is 128 or 32, zeros pad c to a multiple c'; otherwise c' = c. scales,
         float32: (c' / columns, r) for rows=1, otherwise (r / rows, c' / columns).
     """
     (r, c), dtype, columns = input.shape, dtype_of(input.device), columns or BLOCK
@@ -88,7 +88,7 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
     wide = torch.nn.functional.pad(input.to(torch.float32), (0, width - c))
     blocks = wide.reshape(r // rows, rows, width // columns, columns)
     scales, inverse = _scales(_magnitudes(blocks).amax((1, 3)), dtype)
-    # Round in the shape of blocks, then reshape: this way torch 2.11's Inductor computes both in one kernel, too.
+    # Round before the reshape, so that even torch 2.11's Inductor computes scales and values in one kernel.
     values = (blocks * inverse[:, None, :, None]).to(dtype, memory_format=torch.contiguous_format)
     values = values.reshape(r, width)
     return values, scales.t().clone(memory_format=torch.contiguous_format) if rows == 1 else scales
@@ -121,7 +121,7 @@ def quantize_halves(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
-    """Return ``quantize``'s values of rows or of a single block, using scales that are known.
+    """Quantize a matrix in rows or as a single block, with given scales. Return the values.
 
     Args:
         input: (r, c), or a stack (e, r, c); any strides.
@@ -142,9 +142,9 @@ def tiled_size(blocks: int, rows: int) -> int:
 def tiled(scales: Tensor) -> Tensor:
     """Return the scales of blocks of (1, 32) in the layout of sm_100's tensor cores: 8 bits each, in tiles.
 
-    A scale is stored in e8m0: 2 to the byte − 127; NaN is 255. A tile has 128 rows and the 4 blocks of 128 columns, in
-    512 bytes: first rows 0, 32, 64, 96, each with its blocks next to each other, then rows 1, 33, …. Tiles follow each
-    other along the rows. Padding after the last row or block is 0.
+    A scale is stored in e8m0: the byte b means 2^(b − 127); NaN is 255. A tile has 4 scales for each of 128 rows, in
+    512 bytes: first rows 0, 32, 64, 96, each with its 4 scales in sequence, then rows 1, 33, …. The tiles of 128
+    rows are contiguous. Padding after the last row or block is 0.
 
     Args:
         scales: (blocks, rows), from ``quantize``.
@@ -170,15 +170,15 @@ def _untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
 
 
 def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return value · scale in ``dtype``. Its error is at most 2⁻⁴ of an element, or 2⁻¹⁰ of its scale.
+    """Return value · scale in ``dtype``. Its error is at most the larger of 2⁻⁴ of the element and 2⁻¹⁰ of its scale.
 
     Results are clamped to the dtype's largest number, so finite numbers load as finite numbers.
     """
     (r, c), columns = values.shape, columns_of(values, scales, rows)
-    of_blocks = scales.t() if rows == 1 else scales
+    block_scales = scales.t() if rows == 1 else scales
     blocks = values.to(torch.float32).reshape(r // rows, rows, c // columns, columns)
     most = largest(dtype)
-    return (blocks * of_blocks[:, None, :, None]).clamp(-most, most).reshape(r, c).to(dtype)
+    return (blocks * block_scales[:, None, :, None]).clamp(-most, most).reshape(r, c).to(dtype)
 
 
 def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,8 +210,8 @@ def tiled_product(
 ) -> Tensor:
     """``product`` in blocks of (1, 32), with scales from ``tiled``."""
     (m, k), n = a.shape, b.shape[0]
-    of_a, of_b = _untiled(a_tiles, m, k // MX_BLOCK), _untiled(b_tiles, n, k // MX_BLOCK)
-    return product(a, of_a, b, of_b, bias, 1, dtype)
+    a_scales, b_scales = _untiled(a_tiles, m, k // MX_BLOCK), _untiled(b_tiles, n, k // MX_BLOCK)
+    return product(a, a_scales, b, b_scales, bias, 1, dtype)
 
 
 def grouped_product(
