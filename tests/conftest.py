@@ -30,7 +30,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# Dynamo collects garbage after each graph, a seventh of a small capture's time. ``pytest_collection_finish`` sets the
+# Dynamo collects garbage after each graph: a seventh of a small capture's time. ``pytest_collection_finish`` sets the
 # collector instead.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
@@ -40,10 +40,10 @@ import torch_fused_ops
 from torch_fused_ops import activations
 from torch_fused_ops.kernels import compiled
 
-# Eager CPUs run the formulas: kernels/test_compiled.py compiles a few kernels, and nothing else of the suite does.
+# Eager operators on CPUs run their formulas: only kernels/test_compiled.py compiles a few CPU kernels.
 compiled.FEWEST = sys.maxsize
 
-# Dynamo times each graph's guards once, with flushed processor caches. That is 40 of a small capture's 140 ms.
+# Dynamo times each graph's guards once, with flushed processor caches: 40 ms of a small capture's 140 ms.
 if hasattr(torch._C._dynamo.guards, "profile_guard_manager"):
     torch._C._dynamo.guards.profile_guard_manager = lambda *args: 0.0
 
@@ -59,7 +59,7 @@ logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ig
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite, plain ``pytest``, in up to four processes.
+    """Run the whole suite (``pytest`` without arguments) in up to four processes.
 
     All tests of a file run in one process, so that they share compiled estimates. On a GPU, a free process takes the
     next test. The processes divide the GPU's memory and the processors that compile its kernels.
@@ -105,7 +105,7 @@ def pytest_collection_finish() -> None:
 
 
 def _skip_unread_logs() -> None:
-    """Skip work of torch for logs and caches that tests do not read: a fiftieth of the suite's time.
+    """Skip torch's work for logs and caches that tests do not read: a fiftieth of the suite's time.
 
     Dynamo parses a file to name a line's function, and writes all settings as JSON for each graph. Each process hashes
     Triton's 500 MB for Inductor's cache keys; this run has a cache of its own.
@@ -122,7 +122,7 @@ def _skip_unread_logs() -> None:
 
 @pytest.fixture(scope="session")
 def inductor() -> Any:
-    """Return Inductor's compile_fx. Its import takes 3 s, which count for no test."""
+    """Return Inductor's compile_fx. Its import takes 3 s, which are not attributed to a test."""
     from torch._inductor import compile_fx
 
     return compile_fx
@@ -130,15 +130,15 @@ def inductor() -> Any:
 
 @pytest.fixture
 def only_new_garbage() -> None:
-    """Let ``gc.collect`` skip the objects that exist already, which take 0.5 s."""
+    """Let ``gc.collect`` skip the objects that exist already. Visiting them takes 0.5 s."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run all passes and lowerings of Inductor, and with "interpreted" no generated code: torch runs the graph.
+    """Run all of Inductor's passes and lowerings. With "interpreted", torch runs the graph instead of generated code.
 
-    A C++ compiler takes 1.5 to 4 seconds a graph, this 0.1. The values of generated code are then not tested. Tests
+    Interpreting takes 0.1 s per graph, a C++ compiler 1.5 to 4 s, but generated code's values are not tested. Tests
     marked ``codegen_is_slow`` run both ways, with generated code under ``-m slow``.
     """
     if getattr(request, "param", "generated") == "generated":
@@ -172,7 +172,7 @@ def interpreted(gm: Any, inputs: Sequence[Any], is_inference: bool) -> Any:
     class Interpreted(OutputCode):
         def __init__(self) -> None:
             super().__init__()
-            self._boxed_call = True  # on the instance: wrappers copy its attributes
+            self._boxed_call = True  # on the instance, because wrappers copy its attributes
 
         def __call__(self, inputs: list[Any]) -> Any:
             arguments = list(inputs)
@@ -204,8 +204,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Mark as slow the cases that ``covering(n, *names)`` and ``covering(every=n)`` do not select.
 
     ``covering(n)`` selects cases that cover every combination of n values of the parameters (``names``, or all). n = 2
-    is pairwise testing, n = 1 has every value once. ``every=n`` selects one case in n by a hash of its id, so an
-    additional case replaces at most one other.
+    is pairwise testing; n = 1 covers every value. ``every=n`` selects one case in n by a hash of its id, so adding a
+    case replaces at most one selected case.
     """
     products: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for item in items:
@@ -227,7 +227,7 @@ def _one_in(every: int, cases: list[Any]) -> list[int]:
 
 
 def _covering(cases: list[Any], strength: int, *names: str) -> set[int]:
-    """Return indices of cases that cover all combinations, greedily: next comes the case with the most new ones."""
+    """Return indices of cases that cover all combinations. Greedily take the case with most new combinations."""
     names = names or tuple(name for name in cases[0].callspec.params if name not in ("inductor_code", "device"))
     values = [[(name, repr(case.callspec.params[name])) for name in names] for case in cases]
     covered_by = [set(itertools.combinations(case, min(strength, len(names)))) for case in values]
@@ -255,7 +255,7 @@ class _Record:
             self.counts[report.nodeid.partition("::")[0].removeprefix("tests/")][place] += 1
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Update this version's counts. Other versions, and files that did not run, stay unchanged."""
+        """Update this version's counts. Counts of other versions, and of files that did not run, do not change."""
         import torch
 
         numbers = torch.__version__.partition("+")[0]

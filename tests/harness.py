@@ -26,14 +26,14 @@ from torch_fused_ops import FusionPolicy, activations
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 GEMMS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
-# Inductor's first Triton template for each GEMM: in deterministic mode it does not measure, which needs a device.
+# Use Inductor's first Triton template for each GEMM. Deterministic mode skips measurements, which need a device.
 GEMM_TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON", "deterministic": True}
 WITHOUT_BIAS = functools.partial(nn.Linear, bias=False)
 GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """CLIP's activation."""
+    """Compute CLIP's activation."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -69,7 +69,7 @@ class SwiGLU(nn.Module):
 
 
 def named(name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Bind some arguments of a function. The name appears in ids of tests."""
+    """Bind some arguments of a function. The name appears in test ids."""
     bound = functools.partial(fn, *args, **kwargs)
     bound.__name__ = name  # type: ignore[attr-defined]
     return bound
@@ -89,7 +89,7 @@ def of_halves(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
 
 
 class Net(nn.Module):
-    """body(self, x, ...), with members: modules, parameters and buffers."""
+    """Calls body(self, x, ...). Its members are modules, parameters and buffers."""
 
     def __init__(self, body: Callable[..., Any], **members: Any) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Net(nn.Module):
 
 
 def conv1d(width: int, hidden: int) -> nn.Module:
-    """GPT-2's MLP in transformers: addmm with weights of (in, out), and a residual add at the end."""
+    """Return transformers' MLP of GPT-2: addmm with weights of shape (in, out), and a residual add at the end."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         h = torch.addmm(s.b, x.view(-1, x.size(-1)), s.w).view(*x.shape[:-1], hidden)
@@ -189,7 +189,7 @@ class Ran(TorchDispatchMode):
         return result
 
     def alive(self, *except_for: Tensor) -> int:
-        """Return the bytes of results that are still in memory, without these tensors."""
+        """Return the bytes of results that are still in memory, except these tensors."""
         excluded = {t.untyped_storage()._cdata for t in except_for}
         return sum(n for key, (ref, n) in self.made.items() if key not in excluded and not ref.expired())
 
@@ -222,7 +222,7 @@ def without_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
 
 
 def after_passes(gm: torch.fx.GraphModule, inputs: Sequence[Any], is_inference: bool, lower: bool = True) -> Any:
-    """Return the graph after Inductor's passes, which runs call by call. ``lower``: also run the lowerings."""
+    """Return the graph after Inductor's passes, to be run call by call. If ``lower``, also run the lowerings."""
     from torch._dynamo.utils import detect_fake_mode
     from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext
@@ -237,7 +237,7 @@ def after_passes(gm: torch.fx.GraphModule, inputs: Sequence[Any], is_inference: 
             mode = compile_fx.fake_tensor_prop(gm, inputs)
         compile_fx._recursive_record_original_output_strides(gm)
         compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
-        runs = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))  # a lowered graph does not run
+        runs = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))  # a lowered graph cannot be run
         if lower:
             lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_inference=is_inference)
             with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
@@ -246,7 +246,7 @@ def after_passes(gm: torch.fx.GraphModule, inputs: Sequence[Any], is_inference: 
 
 
 def python(*arguments: object, cwd: Path | None = None, quiet: bool = False, **environment: str) -> str:
-    """Run a new Python process and return its output. It must succeed, if ``quiet`` with only torch's log on stderr."""
+    """Return a new Python process's output. It must succeed. If ``quiet``, stderr may contain only torch's log."""
     command, env = [sys.executable, "-W", "ignore", *map(str, arguments)], {**os.environ, **environment}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
     errors = [line for line in done.stderr.splitlines() if quiet and not re.match(r"[IW]\d{4} ", line)]
@@ -301,11 +301,11 @@ def distances(got: Iterable[Tensor], expected: Iterable[Tensor]) -> list[float]:
 
 
 def saving_step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *args: Tensor) -> tuple[list[Tensor], int]:
-    """Return a step's result and gradients, and the bytes that it saves, without the module's tensors.
+    """Return a step's result and gradients, and the bytes that it saves, except the module's tensors.
 
     Args:
         fn: the module, or a function that uses its parameters.
-        module: its parameters' gradients follow the input's gradient.
+        module: owner of the parameters, whose gradients follow the input's gradient.
         x: the input.
         args: further arguments.
     """

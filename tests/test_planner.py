@@ -1,4 +1,4 @@
-"""``plan``: its arguments, the timeline joined from a step's layers, the choice of levels, and the printed text."""
+"""``plan``: its arguments, the timeline assembled from a step's layers, the chosen levels, and the printed text."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_described_gpus_and_optimizers_are_accepted() -> None:
 
 
 def test_shapes_are_static_after_other_sizes_were_compiled() -> None:
-    """At a second size Dynamo would make the number of tokens symbolic."""
+    """By default, Dynamo makes the number of tokens symbolic at the second size."""
     with torch.device("meta"):
         model = models.Llama(models.Config(layers=1, width=64, hidden=128, heads=4, context=64, vocabulary=64))
     for length in (16, 24):
@@ -113,7 +113,7 @@ def test_functions_without_gradients_are_rejected() -> None:
 def test_optimizer_memory_is_that_of_its_step() -> None:
     parameters = [torch.empty(1024, 512, device="meta", dtype=torch.bfloat16) for _ in range(3)]
     adamw, sgd, none = (optimizer_memory(name, parameters) for name in ("adamw", "sgd", "none"))
-    assert adamw == (2 * 3 * MiB, 3 * MiB)  # two moments; the square roots of the second one
+    assert adamw == (2 * 3 * MiB, 3 * MiB)  # two moments; the second moment's square roots
     assert sgd == none == (0, 0)
 
 
@@ -121,7 +121,7 @@ def test_optimizer_memory_is_that_of_its_step() -> None:
 
 
 def random_step(units: int, seed: int, equal: bool, tiled: tuple[float, float] = (0.1, 1.3)) -> Step:
-    """A step with random bytes in each unit. Each level saves less and takes longer than the previous level.
+    """Return a step with random bytes in each unit. Each level saves less and takes longer than the previous level.
 
     ``tiled``: saved bytes and time of "tiled", relative to "free".
     """
@@ -152,7 +152,7 @@ def random_step(units: int, seed: int, equal: bool, tiled: tuple[float, float] =
 def pieces_in_order(
     forward: dict[str, Segment], backward: dict[str, Segment], *ends: Segment
 ) -> tuple[PlacedSegment, ...]:
-    """A step's segments: ``ends`` are before and after the units of forward, then of backward."""
+    """Return a step's segments. ``ends`` are the segments before and after forward's units, then backward's units."""
     pieces: list[PlacedSegment] = [("forward", "", ends[0]), *(("forward", *piece) for piece in forward.items())]
     pieces += [("forward", "", ends[1]), ("backward", "", ends[2])]
     pieces += [("backward", unit, backward[unit]) for unit in reversed(backward)]
@@ -270,7 +270,7 @@ def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
 
 @pytest.mark.parametrize("short", [0, 3, 10, 1000])
 def test_chosen_mixed_levels_were_compiled(short: int) -> None:
-    """Compiled peaks of mixed levels are ``short`` bytes above the estimates. At most two are compiled."""
+    """Compiled peaks of mixed levels exceed the estimates by ``short`` bytes. At most two mixtures are compiled."""
     candidates = search.candidates(random_step(7, 1, equal=True), LEVELS)
     peaks = [candidate.summary.peak for candidate in candidates]
     compiled: list[search.Candidate] = []
@@ -317,7 +317,7 @@ def test_levels_without_an_advantage_are_not_mixed(keeps: float, slower: float, 
     tiled_candidates = [candidate for candidate in candidates if "tiled" in candidate.levels.values()]
     assert offered or (
         candidates[-1:] == tiled_candidates and not tiled_candidates[0].is_mixed
-    )  # it is listed, but never chosen
+    )  # "tiled" is listed, but never chosen
     best = search.best(candidates, min(candidate.summary.peak for candidate in candidates))
     assert best is not None and ("tiled" in best.levels.values()) == offered
 
@@ -392,7 +392,7 @@ def test_models_that_fsdp2_rejects_are_rejected() -> None:
 
 
 def test_shards_equal_a_hand_calculation() -> None:
-    """Live bytes of FSDP2 over two GPUs: two layers of 8 and 6 bytes, and 4 of the root."""
+    """Count FSDP2's live bytes on two GPUs. The two layers have 8 and 6 bytes, the root has 4."""
     forward = {"a": Segment((5, 9), 3), "b": Segment((7,), 2)}
     backward = {"b": Segment((11,), 4, 0.0, 6), "a": Segment((1,), 5, 0.0, 8)}
     ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
@@ -417,7 +417,7 @@ def test_shards_equal_a_hand_calculation() -> None:
 
 
 def test_gradients_count_for_the_layer_that_allocates_them() -> None:
-    """The compiler may allocate a gradient in a later layer. The root's gradients count for the end of the step."""
+    """The compiler may allocate a gradient in a later layer. The root's gradients count at the end of the step."""
     calls = [*(("forward", unit) for unit in "ab"), *(("backward", unit) for unit in ("", "b", "a", ""))]
     moments = tuple(Event(graph, "", 0, 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
     names = ["a.weight", "b.weight", "b.bias", "head"]
@@ -478,7 +478,7 @@ def divided_timeline(model: nn.Module, x: Tensor, compiled: str, **settings: Any
 @pytest.mark.parametrize("keep_logits", [False, True])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_eager_timeline_equals_live_bytes(keep_logits: bool, checkpoints: bool) -> None:
-    """To the byte, whether the logits are deleted before backward or referenced to the end of the step."""
+    """Both agree to the byte, whether logits are deleted before backward or referenced until the step ends."""
     model, x = Classifier().bfloat16(), torch.randn(256, 32, dtype=torch.bfloat16)
     if checkpoints:
         model.layers[1].forward = functools.partial(checkpoint, model.layers[1].forward, use_reentrant=False)
@@ -526,7 +526,7 @@ def test_compiled_loss_does_not_copy_the_logits() -> None:
 
 
 def test_deleted_logits_leave_a_hole() -> None:
-    """In units of the bf16 logits: at most 6 are alive, with float32 copies, and the pool holds 7."""
+    """The unit is the bf16 logits' size. At most 6 units are alive, float32 copies included, but the pool holds 7."""
     pool = Pool()
     for key, units in ((1, 1), (2, 2), (3, 2), (2, 0), (1, 0), (4, 2), (5, 2)):
         if units:
@@ -551,7 +551,7 @@ def test_weights_are_restored() -> None:
 
 
 def test_mixed_precision_has_three_sizes_per_parameter() -> None:
-    """4, 2 and 4 bytes: shard, gathered, reduced. AdamW's state is float32."""
+    """A shard has 4 bytes per element, a gathered copy 2, a reduced gradient 4. AdamW's state is float32."""
     model = nn.Linear(6, 8, bias=False).bfloat16()
     sharded = Resident.of(resident_tensors(model, lambda path: ""), Setup(dp=2, mixed_precision=True))
     assert sharded.shards is not None and sharded.shards.groups == {"": Group(48, 96, 96)}
@@ -604,7 +604,7 @@ def test_loss_outside_the_compiled_model_is_planned() -> None:
 
 
 class Causal(nn.Module):
-    """Like transformers' causal language models: forward returns the loss and the logits."""
+    """Mimics transformers' causal language models: forward returns the loss and the logits."""
 
     def __init__(self, results: str) -> None:
         super().__init__()
@@ -658,7 +658,7 @@ def test_attention_is_a_level_of_its_own(caplog: pytest.LogCaptureFixture) -> No
 
 
 def sampler(points: Callable[[int], Sequence[int]], bound: int = 2**40) -> tuple[Callable[[int], Any], list[int]]:
-    """Return a function that samples a step with ``points`` bytes alive at each call, and the sizes it has sampled."""
+    """Return a function that samples a step with ``points`` bytes alive at each call, and the sampled sizes."""
     sizes: list[int] = []
 
     def sample(size: int) -> max_batch.Sample | int:
@@ -683,11 +683,11 @@ def test_the_largest_of_all_levels_is_in_the_headline() -> None:
 @pytest.mark.parametrize(
     ("points", "limit"),
     [
-        (lambda n: (10 + 7 * n, 400 + 3 * n), 1000),  # affine; from 98 on the first call has the peak
+        (lambda n: (10 + 7 * n, 400 + 3 * n), 1000),  # affine; the first call has the peak from n = 98 on
         (lambda n: (10 + 7 * n, 400 + 3 * n), 500),
         (lambda n: (7 * n,), 6),  # a size of 1 does not fit
         (lambda n: (10 + 7 * (-(-n // 8) * 8),), 1000),  # rounded up
-        (lambda n: (3 * n,) if n < 50 else (4 * n, 2), 350),  # different calls from 50 on
+        (lambda n: (3 * n,) if n < 50 else (4 * n, 2), 350),  # different calls from n = 50 on
         (lambda n: (n * n,), 10_000),
     ],
 )
@@ -807,7 +807,7 @@ def test_rows_miss_at_least_the_bytes_of_the_optimizer_step() -> None:
 
 
 def test_advised_number_of_gpus_fits() -> None:
-    """The number of GPUs that a plan for one GPU advises is the smallest at which a plan fits."""
+    """A plan for one GPU advises the smallest number of GPUs at which a plan fits."""
     rich, dp = two_mlps(), 4
     limit = next(row.reserved for row in rich.within("1GiB", dp=dp).levels if row.level == "input")
     poor = rich.within(limit)
@@ -845,7 +845,7 @@ def test_models_without_mlps_are_planned() -> None:
 
 
 def positions() -> nn.Module:
-    """A linear layer over at most 2048 positions."""
+    """Return a model with a linear layer over at most 2048 positions."""
     table, linear = nn.Parameter(torch.zeros(2048, 256)), nn.Linear(256, 256)
     model = Net(lambda s, x: loss(s.linear(x + s.table[: x.shape[1]])), table=table, linear=linear)
     return model.bfloat16().to("meta")
@@ -877,12 +877,12 @@ def test_longest_sequence_ends_where_the_model_fails(tmp_path: Path, inductor: A
     assert json.loads(plan.to_json())["largest"]["rows"][0]["size"] == 2048
     plan.to_html(tmp_path / "plan.html")
     assert "<h2>Tokens, at most</h2>" in (tmp_path / "plan.html").read_text(encoding="utf-8")
-    small = tfo.plan(model, x, memory="1MiB", gpu="H100", maximum="tokens").largest  # parameters alone are more
+    small = tfo.plan(model, x, memory="1MiB", gpu="H100", maximum="tokens").largest  # parameters alone exceed 1 MiB
     assert small is not None and small.rows[0].size == 0
 
 
 def recompiled_peak(plan: tfo.Plan) -> int:
-    """Capture the model again, and compile it with the plan's policy."""
+    """Capture the model again, compile it with the plan's policy, and return its peak."""
     planner, chosen = plan._planner, plan._chosen
     assert planner is not None and chosen is not None
     return planner.resident.nbytes + planner.recompiled(chosen).at_levels(chosen.levels).peak
@@ -998,7 +998,7 @@ def test_captured_graph_contains_every_layer(kind: str) -> None:
 
 def check_peaks_are_not_underestimated(model: nn.Module, x: Tensor) -> None:
     """Compare a row, a plan between two rows, and a plan that does not fit with the recompiled model's peak."""
-    with pytest.MonkeyPatch.context() as patch:  # compilations take minutes: two levels, one miss
+    with pytest.MonkeyPatch.context() as patch:  # to save minutes, compile two levels and one miss
         patch.setattr(search, "levels_for", lambda lossless: ("free", "input"))
         patch.setattr(search, "MISSES", 1)
         plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
@@ -1078,7 +1078,7 @@ class Partly(nn.Module):
 
 
 def trained(captured: CapturedModel) -> frozenset[str]:
-    """The parameters that get a gradient in the compiled step."""
+    """Return the parameters that get a gradient in the compiled step."""
     timeline, _ = compiled_timeline(captured, H100, FusionPolicy())
     return cut(timeline, captured, lambda call: 0.0).trained
 
@@ -1094,7 +1094,7 @@ def test_parameters_that_get_no_gradient_are_not_trained() -> None:
 
 
 class Student(nn.Module):
-    """A list holds the teacher unless ``register``. ``forward`` does not read the batch's labels."""
+    """Registers the teacher if ``register``, otherwise puts it in a list. ``forward`` ignores the batch's labels."""
 
     def __init__(self, register: bool) -> None:
         super().__init__()
@@ -1108,7 +1108,7 @@ class Student(nn.Module):
 
 
 def resident(model: Callable[..., Any], *args: Any) -> tuple[Resident, int]:
-    """The resident bytes of a step, and the bytes alive before its first call."""
+    """Return the resident bytes of a step, and the bytes alive before its first call."""
     captured = captured_model(model, args, {})
     timeline, _ = compiled_timeline(captured, H100, FusionPolicy())
     parts = cut(timeline, captured, lambda call: 0.0)
@@ -1117,7 +1117,7 @@ def resident(model: Callable[..., Any], *args: Any) -> tuple[Resident, int]:
 
 
 def test_every_parameter_that_a_graph_reads_is_counted() -> None:
-    """For a function, a bound method, a closure, an unregistered module, and two modules with the same path."""
+    """Test a function, a bound method, a closure, an unregistered module, and two modules with the same path."""
     model, x = Student(register=True), torch.randn(4, 8)
     batch = {"x": x}
     expected = resident(model, batch)
@@ -1168,7 +1168,7 @@ def halved(x: Tensor) -> Tensor:
 
 
 class Between(nn.Module):
-    """Graph breaks, with a computation between or after the graphs, or with one graph that runs twice."""
+    """A model with graph breaks. A computation runs between or after the graphs, or one graph runs twice."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -1204,7 +1204,7 @@ def test_models_that_are_not_captured_whole_are_rejected(kind: str, message: str
 
 @pytest.mark.parametrize("kind", ["nothing", "loop"])
 def test_parameter_paths_begin_at_the_model_in_every_graph(kind: str) -> None:
-    """After a graph break Dynamo captures a layer's own forward. Its paths begin at the layer."""
+    """After a graph break Dynamo captures a layer's own forward, in which parameter paths begin at the layer."""
     model = Between(kind)
     captured = captured_model(model, (torch.randn(4, 8),), {})
     assert len(captured.graphs) == 2

@@ -47,7 +47,7 @@ def special(dtype: torch.dtype) -> Tensor:
 
 
 def step(t: Tensor, by: int) -> Tensor:
-    """Return the neighbors of t in its dtype, larger or smaller in size."""
+    """Return the neighbors of t in its dtype, larger or smaller in magnitude."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize]
     neighbors = t.view(bits) + by
     return torch.where(t == 0, t.new_full((), torch.finfo(t.dtype).tiny), neighbors.view(t.dtype))
@@ -162,7 +162,7 @@ def softmaxes(draw: Any, shape: tuple[int, ...], dtypes: list[torch.dtype], kind
     return Sample("scaled_masked_softmax", kind, (x, mask, sink, scale, draw(st.booleans()), *windows))
 
 
-# ---- what is held ----------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def memory_of(t: Tensor) -> list[int]:
@@ -231,7 +231,7 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
             [value[worst > limit][:3] for value in accepted],
         )
 
-    terms: Tensor | None = None  # that cancel
+    terms: Tensor | None = None  # terms that cancel
     if sample.op == "dropout_add":
         terms = dropout._absolute(sample, precision._cast(sample.args[:3], torch.float64, "cpu") + sample.args[3:])
         x, _, residual, seed, p = sample.args
@@ -347,7 +347,7 @@ class Compiled(Sample):
 
 @st.composite
 def of_one_kind(draw: Any, op: str, dtype: torch.dtype) -> Sample:
-    """Draw calls that need one graph only: one rank, all tensors present, the same scalars."""
+    """Draw calls that need only one graph: one rank, all tensors present, the same scalars."""
     rows, n = (draw(st.integers(2, 9)) for _ in range(2))
     shape = (rows, 2 * n if op == "bias_glu" else n)
     shapes = (shape, shape if op == "glu" else shape[-1:], shape[:-1])
@@ -360,7 +360,7 @@ def of_one_kind(draw: Any, op: str, dtype: torch.dtype) -> Sample:
 
 
 def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the GPU kernels' result and gradients in Triton's interpreter. The dispatcher would resolve_neg first."""
+    """Return the GPU kernels' results in Triton's interpreter. Resolve negative bits, as the dispatcher does."""
     args = [a.detach().resolve_neg() if isinstance(a, Tensor) else a for a in sample.args]
     forward, backward = kernel_of(sample.op), kernel_of(f"{sample.op}_backward")
     with interpreting():

@@ -1,4 +1,4 @@
-"""Limits: graphs that could take exponential time, constants at the end of float64, tensors past 2**31 elements."""
+"""Limits: graphs that could take exponential time, constants near float64's limits, tensors past 2**31 elements."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ from torch_fused_ops.lowerings.recognize.symbolic import Ref
 
 
 class Built:
-    """A graph as Dynamo records it. All values are (8, 8). It is built by hand, since capturing is slow."""
+    """A graph as Dynamo records it, built by hand because capturing is slow. All values have shape (8, 8)."""
 
     def __init__(self) -> None:
         self.graph = Graph()
@@ -42,7 +42,7 @@ class Built:
         return self._placed(self.graph.call_function(target, args), args[0] if inplace else None)
 
     def view(self, source: Node, *of: Node) -> Node:
-        """Add a view of source, with ``of`` by ``view_as`` another tensor's shape."""
+        """Add a view of ``source``. If ``of`` is passed, use ``view_as`` with its shape."""
         name, args = ("view_as", of) if of else ("view", (8, 8))
         return self._placed(self.graph.call_method(name, (source, *args)), source)
 
@@ -146,10 +146,10 @@ class TooMuchWork(Exception):
 
 
 def work(run: Callable[[], Any], most: int) -> tuple[int, Any]:
-    """Count the recognizer's lines that ``run`` executes, the same on every machine. Return the count and the result.
+    """Return how many of the recognizer's lines ``run`` executes (the same on every machine), and its result.
 
     Raises:
-        TooMuchWork: more than ``most``.
+        TooMuchWork: if ``run`` executes more than ``most`` lines.
     """
     folder, lines = str(Path(recognize.__file__).parent), 0
 
@@ -183,7 +183,7 @@ def has_outcome(sites: Any, expected: str | None) -> bool:
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_work_is_linear_in_the_graph(name: str) -> None:
-    """Twice as large a graph takes twice as much work: no chain is walked again for each of its nodes."""
+    """A graph of twice the size takes twice the work: no chain is walked again for each of its nodes."""
     build, expected = GRAPHS[name]
     sites(build(3))  # fills the process's caches
     prove._prove.cache_clear()
@@ -241,7 +241,7 @@ def test_doubling_expressions_are_rejected(name: str, gated: bool) -> None:
 
 
 def test_a_long_custom_function_is_rejected() -> None:
-    """A custom autograd.Function is one call of the graph, but each step counts."""
+    """A custom autograd.Function is one call in the graph, but each of its steps counts."""
     steps = tuple(("sin", (Ref("value", i - 1) if i else Ref("operand", 0),), ()) for i in range(5000))
     verdict = prove.prove(steps, Ref("value", 4999), 1)
     assert verdict.activation is None
@@ -303,7 +303,7 @@ def test_constants_beyond_float64_are_rejected(name: str) -> None:
     g = Built()
     (site,) = sites(g.read(CONSTANTS[name](g)))
     assert site.op is None and site.reason
-    assert ("everywhere" in site.reason) == (name == "a product below it")  # it is 0
+    assert ("everywhere" in site.reason) == (name == "a product below it")  # the product is 0
 
 
 # ---- tensors past 2**31 elements -------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ EVERYTHING = (True, True, True)
 
 
 def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[str, tuple[Any, ...]]:
-    """Return arguments for each operator's kernels, forward and backward. ``view`` makes their data."""
+    """Return arguments for each operator's kernels, forward and backward. ``view`` returns their data."""
     pytest.importorskip("triton")
     x, packed, bias, packed_bias, scale = view(rows, n), view(rows, 2 * n), meta(n), meta(2 * n), meta(rows)
     seed = meta(1, dtype=torch.int64)
@@ -349,7 +349,7 @@ def largest_offset(t: Tensor) -> int:
 
 
 def far_rows(rows: int, n: int) -> Tensor:
-    """Return few elements whose rows are far apart in memory."""
+    """Return a tensor with few elements, whose rows are far from each other in memory."""
     return torch.empty(0, dtype=BF16, device="meta").as_strided((rows, n), (2**31 // (rows - 1) + n, 1))
 
 
@@ -368,7 +368,7 @@ FAR = {
 
 @pytest.mark.parametrize("size", FAR)
 def test_large_offsets_have_64_bits(size: str) -> None:
-    """Kernels of every family use 64-bit offsets for large strides too, however few elements there are."""
+    """Kernels of every family use 64-bit offsets if strides are large, even for few elements."""
     for name, call in FAR[size]().items():
         for kernel, grid, tensors, _, constants in launches(name, call):
             far = any(largest_offset(t) > INT32_MAX for t in tensors if t is not None)

@@ -29,7 +29,7 @@ def heads(t: Tensor, count: int) -> Tensor:
 
 
 def rotated(t: Tensor) -> Tensor:
-    """Rotary position embedding."""
+    """Apply rotary position embedding."""
     angles = torch.arange(t.shape[-2], dtype=t.dtype)[:, None] * torch.linspace(1, 0.1, SIZE, dtype=t.dtype)
     halves = t.chunk(2, -1)
     return t * angles.cos() + torch.cat([-halves[1], halves[0]], -1) * angles.sin()
@@ -209,7 +209,7 @@ def saved_bytes(policy: FusionPolicy, blocks: int = 1) -> int:
 def test_gradients_are_exact_and_only_inputs_are_saved(
     kind: type[Attention], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind is Flex:  # PyTorch rejects its backward on CPUs, for lack of a kernel. Interpreted graphs need no kernel.
+    if kind is Flex:  # PyTorch rejects its backward on CPUs, which lack a kernel. Interpreted graphs do not need it.
         if compiled:
             pytest.skip("FlexAttention has no backward kernel for CPUs")
         monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
@@ -292,7 +292,7 @@ class Bare(nn.Module):
 
 
 def overwritten(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Gradients of a step whose caller overwrites the argument, through ``.data``, before backward."""
+    """Return a step's gradients. Before backward its caller overwrites the argument through ``.data``."""
     x = inputs().detach()
     out = call(x)
     x.data.zero_()

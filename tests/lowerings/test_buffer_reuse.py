@@ -68,7 +68,7 @@ LEVELS = ["free", *(pytest.param(level, marks=pytest.mark.slow) for level in ("o
 @pytest.mark.parametrize("memory", LEVELS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_peak_of_an_mlp_is_not_higher_than_unfused(name: str, memory: str) -> None:
-    """Only a bias's gradient may be added, because it is computed earlier."""
+    """The peak may grow only by a bias's gradient, which is computed earlier."""
     fn, shapes = PROGRAMS[name]
     args = weights(*shapes)
     bias = sum(a.nbytes for a in args if a.ndim == 1)
@@ -319,7 +319,7 @@ def test_no_views_in_kernels_with_several_bodies(fn: Callable[..., Any]) -> None
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 1), (torch.bfloat16, 0)])
 def test_loads_and_stores_must_use_the_same_thread_layout(dtype: torch.dtype, expected: int) -> None:
-    """Triton loads elements in vectors for the narrowest dtype, and stores them in vectors for their own dtype."""
+    """Triton loads in vectors sized for the narrowest dtype, but stores in vectors sized for each tensor's dtype."""
 
     def fn(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         x = a @ b
@@ -330,7 +330,7 @@ def test_loads_and_stores_must_use_the_same_thread_layout(dtype: torch.dtype, ex
 
 
 def stores_wait(ptx: str) -> bool:
-    """True if all threads load from global memory before any thread stores, in the kernel's first block of code."""
+    """Return True if all threads load from global memory before any thread stores, in the kernel's first block."""
     order = re.findall(r"^\s+(?:@!?%p\d+ )?(ld\.global|st\.global|bar\.sync)", ptx, re.M)
     loads = order[: order.index("st.global")]
     return loads.count("ld.global") > 1 and loads[-1] == "bar.sync"

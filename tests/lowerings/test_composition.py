@@ -61,7 +61,7 @@ class Compiled:
     counters: Counter[str] = field(default_factory=Counter)
 
     def calls(self) -> Counter[str]:
-        """The calls of all graphs, subgraphs included."""
+        """Count the calls of all graphs, subgraphs included."""
         modules = [m for graph in self.graphs for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
         return sum((calls(m.graph) for m in modules), Counter())
 
@@ -84,7 +84,7 @@ def compiled(
         args: its arguments.
         options: the options of ``torch.compile``.
         config: Inductor's config during the run, for the whole process or context.
-        lower: also lower the graphs, since some of Inductor's fusions happen there.
+        lower: also lower the graphs, because some of Inductor's fusions happen then.
         fullgraph: the argument of ``torch.compile``.
     """
     from torch._inductor import compile_fx
@@ -131,7 +131,7 @@ class MLP(harness.MLP):
 
 
 class Attention(nn.Module):
-    """Attention spelled by hand, then an MLP."""
+    """Attention written with basic operators, then an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Attention(nn.Module):
 
 
 def experts() -> nn.Module:
-    """Five MLPs of equal shape, each after a norm."""
+    """Return five MLPs of equal shape, each after a norm."""
     layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), MLP()) for _ in range(5))
     return harness.Net(lambda s, x: torch.cat([layer(x) for layer in s.layers]), layers=layers)
 
@@ -165,7 +165,7 @@ class Fusion:
 BF16 = torch.bfloat16
 FUSIONS = {
     "SDPA": Fusion(Attention, (2, 16, 64), ("fuse_attention",), 1, training=True),
-    # It runs before the pre-grad pass and stacks the inputs of the second linears, so no GEMM reads an activation.
+    # It precedes the pre-grad pass and stacks the inputs of the second linears, so no GEMM reads an activation.
     "batched linears before grad": Fusion(
         experts, (16, 64), ("batch_linear",), 0, training=True, config={"pre_grad_fusion_options": {"batch_linear": {}}}
     ),
@@ -191,7 +191,7 @@ def test_inductors_fusions_fire_next_to_fused_mlps(name: str) -> None:
         )
     for counted in case.counted:
         assert on.counters[counted] == off.counters[counted] > 0, counted
-    assert on.fused() == 2 * case.sites  # backward recomputes each
+    assert on.fused() == 2 * case.sites  # backward recomputes each activation
     assert off.fused() == 0
     torch.testing.assert_close(on.out, off.out, rtol=2e-2 if case.dtype == BF16 else 1e-4, atol=1e-4)
 
@@ -203,7 +203,7 @@ def test_freezing_in_options_prevents_fusion_at_inference() -> None:
     assert compiled(MLP(), torch.randn(4, 64), options={**fused_with(), "freezing": True}).fused() == 2  # training
 
 
-# ---- what is kept for backward: budgets, checkpoints ---------------------------------------------
+# ---- saved tensors: budgets, checkpoints ---------------------------------------------------------
 
 
 def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -237,7 +237,7 @@ ALWAYS, NEVER = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
 def selective(table: dict[Any, CheckpointPolicy], seen: set[Any] | None = None) -> Callable[[], Any]:
-    """A ``context_fn`` that decides by the table, and adds each operator that it decides about to ``seen``."""
+    """Return a ``context_fn`` that applies the table, and adds each operator that is looked up to ``seen``."""
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if seen is not None:
@@ -293,7 +293,7 @@ def bodies(mlp: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tens
     return {
         "checkpoint": lambda x: checkpoint(mlp, x, use_reentrant=False),
         "cond": lambda x: torch.cond(x.sum() > -1e9, mlp, lambda x: mlp(-x), (x,)),
-        "nested_compile_region": lambda x: region(x) + 0 * region(2 * x),  # called once it is inlined
+        "nested_compile_region": lambda x: region(x) + 0 * region(2 * x),  # becomes a call once inlined
         "map": lambda x: mapped(mlp, x[None])[0],
         "scan": lambda x: scan(lambda c, x: (c + x, mlp(x)), torch.zeros_like(x), x[None])[1][0],
         "while_loop": while_loop,
@@ -318,7 +318,7 @@ def test_bodies_of_higher_order_operators_are_fused(name: str, training: bool) -
         expected = mlp(x)
     count = 2 if name == "cond" else 1  # both branches
     assert sum(c["fused.bias_act.default"] for c in seen) == count
-    assert not any("fused" in call for call in seen[-1])  # the graph around it
+    assert not any("fused" in call for call in seen[-1])  # the outer graph
     torch.testing.assert_close(result.out, expected)
     if training:
         torch.testing.assert_close(x.grad, torch.autograd.grad(expected.square().mean(), x)[0])
@@ -330,7 +330,7 @@ def test_bodies_of_higher_order_operators_are_fused(name: str, training: bool) -
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("megabytes, parts", [(4.3, 3), (1000, 2)])  # the first bucket always has 1 MiB
 def test_mlps_that_ddp_cuts_are_sites_that_are_not_fused(megabytes: float, parts: int) -> None:
-    """DDPOptimizer splits a graph when a bucket is full. No backend sees the whole of an MLP that is split."""
+    """DDPOptimizer splits a graph when a bucket is full. No backend sees all of an MLP that is split."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -360,7 +360,7 @@ def test_mlps_that_ddp_cuts_are_sites_that_are_not_fused(megabytes: float, parts
         torch.testing.assert_close(result.out, model(x))
 
 
-# ---- other people's passes -----------------------------------------------------------------------
+# ---- users' passes -------------------------------------------------------------------------------
 
 
 class UserPass(CustomGraphPass):
@@ -416,7 +416,7 @@ def test_passes_in_all_slots_run_as_before_and_are_restored(kind: str) -> None:
     tfo.enable()
     during = seen()
     assert {slot: len(n) for slot, n in during.items()} == {slot: len(n) for slot, n in before.items()}
-    assert not any(during["pre_grad_custom_pass"])  # before ours
+    assert not any(during["pre_grad_custom_pass"])  # runs before ours
     assert all(any(during[slot]) for slot in PASS_SLOTS[1:])
     tfo.disable()
     assert all(getattr(inductor_config, slot) is value for slot, value in values.items())
@@ -498,7 +498,7 @@ def test_a_patched_slot_is_as_it_was_after_the_patch() -> None:
 
 
 def test_blocks_that_overlap_leave_nothing_behind() -> None:
-    """The context has its own passes. Its block is neither the first to open nor the last to close."""
+    """Passes belong to a context. This context's block is neither the first to open nor the last to close."""
     inductor_config.pre_grad_custom_pass = user_pass = UserPass()
     opened, close = threading.Event(), threading.Event()
 
@@ -575,7 +575,7 @@ def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
     barrier = threading.Barrier(2, timeout=60)
 
     def by(policy: tfo.FusionPolicy) -> set[tuple[int, int]]:
-        """The numbers of fused activations in forward, and of recomputed activations in backward."""
+        """Return the numbers of fused activations in forward, and of recomputed activations in backward."""
         numbers = set()
         with tfo.enabled(policy) if way == "enabled" else nullcontext():
             options = None if way == "enabled" else fused_with(policy)
@@ -595,7 +595,7 @@ def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
 
 
 def test_a_block_opened_while_another_thread_compiles_holds_afterwards() -> None:
-    """If config belongs to the process, the other thread sets and restores its options around this block's change."""
+    """If config is global, the other thread sets its options before this block begins and restores them afterwards."""
     compiling, opened = threading.Event(), threading.Event()
 
     def wait(graph: torch.fx.Graph) -> None:

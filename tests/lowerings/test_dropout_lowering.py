@@ -386,11 +386,11 @@ def _in_place_in_another_mode(s: Any, x: Tensor) -> Tensor:
 
 EITHER_WAY: dict[str, tuple[Callable[..., Any], list[tuple[float, bool]]]] = {
     "whole MLP": (FOUND["whole MLP"][0], [(0.3, True), (0.3, True)]),
-    # Only without gradients the activation is proved.
+    # The activation is proved only without gradients.
     "a kink": (lambda s, x: s.b(F.dropout(torch.maximum(h := s.a(x), torch.zeros_like(h)), 0.3)), [(0.3, True)]),
     "an input that is returned": (lambda s, x: (h := s.a(x), s.b(F.dropout(F.silu(h), 0.3))), [(0.3, True)]),
     "not an activation": (lambda s, x: s.b(F.dropout(s.a(x).cos(), 0.3)), [(0.3, True)]),
-    # A sum after the second dropout joins the first only without gradients. Seeds have the order of the dropouts.
+    # Only without gradients, a sum after the second dropout fuses with the first. Seeds have the dropouts' order.
     "a sum in another mode": (_sum_in_another_mode, [(0.3, True), (0.6, True)]),
     "a sum behind the next": (
         lambda s, x: (lambda d, e: (e, x + d))(F.dropout(s.c(x), 0.3), F.dropout(s.c(x), 0.6)),
@@ -405,7 +405,7 @@ EITHER_WAY: dict[str, tuple[Callable[..., Any], list[tuple[float, bool]]]] = {
 
 @pytest.mark.parametrize("name", EITHER_WAY)
 def test_the_same_dropouts_are_fused_without_gradients(name: str) -> None:
-    """A reentrant checkpoint runs forward without gradients, and again with gradients. Both must drop the same."""
+    """A reentrant checkpoint runs forward without gradients, and again with gradients. Both runs drop the same."""
     body, expected = EITHER_WAY[name]
     model = Net(body)
     for gradients in (True, False):

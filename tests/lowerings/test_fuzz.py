@@ -5,7 +5,7 @@
 
 ``equivalent`` writes a function in a different way, and ``neighbor`` changes it to a similar function. ``Program``
 writes a random function as source text around such expressions. Each statement is executed at once, so that shapes are
-known, and statements that raise are dropped. A failing program prints itself.
+known, and statements that raise are dropped. A failing test prints its program.
 """
 
 import math
@@ -42,12 +42,12 @@ def neg(a: Expression) -> Expression:
 
 
 def newton(a: Expression) -> Expression:
-    """NewGELU's inner polynomial"""
+    """Return NewGELU's inner polynomial."""
     return ("mul", C, ("add", a, ("mul", 0.044715, ("pow", a, 3.0))))
 
 
-# Equal expressions for each function. The completeness test applies them at random, so the recognizer must read each of
-# them at any place.
+# Equal expressions for each function. The completeness test substitutes them at random, so the recognizer must
+# understand each of them anywhere in an expression.
 EQUAL: dict[str, list[Callable[..., Expression]]] = {
     "add": [
         lambda a, b: ("add", b, a),
@@ -117,7 +117,7 @@ ACTIVATIONS: dict[str, Expression] = {
     "sigmoid": ("sigmoid", X),
     "tanh": ("tanh", X),
 }
-# Substitutes that change a function.
+# Substitutions that change a function.
 SWAPS: dict[str, tuple[str, ...]] = {
     "sigmoid": ("tanh", "erf", "hardsigmoid", "exp", "softplus", "relu"),
     "tanh": ("sigmoid", "erf", "hardtanh", "softsign", "tanhshrink"),
@@ -160,7 +160,7 @@ def substitute(e: Expression, variables: dict[str, Expression]) -> Expression:
 
 
 def equivalent(r: random.Random, e: Expression, steps: int, size: int = 60) -> Expression:
-    """An expression equal to e."""
+    """Return an expression equal to e."""
     for _ in range(steps):
         known = [(path, node) for path, node in nodes(e) if isinstance(node, tuple) and node[0] in EQUAL]
         if known:
@@ -171,7 +171,7 @@ def equivalent(r: random.Random, e: Expression, steps: int, size: int = 60) -> E
 
 
 def neighbor(r: random.Random, e: Expression) -> Expression:
-    """A function that resembles e. In rare cases it equals e, if the rest of e undoes the swap."""
+    """Return an expression that resembles e. It rarely equals e, if the rest of e undoes the swap."""
     path, node = r.choice(nodes(e))
     if number(node):
         return put(e, path, node * (1 + r.choice(WRONG)))
@@ -187,7 +187,7 @@ def neighbor(r: random.Random, e: Expression) -> Expression:
 
 
 def scrap(r: random.Random, depth: int) -> Expression:
-    """Any expression."""
+    """Return a random expression."""
     if not depth or not r.randrange(5):
         return r.choice(["x", "x", "x", "y", "y", 1.0, 0.5, 2.0, -1.0, 1.702, 0.044715, C])
     name = r.choice(sorted(SPELLINGS))
@@ -434,7 +434,7 @@ class Program:
         return f"{prefix}{self.count}"
 
     def _let(self, texts: list[str], prefix: str = "t", tries: int = 6, **names: str) -> str | None:
-        """Assign one of the texts to a new variable; return its name, or None if no text runs."""
+        """Assign one of the texts to a new variable. Return the variable's name, or None if no text runs."""
         for _ in range(tries):
             name, text = self._new(prefix), self.r.choice(texts)
             for key, value in names.items():
@@ -447,7 +447,7 @@ class Program:
         return [k for k, v in self.env.items() if isinstance(v, Tensor) and k not in self.arguments]
 
     def _disturb(self, names: list[str | None], chance: int) -> None:
-        """With a chance in percent, write or read one of the variables."""
+        """With a probability of ``chance`` percent, write or read one of the variables."""
         r = self.r
         while r.randrange(100) < chance:
             v = r.choice([n for n in (*names, *self._tensors()) if n])
@@ -463,7 +463,7 @@ class Program:
         return v
 
     def _value(self, e: Expression, names: dict[str, str], chance: int, assigned: dict[Expression, str]) -> str:
-        """The expression as text. Parts may become earlier statements, with other statements between."""
+        """Return the expression as text. Its parts may become earlier statements, with other statements in between."""
         r = self.r
         if isinstance(e, str):
             return self._move(names[e], chance // 3)
@@ -494,7 +494,7 @@ class Program:
 
     def _mlp(self) -> None:
         r = self.r
-        chance = r.choice([0, 0, 0, 0, 12, 25])  # how much else happens
+        chance = r.choice([0, 0, 0, 0, 12, 25])  # percent of unrelated statements
         known = [t for t in self._tensors() if self.env[t].shape == self.env["x"].shape]
         x = r.choice(["x", "x", *known])
         kind = r.choice(["one", "two", "packed", "packed"])
@@ -540,9 +540,9 @@ class Program:
         if not r.randrange(12) and not self.activation:
             return scrap(r, 3)
         e = ACTIVATIONS[self.activation or r.choice(sorted(ACTIVATIONS))]
-        self.activation = ""  # the next is any
+        self.activation = ""  # the next activation is random
         up: Expression = "y"
-        if gated and not r.randrange(8):  # gpt-oss' clamps
+        if gated and not r.randrange(8):  # clamps of gpt-oss
             limit = r.choice([1.0, 0.5, 7.0])
             e = substitute(e, {"x": ("clamp_max", "x", limit)})
             up = ("clamp_max", ("clamp_min", "y", -limit), limit * r.choice([1, 1, 1, 1.01]))
@@ -570,7 +570,7 @@ class Program:
         return "\n".join([*text, f"    return ({', '.join(self.returned())},)"])
 
     def narrowest(self) -> torch.dtype:
-        """The narrowest dtype that anything is computed in."""
+        """Return the narrowest dtype in which the program computes a value."""
         values = [v.dtype for v in self.env.values() if isinstance(v, Tensor) and v.is_floating_point()]
         if any("autocast" in block for *_, block in self.blocks):
             values.append(torch.bfloat16)
@@ -582,7 +582,7 @@ class Program:
 
 def function(source: str) -> Callable[..., Any]:
     space = dict(GLOBALS)
-    exec(compile(source, __file__, "exec"), space)  # a function without a file is wrapped in another by torch 2.11
+    exec(compile(source, __file__, "exec"), space)  # torch 2.11 wraps functions without a file
     return space["f"]  # type: ignore[no-any-return]
 
 
@@ -606,10 +606,10 @@ def fuzzed(r: random.Random, counts: Counter[str], way: str = "eager") -> None:
     counts["left alone"] += any(site.op is None for site in sites)
     counts.update(kind for site in sites if site.op for kind in (site.op, str(site.activation)))
     if done % 50 == 0:
-        torch._dynamo.reset()  # compiled code would stay in memory
+        torch._dynamo.reset()  # otherwise compiled code stays in memory
 
 
-# Active dropout draws other numbers there, and inference mode inside of a graph breaks AOTAutograd (2.13).
+# Under AOTAutograd, active dropout draws different numbers, and inference mode inside a graph fails (2.13).
 NOT_AOT = ("0.5)", "0.5, True", "inference_mode")
 
 
@@ -660,7 +660,7 @@ def test_programs():
     ("part", "programs"), [(0, 5), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in (1, 2))]
 )
 def test_programs_at_a_memory_level(monkeypatch, part, programs, level):
-    """A program's training step equals eager's. If a pass fails, the test fails."""
+    """A program's training step equals eager mode. If a pass fails, the test fails."""
     monkeypatch.setattr(passes, "_guarded", lambda stage, policy, run: run())
     counts: Counter[str] = Counter()
 
@@ -687,7 +687,7 @@ def test_many_programs(part):
 
 
 def steps_of(e: Expression) -> tuple[symbolic.Step, ...]:
-    """The steps that the recognizer would read; x and y are operands 0 and 1."""
+    """Return the steps that the recognizer would read. x and y are operands 0 and 1."""
     steps: list[symbolic.Step] = []
 
     def ref(e: Expression) -> Any:
@@ -710,17 +710,17 @@ def form(algebra: symbolic.Algebra, e: Expression) -> symbolic.Poly:
 
 
 def match(e: Expression, operands: int) -> prove.Match:
-    """The recognizer's match, ignoring derivatives at kinks, in which patterns of relu differ."""
+    """Return the recognizer's match. Ignore derivatives at kinks, where patterns of relu differ."""
     steps = steps_of(e)
     return prove.prove(steps, symbolic.Ref("value", len(steps) - 1), operands, differentiable=False)
 
 
 def computed(e: Expression, variables: dict[str, Tensor], largest: list[Tensor]) -> Any:
-    """The expression's value; ``largest`` gets, for each point, the largest value that occurs inside."""
+    """Return the expression's value. Raise ``largest[0]`` at each point to the largest intermediate value."""
     if not isinstance(e, tuple):
         return variables[e] if isinstance(e, str) else e
     args = {f"a{i}": computed(a, variables, largest) for i, a in enumerate(e[1:])}
-    if e[0] in ("maximum", "minimum") or len(args) == 1:  # torch's functions take no numbers, Python's operators do
+    if e[0] in ("maximum", "minimum") or len(args) == 1:  # torch's functions reject numbers
         args = {k: torch.as_tensor(a, dtype=torch.float64) for k, a in args.items()}
     value = eval(SPELLINGS[e[0]][0].format(*(f"({k})" for k in args)), GLOBALS | args)
     if isinstance(value, Tensor):
@@ -733,7 +733,7 @@ KINKS = [(0, 0), (1, 1), *((k, o) for k in (0, 1, -1, 0.5, 3, -3, 6, 7) for o in
 
 
 def points(r: random.Random) -> dict[str, Tensor]:
-    """Points near 0, far from 0, and exactly at the kinks of the table's functions."""
+    """Return points near 0, far from 0, and exactly at the kinks of the table's functions."""
     generator = torch.Generator().manual_seed(r.randrange(1 << 16))
     close = torch.randn(2, 200, dtype=torch.float64, generator=generator) * 3
     far = torch.randn(2, 50, dtype=torch.float64, generator=generator) * 60
@@ -743,7 +743,7 @@ def points(r: random.Random) -> dict[str, Tensor]:
 
 
 def agree(e: Expression, f: Expression, variables: dict[str, Tensor], tolerance: float = 3e-6) -> tuple[bool, int]:
-    """Compare values and derivatives at all points where both are finite; return (True if equal, number of points)."""
+    """Compare values and derivatives where both are finite. Return (True if equal, number of these points)."""
     inputs = tuple(variables.values())
     largest = [torch.ones_like(inputs[0])]
     results = []
@@ -755,7 +755,7 @@ def agree(e: Expression, f: Expression, variables: dict[str, Tensor], tolerance:
         results.append([value.detach(), *(torch.zeros_like(value) if d is None else d for d in slopes)])
     agreeing, known = True, 0
     for power, (a, b) in enumerate(zip(*results, strict=True)):
-        size = largest[0] ** (2 if power else 1)  # a quotient's derivative has the square below
+        size = largest[0] ** (2 if power else 1)  # a quotient's derivative divides by the square
         finite = (
             a.isfinite() & b.isfinite() & (largest[0] < 1e8)
         )  # larger values cancel, and only rounding errors remain
@@ -790,11 +790,11 @@ def test_equal_forms_are_equal_functions():
     assert counts["equal"] > 75 and counts["told apart"] > 30 and counts["known"] > 150, counts
 
 
-CAUTIOUS = "large terms cancel"  # factors of 2 and ½ that come one by one may look so
+CAUTIOUS = "large terms cancel"  # successive factors of 2 and ½ may look like this
 
 
 def test_equivalent_spellings_are_proved():
-    """All results of ``equivalent`` are proved. With a constant off by 1e-5, none is, except as a scale."""
+    """All results of ``equivalent`` are proved. If a constant is off by 1e-5, none is proved, except as a scale."""
     counts: Counter[str] = Counter()
 
     @run_on_randoms(200)

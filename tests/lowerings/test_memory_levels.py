@@ -28,7 +28,7 @@ def compiled(fn: Callable[..., Any], level: Any, strict: bool = True, **kwargs: 
 
 
 def max_distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Return the largest relative distance, in the 2-norm."""
+    """Return the largest relative distance of two tensors, in the 2-norm."""
     return max(distances(a, b))
 
 
@@ -109,7 +109,7 @@ def test_masked_rows_do_not_affect_results(level: str, mask: str) -> None:
 
 @pytest.mark.parametrize("level", ["input", "tiled:2"])
 def test_caller_may_modify_a_bias_before_backward(level: str) -> None:
-    """The same holds at "free", where backward does not read the bias."""
+    """The caller may do so at "free" as well, where backward does not read the bias."""
     model, x = MLP(32, 96), normal(64, 32)
 
     def gradients(step: Callable[..., Tensor]) -> list[Tensor]:
@@ -213,7 +213,7 @@ def test_each_row_has_its_own_scale() -> None:
 
 
 def test_frozen_weights_save_the_smaller_tensor() -> None:
-    """The first weight needs no gradient, so its GEMM's input is not saved yet. It is saved if it is smaller."""
+    """Nothing else saves the input of the first GEMM, whose weight is frozen. The level saves this input if smaller."""
     for shape, smaller in (((96, 32), True), ((16, 32), False)):
         x = normal(3, 17, 32)
         w, v = normal(*shape).detach(), normal(32, shape[0])
@@ -503,7 +503,7 @@ def test_dropout_has_one_mask_under_the_users_budget(fallback_random: bool) -> N
 def test_after_a_failure_free_applies(
     level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The failure comes after the first of two tensors is replaced."""
+    """The pass fails after it has replaced the first of two tensors."""
     calls = []
 
     def fail(*args: Any) -> None:

@@ -58,12 +58,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def between(write: Callable[[Tensor, Tensor], Any]) -> Case:
-    """sigmoid(h)·h, with a write between the two reads of h."""
+    """Compute sigmoid(h)·h, with a write between the two reads of h."""
     return lambda h, u, p, w, m: (lambda s: F.linear(s * first(h, write(h, u)), w))(torch.sigmoid(h))
 
 
 def then(act: Callable[[Tensor], Tensor], result: Callable[..., Any]) -> Case:
-    """``result`` is called with act(h), h, u and w."""
+    """Call ``result`` with act(h), h, u and w."""
     return lambda h, u, p, w, m: result(act(h), h, u, w)
 
 
@@ -92,7 +92,7 @@ def double_in_graph(t):
 
 # ---- another function ------------------------------------------------------------------------------------------------
 
-KINK = "but with another gradient exactly at the kink"  # at which the first row of each input is
+KINK = "but with another gradient exactly at the kink"  # the first row of each input is at the kink
 
 FUNCTIONS: dict[str, tuple[Case, str]] = {
     # Values of relu with another gradient at 0.
@@ -198,11 +198,11 @@ OTHERS: dict[str, tuple[Case, str]] = {
     ),
 }
 
-# ---- the activation learns -------------------------------------------------------------------------------------------
+# ---- learned activations ---------------------------------------------------------------------------------------------
 
 
 def learned(act: Callable[[Any, Tensor], Tensor]) -> nn.Module:
-    """alpha and beta are parameters of the activation."""
+    """Return a model in which alpha and beta are parameters of the activation."""
     alpha, beta = torch.full((16,), 1.25, dtype=torch.float64), torch.tensor(1.702, dtype=torch.float64)
     return Net(act, alpha=nn.Parameter(alpha), beta=nn.Parameter(beta))
 
@@ -422,7 +422,7 @@ WRITTEN: dict[str, tuple[Case, str]] = {
     ),
 }
 
-# ---- no site at all: between the GEMMs stands something that is not pointwise, or that Dynamo keeps apart ------------
+# ---- no site: operators between the GEMMs are not pointwise, or Dynamo separates them --------------------------------
 
 NO_SITE: dict[str, Case] = {
     "a mean inside": unary(lambda x: x * torch.sigmoid(x.mean())),
@@ -441,7 +441,7 @@ NO_SITE: dict[str, Case] = {
     "a pooled activation": lambda h, u, p, w, m: F.linear(F.avg_pool1d(F.silu(h), 3, 1, 1), w),
 }
 
-# ---- what is exactly something else ----------------------------------------------------------------------------------
+# ---- functions that another operator expresses exactly ---------------------------------------------------------------
 
 FUSED: dict[tuple[str, str], dict[str, Case]] = {
     ("glu", "gelu"): {
@@ -525,7 +525,7 @@ WITHOUT_GRAD = {
 
 
 def sites(case: Case, name: str, dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the sites of case(h, u, p, w, m), after comparing the rewritten case to the precision of ``dtype``."""
+    """Compare the rewritten case(h, u, p, w, m) with the original, to ``dtype``'s precision. Return the sites."""
     grad = name not in WITHOUT_GRAD
 
     def model(x, wh, wu, wp, w, m):
@@ -701,7 +701,7 @@ def test_clamp_is_relu_if_the_gradients_agree(clamp):
     assert (site.op, site.activation) == ("fused::bias_act", "relu")
 
 
-# Fused or not, the gradient for an input of exactly 0, as in a padded row of a layer without bias.
+# Fused or not, their gradients must be right at exactly 0, the value in padded rows of a layer without bias.
 AT_A_KINK: list[Callable[[Tensor], Tensor]] = [
     lambda x: x - x.clamp(max=0),
     lambda x: F.leaky_relu(x, 0.0),

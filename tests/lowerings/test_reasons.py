@@ -1,4 +1,4 @@
-"""Reasons are data: each kind has a program that is rejected with it, and behavior does not depend on texts."""
+"""Reasons are data: for each kind, a program is rejected with this kind. Behavior does not depend on texts."""
 
 import ast
 import contextlib
@@ -58,7 +58,7 @@ def mlp_site(report: Any) -> Site:
 
 @program
 def mlp(patch: Patch, act: Callable[..., Tensor], policy: FusionPolicy | None = None) -> Site:
-    """linear(act(h, u, m)): linear layers compute h and u; m is an input of the same shape."""
+    """Return the site of linear(act(h, u, m)). Linear layers compute h and u; m is an input of the same shape."""
     x, w, u, d, m = (nn.Parameter(torch.randn(s)) for s in ((4, 8), (16, 8), (16, 8), (8, 16), (4, 16)))
     fn = lambda x, m: F.linear(act(F.linear(x, w), F.linear(x, u), m), d)  # noqa: E731
     return mlp_site(explain(fn, x.detach(), m.detach(), policy=policy or FusionPolicy(dropout=False)))
@@ -89,7 +89,7 @@ def subclass(patch: Patch) -> Site:
 
 
 def devices(patch: Patch) -> Site:
-    """A scalar on a CPU is combined with a tensor on a GPU. The tensors are fake."""
+    """Combine a scalar on a CPU with a tensor on a GPU. The tensors are fake."""
     with FakeTensorMode():
         v, u, w = (torch.empty(s, device=on) for s, on in (((4,), "cpu"), ((4, 4), "cuda"), ((4, 4), "cuda")))
         graph = traced(lambda v, u, w: torch.mm(torch.sigmoid(torch.inner(v, v)) * torch.mm(u, w), w), v, u, w)
@@ -107,7 +107,7 @@ def unrecorded(patch: Patch) -> Site:
 
 @program
 def site_of(patch: Patch, body: Callable[[Tensor, Tensor, Tensor], Any], listed: str = "sites") -> Site:
-    """The only site of body(x, w, d): an input and two weights."""
+    """Return the only site of body(x, w, d), called with an input and two weights."""
     w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
     (site,) = getattr(explain(lambda x: body(x, w, d), torch.randn(4, 8)), listed)
     return site  # type: ignore[no-any-return]
@@ -186,7 +186,7 @@ def rejection(call: Callable[..., Any], *args: Any) -> Reason:
 def stays_saved(
     patch: Patch, fn: Callable[..., Tensor], *inputs: Tensor, level: str = "input", **settings: Any
 ) -> Reason:
-    """Why an activation's input stays saved. Nothing is compiled."""
+    """Return the reason why an activation's input stays saved, without compiling code."""
     reasons_logged: list[Reason] = []
 
     def note(text: str, *args: Any) -> None:
@@ -234,7 +234,7 @@ def made_of_a_size(patch: Patch) -> Reason:
 
 
 def many_calls(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    """The sum of two chains of twenty calls each."""
+    """Return the sum of two chains of twenty calls each."""
     first = second = F.linear(x, w)
     for _ in range(10):
         first, second = first * 0.5 + 1, second * 0.25 - 1
@@ -252,7 +252,7 @@ def two_linears(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 @program
 def linear_layer(patch: Patch, fn: Callable[..., Any], *args: Tensor, **patched: Any) -> Reason:
-    """Why a linear layer of a fused MLP is not in float8."""
+    """Return the reason why a linear layer of a fused MLP does not run in float8."""
     rejected: list[Reason] = []
     linears = gemms.linears
 
@@ -279,7 +279,7 @@ def blocks(dtype: torch.dtype = torch.float32, hidden: int = 128) -> tuple[Tenso
 def not_tiled(
     patch: Patch, fn: Callable[[Tensor], Any], *shape: int, dynamic_shapes: bool = False, **policy: Any
 ) -> Reason:
-    """Why a fused MLP is not tiled."""
+    """Return the reason why a fused MLP is not tiled."""
     x = nn.Parameter(torch.randn(shape or (50, 8)))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=dynamic_shapes):
         report = explain(fn, x, policy=FusionPolicy(**{"memory": "tiled:2", **policy}))
@@ -456,7 +456,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def said() -> Iterator[tuple[str, Kind, str]]:
-    """(place, kind, text) of each rejection in the sources that names its kind, with "…" for each computed part."""
+    """Yield (place, kind, text) of each rejection in the sources that names its kind. "…" is a computed part."""
     for path in sorted([*(ROOT / "torch_fused_ops").rglob("*.py"), *(ROOT / "lowerings").rglob("*.py")]):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         texts = [n for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "text"]
@@ -468,7 +468,7 @@ def said() -> Iterator[tuple[str, Kind, str]]:
             ):
                 continue
             text = call.args[1]
-            if isinstance(text, ast.Name):  # assigned right before
+            if isinstance(text, ast.Name):  # the text was assigned right before
                 text = max((n for n in texts if n.lineno < call.lineno), key=lambda n: n.lineno).value
             if isinstance(text, ast.JoinedStr | ast.Constant):
                 place = f"{path.relative_to(ROOT)}:{call.lineno}"

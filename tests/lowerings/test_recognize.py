@@ -26,7 +26,7 @@ PointwiseOperator = Callable[[Tensor], Tensor]
 
 
 def Net(body, packed=False):
-    """x → body(self, x), where body may use four linear layers."""
+    """Return a model that computes body(self, x). The body may use four linear layers."""
     torch.manual_seed(0)
     a, u, b, c = (nn.Linear(*sizes) for sizes in ((8, 32 if packed else 16), (8, 16), (16, 8), (16, 8)))
     return harness.Net(body, a=a, u=u, b=b, c=c)
@@ -37,7 +37,7 @@ def targets(graphs) -> list[str]:
 
 
 def check(model: nn.Module, x: Tensor, tolerance: float = 1e-8):
-    """Compare outputs and gradients of the rewritten graphs with the original, in float64; return (sites, graphs)."""
+    """Compare outputs and gradients of the rewritten graphs with the original, in float64. Return (sites, graphs)."""
     model, x = model.double(), x.double().requires_grad_()
     expected = torch.autograd.grad(model(x).square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
     y, sites, graphs = capture(model, x)
@@ -48,7 +48,7 @@ def check(model: nn.Module, x: Tensor, tolerance: float = 1e-8):
 
 
 def operator_in(graphs) -> torch.fx.Node:
-    """The first fused operator in the first graph."""
+    """Return the first fused operator in the first graph."""
     return next(n for n in graphs[0].nodes if "fused" in str(n.target))
 
 
@@ -62,7 +62,7 @@ def the(sites) -> Site:
 
 
 def refused(body, *, packed=False, x=None, policy=POLICY, model=None) -> str:
-    """The reason why the only site of ``body`` is not fused; the graph must not change."""
+    """Return the reason why the only site of ``body`` is not fused. The graph must not change."""
     model = Net(body, packed) if model is None else model
     _, sites, graphs = capture(model, torch.randn(4, 8) if x is None else x, policy=policy)
     assert targets(graphs) == []
@@ -141,7 +141,7 @@ def test_registered_activation(monkeypatch):
 
 
 def test_registering_an_unreadable_activation_warns_once_and_at_the_call(caplog):
-    assert passes._import_recognizer in activations._on_change  # the module prove is imported here already
+    assert passes._import_recognizer in activations._on_change  # this file has already imported prove
     activations.register_activation("rounded_for_test", torch.round)
     (warning,) = caplog.messages
     assert warning.startswith("the fusion pass cannot recognize the registered activation 'rounded_for_test'; it ")
@@ -194,7 +194,7 @@ PACKED = {
     "contiguous": ("halves", lambda h: gated(*(t.contiguous() for t in h.chunk(2, -1)))),
     "swapped": ("swapped", lambda h: F.silu(h[..., 16:]) * h[..., :16]),
     "swapped, unbind": ("swapped", lambda h: gated(*h.view(-1, 2, 16).unbind(1)[::-1])),
-    # The operator has no such layout: gate and up are two views.
+    # The operator does not support this layout, so gate and up are two views.
     "swapped strided": (None, lambda h: F.silu(h[..., 1::2]) * h[..., ::2]),
 }
 
@@ -222,7 +222,7 @@ def test_pieces_by_the_name_of_their_axis(shape, cut):
 
 
 def test_part_of_a_wider_projection():
-    """Gate and up as two of three pieces: views, not a packed pair."""
+    """Gate and up are two of three pieces, so they become views instead of a packed pair."""
 
     def body(s, x):
         third, gate, up = s.a(x).split([16, 8, 8], -1)
@@ -283,13 +283,13 @@ def test_casts(cast):
     assert the(sites).op == "fused::bias_act"
     node = operator_in(graphs)
     assert node.meta["example_value"].dtype == dtype
-    reads_a_weight = cast == "to a weight's dtype"  # the weight
+    reads_a_weight = cast == "to a weight's dtype"  # to read its dtype
     assert calls_in(graphs) == 3 + reads_a_weight
     torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
 
 
 def test_result_stays_wide():
-    """A result in float32 is computed from a bfloat16 input without rounding between."""
+    """A float32 result is computed from a bfloat16 input without intermediate rounding."""
     model = Net(lambda s, x: s.b.float()(F.gelu(s.a(x).float())))
     model.a.bfloat16()
     x = torch.randn(4, 8, dtype=torch.bfloat16)
@@ -363,7 +363,7 @@ WIDE = {"NewGELU": True, "relu**2": True, "gelu": False, "x*sigmoid": False, "re
 
 @pytest.mark.parametrize("spelling", WIDE)
 def test_cuda_autocast(spelling):
-    """CUDA autocast computes pow and later calls in float32: the recorded dtype stays. The tensors are fake."""
+    """CUDA autocast computes pow and later calls in float32. The graph preserves it. Tensors are fake."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     name, act = SPELLINGS[spelling]
@@ -384,7 +384,7 @@ def test_cuda_autocast(spelling):
 
 
 def fused_dynamically(fn, *calls) -> list[str]:
-    """The operators in fn, compiled once with dynamic shapes for all of these arguments."""
+    """Return the operators in fn, compiled once with dynamic shapes for all of these arguments."""
     compilations = []
 
     def backend(gm, inputs):
@@ -406,7 +406,7 @@ def test_dynamic_shapes_add_no_guards():
 
 def test_dynamic_width():
     """The packed axis may be symbolic; no comparison adds a guard on it."""
-    sizes = (5, 6, 11)  # no size twice, which Dynamo would guard on
+    sizes = (5, 6, 11)  # distinct sizes: Dynamo would guard on equal ones
     (op,) = fused_dynamically(
         lambda x, w1, w2: F.linear(gated(*F.linear(x, w1).chunk(2, -1)), w2),
         *((torch.randn(3, 8), torch.randn(2 * n, 8), torch.randn(8, n)) for n in sizes),
@@ -562,7 +562,7 @@ def test_a_function_that_borrows_a_name():
 
 
 def test_residual_streams_are_not_sites():
-    """A norm by hand of a residual stream that depends on an activation: no GEMM reads that activation."""
+    """A hand-written norm reads a residual stream that depends on an activation. No GEMM reads that activation."""
 
     def norm(x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -732,7 +732,7 @@ def test_products_powers_and_quotients_are_what_torch_computes():
     }
     for name, (form, expected) in forms.items():
         torch.testing.assert_close(evaluate(a, form, [x]), expected, msg=lambda text, name=name: f"{name}: {text}")
-    y = a.variable("y")  # an atom behind exp(x)
+    y = a.variable("y")  # an atom after exp(x)
     form = a.reciprocal(a.add(a.mul(e, y), 2.0))
     torch.testing.assert_close(evaluate(a, form, [x, x + 3]), 1 / (x.exp() * (x + 3) + 2))
     assert a.relu(a.relu(v, 1.0), 0.0) == a.relu(v, 0.0) != a.relu(v, 1.0) == a.relu(a.relu(v, 1.0), 1.0)
@@ -758,7 +758,7 @@ X0 = symbolic.Ref("operand", 0)
 
 
 def rounds(*steps):
-    """True if a chain of calls returns only rounding errors. Each call's first argument is the last result."""
+    """Return True if a chain of calls returns only rounding errors. Each call's first argument is the last result."""
     a = symbolic.Algebra()
     calls, value = [], X0
     for name, argument in steps:
@@ -798,7 +798,7 @@ def test_calls_without_a_rule_are_unprovable():
 
 @pytest.mark.parametrize("name", sorted(symbolic.RULES))
 def test_rules_are_what_torch_computes(name):
-    """Each rule's canonical form, evaluated, is torch's function: on one, two or three arguments."""
+    """Each rule's canonical form evaluates to torch's result, for one, two or three arguments."""
     check_rule(name)
 
 

@@ -1,6 +1,6 @@
-"""Backward computes with forward's values, although forward or the caller overwrites them, and at mixed memory levels.
+"""Backward uses the values that forward computed, even if forward or the caller overwrites them. Memory levels mix.
 
-Without ``partition`` and ``SavedTensors``, these cases have wrong gradients, or raise an error that eager does not.
+Without ``partition`` and ``SavedTensors``, these cases compute wrong gradients or raise errors that eager does not.
 """
 
 import copy
@@ -34,19 +34,19 @@ def mlp(s: Any, x: Tensor) -> Tensor:
 
 
 def centered(s: Any, x: Tensor) -> Tensor:
-    """The running mean is updated, then subtracted."""
+    """Update the running mean, then subtract it."""
     s.state.mul_(0.5).add_(0.5)
     return mlp(s, x - s.state) + s.skip(x)  # type: ignore[no-any-return]
 
 
 def counted(s: Any, x: Tensor) -> Tensor:
-    """A step counter that scales."""
+    """Increment a step counter, and scale the input by it."""
     s.state.add_(1.0)
     return mlp(s, x * s.state)
 
 
 def weighted(s: Any, x: Tensor) -> Tensor:
-    """A buffer is used as a weight."""
+    """Use a buffer as a weight."""
     s.state.mul_(0.5)
     return mlp(s, F.linear(x, s.state))
 
@@ -79,7 +79,7 @@ def state_alone(s: Any, x: Tensor) -> Tensor:
 
 
 def argument(s: Any, x: Tensor) -> Tensor:
-    """Forward writes an argument of shape (tokens, 1) with a gradient: AOTAutograd writes it after forward has run."""
+    """Overwrite an argument of shape (tokens, 1) that has a gradient. AOTAutograd performs this write after forward."""
     y = mlp(s, torch.tanh(x * s.state * s.scale))
     x.add_(y.mean())
     return y + x
@@ -141,7 +141,7 @@ def test_forward_may_overwrite_inputs(name: str, level: str) -> None:
 def test_overwritten_buffers_are_not_used_to_recompute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a frozen GEMM, an adapter reads the activation plus a buffer. Backward would recompute the sum."""
+    """An adapter after a frozen GEMM reads the activation plus a buffer. Backward would recompute this sum."""
 
     def adapted(s: Any, x: Tensor) -> Tensor:
         h = F.gelu(s.up(x.view(2, 4, WIDTH)))
@@ -175,7 +175,7 @@ def test_gradients_are_right_under_the_users_budget(budget: float) -> None:
 
 @pytest.mark.parametrize("name", ["pointwise", "counted"])
 def test_upstream_gradients_are_wrong(name: str) -> None:
-    """The reason for edits at "off". If this test fails, PyTorch has fixed the fault (docs/upstream.md)."""
+    """Such gradients are why we edit graphs at "off". If this fails, PyTorch has fixed the fault (docs/upstream.md)."""
     model = model_of(name)
     assert gradient_error(model, interpreted(None)) > 0.1
 
@@ -201,7 +201,7 @@ def test_unneeded_buffers_are_not_copied() -> None:
 
 
 def test_a_buffers_copy_or_a_value_computed_from_it_is_saved() -> None:
-    """Only a value that is computed from the buffer is saved if it is not larger."""
+    """A value computed from the buffer is saved instead of the buffer's copy, unless the value is larger."""
     forward, _ = graphs_of(model_of("weighted"))
     saved = forward.graph.output_node().args[0][1:]  # type: ignore[index]
     sizes = [tuple(node.meta["val"].shape) for node in saved if node.op == "call_function"]
@@ -220,7 +220,7 @@ def returns_preactivation(activation: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def returns_parts(parts: Callable[[Tensor], Sequence[Tensor]]) -> nn.Module:
-    """Return views of a three-dimensional pre-activation, so that a view is saved. PyTorch's list lacks some views."""
+    """Return a model that saves views of a 3-D pre-activation. PyTorch's list of view operators lacks some of them."""
 
     def body(s: Any, x: Tensor) -> tuple[Tensor, ...]:
         h = s.up(x.view(2, 4, WIDTH))
@@ -230,7 +230,7 @@ def returns_parts(parts: Callable[[Tensor], Sequence[Tensor]]) -> nn.Module:
 
 
 def frozen(first: nn.Module, result: Callable[[Tensor], Tensor] = lambda h: h) -> nn.Module:
-    """PyTorch saves only the pre-activation: no weight gradient needs the first GEMM's input."""
+    """Return a model whose first GEMM is frozen. PyTorch saves the pre-activation, but not the GEMM's input."""
 
     def body(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         h = s.first(x)
@@ -242,7 +242,7 @@ def frozen(first: nn.Module, result: Callable[[Tensor], Tensor] = lambda h: h) -
 
 
 def frozen_part() -> nn.Module:
-    """The GEMM to recompute reads a part of a result."""
+    """Return a model in which the recomputed GEMM reads a part of a result."""
 
     def body(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         h = s.first(x.view(2, 4, WIDTH))
@@ -254,13 +254,13 @@ def frozen_part() -> nn.Module:
 
 
 def multiples(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """PyTorch saves three products. Saving the result instead would take a third of the bytes."""
+    """PyTorch saves three products. Saving the result instead would need a third of their bytes."""
     h = s.up(x)
     return s.down(h * 2.0) + s.down(h * 3.0).sin() + s.down(h * 0.5).cos(), h
 
 
 def writing(select: Callable[[Tensor, Any], Sequence[Tensor]], fn: Any = None) -> Callable[[nn.Module, Tensor], Tensor]:
-    """A step whose caller modifies its argument or the model's results between forward and backward."""
+    """Return a step whose caller modifies its argument or the model's results between forward and backward."""
 
     def written(model: nn.Module, x: Tensor) -> Tensor:
         x = x * 1.0
@@ -325,7 +325,7 @@ RELU2: dict[str, Callable[[Tensor], Tensor]] = {
 def test_caller_may_modify_views_of_results(
     activation: str, view: str, shape: tuple[int, ...], level: str | None
 ) -> None:
-    """Autograd saves relu's result, PyTorch's min-cut saves the pre-activation: a view, without a version check."""
+    """Autograd saves relu's result. PyTorch's min-cut saves the pre-activation, a view without a version check."""
 
     def squared(s: Any, x: Tensor) -> Any:
         x = x.view(shape)
@@ -381,7 +381,7 @@ def test_unchecked_tensors_are_saved_last(level: str) -> None:
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("level", LEVELS)
 def test_caller_may_modify_arguments(level: str) -> None:
-    """PyTorch saves the product and not the argument."""
+    """PyTorch saves the product instead of the argument."""
 
     def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
         column = x[:, :1] * 1.0
@@ -406,7 +406,7 @@ def packed_tanh(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     ids=["gelu", "silu", "tanh"],
 )
 def test_preactivations_that_pytorch_saves_are_fused(model: nn.Module) -> None:
-    """Eager also raises if the caller modifies the pre-activation, which is saved only once."""
+    """The pre-activation is saved only once. If the caller modifies it, eager mode raises as well."""
     (site,) = tfo.explain(model, torch.randn(8, WIDTH)).sites
     assert site.op
 
@@ -420,7 +420,7 @@ def test_a_returned_preactivation_is_rejected() -> None:
 
 
 def test_only_the_result_is_saved_if_pytorch_saves_it() -> None:
-    """Backward recomputes the normalized stream from the stream, which plain torch.compile and eager save as well."""
+    """Backward recomputes the norm's result from the norm's input, which plain torch.compile and eager save as well."""
 
     def normalized(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         stream = s.first(x)
@@ -435,13 +435,13 @@ def test_only_the_result_is_saved_if_pytorch_saves_it() -> None:
 
 
 def half(out: int, up: nn.Module) -> nn.Module:
-    """A packed GLU and the next linear layer."""
+    """Return a packed GLU, followed by a linear layer."""
     glu = of_halves(F.silu)
     return Net(lambda s, x: s.d(glu(s.up(x))), up=up, d=nn.Linear(HIDDEN // 2, out))
 
 
 def chain() -> nn.Module:
-    """Each part's linear layer computes the input of the next part's activation."""
+    """Return a model in which each part's linear layer computes the input of the next part's activation."""
     a, b, c = half(HIDDEN, nn.Linear(WIDTH, HIDDEN)), half(HIDDEN, nn.Identity()), half(WIDTH, nn.Identity())
     return Net(lambda s, x: s.c(s.b(s.a(x))), a=a, b=b, c=c)
 
@@ -465,7 +465,7 @@ def test_levels_can_be_mixed(levels: dict[str, str]) -> None:
 
 
 def test_recomputation_does_not_read_rounded_values() -> None:
-    """``b`` has exact gradients: backward does not recompute its pre-activation from ``a``'s rounded pre-activation."""
+    """``b``'s gradients are exact: its pre-activation is not recomputed from ``a``'s rounded pre-activation."""
     model = chain()
     expected, actual = (
         step(model),
@@ -477,7 +477,7 @@ def test_recomputation_does_not_read_rounded_values() -> None:
 
 
 def test_recomputed_values_are_not_rounded_later() -> None:
-    """Backward recomputes ``b``'s pre-activation from an activation of a value that ``c`` would round."""
+    """Backward recomputes ``b``'s pre-activation from the activation of h, although ``c`` would round h."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         h = s.up(x)
@@ -526,7 +526,7 @@ def saved_tensors_of(model: nn.Module) -> SavedTensors:
 
 
 def test_unsound_graphs_are_rejected() -> None:
-    """An edit could make each of these faults."""
+    """Each case is a fault that a wrong edit could introduce."""
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
     saved_tensors_of(model).check()
 
@@ -618,7 +618,7 @@ def test_saved_overwritten_inputs_are_rejected() -> None:
     (source,) = written
     saved = forward.graph.output_node().args[0]
     placeholder = backward.graph.find_nodes(op="placeholder")[0]
-    if source not in saved:  # a value computed from it was not larger
+    if source not in saved:  # a value computed from the input, and not larger, was saved instead
         at = next(i for i, n in enumerate(saved) if i and n.name == placeholder.name)  # type: ignore[union-attr]
         forward.graph.output_node().update_arg(0, (*saved[:at], source, *saved[at + 1 :]))
     with pytest.raises(UnsoundGraphs):
@@ -630,7 +630,7 @@ def test_saved_overwritten_inputs_are_rejected() -> None:
 def test_unsound_edits_fail_the_pass(
     strict: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The graphs do not change, and the log has one line. Under ``strict`` it is an exception."""
+    """A failure leaves the graphs unchanged and logs one line. Under ``strict`` it raises an exception."""
 
     def swap_placeholder(pair: SavedTensors, node: torch.fx.Node, recomputation: Any) -> None:
         placeholder = pair.in_backward[node]

@@ -1,4 +1,4 @@
-"""``nn.GroupedMLP`` in one process against an ``nn.MLP`` per expert, ``permute`` and ``unpermute``, and flags."""
+"""Compare ``nn.GroupedMLP`` in one process with an ``nn.MLP`` per expert. Test flags, ``permute``, ``unpermute``."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ def build(mlp_config, experts=EXPERTS, seed=0, **arguments):
 
 
 def separate(grouped, **flags):
-    """An ``nn.MLP`` for each expert, with its weights."""
+    """Return an ``nn.MLP`` for each expert, with the expert's weights."""
     expert_config = copy.copy(grouped.config)
     for name, value in flags.items():
         setattr(expert_config, name, value)
@@ -57,7 +57,7 @@ def run(experts, x, counts, probs):
 
 
 def gradients(y, d, grouped, *extra_inputs):
-    """Gradients of a grouped MLP's parameters, or the stacked gradients of an ``MLP`` per expert."""
+    """Return the gradients of a grouped MLP's parameters, or the stacked gradients of an ``MLP`` per expert."""
     if isinstance(grouped, GroupedMLP):
         return torch.autograd.grad(y, [*extra_inputs, *grouped.parameters()], d)
     parameters = [list(expert.parameters()) for expert in grouped]
@@ -82,7 +82,7 @@ COUNTS = [[2, 0, 3], [0, 5, 0], [4, 1, 2], [0, 0, 0], [1, 0, 0]]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("counts", [*COUNTS, [7]], ids=str)
 def test_grouped_mlp_equals_an_mlp_per_expert(counts: list[int], dtype: torch.dtype) -> None:
-    """float64 runs expert by expert, float32 as grouped GEMMs."""
+    """float64 experts run one by one, float32 experts as grouped GEMMs."""
     close = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else {"atol": 2e-5, "rtol": 2e-5}
     for gated, bias, scaled, memory, as_tensor in itertools.product(
         (False, True), (False, True), (False, True), LEVELS, (False, True)
@@ -106,7 +106,7 @@ def test_grouped_mlp_equals_an_mlp_per_expert(counts: list[int], dtype: torch.dt
 def test_low_precision_errors_are_within_twice_those_of_separate_mlps(
     dtype: torch.dtype, loop: bool, monkeypatch
 ) -> None:
-    """Also the bias gradient of 700 rows: the derivative of indexing would round it 700 times."""
+    """Test bias gradients as well. The derivative of indexing would round a gradient of 700 rows 700 times."""
     if loop:
         monkeypatch.setattr(_gemms, "_grouped", lambda *args: False)
     counts = [300, 0, 700]
@@ -123,7 +123,7 @@ def test_low_precision_errors_are_within_twice_those_of_separate_mlps(
         assert [t.dtype for t in actual] == [dtype, dtype, torch.float32, *[dtype] * 4]
         errors.append([(a.double() - b).norm() / b.norm() for a, b in zip(actual, truth, strict=True)])
     for grouped_error, separate_error in zip(*errors, strict=True):
-        assert grouped_error <= 2 * separate_error  # the two round h with and without its bias
+        assert grouped_error <= 2 * separate_error  # only GroupedMLP rounds h with its bias
 
 
 def test_aligned_gemms_are_grouped(monkeypatch) -> None:
@@ -458,7 +458,7 @@ def group_of(size, rank):
 
 @pytest.mark.parametrize("init", [None, lambda t: nn.init.normal_(t, std=0.02)])
 def test_sizes_and_where_experts_start(init) -> None:
-    """With the same seed, a rank of an ep_group starts with its experts of one process."""
+    """With the same seed, a rank of an ep_group initializes its experts like a single process."""
     mlp_config = config(moe_latent_size=8, params_dtype=None, init_method=init, output_layer_init_method=init)
 
     def started(*args, **kwargs):
@@ -473,7 +473,7 @@ def test_sizes_and_where_experts_start(init) -> None:
         local_experts = started(2, mlp_config, ep_group=group_of(2, rank))
         for p, q in zip(local_experts.parameters(), all_experts.parameters(), strict=True):
             assert torch.equal(p, q[2 * rank : 2 * rank + 2])
-    # The first expert's weight starts as in nn.Linear, or as init_method fills it.
+    # The first expert's weight is initialized as in nn.Linear, or by init_method.
     torch.manual_seed(0)
     first_expert = nn.Linear(8, 2 * FFN)
     if init is not None:
@@ -485,7 +485,7 @@ def test_sizes_and_where_experts_start(init) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_checkpoint_equals_that_of_an_mlp_per_expert(gated: bool) -> None:
-    """Keys, shapes and boxes are the same."""
+    """Both have the same keys, shapes and boxes."""
     mlp_config = config(gated_linear_unit=gated)
     grouped = build(mlp_config, 2, ep_group=group_of(3, 1))  # experts 2 and 3 of 6
     for offsets, separate_keys in itertools.product(((), ((0, 5, 7),)), (False, True)):
@@ -634,7 +634,7 @@ def layer(dtype, **flags):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
 def test_layer_compiles_to_one_graph(dtype: torch.dtype, bias: bool) -> None:
-    """The graph serves every routing, and expanded gradients."""
+    """One graph handles every routing, and expanded gradients."""
     moe, x = layer(dtype, add_bias_linear=bias)
     fn = compare(moe, x, "aot_eager")
     other = (-x.detach()).requires_grad_()  # another routing uses the same graph
