@@ -28,11 +28,11 @@ def register() -> None:
     """Register the fused operators with Inductor and its partitioner, and tag cache keys. Idempotent.
 
     The first import of ``torch._inductor.lowering`` calls this (see ``torch_fused_ops/__init__.py``). If this torch
-    lacks a name of ``internals``, the fusion passes are off, and Inductor calls the operators like all other ones.
+    lacks a name of ``internals``, the fusion passes are off, and Inductor calls the operators like all other operators.
     """
     global _registered
     me = get_ident()
-    # Importing the module ``operators`` registers lowerings. If it is the first to import Inductor, this function runs
+    # Importing the module ``operators`` registers lowerings. If that is the first import of Inductor, this function runs
     # while ``operators`` is partly imported. Other threads wait for the import locks, so a lock here could deadlock.
     if _registered or me in _registering:
         return
@@ -73,7 +73,7 @@ def off() -> str:
 
 
 def load_passes() -> Any:
-    """Return the module ``passes``; if the fusion passes are off, ``disabled``, whose functions do nothing."""
+    """Return the module ``passes``, or if the fusion passes are off, ``disabled``, whose functions fuse nothing."""
     global _checked
     register()
     if not _checked:

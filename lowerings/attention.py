@@ -22,9 +22,9 @@ from torch_fused_ops.lowerings.saved_tensors import readers
 
 aten, fused = torch.ops.aten, torch.ops.fused
 
-# Calls behind which a softmax is recognized, in the forms that decompositions leave.
+# Calls that identify a softmax after PyTorch's decompositions.
 _SOFTMAX = {aten.exp.default, aten._softmax.default, fused.scaled_masked_softmax.default}
-_MAX_VALUES = 128  # between linear layers and a core: norms, rotary embeddings and masks take about 60
+_MAX_VALUES = 128  # values between linear layers and a core: norms, rotary embeddings and masks need about 60
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Attention:
 
     @property
     def module(self) -> str:
-        """The path of the innermost module that contains all linear layers."""
+        """Return the path of the innermost module that contains all linear layers."""
         stacks = [module_stack(linear) for linear in self.linears]
         common = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))
         return next(reversed([paths[0] for paths in common]), "")
@@ -62,20 +62,20 @@ def find(graph: Graph) -> Iterator[Attention]:
 
 
 def is_fused(node: Node) -> bool:
-    """True for PyTorch's attention operators and FlexAttention, forward and backward."""
+    """Return True for PyTorch's attention operators and FlexAttention, forward and backward."""
     name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
     return node.op == "call_function" and name.startswith(("_scaled_dot_product", "flex_attention"))
 
 
 def _has_scores(between: Iterable[Node]) -> bool:
-    """True if these values contain a softmax and another GEMM of two computed tensors."""
+    """Return True if these values contain a softmax and another GEMM of two computed tensors."""
     nodes = set(between)
     gemms = (n for n in nodes if is_gemm(n) and all(base(s).op == "call_function" for s in n.all_input_nodes))
     return any(n.target in _SOFTMAX for n in nodes) and next(gemms, None) is not None
 
 
 def _sources(core: Node) -> tuple[list[Node], list[Node]]:
-    """Return the linear layers that produce a core's operands, and the values between.
+    """Return the linear layers that produce a core's operands, and the values between them and the core.
 
     The search ends at the input of a linear layer, so it never follows the residual stream of an unprojected query.
     """

@@ -10,7 +10,7 @@ import torch
 from torch_fused_ops import lowerings
 from torch_fused_ops.policy import FIELDS, FusionPolicy, not_known, policy_given
 
-# torch.compile imports the backend when it is called, but calls it only to compile, not for code from a cache.
+# torch.compile imports this module when it is called. It calls the backend only to compile, not for cached code.
 if hasattr(lowerings.load_passes(), "reject_caching_precompile"):  # ``disabled`` does not have it
     lowerings.load_passes().reject_caching_precompile()
 

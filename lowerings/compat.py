@@ -4,11 +4,11 @@
 feature                       where
 ============================  =========================================================================================
 lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
-inference-aware passes        torch ≥ 2.13 tells a pass whether the graph is one of inference
+inference-aware passes        torch ≥ 2.13 tells a pass whether the graph is an inference graph
 scheduler passes              the slot's name is private (2.11 to 2.15); torch ≥ 2.13 has a class for such passes
 passes after the cache        torch ≥ 2.13 reads AOTAutograd's cache before it runs pre-grad passes, older ones after
 eager's rounding              torch ≥ 2.15 has numerics="strict", which implies the older emulate_precision_casts
-context-variable config       torch ≥ 2.13: an override is visible only in its own context; before, in the process
+context-variable config       torch ≥ 2.13: an override is visible only in its own context; before, process-wide
 partitioner's pointwise list  contains only aten operators (2.11 to 2.15): the function that returns it is wrapped
 budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget and the older mark on nodes
 the end of a compiled call    has no hook (2.11 to 2.15): read from the Python stack
@@ -49,7 +49,7 @@ class Fault(NamedTuple):
 
     @property
     def link(self) -> str:
-        """The place of the report."""
+        """Return the address of the report."""
         if self.report.isdecimal():
             return f"https://github.com/pytorch/pytorch/issues/{self.report}"
         return f"docs/upstream.md#{self.report}"
@@ -163,7 +163,7 @@ def slot_of(passes: Sequence[Any]) -> Any:
 
 
 TIMING = "pre_grad_pass_timing"
-"""Inductor's option for the time of pre-grad passes. Without it they always run before AOTAutograd's cache is read."""
+"""Inductor's option for when pre-grad passes run. Without it, they run before torch reads AOTAutograd's cache."""
 
 
 def runs_pre_grad_passes() -> bool:
@@ -181,7 +181,7 @@ def saves_by_source() -> bool:
 
 
 def has_compiled() -> bool:
-    """Return True if Dynamo has compiled anything since its last reset. (Its counters are not reset.)"""
+    """Return True if Dynamo has compiled anything since its last reset. (A reset does not change its counters.)"""
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     return bool(getattr(convert_frame, "FRAME_COUNTER", 1 if convert_frame else 0))
 
@@ -289,7 +289,7 @@ class CompiledCall(NamedTuple):
     Attributes:
         function: identifies the function that ``torch.compile`` returned.
         at_its_end: list of callbacks for the end of the call. Never called on torch versions without such a list.
-        is_whole: True if torch compiles the function itself; False for a function it calls and for code after a break.
+        is_whole: True if torch compiles the function itself; False for a callee, and for code after a graph break.
         code: the code of the frame that is being compiled.
     """
 
@@ -375,7 +375,7 @@ def has_memory_budget(node: torch.fx.Node) -> bool:
 
 
 def written_afterwards(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Return the inputs that AOTAutograd writes after forward has run, from its results: inputs with a gradient."""
+    """Return the inputs to which AOTAutograd copies results after forward has run: inputs with a gradient."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     results = graph.output_node().meta.get("desc") or ()
@@ -403,7 +403,7 @@ def converts_to_fp8(device: torch.device) -> bool:
 def keeps_loops_it_tried() -> bool:
     """Return True if the scheduler leaves a node's loops reordered after an attempt to fuse it with another node.
 
-    This pair then scores higher than the node as a GEMM's epilogue, which would otherwise be fused first.
+    This pair then gets a higher score than the pair of node and GEMM, which would otherwise be fused first.
     """
     from torch._inductor import scheduler
 

@@ -1,4 +1,4 @@
-"""Replacements for the functions of ``passes`` if the fusion passes are off: they fuse nothing; ``strict`` raises."""
+"""Replacements for the functions of ``passes`` while fusion is off. They fuse nothing, and raise under ``strict``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def active_policy() -> FusionPolicy | None:
 
 
 def enable(policy: FusionPolicy | None = None) -> None:
-    """Do nothing, unless the policy is strict."""
+    """Do nothing. Raise if the policy is strict."""
     _unless_strict(policy)
 
 
@@ -31,12 +31,12 @@ def disable() -> None:
 
 @contextmanager
 def enabled(policy: FusionPolicy | None = None) -> Iterator[None]:
-    """Do nothing, unless the policy is strict."""
+    """Do nothing. Raise if the policy is strict."""
     _unless_strict(policy)
     yield
 
 
 def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the options unchanged."""
+    """Return the options unchanged. Raise if the policy is strict."""
     _unless_strict(policy)
     return dict(options or {})

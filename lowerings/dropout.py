@@ -1,10 +1,10 @@
-"""``fused::dropout_add`` → Inductor IR: the generator is part of the graph, so no mask is saved.
+"""``fused::dropout_add`` → Inductor IR: the random generator is part of the graph, so no mask is saved.
 
 The generator's counter is an element's row-major index in its tensor, in every kernel, so eager and compiled masks are
 equal. On a GPU, Inductor simplifies it to the kernel's own index, and a thread has several contiguous indices. LLVM
 then sees that four indices call the generator with the same arguments. C++ compilers do not see this in vectorized
 code. On a CPU a separate loop therefore calls the generator once for four elements, and the mask is a temporary of one
-byte per element (1024×1024 in float32 with a bias and a residual: forward 1.38 → 0.75 ns an element with AVX-512,
+byte per element (1024×1024 in float32 with a bias and a residual: forward 1.38 → 0.75 ns per element with AVX-512,
 9.3 → 3.4 with AVX2).
 """
 
@@ -26,7 +26,7 @@ from torch.utils._sympy.functions import FloorDiv
 from torch_fused_ops.declaration import Signature
 from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.families.dropout.operators import dropout_add
-from torch_fused_ops.lowerings import operators, partition  # whole: it may be half way through its own import
+from torch_fused_ops.lowerings import operators, partition  # modules: an import may not have ended yet
 
 if TYPE_CHECKING:
     from torch_fused_ops.lowerings.operators import Box, Index, Load, Value
@@ -56,8 +56,8 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
     def counter(index: Index) -> Value:
         if rows is None:
             return ops.bitwise_right_shift(place(index), ops.constant(2, torch.int64))
-        # One axis of the kernel has the columns of all blocks. LLVM sees that four neighbors on it have the same
-        # quotient by four, but not that the quotients of their remainders by the columns are equal.
+        # One axis of the kernel goes over the columns of all blocks. LLVM sees that four neighboring indices have the
+        # same quotient by four. It would not see this of their remainders by the number of columns.
         block, row, column = index
         wide = functools.partial(ops.constant, dtype=torch.int64)
         four = ops.bitwise_right_shift(ops.index_expr(block * columns + column, torch.int64), wide(2))
@@ -96,7 +96,7 @@ def _dropout_add_backward(
     d_input = d_bias = None
     shows_zeros = (
         torch.finfo(dtype).tiny <= torch.finfo(grad.get_dtype()).tiny
-    )  # a gradient is 0 in dtype only if it is 0
+    )  # rounding a gradient to dtype adds no zero
     if torch.float64 in (dtype, bias_dtype):
         grad = to_dtype(grad, torch.float64)
     e = operators._Elementwise(grad.get_size(), (grad, operators._element_index), masks=[_mask(grad, seed, p)])
@@ -105,8 +105,8 @@ def _dropout_add_backward(
         operators._before_sums(output_mask[1:], d_input)
     if output_mask[1] and bias_dtype is not None:
         if d_input is not None and shows_zeros and operators.is_on_gpu(grad):
-            # If a thread adds columns, the compiler shares few calls of the generator: 48 instructions an element on
-            # sm_90, for bfloat16. Reading another tensor takes 9 instructions, and as much time as 14.
+            # If a thread adds columns, the compiler merges few calls of the generator: 48 instructions per element on
+            # sm_90, for bfloat16. Reading another tensor takes 9 instructions, and the time of 14.
             terms = operators._Elementwise(
                 grad.get_size(), (grad, operators._element_index), (d_input, operators._element_index)
             ).node(_unrounded_grad, p)

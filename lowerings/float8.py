@@ -1,8 +1,8 @@
 """Lowerings for linear layers in float8: ``quantize``, ``quantize_by``, ``dequantize``, ``scaled_mm`` as Inductor IR.
 
-Inductor fuses a quantization along rows with its producer, an activation or a norm, from the formula in aten. A tensor
-quantized along its columns is stored transposed, which Inductor reads or writes across the rows (pytorch#130015): on
-GPUs a kernel does it (``families/float8/kernels.py``).
+Quantization along rows is lowered as aten calls, which Inductor fuses with the producer, an activation or a norm. A
+tensor quantized along its columns is stored transposed. Inductor would read or write it across the rows
+(pytorch#130015), so on GPUs a kernel quantizes along columns (``families/float8/kernels.py``).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Box = Any  # ir.TensorBox
 
 
 def _mark(graph: Graph, backward: Collection[Node], results: Collection[Node]) -> list[Node]:
-    """Move quantizations of a linear layer's input that only backward reads to backward, so that the input is saved.
+    """Move to backward the quantizations of linear layers' inputs that only backward reads, so that the input is saved.
 
-    Saving the form quantized along the tokens would take as much memory, or more if a recomputed GEMM needs both forms.
+    Saving the form quantized along the tokens would take equal memory, or more if a recomputed GEMM needs both forms.
 
     Returns:
-        The scales with which backward quantizes a weight. The partitioner would recompute them in a pass over the
-        weight, because backward has the weight anyway. Saving a scale takes 4 bytes.
+        The scales with which backward quantizes weights, as values to save: each takes 4 bytes. The partitioner would
+        recompute them in a pass over the weight, because backward has the weight anyway.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
         dependents = partition.with_dependents([node])
@@ -76,7 +76,7 @@ class _Lowered(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in VIEWS and len(args[1]) < len(args[0].get_size()) and not operators.is_on_gpu(args[0]):
             # Keep loops over blocks. In a loop over rows, the index of a block's scale is a quotient. Inductor's C++
-            # then splits the loop, which fails an assertion if it has fused loops of different order (try_loop_split).
+            # then splits the loop, which fails an assertion if loops of different order were fused (try_loop_split).
             args[0].realize()
         return lowerings.get(target, target)(*args, **kwargs)
 
@@ -127,14 +127,14 @@ _by_kernel = {
     name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
     for name in ("quantize", "quantize_by", "requantize", "scaled_mm", "scaled_mm_tiled")
 }
-# Scales in the tensor cores' layout, by compilation and FX node. Both GEMMs that read a matrix read its scales.
+# Scales in the tensor cores' layout, by compilation and FX node. The two GEMMs that read a matrix share its scales.
 _tiles: WeakKeyDictionary[Any, dict[Node, Box]] = WeakKeyDictionary()
 
 
 def _halves(box: Box) -> tuple[Box, Box] | None:
     """Return the two tensors that a matrix concatenates along its rows, such as packed gradients of gate and up.
 
-    Return None for other matrices. To read them as one matrix, another kernel would first have to write it to memory.
+    Return None for other matrices. To read both as one matrix, another kernel would first have to write it to memory.
     """
     from torch._inductor import ir
 
@@ -178,7 +178,7 @@ def _requantize(values: Box, scales: Box) -> Any:
 
 
 def _tiled(scales: Box, node: Node) -> Box:
-    """Return scales in the tensor cores' layout. The kernel that quantizes computes them, and writes no float32."""
+    """Return scales in the tensor cores' layout. The quantizing kernel writes them, without a copy in float32."""
     from torch._inductor.virtualized import V
 
     known = _tiles.setdefault(V.graph, {})
@@ -224,9 +224,9 @@ TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # calls
 
 
 def merged(graphs: Graphs) -> Graphs:
-    """Merge quantizations of the same tensor into one pass over it. Return the same graphs if none has float8 GEMMs.
+    """Merge quantizations of the same tensor into one pass. Return the same graphs if backward has no float8 GEMM.
 
-    Backward does not round a tensor twice. On GPUs, quantizations along rows and along columns become one call. On
+    Also let backward round no tensor twice. On GPUs, quantizations along rows and along columns become one call. On
     CPUs, Inductor's code for the separate calls is as fast.
     """
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
@@ -248,10 +248,10 @@ def merged(graphs: Graphs) -> Graphs:
 
 
 def _round_once(graph: Graph) -> None:
-    """Quantize a tensor that a graph recomputes, instead of its quantized copy.
+    """If a graph recomputes a tensor, quantize this tensor instead of its quantized copy.
 
     A linear layer's quantized input is saved, or recomputed from the exact input. If it is recomputed, quantizing the
-    exact input for the other shape of blocks gives the same numbers as quantizing the copy, except the smallest ones.
+    exact input for the other shape of blocks gives the numbers of quantizing the copy, except for the smallest numbers.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
         values, scales = _fake_args(node.args)
@@ -322,7 +322,7 @@ def _merge(graph: Graph, node: Node) -> None:
     """Merge a matrix's two quantizations in one pass.
 
     For blocks of 32, Inductor's own quantization along rows also writes scales in the GEMMs' layout. It stays, unless
-    the columns are summed as well: Inductor would then quantize in a separate kernel.
+    the columns are also summed. Inductor would then quantize in a separate kernel.
     """
     if not isinstance(node.meta["val"], torch.Tensor) or node.meta["val"].ndim != 2:
         return
@@ -339,7 +339,7 @@ def _merge(graph: Graph, node: Node) -> None:
 
 
 def _matrices(node: Node) -> tuple[list[Node], bool]:
-    """Return the views of a tensor as a matrix of its rows, and True if all its readers read these matrices."""
+    """Return a tensor's views as a matrix of its rows, and True if the tensor has no other readers."""
     matrices, has_other_readers = ([node], False) if node.meta["val"].ndim == 2 else ([], False)
     for user in node.users:
         columns = node.meta["val"].shape[-1]

@@ -1,6 +1,6 @@
-"""The table of torch's private names that the fusion passes and lowerings use, and warnings where one is missing.
+"""The table of torch's private names that the fusion passes and lowerings use, and warnings if a name is missing.
 
-``lowerings`` needs all of them, on every version; ``compat.py`` probes for differences between versions. If a torch
+``lowerings`` needs all names, on every version; ``compat.py`` probes for differences between versions. If a torch
 lacks a name, usually because it is newer than the tested versions, the fusion passes warn and turn themselves off. Only
 the eager operators remain. ``tests/anywhere/test_versions.py`` compares this table with the source files.
 """
@@ -13,7 +13,7 @@ import sys
 import warnings
 
 TESTED = ((2, 11), (2, 15))
-"""The first and the last torch that the whole suite has passed on."""
+"""The first and the last torch version on which the whole test suite has passed."""
 
 INTERNALS: dict[str, tuple[str, ...]] = {
     "torch._C._functorch": ("is_functorch_wrapped_tensor",),
@@ -101,7 +101,7 @@ def is_newer(version: str) -> bool:
 
 
 def tested() -> str:
-    """The tested torch versions, for messages."""
+    """Return the tested torch versions, for messages."""
     first, last = (".".join(map(str, version)) for version in TESTED)
     return f"tested with torch {first} to {last}"
 

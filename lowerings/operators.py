@@ -2,8 +2,8 @@
 
 Generated code never calls a fused operator. Its arithmetic comes from ``formulas.py``: the element function is traced
 to aten on scalars, each aten node goes through Inductor's own lowering, and the resulting ``ops`` calls form a flat
-:class:`Program`. A lowering combines this program with a loader for each argument. It therefore fuses with its
-neighbors like any pointwise node, and computes each step of the formula once, even if a value is used several times.
+:class:`Program`. A lowering combines this program with a loader for each argument. The resulting node fuses
+with its neighbors like any pointwise node, and computes each step of the formula once, even if several steps read it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Load = Callable[[Index], Value]
 aten = torch.ops.aten
 
 ROWS_PER_BLOCK_KEY = "fused_rows_of_a_block"  # key of a node's meta: rows per block of its loops (split_reductions.py)
-# For calls on a CPU with a bias gradient. SiLU, relu2 and SwiGLU, 1024², take 0.6 to 1.0 times as long as without
-# fusion; with 2 rows 0.85 to 1.3, with 8 rows 0.9 to 1.4.
+# For calls on a CPU with a bias gradient. SiLU, relu2 and SwiGLU, 1024², take 0.6 to 1.0 times the time without
+# fusion; with 2 rows 0.85 to 1.3 times, with 8 rows 0.9 to 1.4 times.
 _CPU_ROWS_PER_BLOCK = 4
 
 # ---- programs: element functions as Inductor ops -------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Program(NamedTuple):
 
     It contains only the arguments and steps that its result depends on. If a loop lists an input it does not read,
     Inductor cannot reuse that input's buffer. (One of SwiGLU's two gradients reuses the buffer of ``up``, which the
-    other one does not read.)
+    other gradient does not read.)
     """
 
     arguments: tuple[int, ...]
@@ -140,7 +140,7 @@ def _evaluate(box: Box) -> _ValueId:
     return value_id
 
 
-@functools.lru_cache(maxsize=1024)  # bounded, as users' scalars are among the keys
+@functools.lru_cache(maxsize=1024)  # bounded because users' scalars are among the keys
 def _programs(
     element: Callable[..., Any],
     present: tuple[bool | torch.dtype, ...],
@@ -152,8 +152,8 @@ def _programs(
 
     Args:
         element: an element function. It is called with a scalar or None for each tensor, and then with ``scalars``.
-        present: for each tensor, its dtype, or True for ``dtype``, or False for None.
-        scalars: the other arguments.
+        present: for each tensor its dtype. True means ``dtype``, and False means that the tensor is None.
+        scalars: the arguments of ``element`` after the tensors.
         dtype: the dtype to compute in.
         device_type: "cpu", "cuda", …
     """
@@ -182,7 +182,7 @@ def _programs(
 
 
 def _fused_multiply_adds(steps: Sequence[_Step], results: Sequence[_ValueId]) -> list[_Step]:
-    """Compute a·b + c of floats in one instruction. Inductor's flags forbid the C++ compiler to combine them."""
+    """Replace a·b + c of floats by one ``fma``. Inductor's flags forbid the C++ compiler to combine both operations."""
     uses = Counter([*results, *(value_id for step in steps for value_id in step.read())])
     products = {step.value_id: step.args for step in steps if step.name == "mul" and uses[step.value_id] == 1}
 
@@ -228,7 +228,7 @@ class _Elementwise:
     def node(
         self, element: Callable[..., Any], *scalars: Any, dtype: torch.dtype | None = None, result: int = 0
     ) -> Box:
-        """Return a Pointwise for result number ``result``, rounded to ``dtype``; by default in the computing dtype."""
+        """Return a Pointwise for result number ``result``, in ``dtype``, by default the dtype it computes in."""
         program = _programs(element, self.present, scalars, self.dtype, self.device.type)[result]
         target = dtype or self.dtype
 
@@ -247,7 +247,7 @@ def _widening_load(box: Box, to_index: Callable[[Index], Index], dtype: torch.dt
 
 
 def is_on_gpu(box: Box) -> bool:
-    """True if a box is not on the CPU."""
+    """Return True if a box is not on the CPU."""
     return bool(box.get_device().type != "cpu")
 
 
@@ -285,8 +285,8 @@ def pack(gate: Box, up: Box, layout: str) -> Box:
 def _before_sums(requested: Sequence[bool], *boxes: Box | None) -> None:
     """Realize results before the sums over them, if any sum is requested.
 
-    A sum's cast to its dtype ends the loop over the summed values. Later results would read everything again in their
-    own loop (SiLU with a bias gradient: 748 instructions in the kernel's text, 462 in one loop).
+    A sum's cast to its dtype ends the loop over the summed values. Later results would need their own loop, which
+    reads all inputs again (SiLU with a bias gradient: 748 instructions in the kernel's text, 462 with one loop).
     """
     for box in boxes:
         if any(requested) and box is not None:
@@ -389,7 +389,7 @@ def _loads(
 
 
 def over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
-    """Wrap a lowering to split the rows of arguments and results in blocks if its node has ``ROWS_PER_BLOCK_KEY``.
+    """Wrap a lowering to split the rows of arguments and results into blocks if its node has ``ROWS_PER_BLOCK_KEY``.
 
     ``arguments`` and ``results`` are the kinds of the tensors.
     """
@@ -416,7 +416,7 @@ def over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results:
 
 
 def _over_few_rows(op: PointwiseOperator, data: int, in_blocks: Callable[..., Any]) -> Callable[..., Any]:
-    """On a CPU, split the rows in small blocks if a backward call on the same data computes a bias gradient."""
+    """On a CPU, split the rows into small blocks if a backward call on the same data computes a bias gradient."""
 
     def run(first: Box, *args: Any) -> Any:
         node, bias = cast(Any, (V.graph.current_node, op.bias_index))
@@ -464,7 +464,7 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
         if sums_on_cpu and not row_by_row:
             realized = unrounded(0)
             for box in realized:
-                box.realize()  # sums over rows have their own loop, which would recompute it
+                box.realize()  # sums over rows have their own loop, which would recompute the box
         d_tensors: list[Box | None] = [None] * len(tensors)
         for i, t in enumerate(tensors[: op.num_data]):
             if mask[i]:

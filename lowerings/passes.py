@@ -231,7 +231,7 @@ class PreGradPass(Pass, CustomGraphPass):
 
 _decision_hashes: WeakKeyDictionary[TracingContext, str] = (
     WeakKeyDictionary()
-)  # a key is a compilation of forward and backward
+)  # by compilation of a forward and its backward
 
 
 def _decision_hash() -> str:
@@ -265,7 +265,7 @@ class Partitioner(Pass, CustomPartitionerFn):
         policy = self.policy_to_run()
         if policy is None:
             return partition.upstream(gm, joint_inputs, **kwargs)
-        has_precedence = not partition.budgeted(gm.graph)  # otherwise the user's budget has
+        has_precedence = not partition.budgeted(gm.graph)  # otherwise the user's budget has precedence
         free = policy.memory != "off" and has_precedence
         applies_levels = free and (policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes)))
         applies_levels = applies_levels or (has_precedence and policy.attention != "off")
@@ -427,7 +427,7 @@ def reject_caching_precompile() -> None:
     """Reject ``caching_precompile``: its cache ignores the policy.
 
     Raises:
-        RuntimeError: Dynamo saves compiled code by the function's source only.
+        RuntimeError: it is set, so that Dynamo saves compiled code by the function's source only.
     """
     if compat.saves_by_source():
         raise RuntimeError(
@@ -492,8 +492,8 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
 
     Args:
         policy: the fusion policy, by default ``FusionPolicy()``.
-        options: your own Inductor options, which stay. Passes in them run before the fusion passes. If a slot is not
-            among them, the passes in Inductor's config run before.
+        options: your own Inductor options, which stay. Passes in them run before the fusion passes. If they do
+            not set a slot, the passes in Inductor's config run before the fusion pass.
     """
     if not isinstance(options, (dict, type(None))):
         raise TypeError(f"options={options!r} is not accepted: it must be a dict of Inductor options, or None")

@@ -1,4 +1,4 @@
-"""A training step's forward and backward graph and the tensors saved between them, edited and checked together.
+"""Edit and check a training step's forward and backward graph, together with the tensors saved between them.
 
 Each value of forward is paired once with the node that has this value in backward. Saved values are paired by position,
 as the runtime passes them. Recomputed values are paired if backward's call is the same function of paired values. Later
@@ -71,7 +71,7 @@ class SavedTensors:
         substitutes: backward's nodes that edits have put in place of saved values.
         rounded: the substitutes that hold a rounded value.
         incoming: backward's inputs that are not saved: mainly gradients.
-        gradients: the nodes that depend on ``incoming``. All others are values of forward, recomputed.
+        gradients: the nodes that depend on ``incoming``. All other nodes are values of forward, saved or recomputed.
     """
 
     def __init__(self, forward: Graph, backward: Graph, outputs: int, static_inputs: Sequence[int] = ()) -> None:
@@ -159,7 +159,7 @@ class SavedTensors:
         with self.backward.inserting_before(placeholder):
             for node in new:
                 self.in_backward[node] = self.backward.placeholder(node.name)
-                # The generated function's parameter is named by the target, which must be unique as well.
+                # The generated function names its parameter by the target, so the target must be unique as well.
                 self.in_backward[node].target = self.in_backward[node].name
                 self.in_backward[node].meta.update(node.meta)
         return [self.in_backward[node] for node in new]

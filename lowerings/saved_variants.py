@@ -1,4 +1,4 @@
-"""The tensors that a joint graph saves for backward under a policy: their readers, and the settings that remove them.
+"""List the tensors that a policy saves for backward, their readers, and the settings that avoid saving them.
 
 The partitioner runs once for each setting, on copies of one joint graph. The copies' nodes have the same names. A
 setting removes a saved tensor if the tensor is missing from the setting's list.
@@ -29,11 +29,11 @@ class Partitioned(BaseException):
 
 
 class Variants(Partitioner):
-    """Partition a joint graph under a policy and under each setting that saves less, then raise ``Partitioned``.
+    """Partition a joint graph under a policy and under each setting that saves fewer bytes, then raise ``Partitioned``.
 
     Attributes:
-        rows: the tensors that the policy saves, a row for each.
-        totals: the bytes that each setting saves; "" is the policy itself.
+        rows: a row for each tensor that the policy saves for backward.
+        totals: the bytes saved for backward under each setting; the key "" is the policy itself.
     """
 
     def __init__(self, policy: FusionPolicy) -> None:
@@ -94,7 +94,7 @@ class AttentionSites(Partitioner):
 
 
 def _settings(policy: FusionPolicy) -> Iterator[tuple[str, FusionPolicy]]:
-    """Yield the policy itself as "", and policies that save less, named by the fields in which they differ."""
+    """Yield the policy itself as "", then policies that save fewer bytes, named by the fields that differ."""
     policy = replace(policy, strict=False)
     yield "", policy
     memory = policy.memory.partition(":")[0] if isinstance(policy.memory, str) else "off"
@@ -150,7 +150,7 @@ def _kind(pair: SavedTensors, node: Node, reader: Node) -> str:
 
 
 def _is_weight(node: Node) -> bool:
-    """True if a linear layer of forward reads a tensor as its weight, through views."""
+    """Return True if a linear layer of forward reads a tensor as its weight, through views."""
     return any(
         _is_weight(user) if user.target in SAME_ELEMENTS else memory_levels.operand_role(user, node) == "weight"
         for user in node.users

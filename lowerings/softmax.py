@@ -1,12 +1,11 @@
 """``fused::scaled_masked_softmax`` → Inductor IR: two reductions over a row, and pointwise nodes around them.
 
 The reductions inline the loaders of scores, masks and weights, so operators before (a bias, a cast) and after (a
-dropout, a cast) run in the same kernel. Causality and the window are index expressions: they read no memory, and a GPU
-does not load hidden scores either.
+dropout, a cast) run in the same kernel. Causality and the window are index expressions: they read no memory. A GPU does
+not load hidden scores either.
 
-The row's maximum is computed first, then the sum. Inductor's reduction for both (``prepare_softmax_online``) reads a
-long row once less, from the cache, for twice the instructions (rows of 4096 on sm_90: 61 an element instead of 26). It
-also needs scores that are already scaled and rounded.
+The row's maximum is computed first, then the sum. Inductor's reduction for both (``prepare_softmax_online``) saves one
+read of a long row, from the cache, but takes twice the instructions (rows of 4096 on sm_90: 61 per element instead of 26). It also needs scores that are already scaled and rounded.
 
 The formulas for a row (its factor, its sink) are traced from ``formulas.py``. The formula for an element is one line in
 this file: on a GPU its exponential has base 2, like the hardware's instruction.
@@ -25,7 +24,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops.families.softmax import formulas
-from torch_fused_ops.lowerings import operators  # whole: it may be half way through its own import
+from torch_fused_ops.lowerings import operators  # the module: its own import may not have ended yet
 
 if TYPE_CHECKING:
     from torch_fused_ops.lowerings.operators import Box, Index, Load, Value
@@ -42,7 +41,7 @@ def _node(like: Box, dtype: torch.dtype, ranges: Sequence[Any], inner: Callable[
 
 
 def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: int, group: int = 1) -> Load | None:
-    """Return a function of the index that is true if a query sees a key of the group; None if it sees all keys."""
+    """Return a function of the index that is true if a query sees a key of the group; None if queries see all keys."""
     left, right = formulas.window_edges(causal, window_left, window_right)
     if left is None and right is None:
         return None
@@ -66,7 +65,7 @@ def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: i
 
 
 # Loads are masked in groups of this size, because loads that are masked for single elements are not vectorized
-# (bfloat16, causal, backward, rows of 2048 on sm_90: 31.5 instructions an element for single keys, 23.2 for groups).
+# (bfloat16, causal, backward, rows of 2048 on sm_90: 31.5 instructions per element for single keys, 23.2 for groups).
 _GROUP = 8
 
 
@@ -99,7 +98,7 @@ def _softmax(
     shape = input.get_size()
     if V.graph.sizevars.statically_known_equals(shape[-1], 0):
         return lowerings[aten.clone.default](input)
-    input.mark_reuse(2)  # it is read twice: an expensive input should be computed once
+    input.mark_reuse(2)  # read twice: Inductor should compute an expensive input only once
     double = torch.float64 in (input.get_dtype(), None if sink is None else sink.get_dtype())
     dtype = torch.float64 if double else torch.float32
     on_gpu = operators.is_on_gpu(input)
@@ -135,7 +134,7 @@ def _softmax(
 
     weights = _node(input, dtype, shape, weight)
     if not on_gpu:
-        weights.realize()  # a row stays in the cache, which is cheaper on a CPU than computing exponentials twice
+        weights.realize()  # on a CPU, reading a row from the cache is cheaper than a second exponential
     weight_of = weights.make_loader()
     total = lowerings[aten.sum.dim_IntList](weights, [len(shape) - 1], True)
     if sink is not None:

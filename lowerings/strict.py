@@ -1,8 +1,8 @@
-"""Judge a whole model: nothing in it is fused, or a pattern of the policy matches none of its sites.
+"""Find whole models in which nothing is fused, or in which a pattern of the policy matches no site.
 
-Such a model is an error under ``strict``, otherwise one warning. A single graph cannot tell: a model with graph breaks
-is captured in pieces, and the piece with its attention has linear layers and no site. So all graphs that one call of a
-compiled function captures are judged together: at once if the function is captured whole, otherwise when its first call
+Such a model is an error under ``strict``, otherwise one warning. A single graph is not enough: graph breaks cut a model
+into pieces, and the piece with the attention has linear layers but no site. So all graphs that one call of a compiled
+function captures are judged together: immediately if the function is captured whole, otherwise when its first call
 ends.
 """
 
@@ -37,10 +37,10 @@ def check(
     """Record the sites of a graph, and judge the model if this is its last graph.
 
     Args:
-        graph: the graph after the pre-grad pass. The body of a higher-order operator comes before its caller.
+        graph: the graph after the pre-grad pass. Bodies of higher-order operators are passed before their caller.
         sites: the sites of this graph.
         policy: the policy of the pre-grad pass.
-        modules: the paths of the modules that the graph was captured in, before it was edited.
+        modules: the paths of the modules that contain the graph's nodes, listed before the pass edited the graph.
         explicit: True if this compilation requests fusion, as ``backend="fused"`` does; False if the process does.
 
     Raises:
@@ -67,13 +67,13 @@ def check(
 
 
 def _judged() -> weakref.WeakSet[Any]:
-    """The compiled functions whose first call was judged since ``torch._dynamo.reset()``, which clears contexts."""
+    """Return the compiled functions whose first call was judged since the last reset, which clears contexts."""
     context: dict[str, weakref.WeakSet[Any]] = code_context.get_context(_judged.__code__)
     return context.setdefault("torch_fused_ops", weakref.WeakSet())
 
 
 def _is_first(code: CodeType | None, policy: FusionPolicy) -> bool:
-    """Record that code is compiled for a policy; return True if it was not since the last reset."""
+    """Record that code is compiled for a policy; return True the first time since the last reset."""
     if code is None or fusion_events.is_unobserved():
         return True
     policies: set[FusionPolicy] = code_context.get_context(code).setdefault("torch_fused_ops", set())
@@ -85,8 +85,8 @@ def _is_first(code: CodeType | None, policy: FusionPolicy) -> bool:
 class _Model:
     """The graphs that one call of a compiled function captures. Torch calls the object when that call ends.
 
-    A later call of the function recompiles some of its parts, and a function that shares code with it compiles only
-    other parts. The sites in such parts say nothing about the remaining model.
+    A later call of the function recompiles only some of its parts, and a function that shares code with it compiles
+    only the remaining parts. The sites in such parts say nothing about the whole model.
     """
 
     def __init__(self, policy: FusionPolicy, explicit: bool, function: Any, graph: Graph) -> None:
@@ -95,7 +95,7 @@ class _Model:
         self.title = title_of(graph) or "a compiled function"
         self.sites: list[Site] = []
         self.unread: tuple[Site, ...] = ()
-        self.modules: set[str] = set()  # inside the sites' modules
+        self.modules: set[str] = set()  # paths inside the sites' modules
         self.all_modules: set[str] = set()
         self.has_ours, self.linears, self.graphs, self.is_new = False, 0, 0, False
         self.raised = sys.exc_info()[1]
@@ -111,7 +111,7 @@ class _Model:
             from torch_fused_ops.lowerings import recognize
             from torch_fused_ops.lowerings.recognize.graph import function_bodies
 
-            # An autograd function is at most one linear layer. Its bodies, which came before, have several GEMMs.
+            # An autograd function counts as at most one linear layer. Its bodies, counted before, have several GEMMs.
             bodies = [body.graph for node in graph.nodes for body in function_bodies(node)]
             self.linears = max(0, self.linears - sum(map(_linears, bodies))) + _linears(graph)
             self.unread += recognize.unread(graph) if self.policy.strict else ()
@@ -158,7 +158,7 @@ class _Model:
 
 
 def _linears(graph: Graph) -> int:
-    """The number of GEMMs with weights in a graph, except convolutions."""
+    """Return the number of GEMMs with weights in a graph, except convolutions."""
     from torch_fused_ops.lowerings.recognize.graph import CONVOLUTIONS, GraphAnalysis
 
     analysis = GraphAnalysis(graph, {})
@@ -166,7 +166,7 @@ def _linears(graph: Graph) -> int:
 
 
 def _has_ours(graph: Graph) -> bool:
-    """True if a graph, or one that it calls, has an activation's operator already, as in a model of FusedMLPs."""
+    """Return True if a graph, or a graph that it calls, has a fused activation, as in a model of FusedMLPs."""
     root = graph.owning_module
     graphs = [graph, *(m.graph for m in root.modules() if isinstance(m, GraphModule))] if root else [graph]
     return any(name_of(node.target) in CALLS for each in graphs for node in each.nodes if node.op == "call_function")

@@ -25,19 +25,19 @@ def check_model(model: Any) -> Callable[..., Any]:
 
 
 def name_of(model: Callable[..., Any]) -> str:
-    """The class of a module, or the name of a function; "" if it has none."""
+    """Return the name of a module's class, or of a function; "" if it has none."""
     return getattr(type(model) if isinstance(model, torch.nn.Module) else model, "__name__", "")
 
 
 def captured_graphs() -> int:
-    """The number of graphs that Dynamo captured in this process, or since its counters were last reset."""
+    """Return the number of graphs that Dynamo captured in this process, or since its counters were last reset."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils.counters["stats"]["unique_graphs"] if utils else 0
 
 
 @contextmanager
 def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Extend the TypeError of a model that was called with one tuple: arguments are not packed in a tuple."""
+    """If a model that was called with one tuple raises a TypeError, add how its arguments are passed."""
     try:
         yield
     except TypeError as error:
@@ -49,12 +49,12 @@ def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
 
 
 def call_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a model; compiled in the model's place. Its frame is on every captured stack and is not user code."""
+    """Call a model. ``run_captured`` compiles this function, so its frame is in every captured stack."""
     return model(*args, **kwargs)
 
 
 def throwaway(fn: Any) -> Callable[..., Any]:
-    """Copy fn with a new code object. Dynamo's limit of eight captures counts per code object: without a copy, captures
+    """Copy fn with a new code object. Dynamo limits the captures per code object to eight. Without a copy, captures
     here would count against the user's compilations."""
     return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
 
@@ -62,14 +62,14 @@ def throwaway(fn: Any) -> Callable[..., Any]:
 def run_captured(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any, **options: Any
 ) -> Any:
-    """Run a model once under ``torch.compile(backend=…)``, without lasting effects; a compiled model uncompiled.
+    """Run a model once under ``torch.compile(backend=…)`` without lasting effects. A compiled model is unwrapped first.
 
     Args:
         model: a module or a function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        backend: takes the graphs that Dynamo captures.
-        **options: of ``torch.compile``.
+        backend: called with each graph that Dynamo captures.
+        **options: further arguments of ``torch.compile``.
 
     Returns:
         The model's result.
@@ -86,7 +86,7 @@ def run_captured(
 
 @contextmanager
 def _meta_indices() -> Iterator[None]:
-    """Accept the real meta tensor that torch creates for a list index, ``x[[0, 2]]``, beside fake meta tensors."""
+    """Allow calls that mix fake tensors and the real meta tensor that torch creates for a list index, ``x[[0, 2]]``."""
     from torch._subclasses.fake_tensor import fake_tensor_tls
 
     before = fake_tensor_tls.allow_non_fake_inputs_override
@@ -101,8 +101,8 @@ def _meta_indices() -> Iterator[None]:
 def unchanged(model: Callable[..., Any]) -> Iterator[None]:
     """Restore the state that a run changes: buffers (batch statistics, caches), random generators, Dynamo's records.
 
-    Otherwise the sizes of this run would make a later compilation with other sizes dynamic, and its graphs would count
-    as graphs of the user.
+    Otherwise the sizes of this run would make a later compilation with other sizes dynamic. Dynamo would also count the
+    graphs of this run as graphs of the user.
     """
     from torch._dynamo import pgo
     from torch._dynamo.utils import counters
@@ -127,10 +127,10 @@ def unchanged(model: Callable[..., Any]) -> Iterator[None]:
 
 
 def title_of(graph: Graph) -> str:
-    """The class of the model that is being compiled; "" if it is not known.
+    """Return the class name of the model that is being compiled; "" if it is not known.
 
-    The model is the module from ``torch.compile`` that is being called. For a compiled function it is the outermost
-    module, if the function calls nothing else.
+    The model is the compiled module that is being called. For a compiled function, it is the outermost module of the
+    first node inside a module, if the function reads that module from a variable or from an attribute of a variable.
     """
     from torch._dynamo.eval_frame import OptimizedModule
 

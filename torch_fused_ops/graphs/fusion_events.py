@@ -25,13 +25,13 @@ class Observer(Protocol):
     """Callbacks of the pre-grad pass, in the thread that compiles."""
 
     def before(self, graph: Graph, policy: FusionPolicy) -> None:
-        """The fusion pass is about to run on a graph."""
+        """Called before the fusion pass runs on a graph."""
 
     def tell(self, graph: Graph, sites: Sequence[Site]) -> None:
-        """The fusion pass has run on a graph and found these sites."""
+        """Called with the sites that the fusion pass has found in a graph."""
 
     def failed(self, reason: str) -> None:
-        """The fusion pass has failed on a graph and left it unchanged."""
+        """Called if the fusion pass has failed on a graph and left it unchanged."""
 
 
 process_wide: list[Observer] = []  # called in every thread, except inside ``unobserved``
@@ -51,7 +51,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Mark compilations inside the block as internal: only observers that are added inside are called."""
+    """Mark compilations inside the block as internal: only observers that are added inside the block are called."""
     tokens = _observers.set(()), _unobserved.set(True)
     try:
         yield
@@ -61,12 +61,12 @@ def unobserved() -> Iterator[None]:
 
 
 def is_unobserved() -> bool:
-    """True inside ``unobserved``."""
+    """Return True inside ``unobserved``."""
     return _unobserved.get()
 
 
 def before(graph: Graph, policy: FusionPolicy) -> None:
-    """The fusion pass is about to run on a graph. Never raises."""
+    """Tell the observers that the fusion pass is about to run on a graph. Never raises."""
     for observer in _observers.get():
         try:
             observer.before(graph, policy)
@@ -75,13 +75,13 @@ def before(graph: Graph, policy: FusionPolicy) -> None:
 
 
 def tell(graph: Graph, sites: Sequence[Site]) -> None:
-    """The fusion pass has run on a graph and found these sites."""
+    """Tell the observers which sites the fusion pass has found in a graph."""
     for observer in _observers.get():
         observer.tell(graph, sites)
 
 
 def failed(reason: str) -> None:
-    """The fusion pass has failed on a graph and left it unchanged."""
+    """Tell the observers that the fusion pass has failed on a graph and left it unchanged."""
     for observer in _observers.get():
         observer.failed(reason)
     trace("failure", lambda: {"reason": reason})

@@ -1,7 +1,7 @@
-"""GEMMs known by name, since a graph does not show them: GEMMs of other libraries, and GEMMs that users register.
+"""Register GEMMs that a graph does not show: GEMMs of other libraries, and GEMMs of users.
 
-The fusion pass looks for activations between GEMMs. It recognizes PyTorch's own, and a ``torch.autograd.Function`` that
-calls one. Custom operators, kernels, and functions that Dynamo does not trace (``allow_in_graph``) are GEMMs if
+The fusion pass looks for activations between GEMMs. It recognizes PyTorch's GEMMs, and each ``torch.autograd.Function``
+that calls a GEMM. Custom operators, kernels, and functions that Dynamo does not trace (``allow_in_graph``) are GEMMs if
 they are registered here.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Optional libraries': operators by their qualified names, functions by module and name.
+# GEMMs of optional libraries: operators by qualified name, functions by module and name.
 _OPERATORS = {"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"}
 _FUNCTIONS = {
     ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
@@ -22,7 +22,7 @@ _FUNCTIONS = {
     ("bitsandbytes.autograd._functions", "MatMul8bitFp"),
     ("bitsandbytes.autograd._functions", "MatMul8bitLt"),
 }
-_registered: dict[str, Any] = {}  # each operator or Function's class by the name that ``name_of`` returns
+_registered: dict[str, Any] = {}  # operators and Functions by the name that ``name_of`` returns
 _on_change: list[Callable[[], None]] = []
 
 
@@ -35,11 +35,11 @@ def register_gemm(fn: Any) -> None:
 
         tfo.register_gemm(Linear4Bit)
 
-    An activation between two such GEMMs, or between one and a linear layer, is then fused, and the memory level applies
-    to it. You promise that
+    An activation between two such GEMMs, or between such a GEMM and a linear layer, is then fused, and the memory level
+    applies to it. You promise that
 
-    * the result is linear in the one tensor that the model computes, the input, along that tensor's last axis: the
-      others are weights, biases and scales;
+    * the result is linear in the input, the one tensor that the model computes, along its last axis; the other tensors
+      are weights, biases and scales;
     * it reads its tensors and writes none of them, forward and backward;
     * a second call with the same tensors has the same result.
 
@@ -52,7 +52,7 @@ def register_gemm(fn: Any) -> None:
             or the result of ``torch.library.custom_op``. Registering it again has no effect.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: ``fn`` is anything else.
     """
     name = name_of(fn)
     if name is None:
@@ -66,8 +66,8 @@ def register_gemm(fn: Any) -> None:
 
 
 def name_of(fn: Any) -> str | None:
-    """The name of an operator or a Function's class; None for anything else."""
-    fn = getattr(fn, "_opoverload", fn)  # torch.library.custom_op's
+    """Return the name of an operator or of a Function's class; None for anything else."""
+    fn = getattr(fn, "_opoverload", fn)  # the operator in torch.library.custom_op's result
     if isinstance(fn, torch._ops.OpOverload):
         return str(fn._schema.name)
     if isinstance(fn, torch._ops.OpOverloadPacket):
@@ -78,7 +78,7 @@ def name_of(fn: Any) -> str | None:
 
 
 def is_known(fn: Any) -> bool:
-    """True if an operator, or a Function's class, is a registered GEMM."""
+    """Return True if an operator, or a Function's class, is a registered GEMM."""
     if isinstance(fn, type):
         return any(fn is function for function in _functions())
     name = name_of(fn)
@@ -95,7 +95,7 @@ def _functions() -> Iterator[type[torch.autograd.Function]]:
 
 
 def function_at(frames: Iterable[tuple[str, int]]) -> bool:
-    """True if the forward of a registered Function contains one of the (file, line) pairs.
+    """Return True if the forward of a registered Function contains one of the (file, line) pairs.
 
     Dynamo's graph does not name a traced Function, but has the source lines of its calls.
     """
@@ -109,6 +109,6 @@ def function_at(frames: Iterable[tuple[str, int]]) -> bool:
 
 
 def registered_hash() -> str:
-    """A hash of the users' registrations, for compile keys; "" without registrations."""
+    """Return a hash of the users' registrations, for compile keys; "" without registrations."""
     names = "\n".join(sorted(_registered))
     return hashlib.sha256(names.encode()).hexdigest()[:16] if names else ""

@@ -1,4 +1,4 @@
-"""Sites and saved tensors as text: the rows that reports print and that ``strict`` raises."""
+"""Format sites and saved tensors as text, for reports and for the errors of ``strict``."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class Group:
-    """Sites that differ only in numbers of layers, in graph order."""
+    """Sites that differ only in their layer's number, in graph order."""
 
     sites: tuple[Site, ...]
 
     @property
     def where(self) -> str:
-        """The place of all: "file.py:line"."""
+        """Return the place that all sites share: "file.py:line"."""
         return self.sites[0].source.partition(" in ")[0]
 
     @cached_property
     def modules(self) -> str:
-        """Their modules in one: "layers.0…31.mlp"."""
+        """Return the modules of all sites as one path: "layers.0…31.mlp"."""
         return joined_paths(site.source.partition(" in ")[2] for site in self.sites)
 
     @property
     def source(self) -> str:
-        """``where`` and ``modules`` as a Site's source, with the number of sites if there are several."""
+        """Return ``where`` and ``modules`` like a Site's source, with the number of sites if there are several."""
         source = f"{self.where} in {self.modules}" if self.modules else self.where
         return f"{source} ×{len(self.sites)}" if len(self.sites) > 1 else source
 
 
 def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
-    """Group sites that differ only in numbers of layers, in the order of each group's first site."""
+    """Group sites that differ only in their layer's number, in the order of each group's first site."""
     groups: dict[tuple[object, ...], list[Site]] = {}
     for site in sites:
         where, _, path = site.source.partition(" in ")
@@ -49,19 +49,19 @@ def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
 
 
 def read_by(site: Site) -> str:
-    """The functions that read the value, without repeats: "linear ×2"."""
+    """Return the functions that read the value, without repeats: "linear ×2"."""
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
 
 
 def explained(*parts: str | Kind) -> Iterator[str]:
-    """Yield indented lines for reasons and for kinds' hints."""
+    """Yield indented lines for these texts, and for the advice of these kinds."""
     for part in parts:
         line = part if isinstance(part, str) else f"→ {part.advice}"
         yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def unread_lines(groups: Sequence[Group]) -> list[str]:
-    """Lines on the activations that are not sites: their places and hints."""
+    """Return lines on the activations that are not sites: their places and hints."""
     lines: list[str] = []
     for text, group in unread_text(groups):
         lines += [f"{text} ({group.source})", *explained(*group.sites[0].refusals)]
@@ -69,14 +69,14 @@ def unread_lines(groups: Sequence[Group]) -> list[str]:
 
 
 def unread_text(groups: Sequence[Group]) -> list[tuple[str, Group]]:
-    """Texts on the activations that are not sites: "gelu is not a site: no GEMM reads it, but layer_norm"."""
+    """Return texts on activations that are not sites: "gelu is not a site: no GEMM reads it, but layer_norm"."""
     return [
         (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is not a site: {bare_reason(g.sites[0])}", g) for g in groups
     ]
 
 
 def reason_text(site: Site) -> str:
-    """The reason as shown: without the part that the hint repeats, and never beginning like a list's item (a minus)."""
+    """Return the reason for reports: without the part that a hint repeats, and not beginning with a bullet."""
     reason = site.reason.removesuffix(CAN_BE_ADDED)
     reason = f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
     if site.gemm:
@@ -92,17 +92,17 @@ def reason_text(site: Site) -> str:
 
 
 def bare_reason(site: Site) -> str:
-    """The reason as shown under a heading that says that it is not an MLP."""
+    """Return the reason for places under a heading that already says "not an MLP"."""
     return reason_text(site).removeprefix(NOT_AN_MLP)
 
 
 def listed(sites: Iterable[Site]) -> str:
-    """The table of these sites, as a report has it."""
+    """Return the table of these sites that a report prints."""
     return sites_table(grouped(sites))
 
 
 def sites_table(groups: Sequence[Group]) -> str:
-    """A row for each group: its operator, place and reason."""
+    """Return a table with a row for each group: its operator, place and reason."""
     header = ("operator", "activation", "source", "read by", "reason")
     rows = [header]
     for group in groups:
@@ -129,12 +129,12 @@ class SavedRow:
 
     Attributes:
         module: the module that computes them, "layers.0…31.mlp.up"; "(inputs)" for the graph's arguments.
-        shape: the sizes of each.
+        shape: the shape of each tensor.
         dtype: the element type, "bfloat16".
-        nbytes: the bytes of all.
-        read_by: backward's readers, through views and recomputed calls: the kind, and the module.
-        removed_by: the settings under which they are not saved, each alone.
-        refused: settings that do not apply to them, each with the reason; "fusion" for an MLP that is not fused.
+        nbytes: the bytes of all tensors together.
+        read_by: (kind, module) of each reader in backward, through views and recomputed calls.
+        removed_by: the settings each of which alone avoids saving them.
+        refused: (setting, reason) for settings that do not apply to them; "fusion" for an MLP that is not fused.
         count: the number of tensors.
     """
 
@@ -149,7 +149,7 @@ class SavedRow:
 
     @property
     def advice(self) -> str:
-        """The settings that remove them; else the reason why they stay."""
+        """Return the settings that avoid saving the tensors; otherwise the reason why they stay saved."""
         levels = [s for s in self.removed_by if s in _LEVELS and 'memory="free"' not in self.removed_by]
         parts = [f"{s} {_LEVELS.get(s, 'recomputes it')}" for s in levels or self.removed_by[:1]]
         parts += [f"{setting} does not apply: {reason}" for setting, reason in self.refused]
@@ -159,7 +159,7 @@ class SavedRow:
 
     @property
     def text(self) -> str:
-        """The tensor and its readers, on several lines."""
+        """Return the tensor and its readers, on several lines."""
         readers: dict[str, list[str]] = {}
         for kind, module in self.read_by:
             readers.setdefault(kind, []).append(module or "the model")
@@ -183,8 +183,8 @@ class AttentionSite:
     """Attention for which a policy requests ``attention="input"``, in layers that differ only in their number.
 
     Attributes:
-        module: the innermost module with all its linear layers, "layers.0…31.attn".
-        nbytes: the bytes that are no longer saved for backward, in all layers.
+        module: the innermost module that contains all its linear layers, "layers.0…31.attn".
+        nbytes: the bytes in all layers that are no longer saved for backward.
         reason: the reason why nothing changes; "" if backward recomputes at least one tensor.
         count: the number of layers.
     """
@@ -196,12 +196,12 @@ class AttentionSite:
 
     @property
     def text(self) -> str:
-        """The module, the number of layers, and the reason."""
+        """Return the module, the number of layers, and the reason."""
         return self.module + (f" ×{self.count}" if self.count > 1 else "") + (f": {self.reason}" if self.reason else "")
 
 
 def merged_attention(sites: Iterable[AttentionSite]) -> Iterator[AttentionSite]:
-    """Merge sites that differ only in numbers of layers, in the order of each group's first site."""
+    """Merge sites that differ only in their layer's number, in the order of each group's first site."""
     groups: dict[tuple[str, bool], list[AttentionSite]] = {}
     for site in sites:  # reasons may name nodes
         groups.setdefault((without_numbers(site.module), bool(site.reason)), []).append(site)
@@ -211,7 +211,7 @@ def merged_attention(sites: Iterable[AttentionSite]) -> Iterator[AttentionSite]:
 
 
 def merged(rows: Iterable[SavedRow]) -> Iterator[SavedRow]:
-    """Merge rows that differ only in numbers of layers, in the order of each group's first row."""
+    """Merge rows that differ only in their layer's number, in the order of each group's first row."""
     groups: dict[SavedRow, list[SavedRow]] = {}
     for row in rows:
         readers = tuple((kind, without_numbers(module)) for kind, module in row.read_by)

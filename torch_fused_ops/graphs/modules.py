@@ -1,4 +1,4 @@
-"""Modules that the nodes of a captured graph come from."""
+"""Find the modules that the nodes of a captured graph come from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VARIABLE = re.compile(
     r"""(\[.*?\]|\.__(closure|self|func|wrapped|defaults|kwdefaults)__|\.cell_contents)*"""
 )
 
-# The names that wrappers give to the module that they wrap: torch.compile, checkpoint and offload wrappers, FSDP1.
+# The names of the attributes with the wrapped module: torch.compile, checkpoint and offload wrappers, FSDP1.
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 # Parts of Dynamo's paths that ``named_modules()`` of the unwrapped model does not have: lookups of a module in a class
@@ -42,18 +42,18 @@ def tensor_path(path: str) -> str:
 
 
 def module_stack(node: fx.Node) -> list[str]:
-    """The paths of the modules that a captured node is in, outermost first."""
+    """Return the paths of the modules that contain a captured node, outermost first."""
     return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Tell whether a placeholder of Dynamo's graph is a parameter or a buffer of a module."""
+    """Return True if a placeholder of Dynamo's graph is a parameter or a buffer of a module."""
     if isinstance(node.meta.get("example_value"), nn.Parameter):
         return True
     return "._buffers[" in source_name(node)
 
 
 def source_name(node: fx.Node) -> str:
-    """Dynamo's name of a placeholder's variable: ``L['self']._parameters['weight']``."""
+    """Return Dynamo's name of a placeholder's variable: ``L['self']._parameters['weight']``."""
     name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
     return str(name() if callable(name) else name)

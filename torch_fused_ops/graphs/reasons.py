@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-NOT_AN_MLP = "not an MLP: "  # prefix of the texts that no policy counts as a miss
-CAN_BE_ADDED = " (register_activation can add it)"  # suffix of a text, for places without a hint
+NOT_AN_MLP = "not an MLP: "  # prefix of the reasons that ``strict`` does not count
+CAN_BE_ADDED = " (register_activation can add it)"  # suffix of a text; reports that show the hint remove it
 
 
 class Category(Enum):
@@ -37,12 +37,12 @@ _SAME_GRAPH = "Compile the code that computes it in the same graph: the graph ca
 
 
 class Kind(Enum):
-    """The kinds of reasons; a kind's name is its code, a site's ``kind`` in JSON.
+    """The kinds of reasons. A kind's name is its code, for example in JSON as a site's ``kind``.
 
     Attributes:
-        category: its table in the docs.
+        category: the category, which has a table in the docs.
         hint: a remedy, for reports; "" if no remedy is known.
-        is_requested: the user asked for it, so ``strict`` does not count it.
+        is_requested: True if the user requested it, so that ``strict`` does not count it.
     """
 
     category: Category
@@ -182,21 +182,21 @@ class Kind(Enum):
     )
 
     def __repr__(self) -> str:
-        return str(self)  # without the value, in a site's repr
+        return str(self)  # a site's repr omits the value
 
     @property
     def row(self) -> str:
-        """The address of its row in the docs: "docs/recognition.md#near"."""
+        """Return the address of its row in the docs: "docs/recognition.md#near"."""
         return f"docs/recognition.md#{self.name.lower().replace('_', '-')}"
 
     @property
     def advice(self) -> str:
-        """The hint and the row in the docs: "If relu is intended, write F.relu. (docs/recognition.md#relu-kink)"."""
+        """Return hint and row in the docs: "If relu is intended, write F.relu. (docs/recognition.md#relu-kink)"."""
         return f"{self.hint} ({self.row})" if self.hint else self.row
 
     @property
     def is_mlp(self) -> bool:
-        """True if the rejected site is an MLP."""
+        """Return True if a site rejected for this reason is an MLP."""
         return self.category is not Category.NOT_AN_MLP
 
 
@@ -218,7 +218,7 @@ class Reason(NamedTuple):
 
 
 class Rejection(Exception):
-    """A rejected match; ``reason`` says why."""
+    """Raised to reject a match; ``reason`` says why."""
 
     def __init__(self, kind: Kind, text: str, excluded_by: str = "") -> None:
         super().__init__(kind, text, excluded_by)
@@ -229,5 +229,5 @@ class Rejection(Exception):
 
 
 def excluded(pattern: str) -> Reason:
-    """The reason for a module that a policy's ``exclude`` names."""
+    """Return the reason for a module that a policy's ``exclude`` names."""
     return Reason(Kind.EXCLUDED, f"the policy excludes {pattern!r}", pattern)

@@ -1,4 +1,4 @@
-"""The pre-grad pass' result for a place in a graph: a ``Site``."""
+"""``Site``: the result of the pre-grad pass for one place in a graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch_fused_ops.graphs.reasons import Kind, Reason
 
-DROPOUT = "dropout"  # a site's activation, where the site is a dropout
+DROPOUT = "dropout"  # the ``activation`` of a site that is a dropout
 
 
 @dataclass(frozen=True)
@@ -15,23 +15,23 @@ class Site:
 
     Attributes:
         op: the fused operator, e.g. ``"fused::glu"``; None if it is not fused.
-        activation: the name of the proved activation; ``"dropout"`` for a dropout.
+        activation: the name of the proved activation; ``"dropout"`` for a dropout; None if nothing is proved.
         source: ``"file.py:line in module.path"``.
-        reason: the proof, with the functions that were matched, or why it is not fused; for people.
+        reason: for people: the proof with the matched functions, or why it is not fused.
         users: the functions that read the value.
-        module: the path in the model of the innermost module with both activation and GEMM: the MLP.
+        module: the path of the innermost module that contains both the activation and the GEMM: the MLP.
         location: the line that calls the activation, ``"/full/path/file.py:line"``; "" if the graph does not record it.
         code: the text of that line.
         spelling: the functions between the GEMMs, as the model calls them.
-        kind: the reason's kind if it is not fused; else None.
+        kind: the kind of the reason if it is not fused; else None.
         excluded_by: the policy's pattern that excludes it; "" if it is not excluded.
-        gemm: the float8 recipe of the linear layers around it, if the policy requests one and some of them use it; else
+        gemm: the float8 recipe that the policy requests for the linear layers around it, if some of them use it; else
             "".
         gemm_reason: the layers that do not use the recipe, and why, for people; "" if all layers use it.
         gemm_kind: the kind of the first reason in ``gemm_reason``; None if all layers use the recipe.
-        tiles: the number of tiles, if the policy requests tiles; else 0.
-        tiles_reason: why it is not tiled, for people; "" if it is, or tiles are not requested.
-        tiles_kind: the kind of that reason.
+        tiles: the number of tiles: 1 if it is not tiled, 0 if the policy requests no tiles.
+        tiles_reason: why it is not tiled, for people; "" if it is tiled, or the policy requests no tiles.
+        tiles_kind: the kind of ``tiles_reason``; None if there is no such reason.
         memory: the policy's memory level, if the operator's input would be saved for backward; else "".
     """
 
@@ -55,20 +55,20 @@ class Site:
     memory: str = ""
 
     def refused(self, reason: Reason | None) -> Site:
-        """Return the site as not fused for this reason; unchanged if the reason is None, or if it is not fused."""
+        """Return the site as not fused for this reason; unchanged if the reason is None or the site is not fused."""
         if self.op is None or reason is None:
             return self
         return replace(self, op=None, reason=str(reason), kind=reason.kind, excluded_by=reason.excluded_by)
 
     @property
     def is_mlp(self) -> bool:
-        """True for an MLP's activation, fused or not. Dropouts are listed, but counted separately."""
+        """Return True for an MLP's activation, fused or not. Dropouts are listed, but counted separately."""
         return self.activation != DROPOUT and (self.kind is None or self.kind.is_mlp)
 
     @property
     def is_missed(self) -> bool:
-        """True if ``strict`` counts it, because a request of the policy is not met: fusion of an MLP, tiles, or float8
-        for at least one of its linear layers. Reasons that the policy itself causes do not count."""
+        """True if ``strict`` counts the site because it lacks a request of the policy: fusion, tiles, or float8 in at
+        least one of its linear layers. Reasons that the policy itself causes do not count."""
         if self.op is not None:
             is_untiled = self.tiles_kind is not None and not self.tiles_kind.is_requested
             return is_untiled or (self.gemm_kind is not None and not self.gemm)
@@ -76,11 +76,11 @@ class Site:
 
     @property
     def hint(self) -> str:
-        """The remedy for a site that is not fused; "" if it is fused, or no remedy is known."""
+        """Return the remedy for a site that is not fused; "" if it is fused, or no remedy is known."""
         return self.kind.hint if self.op is None and self.kind is not None else ""
 
     @property
     def refusals(self) -> tuple[Kind, ...]:
-        """The kinds of all rejections without repeats: activation, float8, tiles."""
+        """Return the kinds of all rejections, without repeats: activation, float8, tiles."""
         kinds = (self.kind, self.gemm_kind, self.tiles_kind)
         return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))

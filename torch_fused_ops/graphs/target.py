@@ -11,7 +11,7 @@ emulated: ContextVar[torch.device | None] = ContextVar("torch_fused_ops_emulated
 
 
 def target_device(device: torch.device) -> torch.device:
-    """The target device of a graph with tensors on `device`: itself, or the GPU that is emulated on it.
+    """Return the target device of a graph with tensors on `device`: `device` itself, or the GPU emulated on it.
 
     `torch.cuda.get_device_capability` and its like then describe that GPU.
     """
