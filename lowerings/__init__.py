@@ -32,7 +32,7 @@ def register() -> None:
     """
     global _registered
     me = get_ident()
-    # Importing the module ``operators`` registers lowerings. If that is the first import of Inductor, this function runs
+    # Importing the module ``operators`` registers lowerings. If that first imports Inductor, this function runs
     # while ``operators`` is partly imported. Other threads wait for the import locks, so a lock here could deadlock.
     if _registered or me in _registering:
         return

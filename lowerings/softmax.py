@@ -1,11 +1,12 @@
 """``fused::scaled_masked_softmax`` → Inductor IR: two reductions over a row, and pointwise nodes around them.
 
 The reductions inline the loaders of scores, masks and weights, so operators before (a bias, a cast) and after (a
-dropout, a cast) run in the same kernel. Causality and the window are index expressions: they read no memory. A GPU does
-not load hidden scores either.
+dropout, a cast) run in the same kernel. Causality and the window are index expressions: they read no memory. On a GPU,
+hidden scores are not loaded either.
 
 The row's maximum is computed first, then the sum. Inductor's reduction for both (``prepare_softmax_online``) saves one
-read of a long row, from the cache, but takes twice the instructions (rows of 4096 on sm_90: 61 per element instead of 26). It also needs scores that are already scaled and rounded.
+read of a long row from the cache, but takes twice the instructions (rows of 4096 on sm_90: 61 per element instead of
+26). It also needs scores that are already scaled and rounded.
 
 The formulas for a row (its factor, its sink) are traced from ``formulas.py``. The formula for an element is one line in
 this file: on a GPU its exponential has base 2, like the hardware's instruction.

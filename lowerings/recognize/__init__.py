@@ -1,12 +1,12 @@
 """Recognizer of the pre-grad pass: find MLP activations in a captured graph by their formulas, and fuse them.
 
-``rewrite`` is the algorithm. ``canonical`` brings the graph into an easier form and back, and ``graph`` reads it in one
-vocabulary. ``subgraph`` finds an activation's calls and checks that replacing them is sound. ``symbolic`` and ``prove``
+``rewrite`` is the algorithm. ``canonical`` converts the graph to an easier form and back. ``graph`` gives each function
+one name. ``subgraph`` finds an activation's calls and checks that replacing them is sound. ``symbolic`` and ``prove``
 name the activation; ``autograd_functions`` reads custom functions for them. ``rewrite.py`` edits the graph. ``gemms``
 handles the linear layers of an MLP, ``dropout`` the dropouts of their results, and ``tiles`` an MLP in tiles of tokens.
 ``per_row_scale`` moves a factor of the rows through a GEMM. ``report`` and ``unread`` describe the result for people.
 
-A proof covers more than the formula. *Derivatives*: torch's functions have different derivatives at a kink (at 0, the
+A proof is about more than the formula. *Derivatives*: torch's functions have different derivatives at a kink (at 0, the
 derivative of relu is 0, of maximum 1/2), so each kink carries its derivative if a gradient is needed. *Rounding*: a sum
 in which large terms cancel computes its own rounding error, so it is rejected. *Memory*: pre-grad graphs write in
 place. So every value must equal the formula when it is read, and until backward if the operator saves it. A call
@@ -56,7 +56,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         apply: False leaves the graph unchanged and only returns the sites.
 
     Returns:
-        Every site, fused or not, in graph order; then the MLPs that DDPOptimizer's split cuts, and which end here.
+        Every site in graph order, fused or not; then the MLPs that DDPOptimizer's split cuts and that end here.
 
     Raises:
         Exception: any failure of the recognizer. The graph is then unchanged.
@@ -75,12 +75,12 @@ _unsplit_sites: WeakKeyDictionary[GraphModule, list[tuple[Any, Site]]] = WeakKey
 
 
 def _call_of(node: Node) -> Any:
-    """The identity of a captured call, which copies of the graph share. (Copies rename nodes.)"""
+    """Return the identity of a captured call, which copies of the graph share. (Copies rename nodes.)"""
     return id(node.meta.get("example_value")), node.target
 
 
 def _sites_before_split(unsplit: GraphModule, policy: FusionPolicy) -> list[tuple[Any, Site]]:
-    """The MLPs of a graph that DDPOptimizer splits, with their calls, as if the split cut each MLP."""
+    """Return the MLPs of a graph that DDPOptimizer splits, with their calls, as if the split cut each MLP."""
     if unsplit not in _unsplit_sites:
         reason = Reason(Kind.DDP_BUCKET, "a boundary of DDP's buckets lies in the MLP, and torch.compile splits there")
         _unsplit_sites[unsplit] = [
@@ -132,7 +132,7 @@ def _edits(proved: list[tuple[Candidate, Subgraph]]) -> Iterator[Edit]:
 
 
 def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate]:
-    """Every site, with its subgraph or the reason it is not fused."""
+    """Return every site, with its subgraph or the reason it is not fused."""
     candidates: list[Candidate] = []
     by_output: dict[Node, Subgraph] = {}
     for node, users in find_sites(analysis):
@@ -214,7 +214,7 @@ def _drop_shared(candidates: list[Candidate]) -> None:
 
 
 def _called(analysis: GraphAnalysis, policy: FusionPolicy) -> Iterator[tuple[gemms.Called, gemms.Linears]]:
-    """The activations that are already operators, with the linear layers for which the policy requests float8."""
+    """Yield the activations that are already operators, with the linear layers for which the policy requests float8."""
     for call in gemms.called(analysis):
         modules = modules_of(call.node, (call.users or [call.node])[0])
         recipe = policy.gemm_of(modules)

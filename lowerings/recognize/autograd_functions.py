@@ -1,6 +1,6 @@
-"""Activations written as a ``torch.autograd.Function``: read only if the backward is proved to be the derivative.
+"""Read activations written as a ``torch.autograd.Function``, if their backward is proved to be the derivative.
 
-Bloom's GELU is an example, and so are many "memory-efficient" activations, which save less than autograd does. Dynamo
+Examples are Bloom's GELU and many "memory-efficient" activations, which save less than autograd does. Dynamo
 represents them by the higher-order operator ``autograd_function_apply(forward, backward, *args)`` with two graphs. A
 function stays if its backward is deliberately not the derivative (straight-through estimators, clipped gradients).
 """

@@ -49,13 +49,13 @@ class Dropout:
     calls: list[Node] = field(default_factory=list)
     bias: Node | None = None
     residual: Node | None = None
-    copies: bool = False  # True if it writes in place a tensor from another grad mode, whose gradient must not change
+    copies: bool = False  # True if it overwrites a tensor from another grad mode, whose gradient must not change
     left: str = ""  # why the sum that reads the dropout is not fused; "" if it is, or if there is no sum
     reason: Reason | None = None  # why the dropout is not fused; None if it is
 
 
 def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:
-    """List every site in graph order."""
+    """Return every site in graph order."""
     sites, states = [], _states(analysis)
     for node, call in analysis.calls.items():
         if tensor(node) is None or not _drops(node, call):
@@ -78,7 +78,7 @@ def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:
 
 
 def _drops(node: Node, call: Call) -> bool:
-    """True for an active dropout of any kind, also inside attention."""
+    """Return True for an active dropout of any kind, also inside attention."""
     if node.target in _ATTENTION:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
     of_tensor = call.name in DROPOUTS and bool(call.args) and isinstance(call.args[0], Node)
@@ -86,7 +86,7 @@ def _drops(node: Node, call: Call) -> bool:
 
 
 def _states(analysis: GraphAnalysis) -> Mapping[Node, int]:
-    """Each node's state as if autograd functions were inlined. Dynamo inlines them if no gradients are recorded."""
+    """Return nodes' states as if autograd functions were inlined. Dynamo inlines them if no gradients are recorded."""
     if all(node.target is not torch.ops.higher_order.autograd_function_apply for node in analysis.calls):
         return analysis.state
     graph, copied = inline_bodies(next(iter(analysis.calls)).graph, autograd_functions=True)
@@ -120,7 +120,7 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
 
 
 def _addends(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node] | None:
-    """The two tensors that a call adds; None for other calls."""
+    """Return the two tensors that a call adds; None for other calls."""
     call = analysis.calls[node]
     if call.name != "add" or call.inplace or len(call.args) != 2 or call.kwargs.get("alpha", 1) != 1:
         return None

@@ -51,7 +51,7 @@ def linears(analysis: GraphAnalysis, inputs: Iterable[Node], users: Iterable[Nod
         analysis: the graph's analysis.
         inputs: the inputs of the activation.
         users: the final readers of the activation.
-        recipe: a key of ``float8_recipes.RECIPES``.
+        recipe: a key of ``RECIPES``.
     """
     result = Linears(recipe)
     around = {*producers(analysis, inputs), *filter(analysis.weight_gemm, users)}
@@ -77,13 +77,13 @@ class Called:
 
     @property
     def activation(self) -> Any:
-        """The activation's name in the table."""
+        """Return the activation's name in the table."""
         place = len(self.op.tensors)
         return self.node.args[place] if len(self.node.args) > place else self.node.kwargs["activation"]
 
 
 def called(analysis: GraphAnalysis) -> Iterator[Called]:
-    """List the calls of activations' operators that the model makes, for example through this library's modules."""
+    """Yield the calls of activations' operators that the model makes, for example through this library's modules."""
     dropouts = {node for node in analysis.calls if name_of(node.target) == "fused::dropout_add"}
     for node in analysis.calls:
         op = CALLS.get(name_of(node.target) or "") if node.op == "call_function" else None
@@ -115,7 +115,7 @@ def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:
 
 
 def experts_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node] | None:
-    """The input, weight (experts, in, out), and end of each expert's rows of a grouped GEMM; None for other calls."""
+    """Return a grouped GEMM's input, weight (experts, in, out), and ends of the experts' rows; None for other calls."""
     call = analysis.calls[node]
     if call.name != "grouped_mm":
         return None
@@ -136,7 +136,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     Args:
         weight: its weight, (in, out) or (out, in); with a leading axis for experts.
         dtype: the dtype of its result.
-        recipe: a key of ``float8_recipes.RECIPES``.
+        recipe: a key of ``RECIPES``.
 
     Raises:
         Rejection: the recipe does not support the layer.
@@ -160,7 +160,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
 
 
 def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = False) -> str:
-    """The name, for messages, of a device that cannot multiply float8 with these scales; "" if it can.
+    """Return the name, for messages, of a device that cannot multiply float8 with these scales; "" if it can.
 
     CPUs dequantize the numbers and multiply in the model's dtype; "meta" has no numbers. ``grouped``: True for the
     GEMMs of experts, which on ROCm need a build of torch with FBGEMM.

@@ -1,8 +1,8 @@
-"""An FX graph in one vocabulary: each call's plain name, and the analysis of one pass over the graph.
+"""Read an FX graph in one vocabulary: a plain name for each call, and an analysis in one pass over the graph.
 
 Pre-grad graphs have many names for one function (``torch.relu``, ``F.relu``, ``Tensor.relu_``, ``aten.relu.default``,
-``operator.iadd``, …), are not functional, and hold autocast and grad-mode switches as nodes. This module settles that
-once; `subgraph.py` then reads calls by torch's plain name.
+``operator.iadd``, …), are not functional, and hold autocast and grad-mode switches as nodes. This module hides these
+differences; `subgraph.py` then reads calls by torch's plain name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ VIEWS = (
     )
 )
 # Tensor-parallel plumbing between a sharded linear and the local tensor that the activation reads.
-# Dynamo wraps the DTensor methods into functions that are called "prim_to_local", "prim from_local", …
+# Dynamo wraps the DTensor methods into functions with the names "prim_to_local", "prim from_local", …
 PLUMBING = _words(
     """to_local from_local redistribute wait_tensor all_reduce all_gather_tensor all_gather_tensor_autograd
     all_gather_into_tensor reduce_scatter_tensor reduce_scatter_tensor_autograd"""
@@ -62,7 +62,7 @@ GEMMS: dict[str, tuple[int, ...]] = {
 CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM if the kernel size is 1
 CONSTANTS: dict[str, float] = {"zeros_like": 0.0, "ones_like": 1.0}
 # GEMMs under other names, custom operators included (`transformers::grouped_mm_fallback`, `aten::_scaled_mm`, …). They
-# decide which sites are listed, never which are sound.
+# decide which sites are listed, never which sites are sound to fuse.
 _OTHER_GEMM = re.compile(r"(?:^|_)(?:mv|mm|bmm|gemm|matmul|linear)(?:_fallback|_fp8|_v\d+)?$")
 REGIONS = _words(
     """_enter_autocast _exit_autocast _set_grad_enabled set_grad_enabled _enter_inference_mode _exit_inference_mode
@@ -101,7 +101,7 @@ def _torch_functions() -> dict[object, str]:
     return names
 
 
-@lru_cache(maxsize=1024)  # bounded, as users' functions are among the keys
+@lru_cache(maxsize=1024)  # bounded because users' functions are among the keys
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
@@ -133,7 +133,7 @@ def _is_other_gemm(target: object) -> bool:
 
 
 def _is_pointwise(args: tuple[Any, ...]) -> bool:
-    """True if a convolution is a GEMM at each point: its kernel size is 1, and it has no groups."""
+    """Return True if a convolution is a GEMM at each point: its kernel size is 1, and it has no groups."""
     values = [tensor(a) if isinstance(a, Node) else None for a in args[:2]]
     if len(values) < 2 or values[0] is None or values[1] is None or any(a is True for a in args):  # transposed
         return False
@@ -195,30 +195,30 @@ class Call:
 
 
 def tensor_positions(node: Node) -> tuple[int, ...]:
-    """The positions of a call's tensor arguments."""
+    """Return the positions of a call's tensor arguments."""
     return tuple(i for i, a in enumerate(node.args) if isinstance(a, Node) and tensor(a) is not None)
 
 
 def tensor(node: Node) -> torch.Tensor | None:
-    """The node's recorded value if it is a tensor: ``example_value`` in Dynamo's graphs, ``val`` in exported ones."""
+    """Return the recorded value if it is a tensor: ``example_value`` in Dynamo's graphs, ``val`` in exported graphs."""
     value = node.meta.get("example_value", node.meta.get("val"))
     return value if isinstance(value, torch.Tensor) else None
 
 
 def is_mask(node: Node) -> bool:
-    """True for a tensor of bools."""
+    """Return True for a tensor of bools."""
     value = tensor(node)
     return value is not None and value.dtype == torch.bool
 
 
 def _is_row_mask(node: Node) -> bool:
-    """True for a mask with one bool per row. It is not part of an activation's formula, even if a GEMM produced it."""
+    """Return True for a mask with one bool per row. No activation's formula includes it, even if a GEMM produced it."""
     value = tensor(node)
     return value is not None and value.dtype == torch.bool and value.ndim > 0 and statically(value.shape[-1] == 1)
 
 
 def statically(condition: Any) -> bool:
-    """True if a condition holds for all sizes that the graph was traced for. Adds no guard."""
+    """Return True if a condition holds for all sizes that the graph was traced for. Adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
@@ -230,8 +230,8 @@ def record(node: Node, like: Node, make: Callable[[], Any] | None = None) -> Non
     Args:
         node: a call whose arguments have recorded values.
         like: the node that it replaces. The new value requires a gradient if the value of ``like`` does.
-        make: computes the value from fake tensors, for a call that must not run now because it would draw random
-            numbers, or return another dtype without the autocast that was active during tracing.
+        make: computes the value from fake tensors, for a call that must not run now: it would draw random numbers, or
+            would return another dtype because the autocast of tracing is not active.
     """
     key = "example_value" if "example_value" in like.meta else "val"
     node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
@@ -274,7 +274,7 @@ def reachable(start: Iterable[_T], neighbors: Callable[[_T], Iterable[_T]]) -> I
 
 
 def label(node: Node) -> str:
-    """The node's name in reports and messages."""
+    """Return the node's name for reports and messages."""
     if node.op in ("placeholder", "get_attr"):  # Dynamo calls a parameter L_self_modules_mlp_parameters_alpha_
         name = re.sub(r"^.*_(?:parameters|buffers)_(.*?)_?$", r"\1", str(node.target))
         name = re.sub(r"^L_args_(\d+)_$", lambda m: f"argument {int(m[1]) + 1}", name)
@@ -290,7 +290,7 @@ def label(node: Node) -> str:
 
 
 def _nodes(argument: Any) -> list[Node]:
-    """The nodes in an argument, also inside lists, tuples and dictionaries."""
+    """Return the nodes in an argument, also inside lists, tuples and dictionaries."""
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Node)]
 
 
@@ -331,13 +331,13 @@ def _analysis_of(body: GraphModule, known: dict[GraphModule, GraphAnalysis]) -> 
 
 
 def _bodies(node: Node) -> list[GraphModule]:
-    """The graphs that a higher-order operator calls."""
+    """Return the graphs that a higher-order operator calls."""
     children = (body_of(a) for a in _nodes((node.args, node.kwargs)) if a.op == "get_attr")
     return [body for body in children if body is not None]
 
 
 def body_of(node: Node) -> GraphModule | None:
-    """The graph module that a ``get_attr`` node reads; None if it reads something else."""
+    """Return the graph module that a ``get_attr`` node reads; None if it reads something else."""
     body: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         body = getattr(body, name, None)
@@ -345,7 +345,7 @@ def body_of(node: Node) -> GraphModule | None:
 
 
 def function_bodies(node: Node) -> list[GraphModule]:
-    """The forward and the backward graph of a ``torch.autograd.Function``; [] for other calls."""
+    """Return the forward and the backward graph of a ``torch.autograd.Function``; [] for other calls."""
     arguments = node.args[:2] if node.target is _CUSTOM else ()
     return [body for a in arguments if isinstance(a, Node) and (body := body_of(a))]
 
@@ -355,7 +355,7 @@ _HARMLESS = frozenset(RULES) | CASTS | COPIES | DROPOUTS | VIEWS | PLUMBING | RE
 
 @lru_cache(maxsize=1024)
 def _written_arguments(target: Any) -> frozenset[tuple[int, str]] | None:
-    """The positions and names of the arguments that a function may write; None if they are not known."""
+    """Return the positions and names of the arguments that a function may write; None if they are not known."""
     if isinstance(target, torch._ops.OpOverload) and target._opname in _UNANNOTATED:
         return _UNANNOTATED[target._opname]
     if isinstance(target, torch._ops.OpOverload):
@@ -434,7 +434,7 @@ class Modes:
 
 
 def _grad_mode(graph: Graph) -> bool | None:
-    """The grad mode at the beginning of a graph, derived from its first GEMMs; None if they do not show it.
+    """Return the grad mode at the beginning of a graph, derived from its first GEMMs; None if they do not show it.
 
     The current grad mode may differ, since the graph may be a body whose caller has switched the mode.
     """
@@ -454,7 +454,7 @@ class GraphAnalysis:
     def __init__(
         self, graph: Graph, known: Mapping[Node, Call], bodies: dict[GraphModule, GraphAnalysis] | None = None
     ) -> None:
-        """``known``: calls that are already read; ``bodies``: bodies of higher-order operators that are."""
+        """``known``: calls that are already read; ``bodies``: analyses of bodies of higher-order operators."""
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
         self.region: dict[Node, int] = {}  # equal for nodes with the same grad mode, autocast, inference mode and hooks
@@ -488,7 +488,7 @@ class GraphAnalysis:
                 self.writes[self.storage(written)].append(node)
 
     def _read_custom(self, node: Node, call: Call) -> None:
-        """Decide whether a custom autograd.Function is a GEMM: it is registered, or its forward returns a GEMM."""
+        """Mark a custom autograd.Function as a GEMM if it is registered, or if its forward returns a GEMM's result."""
         body = next(iter(function_bodies(node)), None)
         if body is not None:
             traces = "\n".join(n.meta.get("stack_trace") or "" for n in body.graph.nodes)
@@ -499,19 +499,19 @@ class GraphAnalysis:
             call.gemm = tuple(i for i in tensor_positions(node) if node.target is not _CUSTOM or i > 1)
 
     def returns_gemm(self) -> bool:
-        """True if the graph's first result is the result of a GEMM, up to biases, casts and views."""
+        """Return True if the graph's first result is the result of a GEMM, up to biases, casts and views."""
         results = next(iter(self.calls)).graph.output_node().args[0]
         while isinstance(results, (tuple, list)) and results:
             results = results[0]
         return isinstance(results, Node) and self.state[results] == AFFINE
 
     def writes_inputs(self) -> bool:
-        """True if the graph may write one of its inputs."""
+        """Return True if the graph may write one of its inputs."""
         inputs = {self.storage(node) for node in self.calls if node.op in ("placeholder", "get_attr")}
         return any(storage in inputs or storage <= 0 for storage in self.writes)
 
     def storage(self, node: Node) -> int:
-        """A number that identifies the memory of the node's value. Fake tensors share storages as real tensors will."""
+        """Return a number that identifies the memory of the node's value. Fakes share storages like real tensors."""
         value = tensor(node)
         try:
             return -self.index[node] if value is None else int(value.untyped_storage()._cdata)
@@ -519,7 +519,7 @@ class GraphAnalysis:
             return -self.index[node]
 
     def weight_gemm(self, node: Node) -> bool:
-        """True for a GEMM with weights or inputs, False if both operands are computed, as in attention."""
+        """Return True for a GEMM, unless both its operands depend on other GEMMs, as in attention."""
         call = self.calls[node]
         if call.gemm is None:
             return False
@@ -527,32 +527,32 @@ class GraphAnalysis:
         return call.gemm == (0,) or not all(self.follows_gemm[a] for a in sides) or len(sides) < 2
 
     def custom(self, node: Node) -> Node | None:
-        """The call of a ``torch.autograd.Function`` of which the node is the first result; None for other nodes."""
+        """Return the ``torch.autograd.Function`` call whose first result is the node; None for GEMMs and others."""
         if self.calls[node].name != "getitem" or node.args[1] != 0 or not isinstance(node.args[0], Node):
             return None
         return node.args[0] if node.args[0].target is _CUSTOM and self.calls[node.args[0]].gemm is None else None
 
     def sources(self, node: Node) -> list[Node]:
-        """The nodes whose values the node's value is computed from."""
+        """Return the nodes whose values the node's value is computed from."""
         function = self.custom(node)
         if function is None:
             return node.all_input_nodes[: 1 if self.is_passthrough(node) else None]
         return [a for a in dict.fromkeys(function.args[2:]) if isinstance(a, Node)]
 
     def is_passthrough(self, node: Node) -> bool:
-        """True for views, casts, copies, dropouts and tensor-parallel plumbing of the first argument."""
+        """Return True for views, casts, copies, dropouts and tensor-parallel plumbing of the first argument."""
         name = self.calls[node].name
         moves = name in VIEWS or name in CASTS or name in COPIES or name in DROPOUTS or name in PLUMBING
         return moves and self.custom(node) is None
 
     def writers(self, node: Node, after: Node | None = None, before: Node | None = None) -> list[Node]:
-        """The calls between two nodes that write the memory of a node's value, in order."""
+        """Return the calls between two nodes that write the memory of a node's value, in order."""
         first = -1 if after is None else self.index[after]
         last = len(self.index) if before is None else self.index[before]
         return [w for w in self.writes.get(self.storage(node), ()) if first < self.index[w] < last]
 
     def concat_inputs(self, node: Node) -> list[Node]:
-        """The tensors that the node concatenates along their last axis; [] for other calls."""
+        """Return the tensors that the node concatenates along their last axis; [] for other calls."""
         call = self.calls[node]
         if call.name != "cat" or set(call.kwargs) - {"tensors", "dim", "axis"}:
             return []
@@ -564,13 +564,13 @@ class GraphAnalysis:
         return [piece for piece in pieces if isinstance(piece, Node)] if axis in (-1, value.ndim - 1) else []
 
     def mask(self, node: Node) -> Node | None:
-        """The mask with which a call selects between elements of tensors and numbers; None for other calls."""
+        """Return the mask with which a call selects between elements of tensors and numbers; None for other calls."""
         masks = [a for a in node.all_input_nodes if is_mask(a)]
         selects = self.calls[node].name in ("masked_fill", "where")
         return masks[0] if selects and len(masks) == 1 < len(node.all_input_nodes) else None
 
     def origin(self, node: Node) -> Node:
-        """The node behind this one's views, casts, copies and dropouts."""
+        """Return the node behind this node's views, casts, copies and dropouts."""
         return self._origins[node]
 
     def _state(self, node: Node, call: Call) -> int:
@@ -607,7 +607,7 @@ class GraphAnalysis:
         return states[0]
 
     def _normalizes(self, scale: Node, node: Node) -> bool:
-        """True if ``scale`` is computed from ``node`` itself, as 1/sqrt(mean(node²)) is: a norm, not a gate."""
+        """Return True if ``scale`` is computed from ``node`` itself, as 1/sqrt(mean(node²)) is: a norm, not a gate."""
         node = self.origin(node)
         for _ in range(8):
             if scale is node or not scale.all_input_nodes:
@@ -621,7 +621,7 @@ def inline_bodies(
 ) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]]:
     """Copy a graph for analysis, with the bodies of higher-order operators in place of their calls.
 
-    A second call of a body remains a call. An operator with several bodies reads their results.
+    A second call of a body remains a call. A call with several bodies remains, with their results as more arguments.
 
     Args:
         graph: the graph, which is not changed.
@@ -637,7 +637,7 @@ def inline_bodies(
         known: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=False))
 
         def operands(node: Node, body: GraphModule) -> list[Any]:
-            """A body's arguments: the operator's last arguments, or parts of them (``map``, ``scan``)."""
+            """Return a body's arguments: the operator's last arguments, or parts of them (``map``, ``scan``)."""
             count = len(body.graph.find_nodes(op="placeholder"))
             tensors = [known[a] for a in _nodes((node.args, node.kwargs)) if a.op != "get_attr" or body_of(a) is None]
             return tensors[len(tensors) - count :] if count <= len(tensors) else []

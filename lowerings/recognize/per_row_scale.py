@@ -1,13 +1,13 @@
 """Move a per-row scale through the GEMM that reads an activation: s·(a·W) = (s·a)·W.
 
-A mixture of experts multiplies each row of its experts' results by a router weight. A gate on a shared expert does, as
-well. For the gradient of that weight, autograd saves the GEMM's result. Before the GEMM (SonicMoE, arXiv:2512.14080),
-the factor is the fused operator's ``token_scale``. Its gradient is a sum over values that backward computes anyway, so
-the GEMM's result is neither saved nor read again.
+A mixture of experts multiplies each row of its experts' results by a router weight, or a shared expert's results by
+a gate. For the gradient of this factor, autograd saves the GEMM's result. If the factor is moved before the GEMM
+(SonicMoE, arXiv:2512.14080), it is the fused operator's ``token_scale``. Its gradient is then a sum over values that
+backward computes anyway, and the GEMM's result is neither saved nor read again.
 
 The move changes the rounded values: s·a is rounded instead of a. So the scale is moved only if this saves memory: the
 factor and the activation need gradients, and the policy leaves the choice to the fusion pass. Also s·a must not
-overflow if s·(a·W) does not: float16 has too few exponents, and so has any dtype narrower than the result.
+overflow if s·(a·W) does not: every dtype involved needs the exponents of bfloat16 and of the result, unlike float16.
 
 In the result of a grouped GEMM and in its input's gradient, the rows after the last group are undefined. They must not
 contribute to the factor's gradient, so the factor is set to 0 in these rows.
@@ -83,7 +83,7 @@ def find(analysis: GraphAnalysis, subgraph: Subgraph, in_float8: Collection[Node
 
 
 def _multiplies(analysis: GraphAnalysis, node: Node, rows: Node) -> bool:
-    """True if each row of a call's result is the same row of ``rows`` times a matrix, without a bias."""
+    """Return True if each row of a call's result is the same row of ``rows`` times a matrix, without a bias."""
     call, value, result = analysis.calls[node], tensor(rows), tensor(node)
     args = [argument for argument in call.args if argument is not None]
     named = {name for name, argument in call.kwargs.items() if argument is not None}
@@ -98,7 +98,7 @@ def _multiplies(analysis: GraphAnalysis, node: Node, rows: Node) -> bool:
 
 
 def _factor(analysis: GraphAnalysis, node: Node, rows: Node) -> Node | None:
-    """The factor that a call multiplies ``rows`` by, if it is a number for each row and needs a gradient."""
+    """Return the factor that a call multiplies ``rows`` by, if it is a number for each row and needs a gradient."""
     call = analysis.calls[node]
     if call.name != "mul" or call.inplace or call.kwargs or len(call.args) != 2:
         return None
@@ -111,7 +111,7 @@ def _factor(analysis: GraphAnalysis, node: Node, rows: Node) -> Node | None:
 
 
 def _is_sound(analysis: GraphAnalysis, scale: RowScale) -> bool:
-    """True if all calls may be moved to the place of the multiplication."""
+    """Return True if all calls may be moved to the place of the multiplication."""
     subgraph, calls = scale.subgraph, (*scale.subgraph.calls, *scale.chain, scale.last)
     try:
         for node in (*scale.chain, scale.last, scale.factor):

@@ -1,4 +1,4 @@
-"""Comparison of an expression with the activation table, each structure once."""
+"""Compare expressions with the activation table, each structure of an expression only once."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Match:
 
 
 def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable: bool = True) -> Match:
-    """Compare an expression with every activation and with every gated form of it.
+    """Compare an expression with every activation and with its gated forms.
 
     Args:
         steps: the expression.
-        result: the step that computes its value.
+        result: the step or operand that is its value.
         operands: the number of tensors that it reads.
         differentiable: True if derivatives at kinks must also be equal.
     """
@@ -92,7 +92,7 @@ _warned: set[activations.Activation] = set()
 
 @lru_cache(maxsize=8)
 def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
-    """Every activation, as a function of x and as a function of y, and the algebra of these expressions."""
+    """Return every activation, as a function of x and as a function of y, and the algebra of these expressions."""
     algebra = Algebra(kinks)
     variables = [algebra.variable(name) for name in NAMES]
     table: Forms = {}
@@ -109,7 +109,7 @@ def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
 
 @lru_cache(maxsize=256)
 def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
-    """The activation's textbook definition, read by the rules that read graphs."""
+    """Return the activation's textbook definition as an expression, read like a graph."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
@@ -135,7 +135,7 @@ def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:
 
 
 def _bounds(steps: tuple[Step, ...]) -> list[float | None]:
-    """All candidates for the operator's clamp: None, and the positive constants that the steps clamp to."""
+    """Return all candidates for the operator's clamp: None, and the positive constants that the steps clamp to."""
     bounds: list[float | None] = [None]
     for name, args, kwargs in steps:
         if name in ("clamp", "clamp_max", "minimum", "hardtanh"):
@@ -146,7 +146,7 @@ def _bounds(steps: tuple[Step, ...]) -> list[float | None]:
 
 
 def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms) -> Match | None:
-    """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset), for either operand as the gate."""
+    """Match act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset), with either operand as the gate."""
     variables = [algebra.variable(name) for name in NAMES]
     for clamp in _bounds(steps):
         for name, gate in forms:
@@ -162,7 +162,7 @@ def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: F
 
 
 def _factors(steps: tuple[Step, ...]) -> list[float]:
-    """All candidates for a scale inside an activation: the constants except 1 that the steps multiply by."""
+    """Return all candidates for a scale inside an activation: the constants except 1 that the steps multiply by."""
     factors: list[float] = []
     for name, args, _ in steps:
         for value in args if name in ("mul", "div") else ():
@@ -172,10 +172,10 @@ def _factors(steps: tuple[Step, ...]) -> list[float]:
 
 
 def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, operands: int) -> Match | None:
-    """scale · act(gate_scale · gate) · up, with the multipliers of muP and Falcon-H1.
+    """Match scale · act(gate_scale · gate) · up, with the multipliers of muP and Falcon-H1.
 
-    Both scales must be constants of the program: silu(1.7·x) / 1.7 is x·sigmoid(1.7·x), more likely a typo for
-    1.702, the constant of quick_gelu.
+    Both scales must be constants of the program. x·sigmoid(1.7·x) equals silu(1.7·x) / 1.7, but is more likely a typo
+    of quick_gelu, whose constant is 1.702.
     """
     variables = [algebra.variable(name) for name in NAMES]
     factors = _factors(steps)

@@ -31,7 +31,7 @@ from .tiles import Tiling
 
 
 def modules_of(*nodes: Node) -> set[str]:
-    """The paths of all modules that contain one of the nodes."""
+    """Return the paths of all modules that contain one of the nodes."""
     return enclosing_modules(path for node in nodes for path in module_stack(node))
 
 
@@ -120,7 +120,7 @@ def names_of(nodes: list[Node]) -> str:
 
 
 def _float8(linears: Linears | None) -> dict[str, Any]:
-    """The linear layers' part of a Site's fields."""
+    """Return the Site fields that describe its linear layers."""
     if linears is None:
         return {}
     reasons = "; ".join(dict.fromkeys(f"{label(node)}: {reason}" for node, reason in linears.rejected))
@@ -129,12 +129,12 @@ def _float8(linears: Linears | None) -> dict[str, Any]:
 
 
 def _rejected(reason: Reason) -> dict[str, Any]:
-    """A rejection's reason, as a Site's fields."""
+    """Return a rejection's reason as Site fields."""
     return {"reason": str(reason), "kind": reason.kind, "excluded_by": reason.excluded_by}
 
 
 def calls_of(analysis: GraphAnalysis, output: Node) -> list[Node]:
-    """The pointwise calls from GEMMs to a rejected site's output node."""
+    """Return the pointwise calls from GEMMs to a rejected site's output node."""
 
     def sources(node: Node) -> Iterator[Node]:
         for source in analysis.sources(node):
@@ -153,9 +153,9 @@ _NOT_THE_USERS = (torch.__path__[0], capture.__file__, *_OUR_FRAMES)
 
 
 def _source(node: Node, gemm: Node) -> dict[str, Any]:
-    """The line of the user's code that calls a node, as a Site's fields; in nn.Sequential, torch's module.
+    """Return Site fields with the line of user code that calls a node; in nn.Sequential, with the torch module.
 
-    The Site's module is the innermost module that contains both the node and the GEMM: the MLP.
+    The field ``module`` is the innermost module that contains both the node and the GEMM: the MLP.
     """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]

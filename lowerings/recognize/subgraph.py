@@ -1,10 +1,10 @@
-"""From a GEMM's input back to the GEMMs before it: an activation's subgraph, and the checks that replacing it is sound.
+"""Find an activation's subgraph, from a GEMM's input back to the GEMMs before it; check that replacing it is sound.
 
 A *site* is a nonlinear pointwise function of GEMMs' results that a GEMM reads, through views, casts and dropout, or
 concatenated with other columns. Its *subgraph* is the calls between: from the *output node*, whose value is replaced,
 back to the *inputs*, which the fused operator will read. ``find_sites`` lists a graph's sites. ``match_site`` walks one
 site and returns its subgraph, or raises ``Rejection``. A subgraph is replaced only if the graph computes the same
-afterwards. Each check's message gives its purpose.
+afterwards. Each check's message explains its purpose.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Subgraph:
     output: Node
     calls: list[Node] = field(default_factory=list)
     inputs: list[Node] = field(default_factory=list)
-    bypassed: list[Node] = field(default_factory=list)  # nodes besides ``calls`` that the operator does not read
+    bypassed: list[Node] = field(default_factory=list)  # nodes outside ``calls`` that the operator makes unnecessary
     dtype: torch.dtype = torch.float32  # the dtype of the operator's result; the output node may have a narrower dtype
     match: Match = field(default_factory=lambda: Match(None))
     packed: tuple[Node, str] | None = None  # the tensor that holds gate and up, and its layout; None if there is none
@@ -59,12 +59,12 @@ class Subgraph:
 
     @property
     def replaced(self) -> set[Node]:
-        """The nodes that may be dead after the operator has replaced the subgraph."""
+        """Return the nodes that may be dead after the operator has replaced the subgraph."""
         return {*self.calls, *self.bypassed}
 
 
 def find_sites(analysis: GraphAnalysis) -> Iterator[tuple[Node, list[Node]]]:
-    """List each site's output node and the GEMMs that read it, in graph order."""
+    """Yield each site's output node and the GEMMs that read it, in graph order."""
     sites: dict[Node, dict[Node, None]] = {}
     for node, call in analysis.calls.items():
         if call.gemm is None:
@@ -78,7 +78,7 @@ def find_sites(analysis: GraphAnalysis) -> Iterator[tuple[Node, list[Node]]]:
 
 
 def _columns(analysis: GraphAnalysis, node: Node) -> list[Node]:
-    """The tensors that are concatenated into the node, through views, casts and dropout; [node] if none are."""
+    """Return the tensors that are concatenated into the node, through views, casts and dropout; otherwise [node]."""
     source = node
     while _keeps_columns(analysis, source):
         source = source.all_input_nodes[0]
@@ -91,14 +91,14 @@ def _keeps_columns(analysis: GraphAnalysis, node: Node) -> bool:
 
 
 def readers(analysis: GraphAnalysis, node: Node, through: Collection[Node] = ()) -> Iterator[Node]:
-    """The final readers of the node's value, each once: its users, and the users of its views, casts and dropout.
+    """Yield the final readers of the node's value, each once: its users, and the users of its views, casts and dropout.
 
     After a concatenation, count only readers of all columns. A slice may not contain this value.
 
     Args:
         analysis: the graph's analysis.
         node: the node.
-        through: calls that are replaced by their own readers.
+        through: calls that do not count as readers. Their readers count instead.
     """
     seen, pending = set(), [(user, False) for user in reversed(node.users)]
     while pending:
@@ -118,7 +118,7 @@ def match_site(analysis: GraphAnalysis, node: Node) -> Subgraph:
     """Return the proved subgraph that ends with a site's output node.
 
     If that node multiplies an activation by another tensor, or masks it, the subgraph ends with the activation. A
-    learnable scale of the columns, a routing weight or a mask of the rows stays behind the operator.
+    learnable scale of the columns, a routing weight or a mask of the rows then reads the operator's result.
 
     Raises:
         Rejection: the site is not a supported activation, or replacing it could change results.
@@ -138,7 +138,7 @@ _SCALES = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK)
 
 
 def _scaled(analysis: GraphAnalysis, node: Node) -> Node | None:
-    """The value that a node masks, or multiplies by a tensor that depends on no GEMM; None for other nodes."""
+    """Return the value that a node masks, or multiplies by a tensor that depends on no GEMM; None for other nodes."""
     if analysis.calls[node].inplace:
         return None
     mask = analysis.mask(node)
@@ -158,7 +158,7 @@ def _scaled(analysis: GraphAnalysis, node: Node) -> Node | None:
 
 
 def results(analysis: GraphAnalysis, subgraph: Subgraph) -> list[Node]:
-    """The final readers of a subgraph's value, each once; the readers of a factor instead of the factor."""
+    """Return the final readers of a subgraph's value, each once. A factor's readers count instead of the factor."""
     return list(readers(analysis, subgraph.output, subgraph.factors))
 
 
@@ -181,7 +181,7 @@ def _match(analysis: GraphAnalysis, node: Node) -> Subgraph:
 
 
 def _output(analysis: GraphAnalysis, node: Node) -> Node:
-    """The subgraph's output node: the only reader of the site's output, if that is a cast, since the operator rounds.
+    """Return the site's output, or its only reader if that is a cast to a dtype that is not wider: the operator rounds.
 
     A cast to a wider dtype, for example before a GEMM in float32, is not included: the value must be rounded before.
     """
@@ -194,7 +194,7 @@ def _output(analysis: GraphAnalysis, node: Node) -> Node:
 
 
 def _rounds(source: torch.dtype, target: torch.dtype) -> bool:
-    """True if a cast from source to target rounds."""
+    """Return True if a cast from source to target rounds."""
     return torch.promote_types(source, target) != target
 
 
@@ -202,7 +202,7 @@ def _rounds(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _is_call(analysis: GraphAnalysis, node: Node) -> bool:
-    """True if the node belongs to the subgraph, False if it is an input."""
+    """Return True if the node belongs to the subgraph, False if it is an input."""
     call, state = analysis.calls[node], analysis.state[node]
     if state == FREE:
         return False
@@ -263,7 +263,7 @@ def _non_gemm_reason(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node)
         return gated
     for node in () if analysis.follows_gemm[foreign] else reachable([foreign], lambda node: node.all_input_nodes):
         if isinstance(tensor(node), torch.nn.Parameter):
-            # A parameter of the activation, as in xIELU. A full-size tensor that depends on one, as a norm, is a gate.
+            # A parameter of the activation, as in xIELU. A full-size result that uses one, such as a norm, is a gate.
             if is_full_size:
                 return gated
             if value_of(node).requires_grad:
@@ -284,7 +284,7 @@ def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
 
 
 def _path(analysis: GraphAnalysis, node: Node) -> tuple[Any, ...]:
-    """The tensor behind a node's views, and these views, up to a written view. Equal paths have equal values."""
+    """Return a node's base and its views, up to a view that is written. Nodes with equal paths have equal values."""
     path: list[Any] = []
     while analysis.is_passthrough(node) and analysis.calls[node].name not in DROPOUTS:
         call, source = analysis.calls[node], node.all_input_nodes[0]
@@ -381,7 +381,7 @@ def _check_values(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """The axes from the slowest to the fastest if the value is dense; None if it is contiguous."""
+    """Return a dense value's axes from the slowest to the fastest; None if the value is contiguous."""
     if is_contiguous(value):
         return None
     strides = value.stride()
@@ -393,12 +393,12 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    """Reject in-place writes that change a value between its call and its readers, the output node included."""
+    """Reject in-place writes that change a value between its call and its readers, or the output node's value."""
     for node in subgraph.calls:
         for source in analysis.sources(node):
             for writer in analysis.writers(source, source, node):
                 raise Rejection(Kind.WRITTEN, f"{label(writer)} writes into it in place before it is read")
-    # Writes after the output node count: the operator saves its input for backward, relu and others their result.
+    # Later writes also count: for backward the operator saves its input, or its result as relu does.
     for source in subgraph.inputs:
         for writer in analysis.writers(source, source):
             if writer not in subgraph.calls:
@@ -453,7 +453,7 @@ def _check_results(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
 
 
 def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
-    """The inputs that autograd saves for the original calls, determined by running the calls on meta tensors."""
+    """Return the inputs that autograd saves for the original calls, determined by running the calls on meta tensors."""
     saved: set[int] = set()
     values: dict[Node, torch.Tensor] = {}
 
@@ -487,7 +487,7 @@ def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
 
 
 def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    """Find the tensor that gate and up are views of, if the operator supports its layout; else it reads the two views.
+    """Set ``packed`` if gate and up are views of one tensor in a supported layout; otherwise the operator reads both.
 
     Raises:
         Rejection: gate and up are cut on an axis other than the last.
@@ -516,7 +516,7 @@ _CUTS = PIECES | {"getitem", "narrow", "select", "slice", "view", "reshape", "un
 
 
 def _views(analysis: GraphAnalysis, node: Node) -> list[Node]:
-    """The node and its bases, through cuts and reshapes, the nearest first."""
+    """Return the node and its bases, through cuts and reshapes, the nearest first."""
     views = [node]
     while analysis.calls[views[-1]].name in _CUTS:
         views.append(views[-1].all_input_nodes[0])
@@ -533,7 +533,7 @@ def _check_axis(base: torch.Tensor, *parts: torch.Tensor) -> None:
 
 
 def _layout(base: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> str:
-    """The operator's layout in which each row of ``base`` holds a row of both views; "" for other layouts."""
+    """Return the operator's name for the layout of both views in each row of ``base``; "" for other layouts."""
     if base.ndim != gate.ndim or not equal(base.shape[-1], 2 * gate.shape[-1]):
         return ""
     for part in (gate, up):

@@ -1,4 +1,4 @@
-"""The canonical form of a pointwise expression, in which two patterns of one function become equal.
+"""Canonical forms of pointwise expressions: two ways to write one function get equal forms.
 
 An expression is a polynomial with float coefficients over *atoms*. An atom is a variable, or a function applied to such
 polynomials. This form alone settles operand order, association and distribution. Rewriting every function into a few
@@ -7,7 +7,7 @@ functions settles the other differences: ``tanh``, ``silu``, ``x / (1 + exp(-x))
 ``exp(a + b)``.
 
 Equal forms prove equal functions, with constants to a relative 1e-6. Unequal forms prove nothing: a missing identity
-costs a fusion, but never a wrong result.
+costs a fusion, but never causes a wrong result.
 
 Why not sympy: it leaves ``sqrt(2/pi)`` symbolic inside a function's argument and compares constants exactly. It needs
 28 ms to bring NewGELU to exponentials and expand it, and 9 ms for the clamped GLU of gpt-oss. The whole proof takes
@@ -35,7 +35,7 @@ MAX_TERMS = 128
 MAX_POWER = 8
 # Limits that end a long proof, for expressions that are not activations.
 MAX_STEPS = 160  # calls
-MAX_WORK = 1_000_000  # terms that sums go through, and atoms that are compared
+MAX_WORK = 1_000_000  # terms that are added, and atoms that are compared
 MAX_NAMES = 128  # functions and variables in a message
 # The derivative of torch.clamp exactly at a bound: 1 up to torch 2.13, 0 from 2.15 on.
 CLAMP_KINK = 1.0 if CLAMP_KEEPS_BOUNDS else 0.0
@@ -89,16 +89,16 @@ class Algebra:
         return p.keys() == q.keys() and all(math.isclose(c, q[m], rel_tol=tolerance) for m, c in p.items())
 
     def rounds(self, step: int, p: Poly) -> bool:
-        """True if a step's value is p in real numbers only, since terms cancel that are larger, or nearly equal."""
+        """Return True if a step's value is p only in real numbers, because larger or nearly equal terms cancel."""
         return self.inexact or self.lost[step] > 8 * max(map(abs, p.values()), default=0.0)
 
     @staticmethod
     def constant(p: Poly) -> float | None:
-        """p's value if it does not depend on any atom."""
+        """Return p's value if p does not depend on any atom, otherwise None."""
         return 0.0 if not p else p[()] if p.keys() == {()} else None
 
     def ratio(self, p: Poly, q: Poly) -> float | None:
-        """The number c with p = c·q; None if there is none."""
+        """Return the number c with p = c·q; None if no such number exists."""
         if not p:
             return 0.0
         if p.keys() != q.keys():
@@ -119,7 +119,7 @@ class Algebra:
         raise Unprovable(f"an argument of type {type(value).__name__}")
 
     def add(self, p: Operand, q: Operand, factor: float = 1.0) -> Poly:
-        """p + factor·q"""
+        """Return p + factor·q."""
         total, q = dict(self.lift(p)), self.lift(q)
         self._spend(len(total) + len(q))
         for m, c in q.items():
@@ -176,7 +176,7 @@ class Algebra:
         return {tuple(sorted([*powers.items(), (e, 1)])): 1.0}
 
     def _square_relus(self, powers: dict[int, int]) -> dict[int, int]:
-        """x·relu(x) = relu(x)². The derivative of the square is 0 at the kink, for any derivative of relu."""
+        """Replace x·relu(x) by relu(x)². The derivative of the square is 0 at the kink, for any derivative of relu."""
         for atom, k in powers.items():
             function, args = self.atoms[atom]
             if function != "relu":
@@ -226,7 +226,7 @@ class Algebra:
 
     @staticmethod
     def _lead(p: Poly) -> float:
-        """The coefficient of the first term that is not constant. It fixes p's sign and scale."""
+        """Return the coefficient of the first term that is not constant. It fixes p's sign and scale."""
         return p[min((m for m in p if m), default=())]
 
     def reciprocal(self, p: Operand) -> Poly:
@@ -277,7 +277,7 @@ class Algebra:
         return self._function("erf", p, math.erf)
 
     def relu(self, p: Operand, kink: float = 0.0) -> Poly:
-        """max(p, 0). ``kink`` is the derivative at p = 0 in torch: 0 for relu, 1 or 0 for clamp, 1/2 for maximum."""
+        """Return max(p, 0). ``kink`` is torch's derivative at p = 0: 0 for relu, 1 or 0 for clamp, 1/2 for maximum."""
         p = self.lift(p)
         if self.constant(p) is not None:
             return self.lift(max(p.get((), 0.0), 0.0))
@@ -290,7 +290,7 @@ class Algebra:
         return self.mul(self._atom("relu", self.mul(p, 1 / lead), self.lift(kink)), lead)  # c·relu(p), c > 0
 
     def _never_negative(self, p: Poly, kink: float) -> Poly:
-        """relu(p) = p. If p is relu(q), the derivative at q = 0 is the product of both derivatives."""
+        """Return p = relu(p) for p ≥ 0. If p is relu(q), the derivative at q = 0 is the product of both derivatives."""
         ((m, c),) = p.items()
         relus = [(atom, k) for atom, k in m if self.atoms[atom][0] == "relu"]
         if len(relus) != 1 or relus[0][1] != 1:
@@ -316,14 +316,14 @@ class Algebra:
     # Calculus
 
     def derivative(self, p: Poly, variable: Poly) -> Poly:
-        """dp/dvariable, for functions that are differentiable everywhere."""
+        """Return dp/dvariable, for functions that are differentiable everywhere."""
         slopes: dict[int, Poly] = {}  # the derivative of each atom, after the atoms in its arguments
         for atom in sorted(self._inside(p)):
             slopes[atom] = self._slope(atom, variable, slopes)
         return self._chain(p, slopes)
 
     def _inside(self, p: Poly) -> set[int]:
-        """The atoms in p, in their arguments, and so on."""
+        """Return the atoms in p, in their arguments, and so on."""
         inside: set[int] = set()
         pending = [atom for m in p for atom, _ in m]
         while pending:
@@ -359,14 +359,14 @@ class Algebra:
     # For people
 
     def names(self, p: Poly) -> int:
-        """The number of functions and variables in p's text. ``text`` and ``constants`` take time in proportion."""
+        """Count the functions and variables in p's text. ``text`` and ``constants`` take time in proportion."""
         sizes: dict[int, int] = {}
         for atom in sorted(self._inside(p)):
             sizes[atom] = 1 + sum(sizes[inner] for q in self.atoms[atom][1] for m in q for inner, _ in m)
         return sum(sizes[atom] for m in p for atom, _ in m)
 
     def text(self, p: Poly) -> str:
-        """p as text: ``x·sigmoid(1.7·x)``."""
+        """Return p as text: ``x·sigmoid(1.7·x)``."""
         terms = []
         for m, c in p.items():
             factors = [self._factor(a) + (f"^{k}" if k != 1 else "") for a, k in m]
@@ -384,7 +384,7 @@ class Algebra:
         return f"{function}({', '.join(map(self.text, args))})" if args else function
 
     def constants(self, p: Poly) -> tuple[str, list[float]]:
-        """p's shape without constants, and the constants. Near misses have equal shapes."""
+        """Return p's shape without constants, and the constants. Near misses have equal shapes."""
         parts = []
         for m, c in p.items():
             shapes, inner = [], [c]
@@ -500,7 +500,7 @@ RULES: dict[str, Rule] = {
     "elu": _elu,
     "celu": lambda a, input, alpha=1.0: _elu(a, input, alpha, input_scale=1 / alpha),
     "selu": lambda a, input: _elu(a, input, 1.6732632423543772, 1.0507009873554805),
-    # Functions without identities: equal if their arguments are equal.
+    # Functions without identities: two calls are equal if their arguments are equal.
     **{name: _opaque(name) for name in ("sin", "cos", "tan", "asin", "acos", "atan", "asinh", "acosh", "atanh")},
     **{name: _opaque(name) for name in ("lgamma", "erfinv", "sinc", "i0", "ndtr", "log_ndtr", "digamma")},
     # Pointwise functions that no activation of the table contains. With a rule, a reason can name them.
@@ -568,13 +568,13 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
 
 
 def _lost(name: str, args: Sequence[Any], value: Poly, before: Sequence[float]) -> float:
-    """The largest term that has vanished in a sum so far, with its later scale. The result may consist of its rounding.
+    """Return the largest term that vanished in a sum so far, with its later scale. The result may be its rounding.
 
     ``(x + 2**23·1.5) - 2**23·1.5`` rounds x to integers, ``c = 4097·x; c - (c - x)`` to half its digits, and
     ``x·1e-45·1e45`` is 0. In the algebra all three are x.
 
     Args:
-        name, args, value: the step.
+        name, args, value: the step's function, arguments and result.
         before: the largest vanished term of each argument.
     """
     if name not in LINEAR:

@@ -1,6 +1,6 @@
 """MLPs in tiles of tokens (``memory="tiled"``): a proved activation and its linear layers are repeated for each tile.
 
-From the tensor that holds an MLP's tokens to the linear layer that reads its activation, each row depends on one row.
+From an MLP's tokens to the linear layer that reads its activation, each row of a value depends on a single token.
 So the tokens are split (``settings/tiles.py``), the calls are written once for each tile, and the results are
 concatenated. All values of a tile except its result are marked ``MUST_RECOMPUTE``, as PyTorch marks the values of a
 checkpoint's body. The partitioner recomputes them when backward reaches that tile, one tile after the other.
@@ -45,7 +45,7 @@ class Tiling:
         last: the linear layer that reads the activation.
         count: the number of tiles.
         calls: the calls of a tile, in graph order; ends with ``last``.
-        data: for each argument of these calls that differs from tile to tile, the call (or ``source``) that it views.
+        data: maps each argument that differs from tile to tile to the call (or ``source``) of which it is a view.
         linears: input, weight, bias of the linear layers among the calls, and True if the weight is (in, out).
         constants: weights, biases and factors, which are the same for every tile.
         rows: masks and factors with a row for each token, of which each tile reads its rows; True if PyTorch also saves
@@ -120,7 +120,7 @@ def _tokens(node: Node) -> Any:
 
 
 def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
-    """The tensor that the linear layers before the activation read; the first such tensor if there are adapters."""
+    """Return the tensor that the linear layers before the activation read; with adapters, the first such tensor."""
     sources = []
     for node in producers(analysis, subgraph.inputs):
         source = arguments_of(analysis, node)[0]
@@ -158,7 +158,7 @@ def _read(analysis: GraphAnalysis, mlp: Tiling) -> None:
 
 
 def _viewed(analysis: GraphAnalysis, mlp: Tiling, node: Node, passed: set[Node]) -> Node:
-    """The node behind views of whole rows, copies and inactive dropouts, which are added to ``passed``."""
+    """Return the node behind views of whole rows, copies and inactive dropouts. Add these calls to ``passed``."""
     while node is not mlp.source and node is not mlp.subgraph.output:
         call = analysis.calls[node]
         is_identity = call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
@@ -170,7 +170,7 @@ def _viewed(analysis: GraphAnalysis, mlp: Tiling, node: Node, passed: set[Node])
 
 
 def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
-    """The arguments of a call that differ from tile to tile."""
+    """Return the arguments of a call that differ from tile to tile."""
     call, subgraph = analysis.calls[node], mlp.subgraph
     if node is subgraph.output:
         return [subgraph.packed[0]] if subgraph.packed else subgraph.inputs
@@ -203,7 +203,7 @@ def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
 
 
 def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
-    """Reject in-place writes before the last linear layer, since the tiles are computed there."""
+    """Reject in-place writes before the last linear layer, since the tiles are computed at its place."""
     first = min(mlp.dead, key=analysis.index.__getitem__)
     for node in (mlp.source, *mlp.constants, *mlp.rows, *mlp.dead):
         for writer in analysis.writers(node, first, mlp.last):
@@ -212,9 +212,9 @@ def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
 
 
 def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
-    """Reject arguments and results of the graph, which the caller may modify, unless PyTorch also saves them.
+    """Reject MLPs that read arguments or results of the graph, which callers may modify, unless PyTorch saves them.
 
-    Under autocast PyTorch saves a copy in another dtype.
+    Under autocast, PyTorch saves a copy in another dtype instead.
     """
     graph = mlp.source.graph
     caller_owned = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]

@@ -34,7 +34,7 @@ from .rewrite import Snapshot
 from .subgraph import find_sites, readers
 from .symbolic import RULES
 
-# Namespaces of PyTorch's operators and ours: those without a name in ``graph.py`` are known not to be GEMMs.
+# Namespaces of PyTorch's operators and ours. Operators that ``graph.py`` does not name are known not to be GEMMs.
 _KNOWN = {
     *("aten", "prim", "prims", "fused", "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
     *("inductor", "inductor_prims", "rngprims", "debugprims", "export", "streams", "profiler"),
@@ -94,7 +94,7 @@ def unread(graph: Graph) -> tuple[Site, ...]:
 
 
 def _outputs(graph: Graph) -> list[Node]:
-    """The user's calls that are the output nodes of a graph's sites."""
+    """Return the user's calls that are the output nodes of a graph's sites."""
     before = Snapshot(graph)
     try:
         canonical = Canonical(graph)
@@ -104,7 +104,7 @@ def _outputs(graph: Graph) -> list[Node]:
 
 
 def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:
-    """The nodes of a site, from the GEMMs that produce its inputs to the GEMMs that read it, inclusive."""
+    """Return the nodes of a site, from the GEMMs that produce its inputs to the GEMMs that read it, inclusive."""
 
     def sources(node: Node) -> list[Node]:
         if analysis.calls[node].gemm is not None:
@@ -115,7 +115,7 @@ def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Nod
 
 
 def _is_activation(analysis: GraphAnalysis, canonical: Canonical, node: Node) -> bool:
-    """True if torch has the function, or one under it, as an activation. x² in a norm is not an activation."""
+    """Return True if one of the site's calls is an activation in torch. x² in a norm is not an activation."""
     return any(
         hasattr(torch.nn.functional, analysis.calls[call].name) or call in canonical.originals or analysis.custom(call)
         for call in calls_of(analysis, node)
@@ -123,7 +123,7 @@ def _is_activation(analysis: GraphAnalysis, canonical: Canonical, node: Node) ->
 
 
 def _opaque_name(node: Node, call: Call) -> str:
-    """The name of an opaque call; "" for other calls."""
+    """Return the name of an opaque call; "" for other calls."""
     target = node.target
     if node.op != "call_function" or call.name or call.gemm is not None:
         return ""
@@ -144,9 +144,9 @@ def _opaque_name(node: Node, call: Call) -> str:
 
 
 def _lies_between(analysis: GraphAnalysis, node: Node) -> bool:
-    """True if a call reads a pointwise function of a GEMM's result, except a sum of two tensors, and a GEMM reads it.
+    """Return True if a call reads a pointwise function of a GEMM's result, and a GEMM reads the call.
 
-    Such a sum is a residual stream, and its reader is a norm.
+    A sum of two tensors does not count: it is a residual stream, and its reader is a norm.
     """
     users = list(readers(analysis, node))
     if isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel may write its arguments

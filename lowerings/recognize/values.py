@@ -1,4 +1,4 @@
-"""Recorded values of a graph's nodes, checks that operators accept these values, and arguments of GEMMs."""
+"""Read recorded values of nodes, check that operators accept these values, and read the arguments of GEMMs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch._subclasses.
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """The node's recorded value.
+    """Return the node's recorded value.
 
     Raises:
         Rejection: no value is recorded, or the value is not a tensor.
@@ -30,7 +30,7 @@ def value_of(node: Node) -> torch.Tensor:
 
 
 def is_plain(value: torch.Tensor) -> bool:
-    """True for an ordinary tensor. Subclasses may define other arithmetic."""
+    """Return True for an ordinary tensor. Subclasses may define other arithmetic."""
     return type(value) in _PLAIN
 
 
@@ -62,18 +62,18 @@ def check_rounding(node: Node) -> None:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """True if two sizes are equal for all values of their symbols."""
+    """Return True if two sizes are equal for all values of their symbols."""
     return statically(a == b)
 
 
 def same_shape(a: Node, b: Node) -> bool:
-    """True if two nodes' values have the same shape."""
+    """Return True if two nodes' values have the same shape."""
     x, y = value_of(a), value_of(b)
     return x.ndim == y.ndim and all(map(equal, x.shape, y.shape))
 
 
 def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bool:
-    """True if the elements are dense, in row-major order of these axes, from the slowest to the fastest."""
+    """Return True if the elements are dense, in row-major order of these axes, from the slowest to the fastest."""
     expected: Any = 1
     for axis in reversed(range(value.ndim) if order is None else order):
         if not statically(value.shape[axis] == 1):
@@ -84,10 +84,10 @@ def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bo
 
 
 def keeps_rows(analysis: GraphAnalysis, node: Node) -> bool:
-    """True if a view only changes the leading axes: the rows and their order in memory stay the same.
+    """Return True if a view only changes the leading axes: the rows and their order in memory stay the same.
 
-    False for calls that select rows, even if they select each row once, and for calls without a gradient: ``detach``,
-    and views as another dtype.
+    Return False for calls that select rows, even if they select each row once, and for calls without a gradient:
+    ``detach``, and views as another dtype.
     """
     if analysis.calls[node].name not in RESHAPES or not node.all_input_nodes:
         return False
@@ -105,7 +105,7 @@ def keeps_rows(analysis: GraphAnalysis, node: Node) -> bool:
 
 
 def producers(analysis: GraphAnalysis, inputs: Iterable[Node]) -> Iterator[Node]:
-    """The GEMMs with weights that the inputs come from, through views, sums and pointwise autograd functions."""
+    """Yield the GEMMs with weights that produce the inputs, through views, sums and pointwise autograd functions."""
 
     def sources(node: Node) -> Iterable[Node]:
         passed = not analysis.weight_gemm(node) and (analysis.state[node] == AFFINE or analysis.custom(node))
@@ -131,7 +131,7 @@ def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node 
     raise Rejection(Kind.GEMM_FORM, f"{label(node)} is not a linear layer")
 
 
-# By a GEMM's name: its arguments, the positions of input, weight and bias, and True if the weight is (in, out).
+# For a GEMM's name: its arguments, the positions of input, weight and bias, and True if the weight is (in, out).
 _LINEARS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
     "linear": (("input", "weight", "bias"), (0, 1, 2), False),
     "addmm": (("input", "mat1", "mat2"), (1, 2, 0), True),
