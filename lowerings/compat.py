@@ -6,7 +6,7 @@ feature                       where
 lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
 inference-aware passes        torch ≥ 2.13 tells a pass whether the graph is an inference graph
 scheduler passes              the slot's name is private (2.11 to 2.15); torch ≥ 2.13 has a class for such passes
-passes after the cache        torch ≥ 2.13 reads AOTAutograd's cache before it runs pre-grad passes, older ones after
+passes after the cache        torch ≥ 2.13 reads AOTAutograd's cache before pre-grad passes run, older versions after
 eager's rounding              torch ≥ 2.15 has numerics="strict", which implies the older emulate_precision_casts
 context-variable config       torch ≥ 2.13: an override is visible only in its own context; before, process-wide
 partitioner's pointwise list  contains only aten operators (2.11 to 2.15): the function that returns it is wrapped

@@ -26,7 +26,7 @@ from torch.utils._sympy.functions import FloorDiv
 from torch_fused_ops.declaration import Signature
 from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.families.dropout.operators import dropout_add
-from torch_fused_ops.lowerings import operators, partition  # modules: an import may not have ended yet
+from torch_fused_ops.lowerings import operators, partition  # not functions: they may still be importing
 
 if TYPE_CHECKING:
     from torch_fused_ops.lowerings.operators import Box, Index, Load, Value
@@ -57,7 +57,7 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
         if rows is None:
             return ops.bitwise_right_shift(place(index), ops.constant(2, torch.int64))
         # One axis of the kernel goes over the columns of all blocks. LLVM sees that four neighboring indices have the
-        # same quotient by four. It would not see this of their remainders by the number of columns.
+        # same quotient by four, but it would not see that their remainders by the number of columns do.
         block, row, column = index
         wide = functools.partial(ops.constant, dtype=torch.int64)
         four = ops.bitwise_right_shift(ops.index_expr(block * columns + column, torch.int64), wide(2))
@@ -80,7 +80,7 @@ def _dropout_add(input: Box, bias: Box | None, residual: Box | None, seed: Box, 
 
 
 def _unrounded_grad(grad: Tensor, d_input: Tensor, p: float) -> Tensor:
-    """Return the input's gradient before rounding. It is 0 for dropped elements, which are the zeros of d_input."""
+    """Return the input's gradient before rounding. Dropped elements are zeros in d_input and have gradient 0."""
     scaled = torch.where(torch.isnan(d_input), d_input, grad * formulas.keep_scale(p))
     return torch.where(d_input == 0, 0.0, scaled)
 

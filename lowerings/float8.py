@@ -108,7 +108,7 @@ def _inlined(function: Callable[..., Any], *args: Any) -> Any:
             traced = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)
     if known and key not in _traces:
         for node in traced.graph.nodes:
-            node.meta.clear()  # tensors in the metadata would keep the whole compilation in memory
+            node.meta.clear()  # otherwise tensors in the metadata would hold the compilation in memory
         if len(_traces) >= _MOST_TRACES:
             _traces.clear()
         _traces[key] = traced
@@ -226,8 +226,8 @@ TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # calls
 def merged(graphs: Graphs) -> Graphs:
     """Merge quantizations of the same tensor into one pass. Return the same graphs if backward has no float8 GEMM.
 
-    Also let backward round no tensor twice. On GPUs, quantizations along rows and along columns become one call. On
-    CPUs, Inductor's code for the separate calls is as fast.
+    In backward, also avoid rounding twice. On GPUs, quantizations along rows and along columns become one call. On
+    CPUs, Inductor's code for separate calls is as fast as for one call.
     """
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
 

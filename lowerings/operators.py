@@ -195,14 +195,14 @@ def _fused_multiply_adds(steps: Sequence[_Step], results: Sequence[_ValueId]) ->
     return list(map(fused, steps))
 
 
-activations._on_change.append(_programs.cache_clear)  # a name among the scalars may have a new function
+activations._on_change.append(_programs.cache_clear)  # an activation's name among the scalars may mean a new function
 
 
 # ---- boxes -----------------------------------------------------------------------------------------------------------
 
 
 class _Elementwise:
-    """The loaders and ranges for element functions of the same arguments, from which ``node`` makes pointwise nodes.
+    """Loaders and ranges for element functions of the same arguments. ``node`` creates pointwise nodes from them.
 
     ``masks`` hold booleans or bytes. They come after the other arguments and are not converted.
     """

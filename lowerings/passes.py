@@ -172,7 +172,7 @@ class Pass:
 
 
 class PreGradTiming(Pass):
-    """The option ``pre_grad_pass_timing``: run the pre-grad pass before torch reads AOTAutograd's cache.
+    """Sets the option ``pre_grad_pass_timing``: run the pre-grad pass before torch reads AOTAutograd's cache.
 
     The pre-grad pass adds the patterns' decisions to the cache keys (``_record_decisions``), so it must run first.
     """
@@ -492,8 +492,8 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
 
     Args:
         policy: the fusion policy, by default ``FusionPolicy()``.
-        options: your own Inductor options, which stay. Passes in them run before the fusion passes. If they do
-            not set a slot, the passes in Inductor's config run before the fusion pass.
+        options: your own Inductor options, which stay. Passes in them run before the fusion passes. For a
+            slot that is not among them, the passes in Inductor's config run before the fusion pass.
     """
     if not isinstance(options, (dict, type(None))):
         raise TypeError(f"options={options!r} is not accepted: it must be a dict of Inductor options, or None")

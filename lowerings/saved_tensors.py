@@ -100,7 +100,7 @@ class SavedTensors:
         return [node for node in self.returned()[self.outputs :] if isinstance(node, Node)]
 
     def saved_source(self, node: Any) -> Node | None:
-        """Return the saved tensor with ``node``'s elements. None for inputs and results: they stay in memory anyway."""
+        """Return the saved tensor with ``node``'s elements; None if that is an input or a result, in memory anyway."""
         user, saved = self.returned()[: self.outputs], self.saved()
         while isinstance(node, Node) and node not in saved:
             node = node.args[0] if node.target in SAME_ELEMENTS else None

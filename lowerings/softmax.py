@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops.families.softmax import formulas
-from torch_fused_ops.lowerings import operators  # the module: its own import may not have ended yet
+from torch_fused_ops.lowerings import operators  # not its functions: it may still be importing
 
 if TYPE_CHECKING:
     from torch_fused_ops.lowerings.operators import Box, Index, Load, Value
@@ -185,7 +185,7 @@ def _softmax_backward(
     if output_mask[1] and sink_dtype is not None:
         total = lowerings[aten.sum.dim_IntList](_node(output, dtype, shape, y), last, True)
         terms = _row_node(formulas.softmax_sink_grad, (), inner, total)
-        terms.realize()  # the kernel that adds the terms then reads one number per row instead of two
+        terms.realize()  # so that the kernel that adds the terms reads one number per row, not two
         axes = [a for a in range(len(shape)) if a != len(shape) - 3]
         d_sink = to_dtype(lowerings[aten.sum.dim_IntList](terms, axes), sink_dtype)
     return d_input, d_sink

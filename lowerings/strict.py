@@ -1,8 +1,8 @@
 """Find whole models in which nothing is fused, or in which a pattern of the policy matches no site.
 
 Such a model is an error under ``strict``, otherwise one warning. A single graph is not enough: graph breaks cut a model
-into pieces, and the piece with the attention has linear layers but no site. So all graphs that one call of a compiled
-function captures are judged together: immediately if the function is captured whole, otherwise when its first call
+into pieces, and the piece with the attention has linear layers but no site. So all graphs captured in one call of a
+compiled function are judged together: immediately if the function is captured whole, otherwise when its first call
 ends.
 """
 
@@ -83,7 +83,7 @@ def _is_first(code: CodeType | None, policy: FusionPolicy) -> bool:
 
 
 class _Model:
-    """The graphs that one call of a compiled function captures. Torch calls the object when that call ends.
+    """All graphs captured in one call of a compiled function. Torch calls this object when the call ends.
 
     A later call of the function recompiles only some of its parts, and a function that shares code with it compiles
     only the remaining parts. The sites in such parts say nothing about the whole model.

@@ -50,8 +50,8 @@ class Dropout:
     bias: Node | None = None
     residual: Node | None = None
     copies: bool = False  # True if it overwrites a tensor from another grad mode, whose gradient must not change
-    left: str = ""  # why the sum that reads the dropout is not fused; "" if it is, or if there is no sum
-    reason: Reason | None = None  # why the dropout is not fused; None if it is
+    left: str = ""  # why the sum that reads the dropout is not fused; "" if it is fused, or does not exist
+    reason: Reason | None = None  # why the dropout is not fused; None if it is fused
 
 
 def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:

@@ -7,7 +7,7 @@ backward computes anyway, and the GEMM's result is neither saved nor read again.
 
 The move changes the rounded values: s·a is rounded instead of a. So the scale is moved only if this saves memory: the
 factor and the activation need gradients, and the policy leaves the choice to the fusion pass. Also s·a must not
-overflow if s·(a·W) does not: every dtype involved needs the exponents of bfloat16 and of the result, unlike float16.
+overflow if s·(a·W) does not: the dtypes must have the range of bfloat16 and of the result. float16 does not.
 
 In the result of a grouped GEMM and in its input's gradient, the rows after the last group are undefined. They must not
 contribute to the factor's gradient, so the factor is set to 0 in these rows.
@@ -31,7 +31,7 @@ from .rewrite import Edit, insert
 from .subgraph import Subgraph
 from .values import check_plain, equal, keeps_rows, value_of
 
-_EXPONENTS = 128  # largest exponent of float32 and bfloat16; float16's is 16
+_EXPONENTS = 128  # largest exponent of float32 and bfloat16; float16 has 16
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ NAMES = ("x", "y")  # an activation reads one tensor, a gated activation two
 
 @dataclass(frozen=True)
 class Match:
-    """A proof that an expression is scale · ``activation``(gate_scale · gate) · up, or the reason why there is none.
+    """A proof that an expression is scale · ``activation``(gate_scale · gate) · up, or why it cannot be proved.
 
     ``gate`` and ``up`` are operand indices; ``up`` is None if the activation is not gated.
     """

@@ -40,13 +40,13 @@ class Candidate:
     """A site before its edit and its report: the output node, the GEMMs that read it, and the decisions about it.
 
     Attributes:
-        subgraph: the proved activation; None if it is not fused.
-        rejection: the reason why it is not fused; None if it is.
-        activation: the name of the proved activation, fused or not; None if there is no proof.
+        subgraph: the proved activation; None if the site is not fused.
+        rejection: the reason why the site is not fused; None if it is fused.
+        activation: the name of the proved activation, fused or not; None if no activation is proved.
         linears: the linear layers of its MLP, if the policy requests float8; else None.
         memory: the memory level, if something is saved for backward; else "".
         tiling: the tiles of its MLP, or the reason why it is not tiled; None if the policy requests no tiles.
-        row_scale: the per-row scale that is moved through the next GEMM; None if there is none.
+        row_scale: the per-row scale that is moved through the next GEMM, or None.
     """
 
     node: Node

@@ -53,7 +53,7 @@ class Subgraph:
     bypassed: list[Node] = field(default_factory=list)  # nodes outside ``calls`` that the operator makes unnecessary
     dtype: torch.dtype = torch.float32  # the dtype of the operator's result; the output node may have a narrower dtype
     match: Match = field(default_factory=lambda: Match(None))
-    packed: tuple[Node, str] | None = None  # the tensor that holds gate and up, and its layout; None if there is none
+    packed: tuple[Node, str] | None = None  # the tensor with both gate and up, and its layout, or None
     order: tuple[int, ...] | None = None  # the axes in memory order; None if the result is contiguous
     factors: list[Node] = field(default_factory=list)  # multiplications by other tensors, between output node and GEMMs
 
@@ -98,7 +98,7 @@ def readers(analysis: GraphAnalysis, node: Node, through: Collection[Node] = ())
     Args:
         analysis: the graph's analysis.
         node: the node.
-        through: calls that do not count as readers. Their readers count instead.
+        through: calls whose readers count instead of the calls.
     """
     seen, pending = set(), [(user, False) for user in reversed(node.users)]
     while pending:
@@ -183,7 +183,7 @@ def _match(analysis: GraphAnalysis, node: Node) -> Subgraph:
 def _output(analysis: GraphAnalysis, node: Node) -> Node:
     """Return the site's output, or its only reader if that is a cast to a dtype that is not wider: the operator rounds.
 
-    A cast to a wider dtype, for example before a GEMM in float32, is not included: the value must be rounded before.
+    A cast to a wider dtype, for example before a GEMM in float32, is not included: the value must be rounded before it.
     """
     user, *others = node.users or (node,)
     if not others and analysis.calls[user].name in CASTS and analysis.region[user] == analysis.region[node]:

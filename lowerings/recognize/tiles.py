@@ -5,9 +5,9 @@ So the tokens are split (``settings/tiles.py``), the calls are written once for 
 concatenated. All values of a tile except its result are marked ``MUST_RECOMPUTE``, as PyTorch marks the values of a
 checkpoint's body. The partitioner recomputes them when backward reaches that tile, one tile after the other.
 
-The pieces of the input stay unmarked: they are views, so saving them is free. The results stay unmarked, too: the
-partitioner assumes that marked values are free, so it would recompute the residual stream from them, with a GEMM for
-each tile.
+The pieces of the input stay unmarked: they are views, so saving them is free. The results also stay
+unmarked: the partitioner assumes that marked values are free, so it would recompute the residual stream from them, with
+a GEMM for each tile.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Tiling:
         data: maps each argument that differs from tile to tile to the call (or ``source``) of which it is a view.
         linears: input, weight, bias of the linear layers among the calls, and True if the weight is (in, out).
         constants: weights, biases and factors, which are the same for every tile.
-        rows: masks and factors with a row for each token, of which each tile reads its rows; True if PyTorch also saves
-            them for backward.
+        rows: masks and factors with a row for each token. Each tile reads its rows. The value is True if PyTorch also
+            saves them for backward.
         dead: the nodes that the tiles replace.
     """
 

@@ -37,7 +37,7 @@ def captured_graphs() -> int:
 
 @contextmanager
 def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """If a model that was called with one tuple raises a TypeError, add how its arguments are passed."""
+    """If a model that was called with one tuple raises a TypeError, explain in it how to pass arguments."""
     try:
         yield
     except TypeError as error:

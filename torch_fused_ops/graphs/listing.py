@@ -133,7 +133,7 @@ class SavedRow:
         dtype: the element type, "bfloat16".
         nbytes: the bytes of all tensors together.
         read_by: (kind, module) of each reader in backward, through views and recomputed calls.
-        removed_by: the settings each of which alone avoids saving them.
+        removed_by: settings. Each of them alone avoids saving these tensors.
         refused: (setting, reason) for settings that do not apply to them; "fusion" for an MLP that is not fused.
         count: the number of tensors.
     """

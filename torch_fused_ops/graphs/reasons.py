@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-NOT_AN_MLP = "not an MLP: "  # prefix of the reasons that ``strict`` does not count
+NOT_AN_MLP = "not an MLP: "  # prefix of reasons for sites that ``strict`` never counts
 CAN_BE_ADDED = " (register_activation can add it)"  # suffix of a text; reports that show the hint remove it
 
 
@@ -205,7 +205,7 @@ class Reason(NamedTuple):
 
     Attributes:
         kind: the code, for programs.
-        text: the message, for people; only ``str`` reads it.
+        text: the message, for people; only ``__str__`` reads it.
         excluded_by: the policy's pattern, if the kind is ``EXCLUDED``.
     """
 
