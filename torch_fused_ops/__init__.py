@@ -1,8 +1,8 @@
 """Fused MLP operators for PyTorch, transparent to ``torch.compile``.
 
-Three uses: ``torch.compile(model, backend="fused")``; ``enable()`` and then plain ``torch.compile(model)``; the
-operators themselves, ``torch.ops.fused.*``, also ``torch_fused_ops.ops.*`` with types, and in
-``torch_fused_ops.functional`` with Python functions for their uses.
+Use them in one of three ways: ``torch.compile(model, backend="fused")``; ``enable()``, then plain
+``torch.compile(model)``; or calls of the operators: ``torch.ops.fused.*``, the typed ``torch_fused_ops.ops.*``, or
+the Python functions of ``torch_fused_ops.functional``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-# `python -m torch_fused_ops` imports this first; while Python looks for a module, sys.argv begins with "-m".
+# `python -m torch_fused_ops` imports this file first, while sys.argv still begins with "-m".
 if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split(".")[0] == __name__:
     # Torch takes 2 s to import; --help, --version and usage errors do not need it.
     if _module == __name__:
@@ -27,12 +27,12 @@ if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split("
         from torch_fused_ops.tools.arguments import parser
 
         _arguments = parser().parse_args(sys.argv[1:])
-        if _arguments.command == "run":  # replaces this process
+        if _arguments.command == "run":  # run() replaces this process
             environment.run(_arguments)
-    # Hide torch's warning: nothing here needs NumPy, and `info` reports it.
+    # Hide torch's warning: this package does not need NumPy, and `info` reports a missing NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
-from torch_fused_ops.settings import environment  # first: an invalid setting stops the import here
+from torch_fused_ops.settings import environment  # first, so that an invalid setting stops the import
 
 # isort: split
 from torch_fused_ops import functional
@@ -75,7 +75,7 @@ _PARTS = {
     **{name: name for name in ("distributed", "lowerings", "megatron", "nn", "ops", "slapo", "testing", "virtual_gpu")},
     "reference": "operators.reference",
 }
-# The planner, the reports and verify: compiling does not need them.
+# Names and modules of the planner, the reports and verify, which compiling does not need.
 _TOOLS = {
     **dict.fromkeys(("Plan", "plan"), "planner.plan"),
     **dict.fromkeys(("Verification", "verify"), "tools.verify"),
@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from torch_fused_ops.tools.verify import Verification, verify
 
     __all__ += ["distributed", "lowerings", "megatron", "nn", "ops", "reference", "slapo", "testing", "virtual_gpu"]
-else:  # type checkers would accept any name
+else:  # type checkers must not see __getattr__: they would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a subpackage or a tool on first use: ``import torch_fused_ops as tfo; tfo.nn.FusedMLP``."""
@@ -111,7 +111,7 @@ else:  # type checkers would accept any name
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Importing Inductor costs 1.7 s, so these four import it when they are called.
+# Importing Inductor takes 1.7 s, so the next four functions import it when they are called.
 
 
 def _load_passes() -> Any:
@@ -123,11 +123,11 @@ def _load_passes() -> Any:
 def enable(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) -> None:
     """Fuse MLPs in plain ``torch.compile(model)``, in every thread of this process. Idempotent.
 
-    Other passes in Inductor's slots stay and run first. A second call changes the policy.
+    Passes that are already in Inductor's slots stay and run first. A second call replaces the policy.
 
     Args:
-        policy: by default ``FusionPolicy()``.
-        fields: a policy's fields, instead: ``enable(memory="fp8")`` is ``enable(FusionPolicy(memory="fp8"))``.
+        policy: the policy; None means ``FusionPolicy()``.
+        fields: instead of a policy, its fields: ``enable(memory="fp8")`` is ``enable(FusionPolicy(memory="fp8"))``.
     """
     _load_passes().enable(policy_given("enable", policy, fields))
 
@@ -138,7 +138,7 @@ def disable() -> None:
 
 
 def enabled(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) -> AbstractContextManager[None]:
-    """``with enabled():`` the same for compilations inside the block, in this thread (or context) only."""
+    """``with enabled():`` acts as ``enable``, for compilations in the block and in this thread (or context) only."""
     block: AbstractContextManager[None] = _load_passes().enabled(policy_given("enabled", policy, fields))
     return block
 
@@ -146,15 +146,15 @@ def enabled(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) 
 def compile_options(
     policy: FusionPolicy | None = None, options: dict[str, Any] | None = None, **fields: Unpack[PolicyFields]
 ) -> dict[str, Any]:
-    """Options for ``torch.compile(model, options=…)`` (or AOTInductor's ``inductor_configs``) that add our passes.
+    """Return options for ``torch.compile(model, options=…)`` or AOTInductor's ``inductor_configs`` that add our passes.
 
     Args:
-        policy: by default ``FusionPolicy()``.
-        options: your own Inductor options. Their passes, or else the passes now in Inductor's config, run before ours.
-        fields: a policy's fields, instead.
+        policy: the policy; None means ``FusionPolicy()``.
+        options: your own Inductor options. Passes in them, or else in Inductor's current config, run before our passes.
+        fields: instead of a policy, its fields.
 
     Raises:
-        TypeError: a field does not belong to FusionPolicy. Pass an Inductor option in ``options``.
+        TypeError: a field does not belong to FusionPolicy. Inductor's options must be passed in ``options``.
     """
     if inductor := {name: value for name, value in fields.items() if name not in FIELDS}:
         raise TypeError(
@@ -165,8 +165,8 @@ def compile_options(
     return result
 
 
-# Modules of torch that are expensive to import (DTensor 0.4 s, Triton's FLOP formulas 0.2 to 0.5 s), and ours that
-# register with them right after their first import.
+# Maps modules of torch that are slow to import (DTensor 0.4 s, Triton's FLOP formulas 0.2 to 0.5 s) to our modules
+# that register with them right after their first import.
 _WHEN_LOADED = {
     "torch._inductor.lowering": "torch_fused_ops.lowerings",
     "torch.distributed.tensor": "torch_fused_ops.distributed.sharding",
@@ -175,7 +175,7 @@ _WHEN_LOADED = {
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Call ``register()`` of our module in ``_WHEN_LOADED`` after torch's module is imported."""
+    """When torch's module in ``_WHEN_LOADED`` has been imported, calls ``register()`` of our module."""
 
     def __init__(self, pending: dict[str, str]) -> None:
         self.pending = pending

@@ -1,4 +1,4 @@
-"""Declarations of operators: their tensors with the meaning of each axis, their scalars, and the formula on elements.
+"""Declarations of operators: the tensors with the meaning of each axis, the scalars, and the formula on elements.
 
     glu = PointwiseOperator(
         "glu",
@@ -10,18 +10,18 @@
         rules=(known_activation, finite("up_offset"), above_zero("clamp", optional=True)),
     )
 
-Everything else is derived from a declaration: the schemas (below), argument checks (``checks``), the operators in plain
-torch (``eager``), vmap (``batching``), fake kernels and autograd (``autograd``, ``registration``), eager kernels
+Other modules derive everything else from the declaration: argument checks (``checks``), the operators in plain torch
+(``eager``), vmap (``batching``), fake kernels and autograd (``autograd``, ``registration``), eager kernels
 (``kernels/compiled.py``, ``kernels/activation.py``), Inductor's lowerings (``lowerings/operators.py``), DTensor's rules
-(``distributed/sharding.py``), sample inputs (``testing/samples.py``), the page (``docs/operators.md``).
+(``distributed/sharding.py``), sample inputs (``testing/samples.py``), the page ``docs/operators.md``, schemas (below).
 
 The *kind* of a tensor defines its axes and its use:
 
     data        (..., n)  an operand of the formula; the first one determines the result's shape and dtype
     packed      (..., 2n) gate and up in one tensor, ordered as the scalar ``layout`` says; the result is (..., n)
-    per_column  (n,)      is added to the first data tensor; (2n,) in the same order if the data is packed
-    per_row     (...)     multiplies each row of the result
-    …           other kinds belong to a single family, which defines them (a seed, a mask)
+    per_column  (n,)      a bias, added to the first data tensor; (2n,) in the same order if the data is packed
+    per_row     (...)     a factor of each row of the result
+    …                     other kinds, such as a seed or a mask; the family that uses the kind defines it
 
 If a question mark follows the kind, the tensor may be None. Data tensors come first.
 """
@@ -46,7 +46,7 @@ DATA = ("data", "packed")
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a schema. ``kind`` is "" if it is a scalar."""
+    """One argument of a schema. ``kind`` is "" for a scalar; ``default`` is source text, or None if required."""
 
     name: str
     type: str
@@ -66,7 +66,7 @@ class Argument:
 class Signature:
     """The arguments and results of one registered operator. ``results`` has the kind of each result.
 
-    Each result of a backward operator may be None.
+    If the operator is a backward operator, each result may be None.
     """
 
     name: str
@@ -76,12 +76,12 @@ class Signature:
 
     @property
     def is_backward(self) -> bool:
-        """True for a backward operator, whose last argument is the mask of requested results."""
+        """True if this is a backward operator. Its last argument is the mask of requested results."""
         return self.arguments[-1].name == "output_mask"
 
     @property
     def overload(self) -> torch._ops.OpOverload:
-        """``torch.ops.fused.<name>.default``; AttributeError before it is registered."""
+        """``torch.ops.fused.<name>.default``. Raises AttributeError before the operator is registered."""
         overload: torch._ops.OpOverload = getattr(torch.ops.fused, self.name).default
         return overload
 
@@ -97,14 +97,14 @@ class Signature:
 
 
 class Rule(NamedTuple):
-    """A check of a scalar: ``check(value)`` raises ValueError, with the argument, its value and the accepted values."""
+    """A check of the scalar ``name``: ``check(value)`` raises a ValueError unless the value is accepted."""
 
     name: str
     check: Callable[[Any], object]
 
 
 def refuse(name: str, value: object, accepted: str) -> None:
-    """Raise a ValueError with the argument, its value and the accepted values."""
+    """Raise a ValueError that names the argument, its value and the accepted values."""
     raise ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
 
 
@@ -150,8 +150,8 @@ class Operator:
     Attributes:
         name: the operator's name, without ``fused::``.
         doc: one line with the formula and the tensors' shapes.
-        tensors: the kind of each tensor by name, in the schema's order.
-        scalars: the type of each scalar by name, in a schema's syntax, with the default: ``float=0.0``.
+        tensors: maps each tensor's name to its kind, in the schema's order.
+        scalars: maps each scalar's name to its type and default in a schema's syntax, such as ``float=0.0``.
         rules: checks of the scalars' values.
         pointwise: True if each element of the result depends on few elements, so recomputing it is cheap.
     """
@@ -165,7 +165,7 @@ class Operator:
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
-        """The signatures of all operators that are registered for this declaration."""
+        """The signatures of all operators to register for this declaration."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class Operator:
         return tuple(kind.rstrip("?") for kind in self.tensors.values())
 
     def index(self, kind: str) -> int | None:
-        """Return the index of the tensor of this kind, or None."""
+        """Return the index of the first tensor of this kind, or None if no tensor has this kind."""
         return self.kinds.index(kind) if kind in self.kinds else None
 
     @cached_property
@@ -203,22 +203,22 @@ class Operator:
 
     @cached_property
     def forward(self) -> Signature:
-        """The operator itself."""
+        """The signature of the operator itself, as opposed to its backward operator."""
         return Signature(self.name, self.tensor_arguments + self.scalar_arguments, ("data",), self.doc)
 
     @cached_property
     def defaults(self) -> tuple[Any, ...]:
-        """The defaults of the scalars."""
+        """The default of each scalar; ``inspect.Parameter.empty`` if a scalar is required."""
         return tuple(a.value for a in self.scalar_arguments)
 
     def with_defaults(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Append the trailing defaults, which dispatchers drop, to a call's arguments."""
+        """Append trailing default values to a call's arguments, because dispatchers drop them."""
         missing = len(self.tensors) + len(self.scalars) - len(args)
         return args + self.defaults[-missing:] if missing else args
 
 
 def arguments_of(**types: str) -> tuple[Argument, ...]:
-    """Return a signature's arguments, written as ``grad="Tensor: data", p="float", rows="int=1"``."""
+    """Return a signature's arguments from text such as ``grad="Tensor: data", p="float", rows="int=1"``."""
     parts = ((name, *text.partition(":")[::2]) for name, text in types.items())
     split = ((name, *typed.partition("=")[::2], kind) for name, typed, kind in parts)
     return tuple(Argument(name, type, kind.strip(), default or None) for name, type, default, kind in split)
@@ -229,7 +229,7 @@ class OpaqueOperator(Operator):
     """An operator that is not pointwise. Its family supplies the kernels, lowering and gradients.
 
     Attributes:
-        gradients: the signature of its backward operator.
+        gradients: signature of the backward operator.
     """
 
     gradients: Signature = field(kw_only=True)
@@ -246,14 +246,14 @@ class PointwiseOperator(Operator):
     Two operators are registered: the operator itself and ``…_backward``.
 
     Attributes:
-        value: (data…, scale, scalars…) -> the result on elements, in a wide dtype. Packed data is passed as gate and
-            up, after its bias has been added. ``scale`` is passed if a tensor is ``per_row``, and may be None.
-            ``layout`` is not passed.
-        grads: (grad, data…, scale, scalars…) -> the gradient of each data tensor, with the same conventions.
+        value: (data…, scale, scalars…) -> the result's elements, in a wide dtype. The bias is already added to data,
+            and packed data is passed as gate and up. ``scale`` is passed only if a tensor is ``per_row``; it may
+            be None. ``layout`` is not passed.
+        grads: (grad, data…, scale, scalars…) -> the gradient of each data tensor. Arguments are as in ``value``.
         keeps_result: called with the operator's arguments; True if backward needs only the result, which is then saved
             instead of the data.
         kernels: the module with the Triton kernels. Its ``launch_of(name)`` returns the function that runs an operator
-            on GPUs, with the operator's arguments. If None, GPUs run plain torch in eager mode, block by block.
+            on GPUs, with the operator's arguments. If None, eager mode on GPUs runs plain torch, block by block.
     """
 
     value: Callable[..., Tensor] = field(kw_only=True)
@@ -286,17 +286,17 @@ class PointwiseOperator(Operator):
 
     @cached_property
     def bias_index(self) -> int | None:
-        """The index of the tensor that is added to the data, or None."""
+        """The index of the bias, the tensor that is added to the data; None without a bias."""
         return self.index("per_column")
 
     @cached_property
     def scale_index(self) -> int | None:
-        """The index of the tensor with a factor per row, or None."""
+        """The index of the tensor with a factor per row; None without such a tensor."""
         return self.index("per_row")
 
     @cached_property
     def layout_index(self) -> int | None:
-        """The index of the argument with the layout of packed data, or None."""
+        """The index of the argument ``layout`` in a call; None if the data is not packed."""
         return len(self.tensors) + list(self.scalars).index("layout") if self.is_packed else None
 
     def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
@@ -307,7 +307,7 @@ class PointwiseOperator(Operator):
         return args[:count], args[self.layout_index], args[count : self.layout_index] + args[self.layout_index + 1 :]
 
     def reads_halves(self, args: tuple[Any, ...]) -> bool:
-        """True if a call's packed data is two contiguous halves, gate and up."""
+        """Return True if a call's packed data has gate and up as two contiguous halves."""
         return self.layout_index is not None and self.with_defaults(args)[self.layout_index] != "interleaved"
 
     # -- signatures --

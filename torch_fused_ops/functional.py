@@ -1,34 +1,34 @@
 """The operators as typed Python functions.
 
-These are thin calls of ``torch.ops.fused.*``. They compute nothing themselves, so they trace without graph breaks, and
-``torch.compile`` sees the operators. They add names, annotations, documentation, and errors that name the argument.
+These functions call ``torch.ops.fused.*`` and check arguments. They trace without graph breaks, so ``torch.compile``
+sees the operators. They add names, annotations, documentation, and errors that name the argument.
 
-All of them share these conventions:
+All functions share these conventions:
 
-* Shapes. ``n`` is the last axis, after any number of other axes. ``bias`` is a vector over the last axis, added before
-  the activation. ``token_scale`` has input's shape without the last axis; it multiplies each row of the result (an
-  expert's routing weight). Results are contiguous.
-* Dtypes. float16, bfloat16, float32 and float64, in any mixture. The result has the dtype of the first tensor, even if
+* Shapes. ``n`` is the last axis's size, after any number of other axes. ``bias`` is a vector over the last axis, added
+  before the activation. ``token_scale`` has input's shape without the last axis; it multiplies each row of the result
+  (an expert's routing weight). Results are contiguous.
+* Dtypes. float16, bfloat16, float32 and float64, in any mixture. The result has the first tensor's dtype, even if
   PyTorch would promote it (under autocast a bfloat16 GEMM result plus a float32 bias gives bfloat16). Arithmetic is
-  float32 (float64 if any tensor is float64), rounded once at the end. As for PyTorch's activations, autocast changes
-  nothing; ``scaled_masked_softmax`` is an exception.
-* Gradients for every floating tensor argument, to any order, and under every ``torch.func`` transform.
-* Errors. TypeError for a wrong type or dtype; ValueError for shapes, devices, names and ranges. Each message names the
-  argument, its value and the accepted values.
+  float32 (float64 if any tensor is float64), rounded once at the end. As with PyTorch's activations, autocast does not
+  change dtypes, except in ``scaled_masked_softmax``.
+* Gradients. Every floating tensor argument has gradients, to any order and under every ``torch.func`` transform.
+* Errors. A wrong type or dtype is a TypeError. A wrong shape, device, name or range is a ValueError. Each message names
+  the argument, its value and the accepted values.
 * ``activation`` is one of ``torch_fused_ops.activations.names()``: relu, relu2, silu, gelu, gelu_tanh, quick_gelu,
   sigmoid, tanh, and names added with ``register_activation``.
-* ``clamp``, above 0, bounds gate from above and up on both sides; None does not clamp. ``up_offset``, finite, is added
-  to up afterwards.
-* ``memory`` decides how autograd saves the activation's inputs. ``"free"`` saves the tensors (for ReLU its result,
-  which the next linear saves anyway). ``"fp8"`` saves their values in float8_e4m3fn with one float32 scale per row,
-  half the bytes of bfloat16. Results do not depend on it. With ``"fp8"`` gradients are exact at the stored values. Each
-  stored value is off by up to 2⁻⁴ of its own size, or by 2⁻¹⁰/448 of its row's largest if that is more (twice as much
-  on GPUs in eager mode, where scales are powers of two). A row with an infinity or a NaN has NaN gradients. Bias and
-  token_scale are saved exactly. Second derivatives of a backward pass raise; ``torch.func`` transforms are exact, to
-  any order.
+* ``clamp``, a number above 0, bounds gate from above and up on both sides; None does not clamp. ``up_offset``, a finite
+  number, is added to up after clamping.
+* ``memory`` decides how autograd saves the activation's inputs. ``"free"`` saves the tensors (ReLU saves its result
+  instead, which the next linear saves anyway). ``"fp8"`` saves their values in float8_e4m3fn with one float32 scale per
+  row, half the bytes of bfloat16. Results do not depend on ``memory``. With ``"fp8"`` gradients are exact at the stored
+  values. A stored value's error is at most 2⁻⁴ of the value, or 2⁻¹⁰/448 of the row's largest value if that is larger
+  (the latter is doubled on GPUs in eager mode, where scales are powers of two). A row with an infinity or a NaN has NaN
+  gradients. Bias and token_scale are saved exactly. Differentiating a backward pass raises; ``torch.func`` transforms
+  are exact, to any order.
 * ``layout`` of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``,
   ``"swapped"`` is ``[up | gate]``, as in ``F.glu``. A number b, which must divide n, means b gate features, then b up
-  features, and so on. The activation acts on the *gate*. ``convert_glu_layout`` converts tensors.
+  features, and so on. The activation is applied to the *gate*. ``convert_glu_layout`` converts tensors.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _refuse(name: str, value: object, accepted: str) -> NoReturn:
 
 
 def _check_tensor(name: str, t: Any, accepted: str = "a tensor") -> None:
-    # Anything with __torch_function__ passes: torch.fx proxies and tensor-likes dispatch for themselves.
+    # Accept every object with __torch_function__: torch.fx proxies and tensor-likes dispatch the call themselves.
     if not isinstance(t, Tensor) and (isinstance(t, type) or not hasattr(t, "__torch_function__")):
         _refuse(name, t, accepted)
 
@@ -108,7 +108,7 @@ def _check_activation(activation: object) -> None:
 
 
 def _check_block(name: str, block: Any, size: int) -> Any:
-    """Return a valid block size: the number of adjacent gate features in a packed axis of ``size``."""
+    """Check a block size, the number of adjacent gate features in a packed axis of ``size``, and return it."""
     _check_number(name, block, "'halves', 'interleaved', 'swapped' or a number of features", int)
     if block < 1 or size % (2 * block):
         raise ValueError(
@@ -123,7 +123,7 @@ def _check_glu_scalars(up_offset: object, clamp: object) -> None:
 
 
 def _marked(memory: object, *tensors: Any) -> Any:
-    """Mark the first tensor to be saved in float8, if a tensor needs gradients; an exported graph saves nothing."""
+    """Return the first tensor, marked for float8 if any tensor needs gradients. Exported graphs save nothing."""
     if memory != "fp8":
         raise ValueError(f"memory={memory!r} is not known; accepted: 'free', 'fp8'")
     needed = any(t is not None and (not isinstance(t, Tensor) or t.requires_grad) for t in tensors)
@@ -154,17 +154,17 @@ def bias_act(
     """``act(input + bias) · token_scale[..., None]``, in one pass.
 
     Args:
-        input: (..., n), and so is the result, in input's dtype.
+        input: (..., n); the result has its shape and dtype.
         bias: (n,).
         token_scale: (...).
 
-    ``activation``, ``memory`` and errors: see the module's conventions.
+    The module's conventions describe ``activation``, ``memory`` and errors.
     """
     _check_tensor("input", input)
     _check_optional("bias", bias)
     _check_optional("token_scale", token_scale)
     _check_activation(activation)
-    if bias is token_scale is None and isinstance(input, Tensor) and input.ndim == 0:  # operators take rows
+    if bias is token_scale is None and isinstance(input, Tensor) and input.ndim == 0:  # operators need an axis
         return bias_act(input.unsqueeze(0), activation=activation, memory=memory).squeeze(0)
     if memory != "free":
         marked = _marked(memory, input, bias, token_scale)
@@ -194,7 +194,7 @@ def glu(
         up: (..., n).
         token_scale: (...).
 
-    ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors: see the module's conventions.
+    The module's conventions describe ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors.
     """
     _check_tensor("gate", gate)
     _check_tensor("up", up)
@@ -227,14 +227,14 @@ def bias_glu(
         input: (..., 2n), gate and up packed in ``layout``.
         bias: (2n,), packed in the same layout, added before clamping.
         token_scale: (...).
-        layout: "halves", "interleaved", "swapped", or a block size b. Blocks are not copied. Their bias is added
-            separately, rounded to input's dtype, and ``memory="fp8"`` stores a scale per 2b features.
+        layout: "halves", "interleaved", "swapped", or a block size b. With blocks, the bias is added separately and the
+            sum rounded to input's dtype; ``memory="fp8"`` stores a scale per 2b features. Blocks are not copied.
 
     Returns:
         (..., n), in input's dtype.
 
-    ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors: see the module's conventions. An odd last axis is a
-    ValueError.
+    The module's conventions describe ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors. An odd last axis
+    raises a ValueError.
     """
     _check_tensor("input", input)
     _check_optional("bias", bias)
@@ -244,7 +244,7 @@ def bias_glu(
         block = _check_block("layout", layout, input.shape[-1] if input.ndim else 0)
         layout = "interleaved" if block == 1 else "halves"
         if block > 1:
-            # A block is a row of halves.
+            # Each block of 2b features becomes a row with halves.
             h = input if bias is None else (input + bias).to(input.dtype)
             blocks = h.unflatten(-1, (-1, 2 * block))
             scales = token_scale if token_scale is None else token_scale.unsqueeze(-1).expand(blocks.shape[:-1])
@@ -259,19 +259,19 @@ def bias_glu(
 
 
 def convert_glu_layout(packed: Tensor, source: str | int, target: str | int, dim: int = -1) -> Tensor:
-    """``[gate | up] → g0 … g31 u0 … u31 g32 …``, or any layout into any other, along an axis: weights, biases, results.
+    """Convert an axis between layouts, e.g. ``[gate | up] → g0 … g31 u0 … u31 g32 …``: weights, biases, results.
 
         weight = convert_glu_layout(weight, "halves", 32, dim=0)
 
     Args:
-        packed: 2n along ``dim``.
+        packed: a tensor whose axis ``dim`` has size 2n.
         source, target: layouts as in ``bias_glu``: "halves", "interleaved", "swapped", or a number that divides n.
 
     Returns:
-        A contiguous tensor of packed's shape, and its gradient; or packed itself if the layouts are equal.
+        A contiguous tensor of packed's shape, with gradients; or packed itself if the layouts are equal.
 
     Raises:
-        TypeError, ValueError: an unknown layout, or a block size that does not divide the axis.
+        TypeError, ValueError: a layout is unknown, or a block size does not divide n.
     """
     _check_tensor("packed", packed)
     if not -packed.ndim <= dim < packed.ndim:
@@ -306,18 +306,18 @@ def bias_gelu(
 ) -> Tensor:
     """``gelu(input + bias)`` (arXiv:1606.08415); ``approximate`` as in ``torch.nn.functional.gelu``.
 
-    The negative tail is accurate; PyTorch's gelu loses it below x = -3. Shapes, dtypes and errors as ``bias_act``.
+    The negative tail is accurate; PyTorch's gelu loses it below x = -3. Other arguments are as in ``bias_act``.
     """
     return bias_act(input, bias, token_scale, activation=_gelu_name(approximate), memory=memory)
 
 
 def gelu(input: Tensor, approximate: str = "none", *, memory: str = "free") -> Tensor:
-    """``input · Φ(input)``, or its tanh form. As ``torch.nn.functional.gelu``, with an accurate tail."""
+    """``input · Φ(input)``, or its tanh form: ``torch.nn.functional.gelu`` with an accurate negative tail."""
     return bias_act(input, activation=_gelu_name(approximate), memory=memory)
 
 
 def silu(input: Tensor, *, memory: str = "free") -> Tensor:
-    """``input · sigmoid(input)``. As ``torch.nn.functional.silu``."""
+    """``input · sigmoid(input)``, as ``torch.nn.functional.silu``."""
     return bias_act(input, activation="silu", memory=memory)
 
 
@@ -343,7 +343,7 @@ def swiglu(
     clamp: float | None = None,
     memory: str = "free",
 ) -> Tensor:
-    """``silu(gate) · up``: Llama's GLU (arXiv:2002.05202). Arguments as ``glu``."""
+    """``silu(gate) · up``: Llama's GLU (arXiv:2002.05202). Arguments are as in ``glu``."""
     return glu(gate, up, token_scale, activation="silu", up_offset=up_offset, clamp=clamp, memory=memory)
 
 
@@ -357,7 +357,7 @@ def geglu(
     clamp: float | None = None,
     memory: str = "free",
 ) -> Tensor:
-    """``gelu(gate) · up`` (arXiv:2002.05202); T5 and Gemma use ``approximate="tanh"``. Arguments as ``glu``."""
+    """``gelu(gate) · up`` (arXiv:2002.05202); T5 and Gemma use ``approximate="tanh"``. Arguments: see ``glu``."""
     return glu(
         gate, up, token_scale, activation=_gelu_name(approximate), up_offset=up_offset, clamp=clamp, memory=memory
     )
@@ -376,7 +376,7 @@ def bias_swiglu(
     clamp: float | None = None,
     memory: str = "free",
 ) -> Tensor:
-    """``swiglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
+    """``swiglu`` of the packed ``input + bias``. Arguments are as in ``bias_glu``."""
     return bias_glu(
         input, bias, token_scale, activation="silu", layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
     )
@@ -393,7 +393,7 @@ def bias_geglu(
     clamp: float | None = None,
     memory: str = "free",
 ) -> Tensor:
-    """``geglu`` of the packed ``input + bias``. Arguments as ``bias_glu``, ``approximate`` as ``bias_gelu``."""
+    """``geglu`` of the packed ``input + bias``. Arguments are as in ``bias_glu`` and ``geglu``."""
     activation = _gelu_name(approximate)
     return bias_glu(
         input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
@@ -408,10 +408,10 @@ def dropout_add(
 ) -> Tensor:
     """``residual + dropout(input + bias)`` in one pass; ``seed`` determines the mask, which is not saved.
 
-    Backward recomputes the mask. It depends only on the seed, the element's row-major index and p: it is the same in
-    eager mode and compiled, on CPUs and GPUs, in every run. Each element's 32 random bits are Philox4x32-10's (Salmon
-    et al. 2011, doi:10.1145/2063384.2063405). Two calls with one seed drop the same elements: draw a seed for each
-    call, as ``bias_dropout_add`` does.
+    Backward recomputes the mask. The mask depends only on the seed, the element's row-major index and p: it is equal in
+    eager mode and compiled code, on CPUs and GPUs, in every run. Philox4x32-10 (Salmon et al. 2011,
+    doi:10.1145/2063384.2063405) generates 32 random bits per element. Two calls with one seed drop the same elements:
+    draw a seed for each call, as ``bias_dropout_add`` does.
 
     Args:
         input: (..., n).
@@ -422,7 +422,7 @@ def dropout_add(
         p: the probability of dropping an element, from 0 to 1; other elements are divided by 1 - p.
 
     Returns:
-        (..., n), in the dtype of residual (of input if residual is None); rounded once. Errors: see the module's
+        (..., n), in residual's dtype, or in input's dtype if residual is None; rounded once. Errors: see the module's
         conventions.
     """
     _check_tensor("input", input)
@@ -439,23 +439,23 @@ def bias_dropout_add(
 ) -> Tensor:
     """``residual + F.dropout(x + bias, p, training)``, in one pass, without saving a mask for backward.
 
-    The seed is drawn from torch's generator on x's device: ``torch.manual_seed`` determines it, the host does not wait,
-    and under ``torch.func.vmap`` its ``randomness`` decides if examples share a mask. ``F.dropout`` drops
+    The seed is drawn from torch's generator on x's device. ``torch.manual_seed`` determines the seed, and the host does
+    not wait. Under ``torch.func.vmap``, vmap's ``randomness`` decides if examples share a mask. ``F.dropout`` drops
     other elements.
 
-    A DTensor x is processed shard by shard. The coordinate along every mesh dimension that shards x is mixed into the
-    seed, so no two shards repeat a mask, and replicas have the same mask. As for every random operator, the generators
-    of all ranks must be in the same state (``torch.manual_seed`` with the same number on all ranks).
+    A DTensor x is processed shard by shard. The shard's coordinate along every mesh dimension that shards x is mixed
+    into the seed, so each shard has its own mask, and replicas have equal masks. As for every random operator, the
+    generators of all ranks must be in the same state (``torch.manual_seed`` with the same number on all ranks).
 
     Args:
-        x: (..., n). With p = 0 or in evaluation, and without bias and residual, x itself is returned.
+        x: (..., n). If nothing is dropped or added (p = 0 or not training, no bias, no residual), x is returned.
         bias: (n,) or None.
         residual: (..., n) or None.
         p: the probability of dropping an element, from 0 to 1.
         training: if False, nothing is dropped, and no seed is drawn.
 
     Returns:
-        (..., n), in the dtype of residual (of x if residual is None). Errors: see the module's conventions.
+        (..., n), in residual's dtype, or in x's dtype if residual is None. Errors: see the module's conventions.
     """
     _check_tensor("x", x)
     _check_optional("bias", bias)
@@ -465,7 +465,7 @@ def bias_dropout_add(
         raise TypeError(f"training={training!r} is not accepted: it must be True or False")
     if not 0 <= p <= 1:
         raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
-    # The operator calls it input.
+    # Check x here: the operator's messages would call it input.
     if isinstance(x, Tensor) and not (x.is_floating_point() and x.dtype.itemsize > 1 and x.ndim):
         if x.ndim:
             raise TypeError(f"x has dtype {x.dtype}; accepted: float16, bfloat16, float32, float64")
@@ -473,7 +473,7 @@ def bias_dropout_add(
     if not training or p == 0:
         if bias is None and residual is None:
             return x
-        p, seed = 0.0, torch.empty(1, dtype=torch.int64, device=x.device)  # not read
+        p, seed = 0.0, torch.empty(1, dtype=torch.int64, device=x.device)  # the operator does not read this seed
     else:
         seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
     if isinstance(x, Tensor) and hasattr(x, "device_mesh"):  # a DTensor; torch.fx's proxies have every attribute
@@ -496,24 +496,24 @@ def scaled_masked_softmax(
 ) -> Tensor:
     """``softmax(scale · input)`` over the unmasked keys, in one pass; only the result is saved for backward.
 
-    Attention's scores → probabilities (Megatron-LM's ``FusedScaleMaskSoftmax``, with exact masks instead of −10000).
-    ``mask``, ``causal`` and the window apply together. A fully masked row is all zeros, and so is its gradient. −∞ in
-    input counts as masked, NaN and +∞ make their row NaN. As for ``torch.softmax``, autocast makes the result float32
-    on GPUs and changes nothing on CPUs.
+    Attention's scores become probabilities, as in Megatron-LM's ``FusedScaleMaskSoftmax``, but masks are exact instead
+    of −10000. ``mask``, ``causal`` and the window apply together. A fully masked row and its gradient are 0. A score
+    of −∞ counts as masked; NaN or +∞ makes its row NaN. As for ``torch.softmax``, autocast makes the result float32 on
+    GPUs, and has no effect on CPUs.
 
     Args:
-        input: (..., sq, sk), queries and keys.
+        input: (..., sq, sk), the scores of sq queries and sk keys.
         mask: bool, True where a score is masked out; broadcasts to input's shape. Convert an additive mask with
             ``mask < 0`` or ``mask.isneginf()``.
-        sink: (heads,), heads = input.shape[-3]: a logit per head that joins only the denominator, unscaled (gpt-oss;
-            "softmax off by one" is a sink of zeros).
+        sink: (heads,), heads = input.shape[-3]: an unscaled logit per head that is added only to the denominator
+            (gpt-oss; "softmax off by one" is a sink of zeros).
         scale: a finite factor of the scores.
-        causal: query i sees key j if j <= i + sk - sq: aligned at the last query and key.
-        window_left, window_right: query i sees i + sk - sq - window_left <= j <= i + sk - sq + window_right; -1 means
-            unbounded.
+        causal: query i sees key j if j <= i + sk - sq, so the last query sees the last key.
+        window_left, window_right: query i sees key j if i + sk - sq - window_left <= j <= i + sk - sq + window_right;
+            -1 means unbounded.
 
     Returns:
-        A tensor like input in shape and dtype. Errors: see the module's conventions.
+        A tensor of input's shape and dtype (except under autocast). Errors: see the module's conventions.
     """
     _check_tensor("input", input)
     _check_optional("mask", mask)
@@ -540,29 +540,28 @@ def linear_fp8(
     recipe: str = "fp8",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``input · weightᵀ + bias``, and its gradients, as GEMMs in float8 with a scale per block, or row.
+    """``input · weightᵀ + bias``, and its gradients, as GEMMs in float8 with a scale per block or row.
 
-    Before each GEMM both operands are stored in float8 (e4m3) along the axis that it sums over, under scales that are
-    powers of two. Recipe "fp8" has blocks of (1, 128) in the operand with the tokens' axis, and of (128, 128) in the
-    other (DeepSeek-V3, arXiv 2412.19437; TransformerEngine's ``Float8BlockScaling``). Sums are float32. The input is
-    saved for backward in float8, a byte per element. CPUs multiply the same numbers in the result's dtype; docs/fp8.md
-    lists the GPUs that each recipe needs.
-
-    A block with an infinity or a NaN is NaN. Second derivatives raise, and so do ``torch.func`` transforms.
+    Before each GEMM both operands are quantized to float8 (e4m3) in blocks along the axis that the GEMM sums over.
+    Scales are powers of two. Recipe "fp8" has blocks of (1, 128) in an operand with an axis of tokens, and of
+    (128, 128) in the weight (DeepSeek-V3, arXiv 2412.19437; TransformerEngine's ``Float8BlockScaling``). Sums are
+    float32. The input is saved for backward in float8, a byte per element. CPUs multiply the quantized numbers in the
+    result's dtype; docs/fp8.md lists the GPUs that each recipe needs.
+    A block with an infinity or a NaN becomes NaN. Second derivatives and ``torch.func`` transforms raise.
 
     Args:
         input: (..., in); bfloat16, float16 or float32.
         weight: (out, in), both multiples of 128; "fp8-rowwise" needs multiples of 16, "mxfp8" multiples of 32. Its
             gradient has its dtype.
         bias: (out,).
-        recipe: "fp8" for all three GEMMs. "fp8-wgrad-bf16" computes the weight's gradient in the result's dtype, and
-            saves input unquantized for it. "fp8-rowwise" does the same with a scale per row, and one for the weight's
-            transpose (torchao's ``rowwise_with_gw_hp``). "mxfp8" and "mxfp8-wgrad-bf16" are the first two with blocks
-            of (1, 32) in both operands (the Open Compute Project's Microscaling Formats).
+        recipe: "fp8" is for all three GEMMs. "fp8-wgrad-bf16" computes the weight gradient in the result's dtype, and
+            saves input unquantized for it. "fp8-rowwise" is like "fp8-wgrad-bf16", with a scale per row, and one scale
+            for the weight's transpose (torchao's ``rowwise_with_gw_hp``). "mxfp8" and "mxfp8-wgrad-bf16" are the first
+            two with blocks of (1, 32) in both operands (the Open Compute Project's Microscaling Formats).
         dtype: dtype of the result; by default input's dtype.
 
     Returns:
-        (..., out). Errors: see the module's conventions; ValueError for sizes that are not such multiples.
+        (..., out). Errors: see the module's conventions. A size that is not such a multiple raises a ValueError.
     """
     _check_tensor("input", input)
     _check_tensor("weight", weight)
@@ -576,24 +575,24 @@ def linear_fp8(
 
 
 def grouped_linear_fp8(input: Tensor, weight: Tensor, ends: Tensor, *, recipe: str = "fp8-rowwise") -> Tensor:
-    """``input[t] · weight[e]``, e the expert of row t, and its gradients, in float8: a mixture's experts.
+    """``input[t] · weight[e]`` in float8, where e is the expert of row t, with gradients: a linear of all experts.
 
-    Like ``linear_fp8`` without a bias, for rows sorted by expert, as in ``torch.nn.functional.grouped_mm``. Each
-    row, each column of an expert's weight, and each expert's transposed weight has a scale. The weight's
-    gradient is a grouped GEMM in bfloat16. (torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm`` computes it in float8,
-    which pads each expert's rows to multiples of 16.) The host does not wait.
+    This is ``linear_fp8`` without a bias for rows sorted by expert, as in ``torch.nn.functional.grouped_mm``. Each row,
+    each column of an expert's weight, and each expert's transposed weight has one scale. The weight gradient is a
+    grouped GEMM in bfloat16. (torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm`` computes the weight gradient in
+    float8, which pads each expert's rows to multiples of 16.) The host does not wait.
 
-    Second derivatives raise, and so do ``torch.func`` transforms.
+    Second derivatives and ``torch.func`` transforms raise.
 
     Args:
         input: (t, in), bfloat16. Results are undefined for rows after the last expert's end.
-        weight: (experts, in, out), bfloat16, in and out multiples of 16. A transposed parameter (experts, out, in) is
-            not copied.
+        weight: (experts, in, out), bfloat16; in and out are multiples of 16. The transpose of a parameter
+            (experts, out, in) is not copied.
         ends: (experts,), int32, on input's device: the end of each expert's rows.
         recipe: a recipe that docs/fp8.md lists for experts.
 
     Returns:
-        (t, out), bfloat16. Errors: see the module's conventions; ValueError for sizes that are not such multiples.
+        (t, out), bfloat16. Errors: see the module's conventions. A size that is not such a multiple is a ValueError.
     """
     for name, t in (("input", input), ("weight", weight), ("ends", ends)):
         _check_tensor(name, t)

@@ -5,19 +5,19 @@
 Names, signatures and return conventions come from ``megatron.core.fusions`` (``fused_bias_gelu``,
 ``fused_bias_geglu``, ``fused_bias_swiglu``, ``fused_weighted_squared_relu``, ``fused_bias_dropout``,
 ``fused_softmax``), ``megatron.core.activations``, ``megatron.core.utils`` (viewless tensors) and, for softmax,
-``megatron.core.transformer.enums`` and ``.utils``, at commit d98e8a64; "upstream" below. Upstream's helper functions
+``megatron.core.transformer.enums`` and ``.utils``, at commit d98e8a64 ("upstream" below). Upstream's helper functions
 (derivatives ``…_back``, Functions behind an ``…_impl``) are not provided.
 
-All of them, unlike upstream, take any number of axes and any strides; float16, bfloat16, float32 and float64, mixed,
-with float32 arithmetic rounded once and the result in the first data tensor's dtype. Frozen arguments cost no work.
-``torch.compile(fullgraph=True)``, double backward and ``torch.func`` work, on CPUs and GPUs. A bias gradient has the
-bias's shape, summed in float32; upstream's Functions return one as large as the input. Gate halves come first in packed
-axes, as upstream.
+Unlike upstream, these operators accept any number of axes, any strides, and any mixture of float16, bfloat16, float32
+and float64. Arithmetic is float32 (float64 if a tensor is float64), rounded once to the first data tensor's dtype.
+Gradients of frozen arguments are not computed. ``torch.compile(fullgraph=True)``, double backward and ``torch.func``
+work, on CPUs and GPUs. A bias gradient is summed in float32 and has the bias's shape; upstream's Functions return a
+tensor of the input's shape. As upstream, packed axes have the gate half first.
 
-* ``bias``: (n,), or a tensor that broadcasts to the input (and is then added on its own, unfused).
-* ``weights``: a factor for each row, as upstream (rows, 1), or the input's shape with a last axis of 1.
+* ``bias``: (n,), or a tensor that broadcasts to the input. A bias that is not a vector is added separately, unfused.
+* ``weights``: a factor for each row: (rows, 1) as upstream, or the input's shape with a last axis of 1.
 * ``fp8_input_store``: save the input in float8_e4m3fn with a scale for each row (``memory="fp8"`` of
-  ``torch_fused_ops.functional``). Upstream casts without a scale: values above 448 are lost.
+  ``torch_fused_ops.functional``). Upstream casts without a scale, which loses values above 448.
 
 Errors name the argument, its value and the accepted values, as in ``torch_fused_ops.functional``.
 """
@@ -41,7 +41,7 @@ from torch_fused_ops.operators.viewless import make_viewless_tensor as make_view
 
 
 def _biased(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(input, its bias as a vector); a bias that is not a vector over the last axis is added here."""
+    """Return (input, bias as a vector or None). Any other bias is added to the input here."""
     if bias is None or bias.ndim == 1:
         return input, bias
     if bias.shape[-1:] == input.shape[-1:] and bias.numel() == input.shape[-1]:
@@ -86,9 +86,9 @@ def _glu(
 
 
 def bias_gelu(bias: Tensor | None, y: Tensor) -> Tensor:
-    """``gelu_tanh(y + bias)``; the bias comes first.
+    """``gelu_tanh(y + bias)``. The bias is the first argument.
 
-    Upstream's ``bias_gelu``, with the negative tail: 1 + tanh cancels there (``docs/migrate.md`` has figures).
+    Upstream's ``bias_gelu``, with an accurate negative tail, where upstream's 1 + tanh cancels (``docs/migrate.md``).
     """
     y, bias = _biased(y, bias)
     return functional.bias_gelu(y, bias, "tanh")
@@ -99,7 +99,7 @@ class GeLUFunction:
 
     @staticmethod
     def apply(input: Tensor, bias: Tensor | None) -> Tensor:
-        """``gelu_tanh(input + bias)``. Upstream's requires the bias and returns its gradient input-sized."""
+        """``gelu_tanh(input + bias)``. Upstream requires a bias, and the bias gradient has the input's shape."""
         return bias_gelu(bias, input)
 
 
@@ -107,7 +107,7 @@ bias_gelu_impl = GeLUFunction.apply
 
 
 def fast_gelu(x: Tensor) -> Tensor:
-    """``gelu_tanh(x)``. Upstream's ``fast_gelu``, with the negative tail."""
+    """``gelu_tanh(x)``: upstream's ``fast_gelu``, with an accurate negative tail."""
     return functional.gelu(x, "tanh")
 
 
@@ -115,15 +115,15 @@ def fast_gelu(x: Tensor) -> Tensor:
 
 
 def geglu(y: Tensor) -> Tensor:
-    """``gelu_tanh(gate) · up`` of packed y (…, 2n). Upstream's ``geglu``."""
+    """``gelu_tanh(gate) · up`` of packed y (…, 2n): upstream's ``geglu``."""
     return _glu("gelu_tanh", y)
 
 
 def bias_geglu_impl(input: Tensor, bias: Tensor | None, *, clamp_value: float | None = None) -> Tensor:
-    """``gelu_tanh(min(gate, clamp)) · clamp(up, ±clamp)`` of packed ``input + bias``; bias may be None.
+    """``gelu_tanh(min(gate, c)) · clamp(up, ±c)`` of packed ``input + bias``, where c is clamp_value; bias may be None.
 
-    Upstream's ``bias_geglu_impl`` takes 2 or 3 axes that ``view`` can flatten, and leaves a configured clamp out
-    without a word; here there is an argument for it.
+    Upstream's ``bias_geglu_impl`` accepts only 2 or 3 axes that ``view`` can flatten, and silently ignores a configured
+    clamp, because it lacks the argument ``clamp_value``.
     """
     return _glu("gelu_tanh", input, bias, clamp=clamp_value)
 
@@ -135,17 +135,17 @@ class BiasGeGLUFunction:
 
 
 def quick_gelu(y: Tensor) -> Tensor:
-    """``y · sigmoid(1.702 y)``. Upstream's ``quick_gelu``."""
+    """``y · sigmoid(1.702 y)``: upstream's ``quick_gelu``."""
     return functional.quick_gelu(y)
 
 
 def quick_geglu(y: Tensor, linear_offset: float = 0.0) -> Tensor:
-    """``quick_gelu(gate) · (up + linear_offset)`` of packed y. Upstream's ``quick_geglu``."""
+    """``quick_gelu(gate) · (up + linear_offset)`` of packed y: upstream's ``quick_geglu``."""
     return _glu("quick_gelu", y, up_offset=linear_offset)
 
 
 def weighted_quick_geglu(y: Tensor, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
-    """``quick_geglu(y) · weights``. Upstream's ``weighted_quick_geglu``."""
+    """``quick_geglu(y) · weights``: upstream's ``weighted_quick_geglu``."""
     return _glu("quick_gelu", y, None, weights, up_offset=linear_offset)
 
 
@@ -159,8 +159,8 @@ def weighted_bias_quick_geglu_impl(
 ) -> Tensor:
     """``quick_gelu(min(gate, c)) · (clamp(up, ±c) + linear_offset) · weights`` of packed ``input + bias``, as gpt-oss.
 
-    Upstream's ``weighted_bias_quick_geglu_impl`` clamps the input before the bias is added, its unfused path after;
-    this clamps the sum, always.
+    c is clamp_value. This function clamps the sum. Upstream's ``weighted_bias_quick_geglu_impl`` clamps the input
+    before it adds the bias; upstream's unfused path clamps the sum.
     """
     return _glu("quick_gelu", input, bias, weights, up_offset=linear_offset, clamp=clamp_value, fp8=fp8_input_store)
 
@@ -169,12 +169,12 @@ def weighted_bias_quick_geglu_impl(
 
 
 def swiglu(y: Tensor) -> Tensor:
-    """``silu(gate) · up`` of packed y (…, 2n). Upstream's ``swiglu``."""
+    """``silu(gate) · up`` of packed y (…, 2n): upstream's ``swiglu``."""
     return _glu("silu", y)
 
 
 def _marked_for_offloading(requested: bool) -> AbstractContextManager[Any]:
-    """Set ``activation_offloading = True`` on saved tensors before the enclosing saved-tensor hooks get them."""
+    """If requested, set ``activation_offloading = True`` on saved tensors before the enclosing hooks get them."""
     hooks = None
     if requested and not torch.compiler.is_compiling():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -201,14 +201,14 @@ def bias_swiglu_impl(
     Args:
         input: (…, 2n). bias: (2n,) or None.
         fp8_input_store: save the input in 8 bits for backward.
-        cpu_offload_input: mark saved tensors with ``activation_offloading = True``, as upstream, for the saved-tensor
-            hooks that do the offloading (in TransformerEngine, or your own). Without hooks, and under
-            ``torch.compile``, it has no effect.
-        clamp_value: c, above 0; None or 0 does not clamp.
+        cpu_offload_input: set ``activation_offloading = True`` on saved tensors, as upstream, for the saved-tensor
+            hooks that do the offloading (in TransformerEngine, or your own). It has no effect without hooks or under
+            ``torch.compile``.
+        clamp_value: c, above 0; None and 0 do not clamp.
 
-    Upstream's ``bias_swiglu_impl`` takes 2 or 3 axes that ``view`` can flatten, and clamps nothing where clamp_value is
-    below 0, which is an error here. On a bound upstream's derivative is 1; ours equals ``torch.clamp``'s, 1, and 0
-    from torch 2.15 on.
+    Upstream's ``bias_swiglu_impl`` accepts only 2 or 3 axes that ``view`` can flatten. It ignores a clamp_value below
+    0, which raises here. At a bound, upstream's derivative is 1. Here it equals the derivative of ``torch.clamp``: 1
+    before torch 2.15, and 0 from 2.15 on.
     """
     with _marked_for_offloading(cpu_offload_input):
         return _glu("silu", input, bias, clamp=clamp_value or None, fp8=fp8_input_store)
@@ -221,7 +221,7 @@ def weighted_bias_swiglu_impl(
     fp8_input_store: bool = False,
     clamp_value: float | None = None,
 ) -> Tensor:
-    """``bias_swiglu_impl(input, bias) · weights``. Upstream's raises NotImplementedError where there is a bias."""
+    """``bias_swiglu_impl(input, bias) · weights``. Upstream raises NotImplementedError unless bias is None."""
     return _glu("silu", input, bias, weights, clamp=clamp_value or None, fp8=fp8_input_store)
 
 
@@ -229,12 +229,12 @@ def weighted_bias_swiglu_impl(
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """``max(x, 0)²``. Upstream's ``squared_relu``."""
+    """``max(x, 0)²``: upstream's ``squared_relu``."""
     return functional.squared_relu(x)
 
 
 def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
-    """``max(input, 0)² · weights``. Upstream's ``weighted_squared_relu_impl``, which takes 2 or 3 viewable axes."""
+    """``max(input, 0)² · weights``. Upstream's function accepts only 2 or 3 axes that ``view`` can flatten."""
     return functional.bias_act(input, token_scale=_token_scale(input, weights), activation="relu2")
 
 
@@ -255,10 +255,10 @@ def _bias_dropout_add_func(
 
 
 def bias_dropout_add_fused_train(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-    """``residual + dropout(x + bias)``, in residual's dtype; ``x_with_bias`` is (x, bias), bias may be None.
+    """``residual + dropout(x + bias)``, in residual's dtype. ``x_with_bias`` is (x, bias or None).
 
-    Upstream's ``bias_dropout_add_fused_train``. Backward recomputes the mask, which upstream saves. torch's generator
-    determines the mask, but not the same one as in ``torch.nn.functional.dropout``.
+    Backward recomputes the mask, which upstream's ``bias_dropout_add_fused_train`` saves. torch's generator determines
+    the mask, but ``torch.nn.functional.dropout`` drops other elements.
     """
     return _bias_dropout_add_func(x_with_bias, residual, prob, True)
 
@@ -266,21 +266,21 @@ def bias_dropout_add_fused_train(x_with_bias: tuple[Tensor, Tensor | None], resi
 def bias_dropout_add_fused_inference(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float
 ) -> Tensor:
-    """``residual + x + bias``, in residual's dtype. Upstream's of that name, which writes into x; this does not."""
+    """``residual + x + bias``, in residual's dtype. Upstream's function writes into x; this function does not."""
     return _bias_dropout_add_func(x_with_bias, residual, prob, False)
 
 
 def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
-    """A function ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, dropping while training.
+    """Return a function of ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, or without dropout.
 
-    The same operator as the fused names. In evaluation upstream's ``bias_dropout_add_unfused`` writes its result into
-    the caller's x; this does not.
+    The operator is the same as for the fused names. In evaluation the function that upstream returns writes its result
+    into the caller's x; this function does not.
     """
     return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
-    """The function ``((x, bias), residual, prob)`` to train or evaluate; fused or not is the same here."""
+    """Return a function of ``((x, bias), residual, prob)`` for training or evaluation. ``fused`` has no effect."""
     return bias_dropout_add_unfused(training)
 
 
@@ -288,7 +288,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
 
 
 class AttnMaskType(enum.Enum):
-    """The kind of attention mask, with upstream's members and values; upstream's own members work, by their names."""
+    """Kinds of attention masks, with upstream's names and values. Upstream's members are accepted, by their names."""
 
     padding = 1
     causal = 2
@@ -303,7 +303,7 @@ _CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
 
 
 def _hidden(mask: Tensor | None) -> Tensor | None:
-    """The mask as a bool tensor, True where a score is masked out."""
+    """Return the mask as a bool tensor, True where a score is masked out, or None if the mask is None."""
     if mask is None:
         return None
     functional._check_optional("mask", mask)
@@ -320,7 +320,7 @@ class ScaledUpperTriangMaskedSoftmax:
     def apply(inputs: Tensor, scale: float | None) -> Tensor:
         """``softmax(inputs · scale)`` over the last axis; query i of sq sees keys 0 … sk − sq + i.
 
-        Any (…, sq, sk). Upstream's CUDA kernel takes half precision, square, sides up to 4096 (or 16384).
+        inputs is (…, sq, sk), of any size. Upstream's CUDA kernel needs half precision and sq = sk ≤ 4096 (or 16384).
         """
         return functional.scaled_masked_softmax(inputs, scale=_scale(scale), causal=True)
 
@@ -330,15 +330,15 @@ class ScaledMaskedSoftmax:
 
     @staticmethod
     def apply(inputs: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        """``softmax(inputs · scale)`` over the last axis, where mask is 0.
+        """``softmax(inputs · scale)`` over the last axis, only over scores whose mask is 0.
 
         Args:
             inputs: (…, sq, sk).
             mask: bool or uint8, nonzero where a score is masked, broadcastable to inputs; or None.
-            scale: a number.
+            scale: a number; None means 1.
 
-        Upstream's kernel sets masked scores to −10000, so they win over lower scores; here they never count, and a
-        fully masked row is 0.
+        Upstream's kernel sets masked scores to −10000, so a masked score exceeds an unmasked score below −10000. Here
+        masked scores never count, and a fully masked row is 0.
         """
         return functional.scaled_masked_softmax(inputs, _hidden(mask), scale=_scale(scale))
 
@@ -348,7 +348,7 @@ class ScaledSoftmax:
 
     @staticmethod
     def apply(inputs: Tensor, scale: float | None) -> Tensor:
-        """``softmax(inputs · scale)`` over the last axis. Any (…, sq, sk)."""
+        """``softmax(inputs · scale)`` over the last axis; inputs is (…, sq, sk), of any size."""
         return functional.scaled_masked_softmax(inputs, scale=_scale(scale))
 
 
@@ -357,10 +357,10 @@ def _scale(scale: float | None) -> float:
 
 
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
-    """``attention_scores`` with their dtype's lowest number where the mask is nonzero, as a new tensor.
+    """Return a copy of ``attention_scores`` with the dtype's lowest number where the mask is nonzero.
 
-    Upstream's writes −10000 into the caller's scores. ``FusedScaleMaskSoftmax`` recognizes this function by its name,
-    and masks exactly instead of calling it.
+    Upstream's function writes −10000 into the caller's scores. ``FusedScaleMaskSoftmax`` recognizes this function by
+    its name, and masks exactly instead of calling the function.
     """
     hidden = _hidden(attention_mask)
     assert hidden is not None
@@ -368,14 +368,14 @@ def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Ten
 
 
 def get_default_causal_mask(sq: int, device: torch.device | str | None = None) -> Tensor:
-    """(sq, sq), True above the diagonal, on ``device`` or the default device. Upstream always uses "cuda"."""
+    """Return (sq, sq), True above the diagonal, on ``device`` or the default device. Upstream always uses "cuda"."""
     return torch.ones(sq, sq, dtype=torch.bool, device=device).triu(1)
 
 
 def get_sliding_window_causal_mask(
     sq: int, skv: int, window_size: Sequence[int], device: torch.device | str | None = None
 ) -> Tensor:
-    """(sq, skv), False where ``−left ≤ j − i − (skv − sq) ≤ right``; −1 means unbounded (upstream: a bound)."""
+    """Return (sq, skv), False if ``−left ≤ j − i − (skv − sq) ≤ right``. −1 means unbounded (upstream: a bound)."""
     left, right = _window(window_size)
     distance = torch.arange(skv, device=device) - torch.arange(sq, device=device)[:, None] - (skv - sq)
     visible = torch.ones_like(distance, dtype=torch.bool)
@@ -397,9 +397,9 @@ class SoftmaxOne(nn.Module):
     """``exp(x) / (d + Σ exp(x))`` over the last axis (https://www.evanmiller.org/attention-is-off-by-one.html).
 
     Args:
-        dim: None or the last axis. Upstream's takes any, and uses the last.
-        denominator_offset: a number is d itself, 0 for softmax. A tensor (heads,) holds the logit of d for each head
-            (axis −3 of x), so zeros add 1, as upstream. Upstream crashes on numbers, including its default.
+        dim: None or the last axis. Upstream accepts any axis, but always uses the last axis.
+        denominator_offset: a number is d itself; 0 gives softmax. A tensor (heads,) has log(d) for each head (axis −3
+            of x), so zeros mean d = 1, as upstream. Upstream crashes on numbers, including its default.
     """
 
     def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 1.0) -> None:
@@ -412,7 +412,7 @@ class SoftmaxOne(nn.Module):
         self.denominator_offset = denominator_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (…, heads, sq, sk), or fewer axes where denominator_offset is a number."""
+        """Apply to x (…, heads, sq, sk). If denominator_offset is a number, x may have fewer axes."""
         if self.dim not in (None, -1, x.ndim - 1):
             raise ValueError(f"dim={self.dim} is not accepted: it must be None, -1 or {x.ndim - 1}, x's last axis")
         offset = self.denominator_offset
@@ -424,26 +424,26 @@ class SoftmaxOne(nn.Module):
 
 
 class FusedScaleMaskSoftmax(nn.Module):
-    """``softmax(input · scale)`` under mask, causality and window: Megatron-LM's attention softmax.
+    """``softmax(input · scale)`` with mask, causality and window: Megatron-LM's attention softmax.
 
     Args:
         input_in_fp16, input_in_bf16: the model's dtype; at most one is True.
-        attn_mask_type: AttnMaskType; the causal ones mask scores right of the diagonal that ends bottom right.
+        attn_mask_type: AttnMaskType. Causal members mask scores right of the diagonal that ends at the bottom right.
         scaled_masked_softmax_fusion: changes only the result of ``is_kernel_available``.
-        mask_func: None or ``attention_mask_func`` (of any library): nonzero in the mask is masked out. Any other
-            function is called as upstream does, ``mask_func(scores, mask)``, on a copy, before the operator.
-        softmax_in_fp32: validated as upstream. If True, the flags set the result's dtype, even if the input has another
-            dtype. Arithmetic is always float32.
+        mask_func: if None or ``attention_mask_func`` (of any library), scores with a nonzero mask are masked out. Any
+            other function is called before the operator, on a copy, as upstream does: ``mask_func(scores, mask)``.
+        softmax_in_fp32: validated as upstream. If True, input_in_fp16 or input_in_bf16 sets the result's dtype, even if
+            the input has another dtype. Arithmetic is always float32.
         scale: a number or None; a number requires softmax_in_fp32.
-        window_size: (left, right), a query's reach; −1 means unbounded. None means no window.
+        window_size: (left, right), how far a query sees; −1 means unbounded. None means no window.
 
     Raises:
-        AssertionError: both half-precision flags; scale without softmax_in_fp32; an input without four axes.
+        AssertionError: both half-precision flags are True, scale is set without softmax_in_fp32, or input is not 4-D.
 
-    Upstream's writes masked scores into its input, fills with −10000 (a masked key wins over lower scores, and a masked
-    row is uniform), drops causality if there is a mask, and the mask if there is a window or a causal kernel; its
-    kernel ignores the window. Here all arguments apply, masked scores never count, and a fully masked row is 0, as are
-    its gradients.
+    Upstream's class writes into its input and fills with −10000: a masked key exceeds scores below that, and a fully
+    masked row is uniform. If there is a mask, upstream ignores causality; with a window or a causal kernel it ignores
+    the mask; and its kernel ignores the window. Here all arguments apply, masked scores never count, and a fully masked
+    row and its gradients are 0.
     """
 
     def __init__(
@@ -479,15 +479,15 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.window_size = window_size
 
     def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
-        """The attention probabilities.
+        """Return the attention probabilities.
 
         Args:
-            input: (b, np, sq, sk), any sizes and strides.
+            input: (b, np, sq, sk), of any sizes and strides.
             mask: bool or uint8, nonzero where a score is masked, broadcastable to input; or None.
-            softmax_offset: (np,), a logit for each head that joins the denominator only (a sink); or None.
+            softmax_offset: (np,), a logit for each head that is added only to the denominator (a sink); or None.
 
         Returns:
-            (b, np, sq, sk), in the dtype that the flags name, otherwise in the input's dtype.
+            (b, np, sq, sk), in the dtype that the flags set (see softmax_in_fp32), otherwise in the input's dtype.
         """
         if input.dim() != 4:
             raise AssertionError(f"input has shape {tuple(input.shape)}; accepted: four axes, (b, np, sq, sk)")
@@ -508,9 +508,9 @@ class FusedScaleMaskSoftmax(nn.Module):
         return out
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """True if the operator also masks: fusion is requested, and the mask needs no ``mask_func`` of your own.
+        """Return True if fusion is requested and the operator applies the mask, without calling a ``mask_func``.
 
-        It takes all sizes and dtypes; upstream's kernel needs half precision, 16 < sk ≤ 4096 and multiples of 4.
+        The operator accepts all sizes and dtypes. Upstream's needs half precision, 16 < sk ≤ 4096 and multiples of 4.
         """
         return bool(self.scaled_masked_softmax_fusion) and (mask is None or self._has_standard_mask_func)
 

@@ -1,4 +1,4 @@
-"""The fusion policy, an argument of ``enable``, ``enabled`` and ``compile_options``."""
+"""``FusionPolicy``, the settings that ``enable``, ``enabled`` and ``compile_options`` accept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_fused_ops.settings import tiles
 Memory = Literal["off", "free", "fp8", "input", "tiled"]
 Attention = Literal["off", "input"]
 Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
-MEMORY: tuple[str, ...] = get_args(Memory)  # memory levels; each saves fewer bytes for backward than its predecessor
+MEMORY: tuple[str, ...] = get_args(Memory)  # memory levels; each saves fewer bytes for backward than the level before
 ATTENTION: tuple[str, ...] = get_args(Attention)
 GEMM: tuple[str, ...] = get_args(Recipe)  # families/float8/recipes.py defines them
 LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # the accepted values, for messages
@@ -23,13 +23,13 @@ LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # the accepted
 if TYPE_CHECKING:
     from torch_fused_ops.graphs.sites import Site
 
-    # For type checkers: of tiled:N the usual numbers.
+    # For type checkers: tiled:N with usual numbers N.
     Tiles = Literal["tiled:2", "tiled:3", "tiled:4", "tiled:6", "tiled:8", "tiled:12", "tiled:16", "tiled:32"]
     Level = Memory | Tiles
 
 
 class PolicyFields(TypedDict, total=False):
-    """``FusionPolicy``'s fields, as keywords that replace a policy."""
+    """``FusionPolicy``'s fields, as the keywords that functions accept instead of a policy."""
 
     memory: Level | Mapping[str, str]
     dropout: bool
@@ -41,37 +41,37 @@ class PolicyFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class FusionPolicy:
-    """The settings of the fusion pass. Frozen and hashable, since it is part of every compile key.
+    """The settings of the fusion pass. A policy is frozen and hashable, because every compile key contains it.
 
     Attributes:
-        memory: the memory level: what a training step saves for backward (``docs/memory.md``). ``"off"`` is upstream's
-            choice. ``"free"`` recomputes pointwise work in backward, never a GEMM. ``"fp8"`` also saves the inputs of
-            an MLP's activation as float8_e4m3fn with a scale per row, so gradients carry its rounding. ``"input"``
-            saves the MLP's input instead, and recomputes the GEMM before the activation. ``"tiled"`` does that in
-            tiles of the tokens, forward and backward; ``"tiled:16"`` sets their number. A mapping from module patterns
-            (as in ``exclude``) to levels other than "off" selects a level for each MLP: the first match counts, and
-            "free" is the default. At all levels but "off" a factor per row after an MLP's last GEMM, such as a
-            router's weight, moves through the GEMM, whose result is then not saved. Your own
-            ``torch._functorch.config.activation_memory_budget`` takes precedence.
-        dropout: turn active dropouts after linear layers, and after pointwise functions of their results, into
-            ``fused::dropout_add``, with the residual. Backward then needs a seed only, not a mask of a byte per
-            element. The distribution is the same as with plain torch.compile, the dropped elements are not;
-            ``torch.manual_seed`` works as before. Inductor's ``fallback_random`` disables it.
-        strict: raise ``UnfusedError`` at compile time if an MLP site is not fused or a pass fails, naming each reason;
-            otherwise the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not count. A model
-            with linear layers but no site also raises (``docs/policies.md``, Strict).
+        memory: the memory level: which tensors a training step saves for backward (``docs/memory.md``).
+            ``"off"`` leaves the choice to PyTorch. ``"free"`` recomputes pointwise work in backward, never a GEMM.
+            ``"fp8"`` also saves the inputs of an MLP's activation as float8_e4m3fn with a scale per row, so gradients
+            carry its rounding. ``"input"`` saves the MLP's input instead, and recomputes the GEMM before the
+            activation. ``"tiled"`` does the same in tiles of the tokens, forward and backward; ``"tiled:16"`` sets the
+            number of tiles. A mapping from module patterns (as in ``exclude``) to levels other than "off" selects a
+            level for each MLP: the first match counts, and "free" is the default. Except at "off", a factor per row
+            after an MLP's last GEMM, such as a router's weight, moves through the GEMM, whose result is then not saved.
+            If you set ``torch._functorch.config.activation_memory_budget``, it takes precedence.
+        dropout: replace active dropouts after linear layers, and after pointwise functions of their results, by
+            ``fused::dropout_add``, with the residual. Backward then needs only a seed, not a mask of a byte per
+            element. Compared to plain torch.compile the distribution is equal, but other elements are dropped;
+            ``torch.manual_seed`` works as before. Inductor's ``fallback_random`` disables this replacement.
+        strict: if an MLP site is not fused or a pass fails, raise ``UnfusedError`` at compile time with each reason.
+            If False, the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not count. A model
+            with linear layers but without a site also raises (``docs/policies.md``, Strict).
         exclude: modules not to fuse, as shell patterns for their paths in the model, e.g. ``("encoder.*",)``.
-        gemm: the precision of the linear layers of fused MLPs (``docs/fp8.md``), ``nn.FusedMLP``'s included.
-            ``"bf16"``: the model's dtype. ``"fp8"``: float8_e4m3fn with a scale for each block of 128, in all three
-            GEMMs of a training step; weights and their gradients keep their dtypes. ``"fp8-wgrad-bf16"``: the same,
-            except that the weights' gradients are computed in the model's dtype. ``"fp8-rowwise"``: the same with a
-            scale for each row, on more devices, and also for a mixture's experts. ``"mxfp8"`` and
-            ``"mxfp8-wgrad-bf16"``: like the first two, with a scale for each 32 elements, for Blackwell. A mapping
-            from module patterns selects one for each MLP; "bf16" is the default.
-        attention: the memory level of attention. ``"input"`` saves its input instead of queries, keys, values and the
-            projected result, and recomputes their linear layers in backward. Attention itself is never run again.
-            ``"off"`` saves what the partitioner saves. A mapping from module patterns to levels selects linear layers,
-            or all linear layers of a module; "off" is the default.
+        gemm: the precision of the linear layers of fused MLPs (``docs/fp8.md``), including ``nn.FusedMLP``. ``"bf16"``
+            is the model's dtype. ``"fp8"`` is float8_e4m3fn with a scale for each block of 128, in all three GEMMs of a
+            training step; weights and their gradients have their usual dtypes. ``"fp8-wgrad-bf16"`` is like "fp8", but
+            computes weight gradients in the model's dtype. ``"fp8-rowwise"`` is like "fp8-wgrad-bf16" with a scale for
+            each row; it supports more devices, and a mixture's experts. ``"mxfp8"`` and ``"mxfp8-wgrad-bf16"`` are like
+            the first two float8 recipes with a scale for each 32 elements, for Blackwell. A mapping from module
+            patterns to recipes selects one for each MLP; "bf16" is the default.
+        attention: the memory level of attention. ``"input"`` saves attention's input instead of queries, keys, values
+            and the projected result, and recomputes their linear layers in backward, but never attention itself.
+            ``"off"`` leaves the choice to PyTorch's partitioner. A mapping from module patterns to levels selects
+            linear layers, or all linear layers of a module; "off" is the default.
     """
 
     memory: Level | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
@@ -103,7 +103,7 @@ class FusionPolicy:
                 refused = f"{name}={getattr(self, name)!r} is not accepted: {pattern!r}"
                 if not isinstance(pattern, str):
                     raise TypeError(f"{refused} is not a string pattern")
-                # fnmatch would match it literally, and no module's name contains it.
+                # fnmatch would match the [ literally, but no module's name contains a [.
                 if "[" in re.sub(r"\[(!.|[^!])[^\]]*\]", "", pattern):
                     raise ValueError(f"{refused} has a [ without a ]")
 
@@ -111,13 +111,13 @@ class FusionPolicy:
     def parse(cls, text: str) -> FusionPolicy:
         """Parse a policy, as in ``TORCH_FUSED_OPS``: ``"memory=fp8,gemm=fp8,strict=true"``.
 
-        Commas separate fields. ``exclude`` may occur several times, with a pattern each. ``memory`` and ``gemm`` also
-        take pairs of a module pattern and a value: ``"memory=layers.[0-3].*=input,*=fp8,gemm=fp8"``. A further pair
-        has a character in its pattern that is not in a field's name. ``"1"`` and ``"on"`` are the default policy.
+        Commas separate fields. ``exclude`` may occur several times, each time with a pattern. ``memory``, ``gemm`` and
+        ``attention`` also accept PATTERN=VALUE pairs: ``"memory=layers.[0-3].*=input,*=fp8,gemm=fp8"``. From the second
+        pair on, a pattern must have a character that field names lack. ``"1"`` and ``"on"`` mean the default policy.
 
         Raises:
             TypeError: a field is not known.
-            ValueError: its value is not known, or the text is not a list of fields.
+            ValueError: a field's value is not known, or the text is not a list of fields.
         """
         if BOOLS.get(text.strip().lower()):
             return cls()
@@ -150,13 +150,13 @@ class FusionPolicy:
 
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:
-        """The module patterns by field."""
+        """The module patterns of each field, by the field's name."""
         fields = {name: getattr(self, name) for name in _KNOWN}
         mappings = {name: tuple(dict(value)) for name, value in fields.items() if not isinstance(value, str)}
         return {"exclude": tuple(self.exclude), **mappings}
 
     def memory_of(self, modules: Collection[str]) -> str:
-        """The memory level inside these modules (as ``enclosing_modules`` returns them)."""
+        """Return the memory level inside these modules (as ``enclosing_modules`` returns them)."""
         return self._choice("memory", modules, "free")
 
     def gemm_of(self, modules: Collection[str]) -> str:
@@ -164,11 +164,11 @@ class FusionPolicy:
         return self._choice("gemm", modules, "bf16")
 
     def attention_of(self, modules: Collection[str]) -> str:
-        """The memory level of attention's linear layers inside these modules."""
+        """Return the memory level of attention's linear layers inside these modules."""
         return self._choice("attention", modules, "off")
 
     def decisions(self, modules: Collection[str]) -> tuple[str | None, ...]:
-        """The choices of all patterns inside these modules, for compile keys: a graph may have no module paths."""
+        """Return the patterns' choices inside these modules. Compile keys need them: a graph may lack module paths."""
         return *(self._choice(name, modules, "") for name in _KNOWN), self.excluding(modules)
 
     def _choice(self, name: str, modules: Collection[str], otherwise: str) -> str:
@@ -178,7 +178,7 @@ class FusionPolicy:
         return next((chosen for pattern, chosen in value if names_module(pattern, modules)), otherwise)
 
     def excluding(self, modules: Collection[str]) -> str | None:
-        """Return the first pattern of ``exclude`` that matches one of these modules; None without a match."""
+        """Return the first pattern of ``exclude`` that matches a module in ``modules``, or None without a match."""
         return next((pattern for pattern in self.exclude if names_module(pattern, modules)), None)
 
 
@@ -187,19 +187,19 @@ BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off":
 
 
 def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -> str:
-    """Return the error text for an unknown name: a close match, and the accepted names, without ``besides``."""
+    """Return an unknown name's error text: a close match from both lists, and the ``accepted`` names."""
     accepted = tuple(accepted)
     near = difflib.get_close_matches(name, (*accepted, *besides), 1)
     return f"{name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''} (accepted: {', '.join(accepted)})"
 
 
 def check_not_meant(name: str, accepted: Callable[..., Any], keywords: Iterable[str]) -> None:
-    """Raise a TypeError for a model's keywords that are a policy's fields, or nearly, unless the model takes them.
+    """Raise a TypeError if a model's keyword is close to a policy field's name and the model does not accept it.
 
     Args:
         name: the function that was called, for the message.
         accepted: the model.
-        keywords: the keywords.
+        keywords: the names of the keyword arguments for the model's call.
     """
     try:
         parameters = inspect.signature(getattr(accepted, "forward", accepted)).parameters
@@ -213,7 +213,7 @@ def check_not_meant(name: str, accepted: Callable[..., Any], keywords: Iterable[
 
 
 def is_level(memory: object) -> bool:
-    """True for a memory level: one of ``MEMORY``, or "tiled:N" with N >= 2."""
+    """Return True if ``memory`` is a memory level: one of ``MEMORY``, or "tiled:N" with N >= 2."""
     return isinstance(memory, str) and (memory in MEMORY or tiles.requested_tiles(memory) is not None)
 
 
@@ -223,7 +223,7 @@ class _Known(NamedTuple):
     noun: str
 
 
-# The fields that may be mappings from module patterns, and their values. Memory level "off" is for a whole model only.
+# Fields that may be mappings from module patterns, and the accepted values. A mapping rejects memory level "off".
 _KNOWN = {
     "memory": _Known(is_level, LEVELS, "level"),
     "gemm": _Known(lambda value: isinstance(value, str) and value in GEMM, ", ".join(GEMM), "recipe"),
@@ -232,7 +232,7 @@ _KNOWN = {
 
 
 def check_known(name: str, value: object) -> None:
-    """Raise a ValueError if the field ``name`` does not accept ``value``: a memory level, for instance."""
+    """Raise a ValueError if the field ``name``, for instance "memory", does not accept ``value``."""
     if not _KNOWN[name].has(value):
         raise ValueError(f"{name}={value!r} is not known; accepted: {_KNOWN[name].accepted}")
 
@@ -261,26 +261,26 @@ def _value_or_pairs(name: str, value: object) -> str | tuple[tuple[str, str], ..
 
 
 def enclosing_modules(paths: Iterable[str]) -> set[str]:
-    """Return these module paths and the paths of all enclosing modules; "" is the whole model."""
+    """Return these module paths and the paths of all modules around them; "" is the whole model."""
     parts = [path.split(".") for path in paths]
     return {"", *(".".join(names[: i + 1]) for names in parts for i in range(len(names)))}
 
 
 def names_module(pattern: str, modules: Collection[str]) -> bool:
-    """True if a shell pattern matches a module path; ``"encoder.*"`` also matches the encoder."""
+    """Return True if a shell pattern matches one of the module paths; ``"encoder.*"`` also matches the encoder."""
     return any(fnmatchcase(path, p) for path in modules for p in (pattern, pattern.removesuffix(".*")))
 
 
 def unmatched(
     policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] = (), every: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Notes on the policy's patterns that match no site: a typo, or meant for another model.
+    """Return notes on the policy's patterns that do not match a site, such as typos or patterns for another model.
 
     Args:
-        policy: has the patterns.
-        sites: of the model.
-        inner: known paths of modules inside these sites, which patterns may match.
-        every: the paths of all modules, if they are known: patterns of ``attention`` are compared with these.
+        policy: the policy whose patterns are checked.
+        sites: the model's sites.
+        inner: known paths of modules inside these sites, which patterns may also match.
+        every: the paths of all modules, for patterns of ``attention``. If empty, these patterns are not checked.
     """
     paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
     modules = enclosing_modules((*paths, *inner))
@@ -302,12 +302,12 @@ def unmatched(
 
 
 def without_numbers(path: str) -> str:
-    """A module's path, the same for all layers: "layers.#.mlp"."""
+    """Replace numbers in a module's path, so that all layers have equal paths: "layers.#.mlp"."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "#", path)
 
 
 def joined_paths(paths: Iterable[str]) -> str:
-    """Join paths that differ in numbers only: "layers.0…31.mlp", "layers.1,5,9.mlp" or, if they are many, "1…9"."""
+    """Join paths that differ only in numbers: "layers.0…31.mlp", "layers.1,5,9.mlp". Many numbers become "1…9"."""
     names = []
     for same_place in zip(*(path.split(".") for path in paths), strict=True):
         if len(set(same_place)) == 1:
@@ -321,23 +321,23 @@ def joined_paths(paths: Iterable[str]) -> str:
 
 
 class UnfusedError(RuntimeError):
-    """``FusionPolicy(strict=True)``: an MLP site was not fused, or the model has no site. The message says why.
+    """Under ``FusionPolicy(strict=True)`` an MLP site was not fused, or a model has no site. The message says why.
 
-    It is the ``inner_exception`` of Dynamo's ``torch._dynamo.exc.BackendCompilerFailed``. For a model of several graphs
-    without a site it is raised directly, at the end of the first call.
+    Dynamo raises ``torch._dynamo.exc.BackendCompilerFailed`` with this error as ``inner_exception``. If a model has
+    several graphs but no site, this error is raised directly, at the end of the first call.
     """
 
 
 def policy_given(name: str, policy: FusionPolicy | None, fields: Mapping[str, object]) -> FusionPolicy | None:
-    """Return the policy, or one with these fields; None without either.
+    """Return the policy, or a policy with these fields. Return None if there is neither.
 
     Args:
         name: the function that was called, for messages.
-        policy: a policy.
-        fields: a policy's fields, instead.
+        policy: a policy or None.
+        fields: a policy's fields, if policy is None.
 
     Raises:
-        TypeError: both are given, or policy is not a policy; and the errors of FusionPolicy.
+        TypeError: policy and fields are both given, or policy is not a FusionPolicy. FusionPolicy raises other errors.
     """
     if fields and policy is not None:
         raise TypeError(f"{name}: both a policy and {', '.join(fields)} are given; it must be one or the other")
@@ -347,7 +347,7 @@ def policy_given(name: str, policy: FusionPolicy | None, fields: Mapping[str, ob
 
 
 def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:
-    """Return ``policy``, or ``FusionPolicy()`` for None; raise a TypeError for other types."""
+    """Return ``policy``, or ``FusionPolicy()`` if it is None. Raise a TypeError if it has another type."""
     if policy is None:
         return FusionPolicy()
     if not isinstance(policy, FusionPolicy):

@@ -2,12 +2,12 @@
 
     from torch_fused_ops.slapo import BiasGeLUFunction, bias_dropout, bias_new_gelu, new_gelu
 
-Names and signatures come from ``slapo.op.fused_bias`` at commit b80534a; "upstream" below. Slapo is not needed.
+Names and signatures come from ``slapo.op.fused_bias`` at commit b80534a ("upstream" below). Slapo is not required.
 Instead of its linear layers and MLP (``slapo.op.linear``, ``slapo.op.mlp``), use plain ``torch.nn.Linear`` and
 activations under ``torch.compile(backend="fused")``.
 
-All of them, unlike upstream, have float32 arithmetic rounded once, GELU's negative tail, bias gradients of the bias's
-shape, no work for frozen arguments, ``torch.compile(fullgraph=True)``, double backward and ``torch.func``.
+Unlike upstream, these compute in float32, round once, have GELU's negative tail, return bias gradients of the bias's
+shape, skip frozen arguments, and support ``torch.compile(fullgraph=True)``, double backward and ``torch.func``.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class BiasGeLUFunction:
 
     @staticmethod
     def apply(inp: Tensor, bias: Tensor | None) -> Tensor:
-        """``gelu_tanh(inp + bias)``. Upstream's requires the bias and returns its gradient input-sized."""
+        """``gelu_tanh(inp + bias)``. Upstream requires a bias, and the bias gradient has the input's shape."""
         return bias_gelu(bias, inp)
 
 
 def new_gelu(inp: Tensor) -> Tensor:
-    """``gelu_tanh(inp)``. Upstream's ``new_gelu``, with the negative tail, in one pass."""
+    """``gelu_tanh(inp)`` in one pass: upstream's ``new_gelu``, with an accurate negative tail."""
     return functional.gelu(inp, "tanh")
 
 
 def bias_new_gelu(inp: Tensor, bias: Tensor) -> Tensor:
-    """``gelu_tanh(inp + bias)``. Upstream's ``bias_new_gelu``."""
+    """``gelu_tanh(inp + bias)``: upstream's ``bias_new_gelu``."""
     return bias_gelu(bias, inp)
 
 
 def bias_dropout(x: Tensor, bias: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """``dropout(x + bias)``, in x's dtype.
 
-    Upstream's ``bias_dropout``. Backward recomputes the mask, which torch's generator determines, though not as for
-    ``torch.nn.functional.dropout``. ``inplace`` is accepted and has no effect: no intermediate tensor needs memory, and
-    x is never written.
+    Upstream's ``bias_dropout``. torch's generator determines the mask, but ``torch.nn.functional.dropout`` drops other
+    elements. Backward recomputes the mask. ``inplace`` has no effect: the operator has no intermediate tensors,
+    and never writes to x.
     """
     return _bias_dropout_add_func((x, bias), None, p, training)

@@ -1,4 +1,4 @@
-"""The operators and modules on sharded tensors."""
+"""Support for sharded tensors: DTensor rules, tensor parallelism and checkpoints."""
 
 import importlib
 from typing import Any

@@ -1,9 +1,9 @@
-"""Checkpoints that load with any number of processes: ``torch.distributed.checkpoint`` of sharded tensors.
+"""Checkpoints that load with any number of processes, built on ``torch.distributed.checkpoint``.
 
-A key stores the whole tensor, as one process would have it: all gate rows of a packed [gate; up] weight, then all up
-rows. A rank holds boxes of it (one for gate, one for up), and a ``ShardedTensor`` lists them by the protocol of
-``torch.distributed.checkpoint`` (``__create_write_items__``, ``__create_chunk_list__``, ``__get_tensor_shard__``).
-Upstream then reads for another number of ranks, and writes replicas once.
+Each key stores the whole tensor in one process's order: all gate rows of a packed [gate; up] weight, then all up rows.
+A rank holds boxes of that tensor (one for gate, one for up). A ``ShardedTensor`` lists its boxes by PyTorch's protocol
+(``__create_write_items__``, ``__create_chunk_list__``, ``__get_tensor_shard__``). PyTorch can then load the checkpoint
+with another number of ranks, and it writes replicated tensors once.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
 Offsets = tuple[tuple[int, int, int], ...]
-"""(axis, place, size) of each axis that a checkpoint has in front of a tensor's own."""
+"""(axis, index, size) for each axis that the checkpoint's tensor has in front of the module's axes."""
 
 
 class Run(NamedTuple):
-    """Rows of a rank's shard and their place in the whole tensor, along the sharded axis."""
+    """Consecutive rows along the sharded axis: ``start`` in the rank's shard, ``place`` in the whole tensor."""
 
     start: int
     length: int
@@ -53,9 +53,9 @@ class Layout:
     Attributes:
         shape: shape of the whole tensor.
         axis: the sharded axis.
-        runs: the rows of the whole tensor that make up a rank's shard.
-        start: the local box's offset in the shard, because FSDP may shard the shard again.
-        offsets: axes of the checkpoint in front of the tensor's own.
+        runs: the rows of the whole tensor that make up the rank's shard, in the shard's order.
+        start: offset of the local tensor in that shard, along each axis. It is nonzero if FSDP shards the shard again.
+        offsets: axes that the checkpoint has in front of the axes of ``shape``.
     """
 
     shape: torch.Size
@@ -66,12 +66,12 @@ class Layout:
 
 
 class ShardedTensor(Tensor):
-    """A checkpoint's tensor, of which this rank holds boxes; it is saved and loaded in place, not computed with.
+    """A checkpoint's tensor, of which this rank holds boxes. It can be saved and loaded in place, not computed with.
 
     Attributes:
-        key: its name in the checkpoint.
-        local: this rank's shard.
-        sharding: the shard's place in the whole.
+        key: the tensor's name in the checkpoint.
+        local: this rank's data.
+        sharding: the place of ``local`` in the whole tensor.
     """
 
     key: str
@@ -98,7 +98,7 @@ class ShardedTensor(Tensor):
         """Wrap a parameter that the ranks of ``parallel`` shard.
 
         Args:
-            experts: (first, total) of the experts whose parameters are stacked along the first axis.
+            experts: (this rank's first expert, number of all experts) if the first axis stacks experts, otherwise None.
         """
         spec, local = spec or ShardSpec(None), parameter.detach()
         shard_shape, start = local.shape, (0,) * local.ndim
@@ -127,7 +127,7 @@ class ShardedTensor(Tensor):
         return f"ShardedTensor({self.key}, {tuple(self.shape)}, {self.local.dtype})"
 
     def _boxes(self) -> Iterator[tuple[torch.Size, Tensor]]:
-        """(place in the checkpoint's tensor, view of this rank's box)"""
+        """Yield (offset in the checkpoint's tensor, view of the data) for each box of this rank."""
         local, layout = self.local, self.sharding
         front = tuple(place for _, place, _ in sorted(layout.offsets))
         within = (None,) * len(front)
@@ -166,19 +166,19 @@ class ShardedTensor(Tensor):
 def apply_swiglu_sharded_factory(
     original_sh_ten: ShardedTensor, sharded_offsets: Offsets, singleton_local_shards: bool = False
 ) -> dict[str, ShardedTensor]:
-    """A packed [gate; up] parameter's shards by key, each rank's gate and up in their places.
+    """Return a packed [gate; up] parameter's shards by key, so that the whole tensor has all gate rows first.
 
     Args:
-        original_sh_ten: an entry of ``Linear.sharded_state_dict``, sharded along its first axis (experts': the second);
-            each rank's shard is [gate_r; up_r].
-        sharded_offsets: the axes in front of the tensor's own.
-        singleton_local_shards: gate and up are two tensors, ``{key}_w`` and ``{key}_v``.
+        original_sh_ten: an entry of ``Linear.sharded_state_dict``, sharded along its first axis (the second if experts
+            are stacked). Each rank's shard is [gate_r; up_r].
+        sharded_offsets: axes that the checkpoint has in front of the parameter's axes.
+        singleton_local_shards: save gate and up as two tensors, ``{key}_w`` and ``{key}_v``.
 
     Returns:
-        {key: [gate_0 … gate_p, up_0 … up_p]}, or the two.
+        {key: [gate_0 … gate_p, up_0 … up_p]}, or with ``singleton_local_shards`` the two tensors by their keys.
 
     Raises:
-        TypeError: for another kind of tensor, such as a ShardedTensor of Megatron.
+        TypeError: original_sh_ten has another type, such as Megatron's ShardedTensor.
 
     Source: the function of this name in ``megatron.core.transformer.mlp``, which returns a ``ShardedTensorFactory``.
     """
@@ -206,13 +206,13 @@ def apply_swiglu_sharded_factory(
 def sharded_state_dict(
     module: nn.Module, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A model's state for ``torch.distributed.checkpoint``, by its modules' ``sharded_state_dict`` if they have one.
+    """Return a model's state for ``torch.distributed.checkpoint``, from its modules' ``sharded_state_dict`` methods.
 
-    Other modules' tensors are as in ``state_dict``: tensors that every rank has, and DTensors. As in PyTorch's
-    ``get_model_state_dict``, keys omit wrappers (``torch.compile``, DDP, checkpoint and offload wrappers).
+    Modules without this method have their ``state_dict`` entries: DTensors, or tensors equal on all ranks. Keys omit
+    wrappers (``torch.compile``, DDP, checkpoint and offload wrappers), as in PyTorch's ``get_model_state_dict``.
 
     Raises:
-        TypeError: a module is wrapped in FSDP1, whose ranks hold parts of one flat parameter.
+        TypeError: a module is wrapped in FSDP1, whose parameters are flat.
     """
     if isinstance(module, FullyShardedDataParallel):
         raise TypeError(
@@ -220,7 +220,7 @@ def sharded_state_dict(
             "are flat. Use fully_shard (FSDP2), or get_model_state_dict of torch.distributed.checkpoint.state_dict"
         )
     state: dict[str, Any] = {}
-    if hasattr(type(module), "sharded_state_dict"):  # the type: wrappers have the wrapped module's attributes
+    if hasattr(type(module), "sharded_state_dict"):  # not hasattr(module, …): wrappers forward attributes
         return {**module.sharded_state_dict(prefix, sharded_offsets, metadata)}  # type: ignore[operator]
     module._save_to_state_dict(state, prefix, keep_vars=False)
     if sharded_offsets:
@@ -244,11 +244,11 @@ def save(
     metadata: dict[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a model, and its optimizer, that the processes of the group shard.
+    """Save a model that the group's processes shard, and its optimizer unless that is None.
 
     Args:
-        checkpoint_id: a folder.
-        metadata: see ``MLP.sharded_state_dict``.
+        checkpoint_id: path of the checkpoint's folder.
+        metadata: passed to ``sharded_state_dict``; see ``MLP.sharded_state_dict``.
     """
     with _untouched(optimizer):
         _write(
@@ -258,9 +258,9 @@ def save(
 
 @contextlib.contextmanager
 def _untouched(optimizer: Optimizer | None) -> Iterator[None]:
-    """Restore the empty state of an optimizer that has made no step yet.
+    """On exit, empty the optimizer's state again if it was empty on entry, before the optimizer's first step.
 
-    Upstream initializes that state by a step without gradients, which counts as the first one (torch 2.11 to 2.15).
+    PyTorch initializes an empty state with a step on zero gradients, which counts as a step (torch 2.11 to 2.15).
     """
     fresh = optimizer is not None and not optimizer.state
     try:
@@ -275,8 +275,8 @@ def _checkpoint_state(
 ) -> tuple[dict[str, Any], Any]:
     """Return the state as written to a checkpoint, and the optimizer's state by parameter names.
 
-    A tensor of a parameter's size is sharded as the parameter. If the checkpoint has two tensors for a parameter, it
-    has two optimizer states for it.
+    Optimizer tensors are sharded like their parameter. If the checkpoint stores a parameter as two tensors (gate and
+    up), it also stores two optimizer states.
     """
     of_model = sharded_state_dict(model, metadata=metadata)
     if optimizer is None:
@@ -297,7 +297,7 @@ def _checkpoint_state(
 
 
 def _state_of(key: str, value: Any, parameter: Any) -> Any:
-    """Return a checkpoint's entry for a parameter's optimizer state."""
+    """Return the checkpoint's entry for one value of a parameter's optimizer state, sharded like the parameter."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
     local = (value.to_local() if isinstance(value, DTensor) else value).detach()
@@ -317,11 +317,11 @@ def load(
     metadata: dict[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load a checkpoint of ``save``, with any number of processes.
+    """Load a checkpoint that ``save`` wrote, with any number of processes.
 
     Raises:
-        CheckpointException: raised by PyTorch. A tensor is missing or has another size, and nothing was loaded; or a
-            file is missing or cannot be read.
+        CheckpointException: PyTorch raises it if a tensor is missing or has another size (nothing is loaded then), or
+            if a file is missing or unreadable.
     """
     with _untouched(optimizer):
         state, of_optimizer = _checkpoint_state(model, optimizer, metadata)

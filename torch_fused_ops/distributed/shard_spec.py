@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ShardSpec(NamedTuple):
-    """A parameter's sharding: a rank has its part of each group along ``axis``. If axis is None, it has everything."""
+    """A parameter's sharding along ``axis``: a rank has a part of each group. If axis is None, it has everything."""
 
     axis: int | None
-    groups: int = 1  # 2: [gate | up] along the axis
+    groups: int = 1  # 2 if gate and up are packed along the axis

@@ -1,10 +1,10 @@
 """DTensor sharding rules of the operators.
 
-``register()`` puts ``rules()`` into DTensor's table; the first import of ``torch.distributed.tensor`` runs it (see
-``torch_fused_ops/__init__.py``). A rule lists the shardings in which each rank can apply the operator to its own
-shards; DTensor picks the sharding that moves the fewest bytes. Operators whose results may be None, the backward
-operators, have no rules: if the first element of a tuple is not always a tensor, DTensor (2.11 to 2.15) wraps none of
-its tensors. ``_by_shards`` computes these operators. A family adds its rules to ``RULES``.
+``register()`` adds ``rules()`` to DTensor's table. It runs after the first import of ``torch.distributed.tensor`` (see
+``torch_fused_ops/__init__.py``). A rule lists the shardings with which each rank can apply the operator to its own
+shards; DTensor picks the sharding that moves the fewest bytes. Backward operators are not in the table, because their
+results may be None: DTensor (2.11 to 2.15) wraps no result if the first one is not always a tensor. ``_by_shards``
+runs them instead, with their rules. A family adds its own rules to ``RULES``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ RULES: dict[str, Callable[..., list[Sharding]]] = {}  # rules that families add,
 
 
 def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
-    """The rule of a declared operator or of its backward operator: any axis of the data.
+    """Return the rule of a pointwise operator or its backward operator: the data may be sharded along any axis.
 
-    Packed data is sharded so that gate and up of a column stay together. A vector over the columns is replicated beside
-    shards of another axis, a vector over the rows beside shards of the last; their gradients are sums over those
-    shards. A seed counts as replicated.
+    Packed data is sharded so that gate and up of a column stay together. A vector over the columns is replicated if the
+    data is sharded along another axis. A vector over the rows is replicated if the data is sharded along the last axis.
+    The gradient of a replicated vector is a sum over the shards. A seed is always replicated.
     """
     kinds, results = [argument.kind for argument in signature.arguments], signature.results
 
@@ -69,10 +69,10 @@ def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
 
 
 def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
-    """Return a placement whose shards hold gate and up of the same columns, or None if no placement does.
+    """Return a placement whose shards hold gate and up of the same columns, or None if the columns must be gathered.
 
-    "interleaved" columns are sharded in whole pairs. Halves, in either order, are each sharded if they arrive so (from
-    a linear with such a weight, torch 2.13 on); otherwise they are gathered.
+    "interleaved" columns are sharded in whole pairs. If the layout has halves, in either order, each half is sharded
+    only if the data already has such a placement (from a linear whose weight has it, torch 2.13 on).
     """
     from torch.distributed.tensor import Shard
 
@@ -90,14 +90,14 @@ def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
 
 @functools.cache
 def rules() -> dict[str, Callable[..., list[Sharding]]]:
-    """Return each operator's rule, by name."""
+    """Return the rules of all operators, by operator name."""
     declared = {s.name: _elementwise(s) for op in OPERATORS.values() if op.pointwise for s in op.signatures}
     return {**declared, **RULES}
 
 
 @functools.cache
 def register() -> None:
-    """Put the rules into DTensor's table. Idempotent."""
+    """Add the rules to DTensor's table. Idempotent."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -106,17 +106,17 @@ def register() -> None:
     known = dispatcher.sharding_propagator.op_to_schema_info
     for name, rule in rules().items():
         op = getattr(torch.ops.fused, name).default
-        if name.endswith("_backward"):  # results that may be None: see above
+        if name.endswith("_backward"):  # results may be None: see the module's docstring
             handlers[op] = _by_shards
             continue
         register_sharding(op)(rule)
-        # DTensor caches a call's sharding by the arguments that register_sharding counts: tensors, and the arguments
-        # from the first integer on. Rules also read layout, causal, ….
+        # DTensor caches shardings. By default register_sharding's cache key has the tensors and the arguments from the
+        # first integer on. Rules also read other scalars, such as layout and causal, so add all scalars to the key.
         known[op].static_argnum = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
 
 
 def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Run a backward operator on DTensors, with the placements of the saved tensor, or else of the gradient.
+    """Run a backward operator on DTensors. The placements of the saved data, or of dropout's gradient, decide.
 
     DTensor dispatches below autograd, where DTensor.redistribute cannot run.
     """
@@ -124,7 +124,7 @@ def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
-    data_index = int(args[1].is_floating_point())  # otherwise args[1] is dropout's seed
+    data_index = int(args[1].is_floating_point())  # dropout: args[1] is the seed, and args[0] decides
     data = args[data_index]
     mesh = data.device_mesh
     shardings = rules()[op._schema.name.removeprefix("fused::")](*(getattr(a, "_spec", a) for a in args))

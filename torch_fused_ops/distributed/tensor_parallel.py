@@ -1,8 +1,8 @@
 """Tensor parallelism of two linears with an activation between them (Shoeybi et al. 2019, arXiv:1909.08053).
 
 Each rank holds rows of the first weight (gate rows and up rows of a packed [gate | up] weight) and the matching columns
-of the second. The activation needs no communication. Before the first linear and after the second, a tensor becomes a
-DTensor, is redistributed, and becomes a plain tensor again.
+of the second weight. The activation needs no communication. The first linear's input and the second linear's output
+are plain tensors; each is wrapped in a DTensor, redistributed, and unwrapped:
 
     forward    nothing on entering            all-reduce on leaving
     backward   all-reduce                     nothing
@@ -12,7 +12,7 @@ With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) tokens are
     forward    all-gather                     reduce-scatter
     backward   reduce-scatter                 all-gather
 
-Backward also sums the gradient of a per-token scale over ranks and, with sequence parallelism, of the second bias.
+Backward also sums a per-token scale's gradient over ranks and, with sequence parallelism, the second bias's gradient.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TensorParallel:
 
     Args:
         group: the processes.
-        sequence_parallel: outside, each rank holds its shard of the tokens, along the first axis.
-        summed_outside: communicate nothing: the caller sums the ranks' outputs and the input's gradients.
+        sequence_parallel: True if each rank's input and output have only its own tokens, sharded along the first axis.
+        summed_outside: if True, communicate nothing, since the caller sums the outputs and input gradients over ranks.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TensorParallel:
         self._outside: Any = Shard(0) if sequence_parallel else Replicate()
 
     def _any_mesh(self, t: Tensor) -> DeviceMesh:
-        """Support parameters that are created on one device and moved later."""
+        """Return the mesh of t's device, or else any mesh: a parameter may be created on a device and moved later."""
         return self.meshes.get(t.device.type) or next(iter(self.meshes.values()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
@@ -58,11 +58,11 @@ class TensorParallel:
     # ---- activations
 
     def enter(self, x: Tensor) -> Tensor:
-        """Gather x from each rank's tokens; backward sums the ranks' gradients."""
+        """Return x for all tokens, gathered if tokens are sharded. Backward sums the ranks' gradients."""
         return x if self.summed_outside else self._redistribute(x, self._outside, Replicate(), [Partial()])
 
     def leave(self, y: Tensor) -> Tensor:
-        """Sum the ranks' y; each rank gets its shard of the tokens."""
+        """Sum y over ranks. If tokens are sharded, each rank gets the sum for its own tokens."""
         return y if self.summed_outside else self._redistribute(y, Partial(), self._outside)
 
     def _redistribute(self, local: Tensor, before: Any, after: Any, grad_placements: Any = None) -> Tensor:
@@ -73,7 +73,7 @@ class TensorParallel:
     # ---- parameters
 
     def shard(self, parameter: Tensor, spec: ShardSpec) -> Tensor:
-        """Return this rank's shard of a parameter; all ranks get it from the first rank, so seeds may differ."""
+        """Return this rank's shard of the first rank's parameter, so that ranks may have different seeds."""
         if spec.axis is not None and (features := parameter.shape[spec.axis]) % (spec.groups * self.size):
             raise ValueError(
                 f"{features // spec.groups} features are not accepted with tensor parallelism over {self.size} ranks: "
@@ -90,9 +90,9 @@ class TensorParallel:
         return shards.to_local().reshape(shape).to(parameter.device)
 
     def replicated(self, bias: Tensor) -> Tensor:
-        """Return a bias that all ranks add to their own tokens; backward sums the ranks' gradients."""
+        """Return a bias that each rank adds to its own tokens. Backward sums the bias's gradients over ranks."""
         return self._redistribute(bias, Replicate(), Replicate(), [Partial()]) if self.sequence_parallel else bias
 
     def replicated_gradient(self, grad: Tensor) -> Tensor:
-        """Sum the ranks' gradients of a bias that was ``replicated``."""
+        """Sum over ranks the gradients of a bias that ``replicated`` returned."""
         return self._redistribute(grad, Partial(), Replicate()) if self.sequence_parallel else grad

@@ -1,4 +1,4 @@
-"""Modules: Megatron core's MLP and experts, a plain MLP, and ``replace_mlps`` for existing models."""
+"""Modules (Megatron core's MLP and experts, and a plain MLP), and ``replace_mlps`` for existing models."""
 
 from torch_fused_ops.nn.config import MLPConfig
 from torch_fused_ops.nn.experts import (

@@ -18,29 +18,29 @@ from torch_fused_ops.policy import check_known
 
 
 class Gemms:
-    """x · weightᵀ and its gradients' GEMMs, with one weight and one bias for all rows.
+    """The GEMM x · weightᵀ and the GEMMs of its gradients, with one weight and one bias for all rows.
 
     Args:
-        gemm: the precision, as ``FusionPolicy.gemm``; float8 has its own derivative.
+        gemm: precision of ``forward``, as ``FusionPolicy.gemm``. float8 operators have derivatives of their own.
     """
 
     def __init__(self, gemm: str = "bf16") -> None:
         self.gemm = gemm
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x · weightᵀ"""
+        """Compute x · weightᵀ."""
         return linear(self.gemm, x, weight)
 
     def add(self, y: Tensor, bias: Tensor, scale: Tensor | None = None) -> Tensor:
-        """y + bias · scale[..., None], in y's dtype."""
+        """Compute y + bias · scale[..., None] (y + bias if scale is None), in y's dtype."""
         return y + (bias if scale is None else (bias * scale.unsqueeze(-1)).to(y.dtype))
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """grad · weight: x's gradient"""
+        """Compute x's gradient, grad · weight."""
         return grad.matmul(weight)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """gradᵀ · x: weight's gradient"""
+        """Compute weight's gradient, gradᵀ · x."""
         return grad.reshape(-1, grad.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
 
 
@@ -48,7 +48,7 @@ DENSE = Gemms()
 
 
 def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias in the precision ``gemm``; under autocast in its dtype."""
+    """Compute x · weightᵀ + bias in the precision ``gemm``. Autocast casts x and weight to its dtype first."""
     if gemm == "bf16":
         return F.linear(x, weight, bias)
     x, weight = under_autocast(x, weight)
@@ -56,7 +56,7 @@ def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def check_gemm(gemm: object, experts: bool = False, **sizes: int) -> None:
-    """Raise ValueError if the recipe is unknown, or if it does not support ``experts`` or one of the sizes."""
+    """Raise ValueError if the recipe is unknown, or does not support experts (if ``experts``) or one of the sizes."""
     check_known("gemm", gemm)
     if experts and gemm in RECIPES and not RECIPES[str(gemm)].scaling.grouped:
         accepted = ", ".join(("bf16", *(name for name, recipe in RECIPES.items() if recipe.scaling.grouped)))
@@ -73,7 +73,7 @@ def check_gemm(gemm: object, experts: bool = False, **sizes: int) -> None:
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as autocast casts a GEMM's inputs: to its dtype, except float64."""
     kind = tensors[0].device.type
-    available = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)  # torch 2.11's Dynamo cannot ask that
+    available = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)  # torch 2.11's Dynamo cannot trace it
     if not available or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
@@ -81,10 +81,10 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_shape(name: str, t: Any, accepted: Sequence[Any], rows: str = "") -> None:
-    """Check a tensor's shape; ``rows`` allows one axis of any size ("T") or any axes ("...") in front.
+    """Check a tensor's shape. In front, ``rows`` allows no axis (""), one of any size ("T") or any number ("...").
 
     Raises:
-        TypeError, ValueError: t is not such a tensor.
+        TypeError, ValueError: t is not a tensor, or has another shape.
     """
     if isinstance(t, torch.fx.Proxy) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return  # no sizes to compare
@@ -93,7 +93,7 @@ def check_shape(name: str, t: Any, accepted: Sequence[Any], rows: str = "") -> N
     axes = t.ndim - len(accepted)
     if t.shape[max(axes, 0) :] == tuple(accepted) and (rows == "..." or axes == (rows == "T")):
         return
-    # After a Python exception Dynamo runs the frame eagerly for good; after an operator's exception it does not.
+    # A Python exception makes Dynamo run this frame eagerly from then on; an operator's exception does not.
     (_refuse_op if torch.compiler.is_compiling() else _refuse)(name, t.shape, accepted, rows)
 
 
@@ -111,27 +111,27 @@ _refuse_op.register_fake(_refuse)
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
 #
-# Two GEMMs, each the other's derivative, to any order:
+# The derivatives of these two GEMMs, to any order, are calls of the same two GEMMs:
 #
 #     by_expert(x (T, k), weight (E, n, k), ends) → (T, n)     row t of expert e: weight[e] · x[t]
 #     sums(a (T, n), b (T, k), ends) → (E, n, k)               the sum of a[t] ⊗ b[t] over e's rows t
 #
-# Rows are sorted by expert; ends[e], int32 and on the tensors' device, is the end of e's rows. Both GEMMs are
-# operators: a compiler cannot trace loops whose length is in a tensor, and F.grouped_mm's own derivative rejects
-# expanded gradients, such as the gradient of a sum.
+# Rows are sorted by expert. ends[e] is the end of expert e's rows; it is int32, on the tensors' device. Both GEMMs are
+# operators, because a compiler cannot trace loops whose length is in a tensor, and because F.grouped_mm's own
+# derivative rejects expanded gradients, such as the gradient of a sum.
 
 
 def _grouped(x: Tensor, n: int, k: int) -> bool:
-    """True if ``F.grouped_mm`` supports the GEMM; others run expert by expert."""
+    """Return True if ``F.grouped_mm`` supports the GEMM. Otherwise it runs expert by expert."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or x.device.type not in ("cpu", "cuda"):
         return False
-    if n * x.element_size() % 16 or k * x.element_size() % 16:  # "strides should be multiple of 16 bytes"
+    if n * x.element_size() % 16 or k * x.element_size() % 16:  # torch: "strides should be multiple of 16 bytes"
         return False
     return x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """Align rows, or a weight's columns, to 16 bytes: gradients may be expanded, and a single row has any stride."""
+    """Copy t unless its rows or columns have 16-byte strides: gradients may be expanded, one row has any stride."""
     *_, row, column = t.stride()
     dense = column == 1 and row >= t.shape[-1] and row * t.element_size() % 16 == 0
     if t.ndim == 3:
@@ -198,7 +198,7 @@ _sums.register_autograd(_sums_backward, setup_context=_save)
 count(_by_expert._opoverload, lambda x, weight, ends, **out: rows_times_columns(x, weight))
 count(_sums._opoverload, lambda a, b, ends, **out: 2 * a[0] * a[1] * b[1])
 
-# In eager mode torch.func's transforms need Functions; the fusion pass needs the operators.
+# torch.func's transforms need autograd Functions in eager mode; the fusion pass needs the operators.
 
 
 class _ByExpert(torch.autograd.Function):
@@ -214,7 +214,7 @@ class _Sums(torch.autograd.Function):
 
 
 def _native(x: Tensor, n: int, k: int) -> bool:
-    """True if compiled code calls ``F.grouped_mm``; its kernels, and its fake until torch 2.13, take bfloat16."""
+    """Return True if compiled code can call ``F.grouped_mm``: kernels, and until torch 2.13 the fake, need bfloat16."""
     return torch.compiler.is_compiling() and x.dtype == torch.bfloat16 and _grouped(x, n, k)
 
 
@@ -235,7 +235,7 @@ def sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 class _Dense(torch.autograd.Function):
-    """y unchanged; backward accepts expanded gradients, which ``F.grouped_mm``'s own derivative does not."""
+    """Return y unchanged; backward copies expanded gradients, which ``F.grouped_mm``'s own derivative rejects."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class _Dense(torch.autograd.Function):
 
 
 def dense_gradient(y: Tensor) -> Tensor:
-    """Return y, whose gradient may have any strides. Eager mode needs no help: there ``by_expert`` is our operator."""
+    """Let y's gradient have any strides. Eager mode calls our own operator, which accepts any strides already."""
     if not torch.compiler.is_compiling():
         return y
     same: Tensor = _Dense.apply(y)  # type: ignore[no-untyped-call]
@@ -255,19 +255,19 @@ def dense_gradient(y: Tensor) -> Tensor:
 
 
 def _expert_of_rows(rows: int, ends: Tensor) -> Tensor:
-    """Return each row's expert; the last expert for rows that no expert owns."""
+    """Return each row's expert. Rows that no expert owns, at the end, get the last expert."""
     places = torch.arange(rows, dtype=ends.dtype, device=ends.device)
     return torch.searchsorted(ends, places, right=True).clamp_max(ends.shape[0] - 1)
 
 
 def _zero_beyond(t: Tensor, ends: Tensor) -> Tensor:
-    """Set the rows of t to 0 that no expert owns. GEMMs leave them uninitialized."""
+    """Set rows that no expert owns to 0. GEMMs leave these rows uninitialized."""
     owned = torch.arange(t.shape[0], dtype=ends.dtype, device=ends.device) < ends[-1]
     return torch.where(owned.view(-1, *[1] * (t.ndim - 1)), t, 0)
 
 
 class _ZeroGradientBeyond(torch.autograd.Function):
-    """t unchanged; its gradient is 0 in rows that no expert owns."""
+    """Return t unchanged; its gradient is 0 in rows that no expert owns."""
 
     generate_vmap_rule = True
 
@@ -285,10 +285,10 @@ class _ZeroGradientBeyond(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """y + bias[expert of the row] · scale[:, None].
+    """Compute y + bias[expert of the row] · scale[:, None].
 
-    Indexing's own derivative adds a thousand rows to one, in any order and rounding each time; here a GEMM sums the
-    rows. Nothing of y's size is saved.
+    Backward sums an expert's rows with a GEMM. The derivative of indexing would add, for example, a thousand rows in
+    any order and round every sum. No tensor of y's size is saved.
     """
 
     @staticmethod
@@ -309,7 +309,7 @@ class _AddBias(torch.autograd.Function):
         _, needs_bias, needs_scale, _ = ctx.needs_input_grad
         d_bias = d_scale = None
         if needs_bias:
-            # Two of eight columns (16 bytes a row): a float32 scale's leading bits, and its remainder.
+            # Column 0 is the scale in grad's dtype, column 1 its rounding error. Zeros pad each row to 16 bytes.
             first = grad.new_ones(grad.shape[0]) if scale is None else scale.to(grad.dtype)
             second = torch.zeros_like(first) if scale is None else (scale - first).to(grad.dtype)
             columns = F.pad(torch.stack([first, second], 1), (0, 6))
@@ -324,17 +324,17 @@ class GroupedGemms(Gemms):
     """The GEMMs of rows that are sorted by expert, with a weight (E, n, k) and a bias (E, n)."""
 
     def __init__(self, ends: Tensor, gemm: str = "bf16", *, checked: bool = False) -> None:
-        """``checked``: True if the last end is known to equal the number of rows."""
+        """``ends``: the end of each expert's rows; ``checked``: True if the last one is known to be the row count."""
         super().__init__(gemm)
         self.ends, self.checked = ends, checked
 
     @classmethod
     def from_counts(cls, x: Tensor, tokens_per_expert: Tensor | Sequence[int], experts: int) -> GroupedGemms:
-        """Make groups from the experts' numbers of rows, without waiting for a GPU.
+        """Construct from the number of rows per expert, without waiting for a GPU.
 
         Raises:
-            TypeError, ValueError: they are not E numbers whose sum is the number of rows. (On a GPU and in compiled
-                code the sum of a tensor is not checked: see ``zero_beyond``.)
+            TypeError, ValueError: tokens_per_expert is not E integers whose sum is the number of rows. (The sum is not
+                checked for a tensor on a GPU or in compiled code: see ``zero_beyond``.)
         """
         counts, rows = tokens_per_expert, x.shape[0]
         if isinstance(counts, Tensor):
@@ -356,11 +356,11 @@ class GroupedGemms(Gemms):
         return cls(torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=x.device), checked=True)
 
     def zero_beyond(self, output: Tensor) -> Tensor:
-        """Set the rows of a result to 0 that no expert owns."""
+        """Set rows of a result that no expert owns to 0."""
         return output if self.checked else _zero_beyond(output, self.ends)
 
     def zero_gradient_beyond(self, t: Tensor) -> Tensor:
-        """Return t, whose gradient will be 0 in rows that no expert owns."""
+        """Return t, with a gradient of 0 in rows that no expert owns."""
         if self.checked:
             return t
         same: Tensor = _ZeroGradientBeyond.apply(t, self.ends)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""``MLPConfig``, with Megatron's attribute names, and functions that read and check such configs."""
+"""``MLPConfig``, with Megatron's attribute names, and functions that read and check our or Megatron's configs."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class MLPConfig:
 
     Attributes:
         hidden_size: size of input and output.
-        ffn_hidden_size: size between the two linears, for gate and up separately; by default 4 · hidden_size.
+        ffn_hidden_size: size between the two linears, of gate and up each; by default 4 · hidden_size.
         add_bias_linear: the linears have biases.
         gated_linear_unit: act(gate) · (up + offset) instead of act(h); the first linear computes [gate | up].
         activation_func: F.gelu, F.silu, F.relu, F.sigmoid, torch.tanh, ``megatron.quick_gelu``, ``squared_relu``, a
             torch.nn module for such a function, a supported activation's name, or any other callable on tensors.
         activation_func_clamp_value: the upper bound of gate, and the bound of up on both sides. GLUs only.
         glu_linear_offset: added to up. GLUs only.
-        bias_activation_fusion: has no effect on the formula. In Megatron fused gelu is the tanh form, unfused gelu the
-            erf form; here ``F.gelu`` is always the erf form.
-        activation_func_fp8_input_store: save the activation's input in float8, as ``memory="fp8"``.
+        bias_activation_fusion: ignored. In Megatron it changes gelu (fused: tanh form, unfused: erf form); here
+            ``F.gelu`` is always the erf form.
+        activation_func_fp8_input_store: the same as ``memory="fp8"``: save the activation's input in float8.
         use_te_activation_func: use the activation module that ``MLPSubmodules.activation_func`` builds.
         moe_ffn_hidden_size: the default of an expert's ffn_hidden_size.
-        moe_latent_size: input and output size of an expert, if not hidden_size.
+        moe_latent_size: input and output size of an expert; None means hidden_size.
         moe_apply_probs_on_input: ``GroupedMLP`` multiplies its input, not the activation, by the probabilities.
-        moe_router_topk: experts per token; moe_apply_probs_on_input needs 1.
-        delay_wgrad_compute: backward computes only input gradients, ``backward_dw()`` weight gradients.
-        sequence_parallel: with a tp_group, tokens are sharded along the first axis outside the MLP.
-        init_method, output_layer_init_method: fill the first and the second weight in place; by default as
-            ``nn.Linear``.
+        moe_router_topk: experts per token; must be 1 with moe_apply_probs_on_input.
+        delay_wgrad_compute: backward computes only input gradients; ``backward_dw()`` computes the weight gradients.
+        sequence_parallel: with a tp_group, the MLP's input and output are sharded by tokens, along the first axis.
+        init_method, output_layer_init_method: functions that fill the first and the second weight in place; if
+            None, the weight is initialized as in ``nn.Linear``.
         params_dtype: dtype of weights and biases; by default torch's default dtype.
         memory: eager autograd's memory level between the two linears: "off", "free", "fp8" or "input"
             (docs/memory.md).
@@ -71,7 +71,7 @@ class MLPConfig:
     memory: str = "free"
 
 
-# Functions and modules of the supported activations.
+# Maps functions and module classes to the names of the supported activations.
 _CALLABLES: dict[Any, str] = {
     **{fn: name for name in activations.names() for fn in activations.get(name).callables},
     functional.gelu: "gelu",
@@ -86,7 +86,7 @@ _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def activation_name(activation: Any, argument: str = "activation") -> str | None:
-    """Return the supported activation's name for a name, a function or a module; None for any other callable."""
+    """Return a supported activation's name, given its name, function or module; return None for other callables."""
     if isinstance(activation, str):
         activations.get(activation, argument)  # ValueError for unknown names
         return activation
@@ -107,7 +107,7 @@ class _Accepted(NamedTuple):
 
 def _index(value: Any) -> int | None:
     try:
-        return operator.index(value)  # also for numpy's integer types
+        return operator.index(value)  # accepts numpy's integer types
     except TypeError:
         return None
 
@@ -123,7 +123,7 @@ _FILL = _Accepted(callable, "a function that fills a tensor in place")
 _GROUP = _Accepted(_has("size", "rank"), "a torch.distributed.ProcessGroup; mesh.get_group() gives one")
 
 _OF_TYPE = {"int": _SIZE, "bool": _FLAG, "float": _NUMBER}
-# Attributes of a config and arguments of the modules; other names are not checked here.
+# Checks of config attributes and module arguments, by name. ``checked`` accepts any value for other names.
 _ACCEPTED = {
     **{f.name: _OF_TYPE[kind] for f in fields(MLPConfig) if (kind := str(f.type).removesuffix(" | None")) in _OF_TYPE},
     "config": _Accepted(_has("hidden_size"), "an MLPConfig, or an object with its attributes, hidden_size at least"),
@@ -141,10 +141,10 @@ _ACCEPTED = {
 
 
 def checked(name: str, value: Any, required: bool = False) -> Any:
-    """Check and return the value of an attribute or argument: sizes as int, flags as bool.
+    """Check the value of an attribute or argument; return sizes as int, flags as bool. Unless required, it may be None.
 
     Raises:
-        TypeError, ValueError: the value is not accepted; a size is below 1.
+        TypeError, ValueError: the value is not accepted, or is a size below 1.
     """
     accepted = _ACCEPTED.get(name)
     if accepted is None or (value is None and not required):
@@ -167,7 +167,7 @@ def read(config: Any, name: str) -> Any:
     """Return an attribute of our or Megatron's config, or its default if it is missing or None.
 
     Raises:
-        TypeError, ValueError: as ``checked``.
+        TypeError, ValueError: ``checked`` does not accept the value.
     """
     value = checked(name, getattr(config, name, None))
     return _DEFAULTS[name] if value is None else value
@@ -177,9 +177,9 @@ class ParallelGroups(NamedTuple):
     """The process groups of a module.
 
     Attributes:
-        tp: processes that shard a weight, or an expert.
-        ep: processes that have the other experts.
-        expt_dp: processes that have the same experts.
+        tp: tensor parallelism: the processes that shard a weight, or an expert's weight.
+        ep: expert parallelism: the processes among which experts are distributed.
+        expt_dp: data parallelism of experts: the processes with replicas of the same experts.
     """
 
     tp: torch.distributed.ProcessGroup | None = None
@@ -198,11 +198,11 @@ def read_groups(
     """Read a module's groups from its arguments, or from Megatron's ``ProcessGroupCollection``.
 
     Args:
-        grouped: the module holds several experts, and so has an ep group.
+        grouped: True if the module has several experts, and so may have an ep group.
 
     Raises:
-        TypeError: an argument is not a group, or the collection lacks one.
-        ValueError: the config shards weights, and their group is missing.
+        TypeError: an argument is not a group, or pg_collection lacks a group.
+        ValueError: the config sets a parallel size above 1, but the group is missing.
     """
     groups = {"tp": checked("tp_group", tp_group), "ep": checked("ep_group", ep_group)}
     names = {"tp": ("expt_tp", "expert_tensor_parallel_size") if is_expert else ("tp", "tensor_model_parallel_size")}
@@ -225,7 +225,7 @@ def read_groups(
 
 
 class Activation(NamedTuple):
-    """The activation between the linears: ``y = act(h + bias) · scale[..., None]``, or a GLU of packed [gate | up]."""
+    """The function between the linears: ``act(h + bias) · scale[..., None]``; if gated, a GLU of packed [gate | up]."""
 
     name: str | None  # name of a supported activation; if None, ``function`` runs in plain torch
     function: Callable[[Tensor], Tensor] | None
@@ -241,7 +241,7 @@ class Activation(NamedTuple):
         return self._in_plain_torch(h if bias is None else h + bias, scale)
 
     def _in_plain_torch(self, h: Tensor, scale: Tensor | None) -> Tensor:
-        """Compute the activation in PyTorch's own functions, which the fusion pass may still match."""
+        """Compute the activation with PyTorch's own functions. The fusion pass may still match it."""
         act, y = self.function, h
         assert act is not None
         if self.gated:
@@ -258,7 +258,7 @@ def read_activation(config: Any) -> Activation:
     """Read the config's activation.
 
     Raises:
-        ValueError, TypeError: for incompatible flags.
+        ValueError, TypeError: the config's flags are incompatible.
     """
     function, gated = read(config, "activation_func"), read(config, "gated_linear_unit")
     clamp, offset = read(config, "activation_func_clamp_value"), read(config, "glu_linear_offset")
@@ -279,7 +279,7 @@ def read_activation(config: Any) -> Activation:
 
 
 def check_memory(memory: str) -> None:
-    """Raise a ValueError if ``memory`` is not a memory level of eager modules, which compute no tiles."""
+    """Raise a ValueError if eager modules do not support this memory level: it is unknown, or needs tiles."""
     check_known("memory", memory)
     if tiles.requested_tiles(memory) is not None:
         raise ValueError(
@@ -292,7 +292,7 @@ def read_memory(config: Any, fused: bool) -> str:
     """Read the config's memory level.
 
     Raises:
-        ValueError: the level is unknown, two flags set two levels, or float8 is requested and nothing is fused.
+        ValueError: the level is unknown, two flags set different levels, or the level is "fp8" and ``fused`` is False.
     """
     memory, fp8 = read(config, "memory"), read(config, "activation_func_fp8_input_store")
     check_memory(memory)
@@ -307,13 +307,13 @@ def read_memory(config: Any, fused: bool) -> str:
     return str(memory)
 
 
-# Megatron's flags that would change the numbers, and the accepted value of each.
+# Megatron's flags that set precisions, with the value of each that is accepted; unset flags always are.
 _PRECISION = {"fp8": None, "fp4": None, "quant_recipe": None}
 _PRECISION_OF_EXPERTS = {**_PRECISION, "moe_dispatch_fwd_dtype": "bf16", "moe_combine_bwd_dtype": "bf16"}
 
 
 def check_precision(config: Any, experts: bool) -> None:
-    """Raise ValueError if the config sets one of Megatron's GEMM precisions."""
+    """Raise ValueError if the config sets one of Megatron's precision flags to a value that is not accepted."""
     for flag, accepted in (_PRECISION_OF_EXPERTS if experts else _PRECISION).items():
         value = getattr(config, flag, None)
         if value and value != accepted:

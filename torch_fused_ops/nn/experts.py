@@ -1,4 +1,4 @@
-"""A mixture's experts: Megatron core's ``TEGroupedMLP``, and functions that sort tokens for it."""
+"""``GroupedMLP``, a mixture's experts as in Megatron core's ``TEGroupedMLP``, and functions that sort its tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GroupedLinearInterface(Protocol):
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor | Sequence[int], /
     ) -> tuple[Tensor, Tensor | None]:
-        """(result, bias (num_local_experts, output size) with ``skip_bias_add``, or None)"""
+        """Return (result, bias). With ``skip_bias_add`` bias is (num_local_experts, output size), otherwise None."""
         ...
 
     def backward_dw(self) -> None:
@@ -33,8 +33,8 @@ class GroupedLinearInterface(Protocol):
 class GroupedLinearBuilder(Protocol):
     """A builder of the experts' linears.
 
-    ``groups_and_stride``: tp_group and ep_group, or the MLP's pg_collection; the MLP's name, if it has one; for the
-    first linear ``stride``, as in ``LinearFc1Builder``.
+    ``groups_and_stride`` has tp_group and ep_group, or the MLP's pg_collection; also the MLP's name, if it has one. The
+    first linear's builder also gets ``stride``, as in ``LinearFc1Builder``.
     """
 
     def __call__(
@@ -59,9 +59,9 @@ class GroupedMLPSubmodules:
     """The builders of a ``GroupedMLP``'s children.
 
     Attributes:
-        linear_fc1, linear_fc2: builders. The first linear adds its bias, the second returns it. The first also gets
-            ``stride``, as ``LinearFc1Builder``.
-        activation_func: builder of an activation module, used only with ``config.use_te_activation_func``.
+        linear_fc1, linear_fc2: builders of the linears. The first linear adds its bias; the second returns its bias.
+            linear_fc1 also gets ``stride``, as in ``LinearFc1Builder``.
+        activation_func: builder of the activation module, used only if ``config.use_te_activation_func`` is True.
     """
 
     linear_fc1: GroupedLinearBuilder = GroupedColumnParallelLinear
@@ -75,34 +75,34 @@ class GroupedMLP(_Block):
         output = fc2_e(act(fc1_e(x) + bias1_e) · p) + bias2_e · p
 
     Each linear is one grouped GEMM (``torch.nn.functional.grouped_mm``), and the host does not wait for the GPU. If
-    grouped_mm does not support dtype, device or sizes (rows must be multiples of 16 bytes), each linear is a GEMM per
-    expert, and the host waits for ``tokens_per_expert``.
+    grouped_mm does not support the dtype, device or sizes (rows must be multiples of 16 bytes), each linear runs one
+    GEMM per expert, and the host waits for ``tokens_per_expert``.
 
     Attributes:
         linear_fc1: weight (num_local_experts, ffn, h), or (…, 2 · ffn, h) if gated; bias (num_local_experts, …).
         linear_fc2: weight (num_local_experts, h, ffn), bias (num_local_experts, h).
 
     Args:
-        num_local_experts: this rank's number of experts.
-        config: as in ``MLP``; ffn is ``moe_ffn_hidden_size``, and h ``moe_latent_size`` or ``hidden_size``.
-        submodules: builders of the linears; by default ``torch_fused_ops.nn``'s linears.
+        num_local_experts: number of experts on this rank.
+        config: as in ``MLP``. ffn is ``moe_ffn_hidden_size``; h is ``moe_latent_size``, or ``hidden_size`` if None.
+        submodules: builders of the linears; by default the linears of ``torch_fused_ops.nn``.
         pg_collection: Megatron's ``ProcessGroupCollection``. Its ``expt_tp`` and ``ep`` are the defaults of tp_group
             and ep_group, and Megatron's checkpoints need its ``expt_dp``.
         name: as in ``MLP``.
-        tp_group: the processes that shard each expert, as in ``MLP``. All get the same rows and the complete output.
-            With Megatron's config each returns a summand, and Megatron's token dispatchers sum.
-        ep_group: the processes that have the other experts. This process has the experts from rank · num_local_experts
-            on. The caller sends rows to the ranks of their experts. With the same seed on all ranks, the weights equal
-            one process's weights. Checkpoints number experts across all ranks.
-        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or "fp8-rowwise",
-            float8 (``functional.grouped_linear_fp8``). Float8 needs bfloat16 rows and weights (also from autocast),
+        tp_group: the processes that shard each expert, as in ``MLP``. All get the same rows, and each returns the
+            complete output. With Megatron's config each returns a summand, and Megatron's token dispatchers add them.
+        ep_group: the processes among which the experts are distributed. This process's first expert has the number
+            rank · num_local_experts. The caller sends rows to the ranks of their experts. With the same seed on all
+            ranks, the weights equal one process's weights. Checkpoints number experts across all ranks.
+        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16" is the parameters' dtype, "fp8-rowwise" is
+            float8 (``functional.grouped_linear_fp8``). Float8 needs bfloat16 rows and weights (autocast may cast them),
             sizes that are multiples of 16, and experts that are not sharded.
 
     Raises:
         ValueError, TypeError: the flags are incompatible; the message gives the reason. ``forward`` never raises them.
 
-    Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``, which has parameters weight0, weight1, …;
-    ``load_state_dict`` also loads these.
+    Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``. Its parameters are weight0, weight1, …, which
+    ``load_state_dict`` here also accepts.
     """
 
     _grouped = True
@@ -126,7 +126,7 @@ class GroupedMLP(_Block):
         self.ffn_hidden_size = ffn
         groups = read_groups(config, True, tp_group, ep_group, pg_collection, grouped=True)
         common: dict[str, Any] = {"tp_group": tp_group, "ep_group": ep_group}
-        if pg_collection is not None:  # the linears find the same groups in it
+        if pg_collection is not None:  # the linears read groups that are None from it
             common = {name: group for name, group in common.items() if group is not None}
         tp_group = groups.tp
         _check_divides(ffn, tp_group)
@@ -149,17 +149,17 @@ class GroupedMLP(_Block):
         tokens_per_expert: Tensor | Sequence[int],
         permuted_probs: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """(output (T, h), None).
+        """Return (output (T, h), None).
 
         Args:
             permuted_local_hidden_states: (T, h), sorted by expert.
-            tokens_per_expert: (num_local_experts,), rows per expert: a tensor of integers, or integers. Their sum is T.
-                On a CPU another sum raises. On a GPU (the host does not read its values) and in compiled code, rows
-                beyond the sum are 0 in the output, and their gradients are 0.
-            permuted_probs: (T,), a probability for each row, or None for 1.
+            tokens_per_expert: rows per expert, as a tensor (num_local_experts,) or a sequence of integers. The sum must
+                be T. A tensor's sum is checked on a CPU, not on a GPU (the host does not read it) or in compiled code:
+                rows beyond the sum then have an output of 0 and gradients of 0.
+            permuted_probs: (T,), a probability for each row; None means 1.
 
         Raises:
-            TypeError, ValueError: for dtypes and shapes that are not accepted.
+            TypeError, ValueError: a dtype or shape is not accepted.
         """
         x, probs = permuted_local_hidden_states, permuted_probs
         check_shape("permuted_local_hidden_states", x, (self.input_size,), "T")
@@ -183,10 +183,10 @@ class Permuted(NamedTuple):
     """The result of ``permute``.
 
     Attributes:
-        rows: (T · k, h), each token once for each of its experts, sorted by expert, then by token.
+        rows: (T · k, h). Each token occurs once per expert of the token; rows are sorted by expert, then by token.
         tokens_per_expert: (num_experts,), int64, on the tokens' device.
-        probs: (T · k,), or None.
-        order: (T, k): the rows of each token.
+        probs: (T · k,), the probability of each row; None if ``permute`` got none.
+        order: (T, k), the indices of each token's rows.
     """
 
     rows: Tensor
@@ -196,8 +196,7 @@ class Permuted(NamedTuple):
 
 
 def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: int) -> Permuted:
-    """Sort tokens by their experts, as many per token, without waiting for a GPU.
-
+    """Sort tokens by expert, without waiting for a GPU. All tokens have the same number k of experts.
 
         probs, experts = router(x).softmax(-1).topk(k)
         rows, tokens_per_expert, row_probs, order = permute(x, experts, probs, num_experts)
@@ -211,7 +210,7 @@ def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: 
         num_experts: the number of all experts.
 
     Raises:
-        TypeError, ValueError: for dtypes and shapes that are not accepted; on a CPU for expert numbers out of range.
+        TypeError, ValueError: a dtype or shape is not accepted; or, on a CPU, an expert's number is out of range.
     """
     if experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool:
         raise TypeError(f"experts of dtype {experts.dtype} are not accepted: they must be integers")
@@ -228,7 +227,7 @@ def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: 
         if low < 0 or high >= num_experts:
             raise ValueError(f"experts from {low} to {high} are not accepted: they must be from 0 to {num_experts - 1}")
     flat = experts.flatten()
-    ordered, source = flat.sort(stable=True)  # row i is number source[i] of the T · k
+    ordered, source = flat.sort(stable=True)  # row i is element source[i] of the T · k elements
     ends = torch.searchsorted(ordered, torch.arange(num_experts, dtype=flat.dtype, device=flat.device), right=True)
     order = _inverse(source).view(experts.shape)
     rows = rows_of_tokens(tokens, source // max(experts.shape[1], 1), order)
@@ -237,10 +236,10 @@ def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: 
 
 
 def unpermute(rows: Tensor, order: Tensor) -> Tensor:
-    """Sum each token's rows: (T · k, h), and ``permute``'s ``order`` → (T, h).
+    """Sum each token's rows: rows (T · k, h) → (T, h). ``order`` comes from ``permute``.
 
     Raises:
-        ValueError: for shapes that are not accepted.
+        ValueError: a shape is not accepted.
     """
     if order.ndim != 2:
         raise ValueError(f"order of shape {tuple(order.shape)} is not accepted: it must be (T, k)")

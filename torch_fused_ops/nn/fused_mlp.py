@@ -16,7 +16,7 @@ from torch_fused_ops.nn.config import Activation, activation_name, check_memory,
 
 
 def untouched(module: nn.Module) -> bool:
-    """True if a call of the module only calls its class's ``forward``: no hooks, nothing replaced."""
+    """Return True if calling the module only runs its class's ``forward``: it has no hooks and no replaced method."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return not hooks and "forward" not in module.__dict__ and module._compiled_call_impl is None
 
@@ -24,32 +24,32 @@ def untouched(module: nn.Module) -> bool:
 class FusedMLP(nn.Module):
     """``fc2(act(fc1(x)))``, or with ``gated`` ``fc2(act(g) · u)`` where fc1(x) = [g | u]; then dropout.
 
-    Drop-in for linear, activation, linear and for gate, up and down projections: (..., hidden) → (..., hidden), in x's
-    dtype. Gate and up are one GEMM; bias and activation are one kernel each way, dropout and the second bias another
-    one. ``memory`` sets the memory level of eager autograd; under ``torch.compile`` ``FusionPolicy.memory`` does.
+    Replaces linear, activation, linear, or gate, up and down projections: (..., hidden) → (..., hidden), in x's dtype.
+    Gate and up are one GEMM. Forward and backward each run one kernel for bias and activation, and one for dropout with
+    the second bias. ``memory`` sets eager mode's memory level; under ``torch.compile`` ``FusionPolicy.memory`` does.
 
     ``state_dict`` has ``fc1.weight`` (gate rows, then up rows), ``fc1.bias``, ``fc2.weight`` and ``fc2.bias``.
     ``functional.convert_glu_layout`` packs gate and up from other checkpoints.
 
     Args:
         hidden: size of input and output.
-        ffn: size between the linears, for gate and up separately.
+        ffn: size between the linears, of gate and up each.
         activation: a supported activation's name, or its function or module in torch.
-        gated: act(gate) · up instead of act(h).
-        bias: both linears have biases.
+        gated: True to compute act(gate) · up instead of act(h).
+        bias: True if both linears have biases.
         dropout: the probability of dropping an output in training. Backward recomputes the mask.
-        memory: "off" saves the activation's input and result, "free" its input (for ReLU its result), "fp8" its input
-            in float8_e4m3fn with a scale per row, "input" neither: backward recomputes the first GEMM. Results do not
-            depend on the level, and only "fp8" changes gradients. Under ``torch.compile`` the policy decides.
-        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, for sizes
-            that ``functional.linear_fp8`` accepts.
+        memory: "off" saves the activation's input and result, "free" only its input (for ReLU only its result), "fp8"
+            its input in float8_e4m3fn with a scale per row. "input" saves neither, and backward recomputes the first
+            GEMM. Results do not depend on the level, and only "fp8" changes gradients.
+        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16" is the parameters' dtype. Float8 recipes need
+            sizes that ``functional.linear_fp8`` accepts.
         device, dtype: device and dtype of the parameters.
 
     Raises:
-        ValueError, TypeError: for arguments that are not accepted.
+        ValueError, TypeError: an argument is not accepted.
 
-    A hooked, wrapped or parametrized linear is called as a module, and adds its own bias. If it is the first one, the
-    level "input" is then "free", as a wrapper may differ between calls.
+    A hooked, wrapped or parametrized linear is called as a module, and adds its own bias. If the first linear is such a
+    module, level "input" acts as "free", because a second call of the module may differ.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class FusedMLP(nn.Module):
 
     @property
     def activation(self) -> str:
-        """The activation's name."""
+        """Name of the activation."""
         return str(self._activation.name)
 
     @property
     def gated(self) -> bool:
-        """True for act(gate) · up."""
+        """True if the MLP computes act(gate) · up."""
         return self._activation.gated
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden) → (..., hidden)"""
+        """Run the MLP: (..., hidden) → (..., hidden)."""
         fc1, fc2, memory, bias = self.fc1, self.fc2, self.memory, None
         first: Callable[[Tensor], Tensor] = fc1
         if type(fc1) is nn.Linear and untouched(fc1):
@@ -117,7 +117,7 @@ class FusedMLP(nn.Module):
             second = lambda a: linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
         produce: Callable[[Tensor], Tensor] = first
         act: Callable[[Tensor], Tensor] = lambda h: self._activation(h, bias)  # noqa: E731
-        # ReLU saves its result, which these levels recompute. threshold is ReLU, bit for bit, and saves its input.
+        # These levels recompute the activation result, but ReLU saves it. threshold is ReLU bit for bit, and saves h.
         if not self.gated and self.activation == "relu" and memory in ("fp8", "input"):
             produce = first if bias is None else lambda x: first(x) + bias
             act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Megatron core's MLP, for one process or as many as hold its weights: ``megatron.core.transformer.mlp``."""
+"""Megatron core's MLP (``megatron.core.transformer.mlp``), in one process or sharded over several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LinearFc1Interface(Protocol):
     """The interface of the first linear."""
 
     def forward(self, hidden_states: Tensor, /) -> tuple[Tensor, Tensor | None]:
-        """(result without bias, bias or None)"""
+        """Return (result without bias, bias or None)."""
         ...
 
     def backward_dw(self) -> None:
@@ -39,7 +39,7 @@ class LinearFc1Interface(Protocol):
 
 
 class LinearFc1Builder(Protocol):
-    """A builder of the first linear; name and pg_collection are passed if the MLP has them."""
+    """A builder of the first linear. It gets name and pg_collection only if the MLP has them."""
 
     def __call__(
         self,
@@ -80,7 +80,7 @@ class LinearFc2Interface(LinearFc1Interface, Protocol):
 
 
 class LinearFc2Builder(Protocol):
-    """A builder of the second linear; name and pg_collection are passed if the MLP has them."""
+    """A builder of the second linear. It gets name and pg_collection only if the MLP has them."""
 
     def __call__(
         self,
@@ -106,8 +106,8 @@ class MLPSubmodules:
     """The builders of an MLP's children.
 
     Attributes:
-        linear_fc1, linear_fc2: builders; a class whose constructor takes these arguments is one.
-        activation_func: builder of an activation module, used with ``config.use_te_activation_func`` alone.
+        linear_fc1, linear_fc2: builders of the linears, such as a class whose constructor takes a builder's arguments.
+        activation_func: builder of the activation module, used only if ``config.use_te_activation_func`` is True.
     """
 
     linear_fc1: LinearFc1Builder = ColumnParallelLinear
@@ -116,7 +116,7 @@ class MLPSubmodules:
 
 
 class _Block(nn.Module):
-    """The base of ``MLP`` and ``GroupedMLP``: two linears and the activation between them, from a config."""
+    """Base class of ``MLP`` and ``GroupedMLP``: two linears and the activation between them, built from a config."""
 
     linear_fc1: Any
     linear_fc2: Any
@@ -138,8 +138,8 @@ class _Block(nn.Module):
 
         Args:
             sizes: (input size, ffn size, output size).
-            first, second: further arguments of the linears' builders.
-            gemm: both linears' precision, which ``check_gemm`` accepted.
+            first, second: further arguments for the builders of the first and the second linear.
+            gemm: precision of both linears, which ``check_gemm`` has accepted.
         """
         config, (input_size, ffn, output_size) = self.config, sizes
         of_experts = (self.num_local_experts,) if self._grouped else ()
@@ -181,23 +181,23 @@ class _Block(nn.Module):
                 )
 
     def _run(self, x: Tensor, scale: Tensor | None, *groups: Any) -> tuple[Tensor, Tensor | None]:
-        """Return fc2's result and the bias to be added to it. ``groups``: further arguments of the linears."""
+        """Return fc2's result, and the bias that the caller must add. Both linears get ``groups`` as arguments."""
         biases: dict[str, Tensor | None] = {}
         fc1 = self.linear_fc1
         parallel = fc1.parallel if isinstance(fc1, Linear) else None
         entered: dict[str, Any] = {}
-        if parallel is not None:  # outside ``first``, so that recomputing it does not gather again
+        if parallel is not None:  # not in ``first``: backward would gather a second time
             x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
 
         level = self._memory
-        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # FSDP2's hooks gather the parameters for each call
+        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # FSDP2's hooks gather parameters at every call
         if level == "input" and not (untouched(fc1) or by_fsdp):
-            level = "free"  # a hook may differ between calls
+            level = "free"  # a hook may do something else when backward calls it
         in_forward = dict(fc1.named_parameters()) if level == "input" and not by_fsdp else {}
 
         def first(x: Tensor) -> Tensor:
             h: Tensor
-            # A functional_call around this module has ended when backward recomputes: pass its parameters again.
+            # Backward recomputes after a functional_call around this module has ended, so pass forward's parameters.
             if in_forward and any(p is not in_forward[name] for name, p in fc1.named_parameters()):
                 h, biases["fc1"] = torch.func.functional_call(fc1, in_forward, (x, *groups), entered)
             else:
@@ -224,26 +224,26 @@ class _Block(nn.Module):
         return run_at_level(x, first, activate, second, level, reads, unknown), biases["fc2"]
 
     def backward_dw(self) -> None:
-        """Compute the gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2's, then fc1's."""
+        """Compute the weight gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2 first."""
         self.linear_fc2.backward_dw()
         self.linear_fc1.backward_dw()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """This rank's shards of the parameters, for ``torch.distributed.checkpoint``: to be saved, and loaded in place.
+        """Return this rank's shards of the parameters, which ``torch.distributed.checkpoint`` saves or loads in place.
 
         The checkpoint does not depend on the number of ranks: fc1's weight is [gate; up], (2n, h), as in one process's
-        ``state_dict``. A ``GroupedMLP`` adds an axis for all experts, on all ranks of ``ep_group``. An ``MLP`` per
+        ``state_dict``. A ``GroupedMLP`` adds a first axis for the experts of all ranks in ``ep_group``. One ``MLP`` per
         expert, each with sharded_offsets=((0, expert, experts),), saves the same checkpoint.
 
         Args:
-            prefix: of the keys.
-            sharded_offsets: (axis, place, size) for each axis in front of the parameters' own, if modules' parameters
-                are stacked in the checkpoint: ((0, layer, layers),).
-            metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``. With
-                {"dp_cp_group": group}, which Megatron's layers pass, the tensors belong to its ``dist_checkpointing``,
-                and a ``GroupedMLP`` has Megatron's keys: ``{prefix}experts.linear_fc1…``.
+            prefix: prefix of all keys.
+            sharded_offsets: (axis, index, size) for each axis that the checkpoint has in front of the parameters' axes.
+                For example, ((0, layer, layers),) stacks the parameters of all layers.
+            metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``. Megatron's
+                layers pass {"dp_cp_group": group}. The tensors then belong to Megatron's ``dist_checkpointing``, and a
+                ``GroupedMLP`` has Megatron's keys: ``{prefix}experts.linear_fc1…``.
 
         Raises:
             ValueError: a linear comes from Megatron, and metadata has no dp_cp_group.
@@ -268,31 +268,31 @@ class _Block(nn.Module):
 class MLP(_Block):
     """fc2(act(fc1(x) + bias1) · scale): Megatron core's MLP block.
 
-    Hidden states (..., h) → (output (..., h), bias to be added to it or None). With ``gated_linear_unit`` fc1 is twice
-    as wide and its output is [gate | up]. Bias, activation and scale are one kernel each way if the activation is
-    supported. No flag changes the formula, not even ``config.bias_activation_fusion``.
+    Hidden states (..., h) → (output (..., h), bias that the caller must add or None). With ``gated_linear_unit`` fc1 is
+    twice as wide, and its output is [gate | up]. If the activation is supported, forward and backward each run
+    one kernel for bias, activation and scale. ``config.bias_activation_fusion`` does not change the formula.
 
     Args:
-        config: an ``MLPConfig``, or any object with some of its attributes.
-        submodules: builders of the linears; by default ``torch_fused_ops.nn``'s linears.
-        is_expert: True for an expert of a mixture, with sizes ``moe_ffn_hidden_size``, ``moe_latent_size``. With a
-            tp_group and Megatron's config see ``ColumnParallelLinear``.
-        input_size: by default ``config.hidden_size``.
-        ffn_hidden_size: by default ``config.ffn_hidden_size``, for both linears.
+        config: an ``MLPConfig``, or any object with ``hidden_size`` and possibly other attributes of ``MLPConfig``.
+        submodules: builders of the linears; by default the linears of ``torch_fused_ops.nn``.
+        is_expert: True for a mixture's expert, whose sizes are ``moe_ffn_hidden_size`` and ``moe_latent_size``. See
+            ``ColumnParallelLinear`` for an expert with a tp_group and Megatron's config.
+        input_size: size of the input; by default ``config.hidden_size``.
+        ffn_hidden_size: size between the linears; by default ``config.ffn_hidden_size``.
         tp_group: the processes that shard the weights (``distributed.tensor_parallel``). Each has rows of fc1's weight
             (gate rows and up rows if gated) and columns of fc2's weight, as plain parameters, sliced from one process's
-            initial weights. Every rank gets the complete output; with ``config.sequence_parallel``, for its tokens.
-        name, is_mtp_layer: Megatron's ``TransformerLayer`` passes them. The linears get the name.
+            initial weights. Every rank returns the complete output; with ``config.sequence_parallel``, for its tokens.
+        name, is_mtp_layer: accepted because Megatron's ``TransformerLayer`` passes them. The linears get the name.
         pg_collection: Megatron's ``ProcessGroupCollection``. Its ``tp`` (for an expert ``expt_tp``) is the default
-            tp_group; it is also passed to the linears.
-        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, in one
-            process, for sizes that ``functional.linear_fp8`` accepts.
+            tp_group. The linears also get the collection.
+        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16" is the parameters' dtype. Float8 recipes need
+            a single process, and sizes that ``functional.linear_fp8`` accepts.
 
     Raises:
         ValueError, TypeError: the flags are incompatible; the message gives the reason. ``forward`` never raises them.
 
     Source: ``megatron.core.transformer.mlp.MLP``. In Megatron fc2 ignores ``ffn_hidden_size``, fused GELU is the tanh
-    form, unfused GELU the erf form, and some configurations raise in ``forward``.
+    form, unfused GELU is the erf form, and some configurations raise only in ``forward``.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class MLP(_Block):
 
     @classmethod
     def as_mlp_submodule(cls, submodules: MLPSubmodules | None = None, **arguments: Any) -> MLP:
-        """Construct an MLP; Megatron's layer specs take this method, in a ``functools.partial``.
+        """Construct an MLP. Megatron's layer specs contain this method, in a ``functools.partial``.
 
         Source: the method of this name in ``megatron.core.transformer.mlp.MLP``.
         """
@@ -334,13 +334,13 @@ class MLP(_Block):
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """(output, bias to be added or None).
+        """Return (output, bias that the caller must add or None).
 
         Args:
             hidden_states: (..., input_size).
-            per_token_scale: (...), a factor of the activation's result (a router's weight of this expert). The output
-                bias is then scaled and added here, and the bias returned is None.
-            **kwargs: accepted and ignored, as Megatron's layers pass some on.
+            per_token_scale: (...), a factor of the activation's result (a router's weight of this expert). ``forward``
+                then scales and adds the output bias itself, and returns None as the bias.
+            **kwargs: ignored; Megatron's layers pass further arguments.
 
         Raises:
             TypeError, ValueError: an argument is not a tensor, or has another shape.
@@ -355,13 +355,13 @@ class MLP(_Block):
 
 
 def _from_megatron(name: str | None, child: str, pg_collection: Any) -> dict[str, Any]:
-    """Arguments that Megatron's layers pass to linears; older releases lack them, so None is left out."""
+    """Return a linear's arguments name and pg_collection. Older releases of Megatron lack them, so omit None."""
     arguments = {"name": checked("name", name) and f"{name}.{child}", "pg_collection": pg_collection}
     return {argument: value for argument, value in arguments.items() if value is not None}
 
 
 def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size: int | None) -> tuple[int, int, int]:
-    """(input size, ffn_hidden_size, output size)"""
+    """Return (input size, ffn_hidden_size, output size)."""
     hidden = checked("hidden_size", config.hidden_size, required=True)
     latent = read(config, "moe_latent_size") if is_expert else None
     ffn = checked("ffn_hidden_size", ffn_hidden_size)

@@ -1,4 +1,4 @@
-"""``replace_mlps``: ``explain`` finds a model's MLPs, and ``nn.Module.compile`` compiles the modules that hold them."""
+"""``replace_mlps`` finds a model's MLPs as ``explain`` does, and compiles their modules with ``nn.Module.compile``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Replacements(Report):
     """The result of ``replace_mlps``: a ``Report`` with a site for each MLP, and ``restore``.
 
     Attributes:
-        sites: an MLP whose module was compiled has ``op``; any other has the reason.
-        replaced: the compiled modules by their paths in the model.
+        sites: a site for each MLP, with ``op`` if its module was compiled, otherwise with the reason.
+        replaced: the compiled modules, by their paths in the model.
     """
 
     replaced: dict[str, nn.Module]
@@ -44,12 +44,12 @@ class Replacements(Report):
 
     @property
     def summary(self) -> str:
-        """One line: how many of the MLPs are in compiled modules."""
+        """One line that counts the MLPs in compiled modules."""
         fused = sum(site.op is not None for site in self.sites)
         return f"{fused} of {len(self.sites)} MLPs compiled in place"
 
     def restore(self) -> None:
-        """Undo the compilation, except of modules that were compiled again since. A second call has no effect."""
+        """Undo the compilation, except for modules that were compiled again later. A second call has no effect."""
         for path, module in self.replaced.items():
             if module._compiled_call_impl is self._calls[path]:
                 module.__dict__.pop("_compiled_call_impl", None)
@@ -65,30 +65,30 @@ def replace_mlps(
     strict: bool = False,
     **kwargs: Any,
 ) -> Replacements:
-    """Compile a model's MLPs in place, and nothing else of it; ``report.restore()`` undoes it.
+    """Compile a model's MLPs in place, and no other modules; ``restore()`` of the returned report undoes it.
 
-    The model runs once while Dynamo captures it, as in ``explain``. The innermost module around each MLP is then
-    compiled as by ``module.compile(backend="fused")``; a module with several MLPs is compiled once. Its first call
-    generates code, which takes seconds; equal modules share it through Inductor's cache. Parameters, names, state dicts
-    and training flags are unchanged. Copies and pickles of the model are not compiled.
+    The model runs once while Dynamo captures it, as in ``explain``. Then ``module.compile(backend="fused")`` compiles
+    the innermost module around each MLP; a module with several MLPs is compiled once. A module's first call generates
+    code, which takes seconds; equal modules share the code through Inductor's cache. Parameters, names, state dicts and
+    training flags are unchanged. Copies and pickles of the model are not compiled.
 
     Args:
         model: a module, in training or evaluation mode.
-        *args: the call's arguments.
+        *args: example arguments for the model's call.
         memory: as ``FusionPolicy.memory``; a mapping's module patterns match paths in ``model``.
         gemm: linear layers' precision, as ``FusionPolicy.gemm``.
         exclude: MLPs not to fuse, as ``FusionPolicy.exclude``.
-        dropout: as in ``FusionPolicy``, for the compiled modules.
+        dropout: as ``FusionPolicy.dropout``, for the compiled modules.
         strict: raise if an MLP is not compiled, now or in a later recompilation.
-        **kwargs: the call's keyword arguments.
+        **kwargs: example keyword arguments for the model's call.
 
     Returns:
-        A report to print, with a site for each MLP. If nothing is compiled, a warning has the first reason.
+        A printable report with a site for each MLP. If no module was compiled, a warning states the first reason.
 
     Raises:
-        TypeError, ValueError: an argument is not accepted, including a pattern that matches no module.
+        TypeError, ValueError: an argument is not accepted, for example a pattern that matches no module.
         UnfusedError: under ``strict``, an MLP is not fused, or the model has no MLP.
-        The model's own errors. In each case the model is unchanged.
+        Exceptions of the model are passed on. After any of these errors the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
@@ -121,10 +121,10 @@ def replace_mlps(
 
 
 class _Capture:
-    """A backend for Dynamo: report a graph's MLPs when the graph runs, and run it unchanged.
+    """A Dynamo backend that runs each graph unchanged and reports the graph's MLPs when it runs.
 
-    After a graph break, Dynamo's paths begin at a module inside the model, and equal layers share a graph. The
-    parameters of each run identify the layer.
+    After a graph break, module paths in a graph begin at a module inside the model, and equal layers share a graph.
+    Each run's parameters identify the layer.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _Capture:
         return run
 
     def add(self, gm: GraphModule, start: str | None) -> None:
-        """Report a graph's MLPs. Its paths begin at the module ``start``; None means that the module is unknown."""
+        """Report a graph's MLPs. The graph's paths begin at the module ``start``, which is None if unknown."""
         policy, before = self.policy, self.report.sites
         if start is None:
             policy = FusionPolicy(dropout=policy.dropout)
@@ -168,7 +168,7 @@ class _Capture:
 
 
 def _in_module(site: Site, start: str | None) -> Site:
-    """Return a graph's site with its path in the model; the graph's paths begin at ``start``."""
+    """Return a graph's site with its path in the whole model. The graph's paths begin at the module ``start``."""
     if start is None:
         return site.refused(Reason(Kind.UNPLACED, "it comes after a graph break, and its module is not known"))
     path = f"{start}.{site.module}".strip(".")
@@ -179,7 +179,7 @@ def _in_module(site: Site, start: str | None) -> Site:
 def _choose(
     model: nn.Module, modules: Mapping[str, nn.Module], policy: FusionPolicy, sites: tuple[Site, ...]
 ) -> tuple[tuple[Site, ...], dict[str, nn.Module]]:
-    """Choose the modules to compile, by their paths; the sites in other modules get their reasons."""
+    """Return (sites, modules to compile by path). Sites outside these modules have a reason."""
     compiled = [
         module_path(name)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -188,11 +188,11 @@ def _choose(
     chosen, judged = dict[str, nn.Module](), list[Site]()
     for site in sites:
         path = site.module
-        if path not in modules:  # the reason says that its module is not known
+        if path not in modules:  # it has a reason already: its module is not known
             judged.append(site)
             continue
         while path and type(modules[path]).forward is nn.Module.forward:
-            path = path.rpartition(".")[0]  # a ModuleList has no forward
+            path = path.rpartition(".")[0]  # a container such as ModuleList has no forward
         for other in compiled:
             if not other or not path or f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}."):
                 site = site.refused(Reason(Kind.COMPILED, f"{other or 'the model'} is compiled already"))
@@ -205,7 +205,7 @@ def _choose(
 
 
 def _paths(modules: Mapping[str, nn.Module], module: nn.Module) -> list[str]:
-    """Return all paths of a module; a module that is used twice has two."""
+    """Return all paths of a module. A module that the model contains twice has two paths."""
     return [path for path, other in modules.items() if other is module]
 
 
