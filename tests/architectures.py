@@ -1,4 +1,4 @@
-"""Tiny architectures of transformers, random weights, which several test files share."""
+"""Tiny transformers architectures with random weights, which several test files share."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def made(
     as_class: str | None = None,
     **changes: Any,
 ) -> tuple[nn.Module, tuple[()], dict[str, Any]]:
-    """(model, (), inputs with labels) of an architecture with changed settings, as another class of transformers'."""
+    """Return (model, (), inputs with labels). ``as_class`` and ``changes`` replace transformers' class and settings."""
     torch.manual_seed(0)
     class_name, settings = ARCHITECTURES[name]
     model_class = getattr(transformers, as_class or class_name)

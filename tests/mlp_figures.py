@@ -1,4 +1,4 @@
-"""Compute by hand what a tensor-parallel MLP saves, sends and multiplies on each rank."""
+"""Compute by hand the bytes that a tensor-parallel MLP saves and sends on each rank, and its GEMMs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mlp_figures(
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> MLPFigures:
-    """The cost of ``nn.MLP`` without biases for each of ``tp`` ranks; its activation's backward needs the input."""
+    """Return the figures of ``nn.MLP`` without biases on ``tp`` ranks. The activation's backward needs its input."""
     size, wide, narrow = dtype.itemsize, (2 if gated else 1) * ffn_hidden_size // tp, ffn_hidden_size // tp
     x = tokens * hidden_size * size  # on every rank: the first weight's gradient needs all tokens
     between = {

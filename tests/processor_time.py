@@ -1,7 +1,7 @@
 """Measure the processor time of tests, in this process and its children. Unlike time, it hardly depends on the load.
 
-A test's count starts with its setup. Imports and the setup of shared fixtures do not count, as the first test would pay
-for all.
+A test's count starts with its setup. Imports and the setup of shared fixtures do not count, because the first test
+would pay for all tests.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The activation table against mpmath, autograd and its own definitions; and the way in for new rows."""
+"""Compare the activation table with mpmath, autograd and its own definitions, and register new rows."""
 
 import functools
 import math
@@ -59,7 +59,7 @@ class InMpmath(fx.Interpreter):
 
 
 def exactly(name):
-    """An activation by its textbook definition, of mpmath's numbers."""
+    """Return an activation's textbook definition for mpmath's numbers."""
     definition = activations.get(name).definition
     return InMpmath(fx.symbolic_trace(lambda x: definition(x))).run
 
@@ -69,7 +69,7 @@ POINTS = sorted({s * p for s in (-1, 1) for p in (*(2.0**k for k in range(-20, 5
 
 
 def exact(fn, order):
-    """fn or its derivative at POINTS, in float64 from 60 digits."""
+    """Return fn or its derivative at POINTS, computed with 60 digits and rounded to float64."""
     with mpmath.workdps(60):
         return torch.tensor([float(mpmath.diff(fn, mpf(x), order)) for x in POINTS], dtype=torch.float64)
 
@@ -88,7 +88,7 @@ def test_value_and_derivative_against_mpmath(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", BUILTIN)
 def test_formulas_can_be_differentiated_where_they_have_kinks_inside(name, dtype):
-    """|x| in a tail's formula has no derivative at 0; the activation has, and so has its derivative."""
+    """|x| in a tail's formula has no derivative at 0, but the activation has a first and a second derivative."""
     act, points = activations.get(name), (0.0, -0.5, 0.5)
     for fn, order in ((act.value, 1), (act.derivative, 2)):
         for x in points if "relu" not in name else points[1:]:

@@ -21,7 +21,7 @@ from torch_fused_ops.virtual_gpu import H100
 
 pytest.importorskip("triton")
 COMMANDS = {
-    "plan": ("plan", "--memory", "1GiB", "--gpu", "A100"),  # its instructions are not counted, which takes longest
+    "plan": ("plan", "--memory", "1GiB", "--gpu", "A100"),  # without counting instructions, which takes longest
     "plan on meta": ("plan", "--memory", "1GiB", "--gpu", "A100", "--meta"),
     "measure": ("explain", "--train", "--figures"),
     "verify": ("verify",),
@@ -62,7 +62,7 @@ def test_commands(
     making = functools.partial(made, name, getattr(torch, dtype), checkpoints == "checkpointed")
     module.make_model = making  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "their_module", module)
-    # Compilations take the time: each plan is of two levels, each level is in plans of several architectures.
+    # To save compilations, each plan has two levels. Plans of several architectures have each level.
     levels = ("free", LEVELS[[*ARCHITECTURES].index(name) % len(LEVELS)])
     monkeypatch.setattr(search, "levels_for", lambda lossless: levels)
     torch._dynamo.reset()

@@ -135,7 +135,7 @@ def test_check_reports_failures(monkeypatch, capsys):
 
 
 def test_gpus_are_recorded_after_check_passes(monkeypatch, tmp_path, capsys, caplog, inductor):
-    """Until then, the first compilation on a GPU in each process logs the command."""
+    """Before that, the first compilation on a GPU in each process logs the command."""
     from torch_fused_ops.lowerings import passes
 
     setup = f"Some GPU, driver 12080, torch {torch.__version__}, Triton "
@@ -342,7 +342,7 @@ def test_run_works_under_torchrun(models):
 
 @pytest.mark.slow
 def test_run_behaves_like_python(models):
-    """Paths, `__main__` at exit, sys.path, and the program's errors are those of `python script.py`."""
+    """Paths, `__main__` at exit, sys.path, and the program's errors equal `python script.py`."""
     folder = models / "elsewhere"
     folder.mkdir()
     (models / "beside.py").write_text("VALUE = 7")

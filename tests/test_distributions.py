@@ -21,7 +21,7 @@ alone = functools.partial(python, PYTHONPATH="")  # without this clone
 
 @pytest.fixture(scope="module")
 def tracked() -> set[str]:
-    """The clone's files, including changed files and new files that are not ignored."""
+    """Return the clone's files, including changed files and new files that are not ignored."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not in a clone")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -31,7 +31,7 @@ def tracked() -> set[str]:
 
 @pytest.fixture(scope="module")
 def source(tracked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, built in a copy because a build writes files next to its sources."""
+    """Return the source distribution, built in a copy because a build writes files next to its sources."""
     folder = tmp_path_factory.mktemp("source")
     for name in tracked:
         (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def unpacked(source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(unpacked: Path) -> Path:
-    """Built from the source distribution."""
+    """Return the wheel, built from the source distribution."""
     folder = unpacked.parent / "wheels"
     options = ("--no-build-isolation", "--no-deps", "--wheel-dir", str(folder))
     alone("-m", "pip", "wheel", ".", *options, cwd=unpacked)

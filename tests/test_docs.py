@@ -83,7 +83,7 @@ GIVEN = {
         TrainingArguments = Trainer
     """,
 }
-# By page and block: a line to run before the block.
+# A line to run before a block, by page and block.
 BEFORE = {
     "distributed.md": {1: "import torch; torch.set_default_device('cpu')"},
     "largest-batch.md": {1: "exec('with torch.device(\"meta\"): make_model()')"},
@@ -138,7 +138,7 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
 
 
 def comparable(text: str, before: int = 0) -> str:
-    """Remove rounding errors such as 5.4e-08, which differ between processors, and count lines from the block."""
+    """Remove rounding errors such as 5.4e-08, which differ between processors. Subtract ``before`` from lines."""
     text = re.sub(r"\d\.\de[+-]\d\d", "", text)
     return re.sub(r"\bline (\d+)", lambda number: f"line {int(number[1]) - before}", text)
 
@@ -165,7 +165,7 @@ def test_the_report_example_is_printed(tmp_path: Path) -> None:
 
 
 def test_hand_written_figures_match_results() -> None:
-    """Figures outside of generated tables are those of the results. test_precision.py checks GELU's tail."""
+    """Figures outside of generated tables match the results. test_precision.py checks GELU's tail."""
     from torch_fused_ops.benchmarks.laboratory import coverage
 
     results = ROOT / "benchmarks" / "results"
@@ -228,7 +228,7 @@ def test_every_item_of_the_compatibility_page_has_its_tests(generate: Any) -> No
             assert (ROOT / "tests" / file).exists(), (name, file)
 
 
-# Only these errors need an explanation on the page. Errors that name an argument say what is accepted, recognition.md
+# Only these errors need an explanation on the page. Errors that name an argument list accepted values, recognition.md
 # and reports explain rejections, and other errors are for users of the command line, or internal.
 WITH_A_CURE = {
     "RuntimeError",
@@ -256,7 +256,7 @@ def messages() -> Iterator[tuple[str, list[str]]]:
                 continue
             if getattr(call.func, "attr", getattr(call.func, "id", None)) not in LAST_NAMES:
                 continue
-            kind = ast.unparse(call.func)  # 50 µs
+            kind = ast.unparse(call.func)  # takes 50 µs
             if kind not in (WITH_A_CURE if call is not node else WARNINGS):
                 continue
             fixed = [

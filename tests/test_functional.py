@@ -57,7 +57,7 @@ FORMULAS = [  # (name, args, kwargs, formula in PyTorch)
 
 
 VIEWLESS = {"MakeViewlessTensor", "make_viewless_tensor"}
-# No formula, or only one dtype: tests/ops/test_viewless.py, test_dropout.py, test_float8_experts.py
+# Without a formula, or for only one dtype: tests/ops/test_viewless.py, test_dropout.py, test_float8_experts.py
 ELSEWHERE = {*VIEWLESS, "shard_seed", "grouped_linear_fp8"}
 COMPUTING = [name for name in tf.__all__ if name not in ELSEWHERE]
 

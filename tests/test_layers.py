@@ -1,7 +1,7 @@
 """The imports that each layer of the library may have. No module imports itself through others.
 
 Imports are read from the sources, including imports inside functions: these defer the cost, but not the dependency.
-Imports for type checkers only count as circles, but not as imports of a layer.
+Imports only for type checkers must not form circles, but do not count as imports of a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_fused_ops.declaration import pointwise_operators
 from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED
 
 ROOT = Path(__file__).parents[1]
-# As pyproject.toml maps them.
+# The folders of packages, as pyproject.toml maps them.
 FOLDERS = {
     "torch_fused_ops": ROOT / "torch_fused_ops",
     "torch_fused_ops.lowerings": ROOT / "lowerings",
@@ -84,7 +84,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def layer_of(module: str) -> str:
-    """The layer with the longest prefix of a module's name."""
+    """Return the layer with the longest prefix of a module's name."""
     names = module.removeprefix("torch_fused_ops.").split(".")
     while names:
         for layer, (prefixes, _) in LAYERS.items():
@@ -106,7 +106,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports(module: str, for_types: bool) -> frozenset[str]:
-    """The modules of the library that a module imports, anywhere in its text, for type checkers alone or not."""
+    """Return the library's modules that a module imports anywhere. ``for_types``: include imports for type checkers."""
     path = modules()[module]
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Megatron-LM's names: values and gradients, and each upstream defect beside our behavior.
+"""Megatron-LM's names: values and gradients, and each upstream defect compared with our behavior.
 
 Upstream's behavior is written in plain torch after its sources; Megatron is not imported.
 """
@@ -33,7 +33,7 @@ def leaves(*tensors):
 
 
 def glu(act, y, bias=None, weights=None, offset=0.0, clamp=None):
-    """The definition of every GLU, in float64."""
+    """Compute any GLU by its definition, in float64."""
     y = y.double() if bias is None else y.double() + bias.double()
     gate, up = y.chunk(2, -1)
     if clamp:
@@ -200,7 +200,7 @@ def test_weights_of_wrong_shapes_are_rejected():
 
 
 def test_derivatives_at_the_bounds_equal_torch_clamp():
-    """The derivative of torch.clamp is 1, and 0 from torch 2.15 on; upstream has 1."""
+    """At a bound, torch.clamp's derivative is 1, or 0 from torch 2.15 on. Upstream's derivative is 1."""
     y, plain = leaves(*[torch.tensor([[7.0, 8.0, 7.0, -7.0]])] * 2)
     mg.bias_swiglu_impl(y, None, clamp_value=7.0).sum().backward()
     glu(F.silu, plain, clamp=7.0).sum().backward()
@@ -351,7 +351,7 @@ def test_bias_dropout_add_compiled(backend):
 
 
 def exact(x, hidden=None, sink=None, scale=1.0):
-    """Softmax of unmasked scores in float64; fully masked rows are 0."""
+    """Compute softmax of unmasked scores in float64. Fully masked rows are 0."""
     x = x.double() * scale
     x = x if hidden is None else x.masked_fill(hidden, -torch.inf)
     column = torch.full((*x.shape[:-1], 1), -torch.inf, dtype=torch.float64)
@@ -468,7 +468,7 @@ def test_no_argument_is_written():
 
 
 def test_custom_mask_function_gets_a_copy():
-    """It is called as upstream calls it, but on a copy. Causality and window also apply."""
+    """The function is called as in upstream, but on a copy. Causality and window apply as well."""
 
     def mine(scores, mask):
         scores.add_(mask)

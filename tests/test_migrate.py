@@ -20,7 +20,7 @@ meta = partial(harness.meta, requires_grad=True)
 
 
 def saved_mib(fn, *tensors):
-    """MiB of the storages that autograd saves for this call."""
+    """Return the MiB of the storages that autograd saves for this call."""
     return f"{saving(lambda: fn(*tensors))[1] / 2**20:.2f}"
 
 

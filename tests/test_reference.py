@@ -1,4 +1,4 @@
-"""reference.py against the formulas as the design states them, spelled with PyTorch's own functions."""
+"""Compare reference.py with the design's formulas, written with PyTorch's own functions."""
 
 import itertools
 
@@ -74,7 +74,7 @@ def test_optional_tensors(op, missing):
 
 
 def test_gradient_at_the_clamps_bounds_is_that_of_torch_clamp():
-    """torch 2.15 made it 0 where it had been 1; bf16 hits a bound often enough to notice."""
+    """This gradient is 1 before torch 2.15, and 0 from 2.15 on. In bf16, inputs are often equal to a bound."""
     x = torch.tensor([[-2.0, -1.0, 0.5, 1.0, 2.0]], dtype=torch.float64)
     for gate, up in ((x, x), (x, x.roll(1)), (x.roll(2), x)):
         leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
@@ -98,7 +98,7 @@ def test_pack_is_the_inverse_of_unpack(layout, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float32, torch.float64])
 def test_results_have_the_arguments_dtypes(dtype, other):
-    """Every result has its argument's dtype, and the arithmetic float32 at least."""
+    """Every result has its argument's dtype, and arithmetic is at least float32."""
     assert reference.compute_dtype(torch.empty(0, dtype=dtype), None, torch.empty(0, dtype=other)) == (
         torch.float64 if torch.float64 in (dtype, other) else torch.float32
     )

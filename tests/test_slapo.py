@@ -1,4 +1,4 @@
-"""Slapo's names: values, gradients, and each upstream defect beside our behavior."""
+"""Slapo's names: values, gradients, and each upstream defect compared with our behavior."""
 
 import pytest
 import torch

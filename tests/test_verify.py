@@ -38,7 +38,7 @@ def decayed(s: Any, x: Tensor) -> Tensor:
 
 
 def Pointwise(body: Callable[..., Any] = decayed) -> nn.Module:
-    """A model for which plain torch.compile computes wrong gradients."""
+    """Return a model for which plain torch.compile computes wrong gradients."""
     return Net(body, w=nn.Parameter(torch.rand(16)), b=torch.rand(16))
 
 
@@ -223,7 +223,7 @@ def test_non_finite_values_must_be_equal(expected: float, actual: float) -> None
 
 
 def test_a_non_finite_loss_is_not_ok() -> None:
-    """Its gradients cannot be compared, unlike an infinity in an output."""
+    """The gradients of such a loss cannot be compared. An infinity in an output can."""
 
     def overflows(x: Tensor, w: Tensor, by: float) -> Tensor:
         y = F.relu(x @ w) / by

@@ -217,7 +217,7 @@ def test_softmax_widens_on_gpus(name: str, inside: str) -> None:
     """The result is float32, or float64 for float64 inputs, as for torch.softmax, also under transforms.
 
     vmap decomposes torch.softmax before autocast sees it, so its dtype stays: vmap(f)(x)[i] differs from f(x[i]). For
-    our operator both are equal.
+    our operator both dtypes are equal.
     """
 
     for low, region, dtype in itertools.product(LOW, REGIONS, (*LOW, FP32, FP64)):
@@ -233,7 +233,7 @@ def test_softmax_widens_on_gpus(name: str, inside: str) -> None:
     [(d, k) for d in ("cpu", "cuda") for k in INSIDE if k != "call" and not (d == "cuda" and k in BACKWARDS)],
 )
 def test_autocast_changes_nothing_under_transforms(device: str, inside: str) -> None:
-    """Under transforms the reference runs, and autocast sees its steps. Dtypes do not change, nor values on CPUs."""
+    """Transforms run the reference, whose steps autocast sees. Dtypes do not change. On CPUs, values do not."""
     for name, formula in (FORMULAS if device == "cpu" else ON_GPUS).items():
         for first, second in itertools.product((FP32, BF16), repeat=2):
             with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
@@ -253,7 +253,7 @@ SIZES = ((8, 16), (8, 16), (16, 8))
 @pytest.mark.slow
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_gradients_have_their_inputs_dtypes(low: torch.dtype) -> None:
-    """Code compiled for a GPU, without a device, has the right dtypes of results and gradients."""
+    """Code compiled for an absent GPU has the right dtypes of results and gradients."""
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
     def dtypes(fn: Callable[..., Tensor], *args: Tensor) -> list[torch.dtype]:
@@ -398,7 +398,7 @@ def test_weights_are_cast_once() -> None:
 
 
 def test_backward_may_run_inside_a_region() -> None:
-    """Backward gives the same inside and outside of the region."""
+    """Backward computes the same gradients inside and outside of the region."""
     for formula in FORMULAS.values():
         args = [a.requires_grad_() for a in arguments(formula.vector, BF16, FP32)]
         outside = torch.autograd.grad(formula.fused(*args).float().sum(), args)

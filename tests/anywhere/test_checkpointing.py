@@ -29,7 +29,7 @@ Fn = Callable[[Tensor], Tensor]
 
 
 class Case(NamedTuple):
-    """A function of one tensor (ROWS, WIDTH), its operator, and the bytes that this saves in addition to its result."""
+    """A function of one tensor (ROWS, WIDTH), its operator, and the bytes that it saves in addition to its result."""
 
     run: Fn
     operator: Any
@@ -98,7 +98,7 @@ def checkpoint_variants(fn: Fn, operator: Any) -> dict[str, Fn]:
 
 
 def gradient(y: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient from backward(): reentrant checkpoints support no other call."""
+    """Return the gradient from backward(): reentrant checkpoints do not support other calls."""
     x.grad = None
     y.square().sum().backward()
     assert x.grad is not None

@@ -56,7 +56,7 @@ def test_every_operator_has_a_kernel_for_every_device() -> None:
 
 @pytest.mark.slow
 def test_other_devices_run_plain_pytorch() -> None:
-    """Run it in a new process, since a device can be named only once."""
+    """Run the check in a new process, since a device can be named only once."""
     ran = python(__file__, PYTHONPATH=str(Path(__file__).parents[1])).strip().splitlines()[-1].split()
     assert {"fused::bias_act", "fused::bias_act_backward", "fused::glu_backward",
             "fused::dropout_add_backward", "fused::scaled_masked_softmax_backward"} <= set(ran)  # fmt: skip

@@ -192,7 +192,7 @@ def plain_and_fused() -> nn.Module:
 
 
 def packaged(program: torch.export.ExportedProgram, path: Path, how: str) -> str:
-    """Compile and package a program with fusion by ``how``. The package must not call a custom operator."""
+    """Compile a program with fusion, in the way ``how``, and package it. The package calls no custom operator."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         if how == "options":
@@ -236,7 +236,7 @@ def test_packages_run_without_this_library(how: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # deprecated since torch 2.9, but 2.15 still has it
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input"])
 def test_traced_modules_are_right(level: str) -> None:
-    """A trace is saved and loaded, accepts other sizes, and has the module's gradient."""
+    """A trace can be saved and loaded, accepts other sizes, and computes the module's gradient."""
     model = nn.Sequential(FusedMLP(8, 32, memory=level), FusedMLP(8, 32, "silu", gated=True, memory=level))
     traced = torch.jit.trace(model, (torch.randn(4, 8),))
     file = io.BytesIO()

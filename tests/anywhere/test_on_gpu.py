@@ -1,7 +1,7 @@
 """Fused MLPs run on a GPU at every memory level, with and without CUDA graphs, and are compared with float64.
 
 The reference is eager PyTorch in float64 on the CPU, so no kernel is compared with itself. Without a GPU its cases are
-skipped. A few cases run on the CPU with interpreted graphs, so that the tests are known to work before a GPU is there.
+skipped. A few cases run on the CPU with interpreted graphs, so that the tests are known to work without a GPU.
 """
 
 import copy
@@ -113,7 +113,7 @@ def check(
     gemm: str = "bf16",
     **settings: Any,
 ) -> None:
-    """Check steps with different inputs. With CUDA graphs, the first warms up, one records, and the last replays."""
+    """Check steps with different inputs. With CUDA graphs, the first step warms up, one records, the last replays."""
     model = MODELS[name]().to(BF16).to(device)
     compiled = ways.ours(memory, mode, gemm=gemm)(model, fullgraph=True, **settings)
     for count in rows:

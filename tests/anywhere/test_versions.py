@@ -70,7 +70,7 @@ def _used_names() -> set[str]:
     return short
 
 
-# Read by a computed name: slots of passes, and a value in cache keys.
+# Names that code computes before it reads them: slots of passes, and a value in cache keys.
 BY_NAME = {
     *(f"torch._inductor.config.{slot}" for slot in lowerings.load_passes().SLOTS),
     "torch.compiler.config.cache_key_tag",
@@ -90,7 +90,7 @@ def test_this_torch_has_every_internal() -> None:
 
 
 def test_every_probe_is_in_compat() -> None:
-    """Sources do not compare versions, and only compat.py checks what a version has."""
+    """Sources do not compare versions. Only compat.py checks which names a version has."""
     for path in SOURCES:
         tree = ast.parse(path.read_text())
         versions = [

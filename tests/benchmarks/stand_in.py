@@ -36,7 +36,7 @@ def _sleep(cycles: int) -> None:
 
 
 PROPERTIES = SimpleNamespace(name="Stand-in 9000", total_memory=1 << 30, L2_cache_size=1 << 12)
-# torch.cuda must have every name of it.
+# torch.cuda must have every name of this stand-in.
 CUDA = SimpleNamespace(
     Event=Event,
     get_device_properties=lambda device: PROPERTIES,

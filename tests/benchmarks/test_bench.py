@@ -285,5 +285,5 @@ def test_models_have_the_published_sizes() -> None:
     for name, make, config in (("gpt2", models.GPT, models.GPT2), ("llama", models.Llama, models.LLAMA)):
         with torch.device("meta"):
             counted[name] = sum(p.numel() for p in make(config).parameters())
-    assert counted["gpt2"] == 124_439_808  # GPT-2's
+    assert counted["gpt2"] == 124_439_808  # as in GPT-2
     assert counted["llama"] == 4 * 218_112_000 + 2 * 128256 * 4096 + 4096  # four of Llama 3 8B's 32 layers

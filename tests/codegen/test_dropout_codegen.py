@@ -104,7 +104,7 @@ def test_generated_code_drops_the_same_elements_as_eager() -> None:
 
 
 def block(s: Any, x: Tensor) -> Tensor:
-    """A pre-norm MLP with two dropouts."""
+    """Compute a pre-norm MLP with two dropouts."""
     return x + F.dropout(s.down(F.dropout(F.gelu(s.up(s.norm(x))), 0.1)), 0.1)
 
 

@@ -30,7 +30,7 @@ BF16 = torch.bfloat16
 fused = torch.ops.fused
 
 
-# F.glu and diffusers' GEGLU: a packed tensor, the gate second.
+# As in F.glu and diffusers' GEGLU, the gate is the second half of a packed tensor.
 Glu = named("Glu", MLP, activation=F.glu, halves=2, linear=WITHOUT_BIAS)
 Packed = named("Packed", MLP, activation=of_halves(F.silu), halves=2)
 
@@ -76,7 +76,7 @@ class LoRA(nn.Module):
 
 
 def attention() -> nn.Module:
-    """T5's explicit attention with a bias on its scores, and an MLP."""
+    """Return a model with T5's explicit attention, whose scores have a bias, and an MLP."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         q, k, v = s.qkv(x).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
@@ -89,7 +89,7 @@ def attention() -> nn.Module:
 
 
 def blocks(mlp: Callable[[int, int], nn.Module], hidden: int) -> nn.Module:
-    """Residual blocks of norms, linear layers and MLPs."""
+    """Return residual blocks of norms, linear layers and MLPs."""
     layers = ((nn.LayerNorm(512), nn.Linear(512, 512), nn.LayerNorm(512), mlp(512, hidden)) for _ in range(4))
     return Stack((nn.Sequential(*block) for block in layers), residual=True)
 
@@ -271,7 +271,7 @@ def test_blocks_of_gate_and_up_need_no_copies() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("column, level", [(0, "off"), (1, "free"), (2, "fp8"), (3, "input"), (3, "tiled")])
 def test_the_page_lists_saved_tensors_of_each_level(column: int, level: str) -> None:
-    """The table of docs/memory.md: tensor, dtype and bytes of Llama-3-8B's MLP."""
+    """Check the table of docs/memory.md: tensors, dtypes and bytes of Llama-3-8B's MLP."""
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     cells = [row[column] for row in re.findall(r"^\| .+? \| \d+ × \d+ " + r"\| (.+?) " * 4 + r"\|$", page, re.M)]
     stated: Counter[str] = Counter()

@@ -109,7 +109,7 @@ def test_unsupported_devices_are_rejected_on_paper(device: gpu.GPU, gemm: str, a
 
 @pytest.mark.slow
 def test_mxfp8_quantizes_forward_in_inductors_kernels() -> None:
-    """They write 8-bit scales in the GEMMs' layout. Fused operators quantize along the other dimension in backward."""
+    """They write 8-bit scales in the GEMMs' layout. In backward, fused operators quantize along the other dimension."""
     x = meta(TOKENS, HIDDEN, requires_grad=True)
     with tfo.enabled(FusionPolicy(gemm="mxfp8", strict=True)):
         paper = gpu.compile_on_paper(on_meta(SwiGLUMLP, HIDDEN, FFN), x, gpu=gpu.B200)
@@ -136,7 +136,7 @@ def test_gelu_tanh_with_bf16_weight_gradients_reads_operands_twice() -> None:
     for make in (GELUMLP, models.GELUMLP):
         backward = on_paper(make, gemm="fp8-wgrad-bf16").backward
         nbytes.append(bytes_without_gemms(backward))
-    assert nbytes[1] - nbytes[0] == TOKENS * 4 * HIDDEN * 2  # both operands of the gradient instead of it
+    assert nbytes[1] - nbytes[0] == TOKENS * 4 * HIDDEN * 2  # the gradient's operands instead of the gradient
 
 
 DEFAULT = (("SwiGLU, 14336", "plain"), ("SwiGLU, 14336", '`gemm="fp8"`'))
@@ -229,7 +229,7 @@ def test_committed_recipes_are_complete_and_match_the_page() -> None:
 
 
 def test_committed_experts_run_two_of_three_gemms_in_float8() -> None:
-    """They save the tensors of bf16, and a scale for each expert's two weights."""
+    """The experts save the same tensors as in bf16, and a scale for each expert's two weights."""
     record = recipes()["experts"]
     experts, width, hidden = record["sizes"]
     step, fp8 = 3 * 3 * 2 * record["rows"] * width * hidden, record["ways"]["fp8-rowwise"]

@@ -33,7 +33,7 @@ def compiled(level: str, model: Callable[[int, int], nn.Module], *sizes: int) ->
 
 
 def peak(step: Timeline) -> int:
-    """Return the peak without the result, which is as large as the input."""
+    """Return the peak without the result, which has the input's size."""
     return step.peak - step.entry
 
 
@@ -120,7 +120,7 @@ def test_the_page_has_each_levels_figures(row: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", LEVELS)
 def test_the_page_has_peaks_of_packed_and_gelu_mlps(row: str) -> None:
-    """A bias gradient, a sum over all tiles, must not keep all tiles alive."""
+    """A bias gradient is a sum over all tiles, but must not require all tiles in memory."""
     models = ((PackedMLP, 2 * 14336), (GELUMLP, 16384))
     packed, gelu = (peak(compiled(LEVELS[row], model, 65536, 4096, hidden)[1]) // MIB for model, hidden in models)
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")

@@ -124,7 +124,7 @@ def test_single_process_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None
 
 
 def test_an_optimizer_without_a_step_is_saved_and_loaded_as_such(tmp_path: Path) -> None:
-    """It has no state after a save, after a load and after a load that fails."""
+    """Such an optimizer has no state after a save, after a load, and after a load that fails."""
     mlp, twin, wider = build(config()), build(config()), build(MLPConfig(HIDDEN, ffn_hidden_size=2 * FFN))
     optimizer, of_twin, of_wider = map(optimizer_of, (mlp, twin, wider))
     distributed.save(tmp_path, mlp, optimizer)

@@ -29,7 +29,7 @@ def net():
 
 
 def data(step, batch):
-    """All ranks' tokens of a micro-batch."""
+    """Return all ranks' tokens of a micro-batch."""
     generator = torch.Generator().manual_seed(100 * step + batch)
     return torch.randn(8, WIDTH, generator=generator)
 

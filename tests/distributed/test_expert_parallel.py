@@ -1,4 +1,4 @@
-"""``nn.GroupedMLP`` in several processes: results equal one process, and any number loads a checkpoint."""
+"""``nn.GroupedMLP`` in several processes: results equal one process, and any number of them loads a checkpoint."""
 
 import itertools
 from pathlib import Path

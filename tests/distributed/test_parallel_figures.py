@@ -1,4 +1,4 @@
-"""The table of docs/distributed.md. ``test_tensor_parallel.py`` measures that the arithmetic is right."""
+"""Check the table of docs/distributed.md. ``test_tensor_parallel.py`` compares its arithmetic with measurements."""
 
 import re
 from pathlib import Path

@@ -23,7 +23,7 @@ from torch_fused_ops.benchmarks import models
 # An odd vocabulary: of its 97 rows a GPU has 49, one of which is padding.
 CONFIG = models.Config(layers=5, width=64, hidden=256, heads=4, context=128, vocabulary=97, kv_heads=2)
 WIDE = replace(CONFIG, vocabulary=4999)
-# By the tensors that make the peak: layers' parameters, activations, or the root's parameters.
+# A case is named after the tensors that make its peak: layers' parameters, activations, or the root's parameters.
 CASES = {
     "layers": (models.GPT(CONFIG), (1, 16)),
     "activations": (models.Llama(CONFIG), (8, 128)),
@@ -194,7 +194,7 @@ def planned(rank, ranks, folder):
             model.zero_grad()
         # All steps except the first are equal, except that Gloo's threads may release sent buffers later.
         measured = tuple(map(min, *steps[1:]))
-        # torch 2.15 frees the flat buffer of the layer before a moment earlier, so forward may have a layer less.
+        # torch 2.15 frees the previous layer's flat buffer a moment earlier, so forward may have a layer less.
         layer = sum(ranks * p.to_local().nbytes for p in model.blocks[0].parameters())
         case = name, settings, measured, expected
         assert expected[1] - layer <= measured[1] <= expected[1], case

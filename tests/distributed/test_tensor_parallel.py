@@ -118,7 +118,7 @@ def flags(rank, ranks, folder):
 
 
 def training(rank, ranks, folder):
-    """After ten optimizer steps, weights equal one process to float64's last digits."""
+    """After ten optimizer steps, weights equal one process's weights to float64's last digits."""
     for sequence in (False, True):
         mlp_config = config(sequence_parallel=sequence)
         unsharded, mlp = build(mlp_config), build(mlp_config, dist.group.WORLD)
@@ -136,7 +136,7 @@ def training(rank, ranks, folder):
 
 
 def pytorch_styles(rank, ranks, folder):
-    """``nn.FusedMLP`` with PyTorch's own styles: its parameters are DTensors, at every memory level."""
+    """``nn.FusedMLP`` works with PyTorch's own styles, which make its parameters DTensors, at every memory level."""
     mesh, x = init_device_mesh("cpu", (ranks,)), tokens(5, HIDDEN)
     for memory in ("off", "free", "fp8", "input"):
         unsharded = FusedMLP(HIDDEN, FFN, "silu", memory=memory, dtype=torch.float64)
@@ -150,7 +150,7 @@ def pytorch_styles(rank, ranks, folder):
 
 
 def odds(rank, ranks, folder):
-    """Different seeds, meta tensors, frozen weights, copies and micro-batches in flight work; others are rejected."""
+    """Ranks' seeds may differ. Meta tensors, frozen weights, copies and micro-batches in flight work. Others raise."""
     world, x = dist.group.WORLD, tokens(4, HIDDEN)
     unsharded = build(config())
     mlp = build(config(), world, seed=rank)
@@ -320,7 +320,7 @@ def data_parallel(rank, ranks, folder):
 
 
 def wrapped(rank, ranks, folder):
-    """FSDP2 frees parameters after forward, but not a bias that is returned to a module outside."""
+    """FSDP2 frees parameters after forward, except a bias that is returned to an outer module."""
 
     mesh, x = init_device_mesh("cpu", (ranks,)), tokens(4, HIDDEN)
     for inside, memory in itertools.product((False, True), ("free", "fp8", "input")):

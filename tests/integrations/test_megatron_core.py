@@ -1,6 +1,6 @@
 """Megatron core's GPT with our MLP and experts instead of its own. The tests compare outputs, gradients, marks and
 checkpoints (of models and optimizers, in both directions), also with DistributedOptimizer and pipeline stages.
-They need megatron-core and psutil, which it saves with; ``on_cpus`` replaces code that needs a GPU.
+They need megatron-core, and psutil for saving. ``on_cpus`` replaces code that needs a GPU.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class OnCpus(TorchFunctionMode):
 
 
 def with_steps(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Add each parameter's step: torch's Adam has one per parameter, and 0.16 expects one for all."""
+    """Add each parameter's step: torch's Adam has one per parameter, but 0.16 expects a single step for all."""
     group, place = self.model_param_group_index_map[model_param]
     state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
     state["step"] = state["step"].clone()
@@ -71,7 +71,7 @@ def on_cpus() -> None:
 
 
 def setting(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -> tuple[Any, Any]:
-    """(Megatron's configuration, its process groups)"""
+    """Return (Megatron's configuration, its process groups)."""
     on_cpus()
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -232,7 +232,7 @@ def dense(rank: int, ranks: int, folder: Path) -> None:
 
 
 def keeps(rank: int, ranks: int, folder: Path) -> None:
-    """The row of docs/integrations.md: in eager mode, Megatron's MLP unfused and fused, and our MLP."""
+    """Check the row of docs/integrations.md. In eager mode: Megatron's MLP unfused and fused, and our MLP."""
     import test_tools
 
     saved_bytes = []
@@ -318,7 +318,7 @@ class Trained:
         self.optimizer = get_megatron_optimizer(config, [self.ddp])
 
     def step(self, seed: int) -> tuple[Any, ...]:
-        """(the loss, the gradient's norm before clipping)"""
+        """Return (the loss, the gradient's norm before clipping)."""
         from megatron.core.distributed import finalize_model_grads
 
         self.ddp.zero_grad_buffer()

@@ -1,5 +1,5 @@
 """Common tools, set up as in docs/integrations.md. The tests check its table: the version that ran, how many MLPs were
-fused, and the bytes saved for backward. Each runs if its package is installed: ``pip install -e ".[integrations]"``.
+fused, and the bytes saved for backward. A test runs if its tool is installed: ``pip install -e ".[integrations]"``.
 ``test_megatron_core.py`` checks the row of Megatron core.
 """
 
@@ -19,7 +19,7 @@ import torch_fused_ops as tfo
 
 pytestmark = pytest.mark.slow
 
-# GPT-2 has many graphs, and a C++ compiler takes 1.5 to 4 s for each. Fusion and saved tensors are decided before.
+# GPT-2 has many graphs, and a C++ compiler takes 1.5 to 4 s for each. They do not affect fusion and saved tensors.
 without_code = pytest.mark.parametrize("inductor_code", ["interpreted"], indirect=True)
 
 
@@ -38,7 +38,7 @@ def row(tool: str) -> list[str]:
 
 
 def states(tool: str, fused: str, plain_bytes: int, fused_bytes: int) -> None:
-    """Compare the tool's row with the number of fused MLPs and the KiB saved, plainly compiled and fused."""
+    """Compare the tool's row with the number of fused MLPs, and with the KiB saved without and with fusion."""
     _, fused_cell, saved_cell = row(tool)
     assert fused_bytes <= plain_bytes
     assert fused_cell.startswith(f"{fused}: "), (tool, fused)
@@ -47,7 +47,7 @@ def states(tool: str, fused: str, plain_bytes: int, fused_bytes: int) -> None:
 
 
 def count_saved_bytes(model: nn.Module, step: Callable[[], object]) -> int:
-    """Bytes saved for backward, excluding the model's weights; shared memory counts once."""
+    """Return the bytes saved for backward, excluding the model's weights. Shared memory counts once."""
     return saving(step, (*model.parameters(), *model.buffers()))[1]
 
 
@@ -58,7 +58,7 @@ def of_mlps(report: tfo.Report | None) -> str:
 
 
 def compiled_both_ways(tool: str, model: nn.Module, step: Callable[[Any], Any]) -> tfo.Report:
-    """Check the tool's row; ``step`` computes a loss with the compiled model, plainly and fused."""
+    """Check the tool's row. ``step`` computes a loss with the model, compiled without and with fusion."""
     plain_bytes = count_saved_bytes(model, lambda: step(torch.compile(model)).backward())
     torch._dynamo.reset()
     with tfo.record() as report:
@@ -228,7 +228,7 @@ def names_when_compiled(model: nn.Module) -> list[str]:
 
 
 def test_lightning(tmp_path: Path) -> None:
-    """Compile the network inside. If compiling the module passes here, the page need not advise against it."""
+    """Compile the module's network. If compiling the module itself passes, the page need not advise against it."""
     lightning = pytest.importorskip("lightning")
     from torch_fused_ops.integrations.lightning import FusionCallback
 
@@ -286,7 +286,7 @@ def test_lora() -> None:
 
 
 def test_dora(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT breaks the graph in each layer. If the first half fails, the page need not replace PEFT's function."""
+    """PEFT breaks each layer's graph. If this test's first half fails, the page need not replace PEFT's function."""
     peft = pytest.importorskip("peft")
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     model, x = (
@@ -320,7 +320,7 @@ def test_diffusers() -> None:
 
 
 def test_torchao() -> None:
-    """``lowerings/test_gemm_registry.py`` has all recipes, and the gradients."""
+    """``lowerings/test_gemm_registry.py`` tests all recipes, and gradients."""
     float8 = pytest.importorskip("torchao.float8")
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16()
     model = float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name("rowwise"))
@@ -330,7 +330,7 @@ def test_torchao() -> None:
 
 @pytest.mark.parametrize("bits", (4, 8))
 def test_bitsandbytes(bits: int) -> None:
-    """``lowerings/test_gemm_registry.py`` has the gradients."""
+    """``lowerings/test_gemm_registry.py`` tests the gradients."""
     layers = pytest.importorskip("bitsandbytes.nn")
     kind, settings = {
         4: (layers.Linear4bit, {"compute_dtype": torch.float32, "quant_type": "nf4"}),
@@ -383,7 +383,7 @@ print(json.dumps([test_tools.of_mlps(report), saved]))
 
 
 def test_torchtitan(tmp_path: Path) -> None:
-    """One graph for both layers, as it compiles them one by one."""
+    """Torchtitan compiles layers one by one, so both layers share one graph."""
     pytest.importorskip("torchtitan")
     (tmp_path / "titan.py").write_text(TITAN)
     (tmp_path / "measured.py").write_text(
@@ -396,7 +396,7 @@ def test_torchtitan(tmp_path: Path) -> None:
     (unfused_sites, plain_bytes), (fused_sites, fused_bytes) = run("off"), run("memory=input")
     assert unfused_sites == "0 of 0"
     states("torchtitan", fused_sites, plain_bytes, fused_bytes)
-    # Its selective checkpointing decides which tensors are saved; MLPs are still fused.
+    # Torchtitan's selective checkpointing decides which tensors are saved; MLPs are still fused.
     (_, plain_bytes), (fused_sites, fused_bytes) = run("off", "checkpointed"), run("memory=input", "checkpointed")
     assert fused_sites == "1 of 1" and plain_bytes == fused_bytes
     command = ["-m", "torch_fused_ops", "run", "--memory", "input", "--report", "report.json"]
@@ -406,7 +406,7 @@ def test_torchtitan(tmp_path: Path) -> None:
 
 
 def test_torchtitan_s_own_backend_is_refused() -> None:
-    """For this reason the page uses the environment, not a backend's name, for FlexAttention."""
+    """For this reason, the page sets the environment instead of a backend's name for FlexAttention."""
     pytest.importorskip("torchtitan")
     program = """
 from torchtitan.distributed.compile import _maybe_regional_inductor_backend as backend

@@ -1,4 +1,4 @@
-"""Shared by kernel tests: a device, which is a GPU or Triton's interpreter, and machine code for absent GPUs."""
+"""Helpers for kernel tests: a device (a GPU or Triton's interpreter), and machine code for absent GPUs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ class Device:
             self.really_launch(kernel, grid, device, tensors, integers, constants)
 
     def run(self, operator: Callable[..., Any], *args: Any) -> Any:
-        """Return operator(*args) of this device on the CPU, and record only this call's ``launches``."""
+        """Run operator(*args) on this device, record only this call's ``launches``, and return results on the CPU."""
         self.launches.clear()
         result = operator(*(self.copy_of(a) if isinstance(a, Tensor) else a for a in args))
         if isinstance(result, Tensor):

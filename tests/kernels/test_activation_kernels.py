@@ -38,7 +38,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) 
 
 
 def check(device: Device, name: str, args: Sequence[Any], grad: Tensor, mask: Sequence[bool] = EVERYTHING) -> None:
-    """Forward and backward of an operator against its float64 reference."""
+    """Compare an operator's forward and backward with its float64 reference."""
     forward, backward = launch_of(name), launch_of(f"{name}_backward")
     actual = device.run(forward, *args)
     expected = getattr(reference, name)(*wide(args))
@@ -51,7 +51,7 @@ def check(device: Device, name: str, args: Sequence[Any], grad: Tensor, mask: Se
     expected = getattr(reference, f"{name}_backward")(*wide([grad, *args]), mask)
     assert device.names.count("_backward") == (1 if grad.numel() and any(mask) else 0)
     assert len(device.launches) <= 3
-    # A derivative near its zero, and a sum of terms that cancel, are as exact as their terms.
+    # A derivative near its zero, and a sum of terms that cancel, are only as exact as their terms.
     finest = torch.float64 if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in (grad, *args)) else None
     epsilon = torch.finfo(finest or torch.float32).eps
     reduced = {1, 2} if name != "glu" else {2}
@@ -106,7 +106,7 @@ def test_kernels_reject_other_formulas(changed: dict[str, Any], monkeypatch: pyt
 def test_every_bfloat16_value(device: Device, activation: str) -> None:
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     table, finite = activations.get(activation), torch.isfinite(x)
-    tile = 8192 if device.name == "cpu" else kernels._THREADS  # larger, for the interpreter's sake
+    tile = 8192 if device.name == "cpu" else kernels._THREADS  # larger, to save the interpreter's time
     with mock.patch.object(kernels, "_THREADS", tile):
         y = device.run(launch_of("bias_act"), x, None, None, activation)
         dx, _, _ = device.run(launch_of("bias_act_backward"), torch.ones_like(x), x, None, None, activation, OF_DATA)
@@ -167,7 +167,7 @@ def test_scalars_keep_float64(device: Device) -> None:
 
 
 def test_at_the_clamps_bounds(device: Device) -> None:
-    """The gradient at a bound equals torch.clamp's in this version."""
+    """The gradient at a bound equals torch.clamp's gradient in this version."""
     x = torch.tensor([0.5, 2.0, 3.0, -2.0]).repeat(2, 4)
     check(device, "glu", (x, x.flip(-1), None, "silu", 0.0, 2.0), torch.ones(2, 16))
 
@@ -216,10 +216,10 @@ def test_sizes(device: Device, name: str, shape: tuple[int, ...]) -> None:
 
 
 def strided(kind: str, *shape: int) -> Tensor:
-    """A tensor of this shape, laid out oddly."""
+    """Return a tensor of this shape with unusual strides."""
     if kind == "transposed":
         return normal(*reversed(shape)).permute(*reversed(range(len(shape))))
-    if kind == "rows swapped":  # three axes that no single stride walks
+    if kind == "rows swapped":  # no single stride covers these three axes
         return normal(shape[1], shape[0], *shape[2:]).transpose(0, 1)
     if kind == "sliced":
         return normal(*shape[:-1], 2 * shape[-1] + 1)[..., 1::2]
@@ -294,7 +294,7 @@ def test_output_masks(device: Device, name: str, mask: tuple[bool, bool, bool]) 
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("shape", [(20000, 3), (4096, 40), (9, 5000)])
 def test_sums_round_like_short_ones(device: Device, shape: tuple[int, int]) -> None:
-    """Terms of one sign, where a long chain of roundings would show: within 4 units of the sum in float32."""
+    """Terms have one sign, so a long chain of roundings would show. The error is at most 4 ulp of the float32 sum."""
     grad, x = torch.rand(shape) + 0.5, torch.rand(shape) + 0.5
     bias, scale = torch.zeros(shape[1]), torch.ones(shape[0])
     mask = (False, True, True)
@@ -321,7 +321,7 @@ def test_results_are_the_same_in_every_run(device: Device) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
 def test_wide_offsets_give_the_same(device: Device, name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64-bit offsets, and rows that overflow into the grid's third axis."""
+    """Test 64-bit offsets, and rows that overflow into the grid's third axis."""
     monkeypatch.setattr(kernels, "INT32_MAX", 0)
     monkeypatch.setattr(launching, "GRID_LIMIT", 3)
     for option in (False, True):

@@ -1,4 +1,4 @@
-"""The eager GPU kernels of ``fused::dropout_add``, without a GPU: as test_activation_kernels.py."""
+"""The eager GPU kernels of ``fused::dropout_add`` without a GPU, tested as in test_activation_kernels.py."""
 
 import itertools
 from typing import Any
@@ -27,7 +27,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def check(device: Device, x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor) -> None:
-    """Forward and backward against the float64 reference: masks are exact."""
+    """Compare forward and backward with the float64 reference. Masks are exact."""
     args = x, bias, residual, seed, p
     actual, expected = device.run(kernels.dropout_add, *args), reference.dropout_add(*wide(args))
     assert actual.dtype == (x if residual is None else residual).dtype and actual.is_contiguous()

@@ -1,4 +1,4 @@
-"""The kernels of float8 linear layers have the formula's bits, and pass the library accepted arguments.
+"""The kernels of float8 linear layers compute the formula's bits, and pass arguments that the library accepts.
 
 Triton's interpreter truncates where hardware rounds float32 to float8 (3.6 to 3.9), and has no inline PTX. It runs the
 kernels with bit arithmetic instead, as GPUs before sm_90 do, so that bits can be compared. On a GPU the same tests
@@ -100,7 +100,7 @@ def test_rows_and_their_transposes_have_the_formula_s_bits(
     fnuz: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows read once, longer rows, and transposed rows have the formula's bits, also with given scales."""
+    """Rows that are read once, longer rows, and transposed rows get the formula's bits, even with passed scales."""
     if fnuz:
         monkeypatch.setattr(float8, "dtype_of", lambda device: float8.FNUZ)
     monkeypatch.setattr(kernels, "_COLUMNS_AT_ONCE", at_once)
@@ -123,7 +123,7 @@ def test_rows_and_their_transposes_have_the_formula_s_bits(
 def test_rows_and_one_block_are_loaded_in_one_pass(
     device: Device, dtype: torch.dtype, fnuz: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finite numbers load as finite ones; of other blocks in plain torch."""
+    """Finite numbers stay finite. Blocks of other sizes are loaded in plain torch."""
     if fnuz:
         monkeypatch.setattr(float8, "dtype_of", lambda device: float8.FNUZ)
     x = numbers(9, 300)
@@ -151,12 +151,12 @@ def test_a_stack_of_matrices_is_one_launch(device: Device, transposed: bool) -> 
 @pytest.mark.parametrize(("shape", "columns"), [((200, 384), 128), ((100, 160), 32)])
 def test_requantize_equals_the_reference(device: Device, shape: tuple[int, int], columns: int) -> None:
     x = numbers(*shape).nan_to_num(0.0, 1e6, -1e6)
-    x[3, 5], x[40, 2] = 3.35e38, -3.35e38  # rounded to 8 bits they are beyond float32's largest
+    x[3, 5], x[40, 2] = 3.35e38, -3.35e38  # rounding to 8 bits exceeds float32's range
     stored = float8.quantize(x, 1, columns)
     (values, scales), (e_values, e_scales) = device.run(kernels.requantize, *stored), reference.requantize(*stored)
     assert len(device.launches) == 1
     assert scales.isfinite().all() and torch.equal(scales, e_scales) and values.is_contiguous()
-    assert torch.equal(values.float(), e_values.float())  # not their bits: 3.6's interpreter gives −0 as 0
+    assert torch.equal(values.float(), e_values.float())  # not bits: 3.6's interpreter returns 0 for −0
 
 
 @pytest.mark.parametrize("shape", [(60, 9), pytest.param((257, 384), marks=pytest.mark.slow)])
@@ -292,8 +292,8 @@ def test_unsupported_arguments_raise(monkeypatch: pytest.MonkeyPatch) -> None:
 class Library:
     """A stub of ``torch.nn.functional.scaled_mm`` with the checks of ATen.
 
-    These are ScaledBlas.cpp's checks on sm_90; for rows RowwiseScaledMM.cu's on sm_89 and ScaledBlas.cpp's on ROCm; for
-    blocks of 32 ScaledBlas.cpp's on sm_100.
+    Most checks are from ScaledBlas.cpp on sm_90. Checks for rows are from RowwiseScaledMM.cu on sm_89 and
+    ScaledBlas.cpp on ROCm. Checks for blocks of 32 are from ScaledBlas.cpp on sm_100.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ def _round_trip(x, code, back, N: tl.constexpr):
 
 
 def test_arithmetic_on_bits_rounds_as_torch_does() -> None:
-    """Without hardware conversion: every float8 number, the midpoints between neighbors, and numbers next to these."""
+    """Without hardware conversion, test every float8 number, midpoints between neighbors, and adjacent numbers."""
     exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = (exact[1:] + exact[:-1]) / 2
     x = torch.cat([exact, between, between.nextafter(torch.tensor(torch.inf)), between.nextafter(torch.tensor(0.0))])

@@ -1,6 +1,6 @@
 """A launch runs the kernel that Triton would run, with the same arguments; later launches skip Triton.
 
-A stub replaces Triton's driver and nothing is compiled: tests compare what kernels would be compiled for. The oracle is
+A stub replaces Triton's driver and nothing is compiled: tests compare the specializations of kernels. The oracle is
 Triton's own ``kernel[grid](...)``.
 """
 
@@ -105,7 +105,7 @@ def cases() -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]
 
 
 def test_a_launch_is_tritons(driver: Driver) -> None:
-    """Each case runs twice, the second time from the table. Earlier launches must not matter."""
+    """Each case runs twice, the second time from the table. Earlier launches must not affect it."""
     jit = kernel()
     for tensors, integers, constants in [case for case in cases() for _ in range(2)]:
         launching.launch(jit, (2, 3, 4), CPU, tensors, integers, constants)

@@ -1,8 +1,8 @@
 """Quality of the kernels' machine code as launched: no spills, wide loads, and enough loads in flight.
 
 By Little's law the bytes in flight must be bandwidth times latency. An H200 (4.3 TB/s measured in a copy, 132
-multiprocessors, about 600 ns from a load to its data) needs 20 KB per multiprocessor. A kernel has in flight: resident
-threads (limited by registers) times the bytes that each loads of the large tensors before it computes. For example,
+multiprocessors, about 600 ns from a load to its data) needs 20 KB per multiprocessor. The bytes in flight are resident
+threads (limited by registers) times the bytes of large tensors that each thread loads before it computes. For example,
 116 registers with three loads of 16 bytes (512 threads, 24 KB) suffice, as do 32 registers with one load (2048 threads,
 32 KB).
 """

@@ -38,7 +38,7 @@ def fresh_plans() -> Iterator[None]:
 
 @pytest.fixture(params=["in registers", "read twice"])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """True if rows fit in registers. Otherwise limits are lowered, so that short rows take several blocks."""
+    """Return True if rows fit in registers. Otherwise lower the limits, so that short rows take several blocks."""
     if request.param == "read twice":
         monkeypatch.setattr(kernels, "_WIDEST_ROW", 1)
         monkeypatch.setattr(kernels, "_LONG_BLOCK", 16)
@@ -46,7 +46,7 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 
 def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, mask: tuple[bool, bool] = BOTH) -> None:
-    """Forward against the float64 reference, and backward against it at the rounded output."""
+    """Compare forward with the float64 reference, and backward with the reference at the rounded output."""
     x, _, sink, *scalars = args
     y = device.run(forward, *args)
     assert (y.dtype, y.shape, y.is_contiguous()) == (x.dtype, x.shape, True)
@@ -159,7 +159,7 @@ def test_strides(device: Device, rows: bool, kind: str) -> None:
 
 
 def test_wide_offsets_give_the_same(device: Device, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64-bit offsets, and rows that overflow into the grid's third axis."""
+    """Test 64-bit offsets, and rows that overflow into the grid's third axis."""
     monkeypatch.setattr(kernels, "INT32_MAX", 0)
     monkeypatch.setattr(launching, "GRID_LIMIT", 3)
     check(device, (torch.randn(2, 3, 150, 20), torch.rand(2, 1, 1, 20) < 0.3, torch.randn(3), 0.3, True, 7, -1))
@@ -206,7 +206,7 @@ def test_broadcast_masks_are_not_expanded(device: Device) -> None:
 
 
 def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
-    """A call of every kind."""
+    """Return a call of every kind."""
     x, mask = meta(4, 16, 512, sk, dtype=dtype), meta(4, 1, 512, sk, dtype=torch.bool)
     sink, strided = meta(16, dtype=torch.float32), meta(4, 512, 16, sk, dtype=dtype).transpose(1, 2)
     return {
@@ -236,7 +236,7 @@ def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
     ],
 )
 def test_instructions_per_element_are_bounded(call: str, sk: int, most: float) -> None:
-    """All loads and stores of the large tensors have 16 bytes, also causal ones, and nothing spills."""
+    """Loads and stores of the large tensors have 16 bytes, even in causal kernels, and no register spills."""
     code, *_ = assemble(virtual_gpu.H100, *calls(torch.bfloat16, sk)[call])
     *_, constants = recorded(*calls(torch.bfloat16, sk)[call])[0]
     elements = constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * constants["num_warps"])

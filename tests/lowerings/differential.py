@@ -25,11 +25,11 @@ REASONS = json.loads((Path(__file__).parents[2] / "docs" / "reasons.json").read_
 
 
 class EagerFails(Exception):
-    """The function itself raises, so there is no result to compare with."""
+    """The function itself raises, so it has no result to compare with."""
 
 
 def fits(kind: Kind, text: str) -> bool:
-    """True if docs/reasons.json has the text for its kind. In modules with more than an MLP, the place comes first."""
+    """Return True if docs/reasons.json has the text for its kind. In larger modules, the text begins with the place."""
     forms = (".*".join(map(re.escape, form.split("*")[::2])) for form in REASONS["kinds"][kind.name]["texts"])
     return any(re.fullmatch(f"(its activation stands between .*: )?{form}", text, re.DOTALL) for form in forms)
 
@@ -94,14 +94,14 @@ class Recorder(torch.fx.Interpreter):
 
 
 def traced(fn: Callable[..., Any], *args: Any) -> torch.fx.Graph:
-    """fn's graph with recorded values, without Dynamo."""
+    """Return fn's graph with recorded values, traced without Dynamo."""
     graph = torch.fx.symbolic_trace(fn).graph
     Recorder(torch.fx.GraphModule({}, graph)).run(*args)
     return graph
 
 
 def observed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[Any], list[Tensor | None], list[Any]]:
-    """fn's results, the gradients of its arguments, and the arguments after the call."""
+    """Return fn's results, the gradients of its arguments, and the arguments after the call."""
     arguments = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
     torch.manual_seed(0)
     results = tree_leaves(fn(*arguments))
@@ -110,7 +110,7 @@ def observed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[Any], li
     gradients: list[Tensor | None] = [None] * len(differentiated)
     if floating and differentiated:
         torch.manual_seed(1)
-        # A random linear function. The square, for example, would hide wrong gradients of results that are 0.
+        # The loss is a random linear function. Squares, for example, would hide wrong gradients of results that are 0.
         loss = sum(
             (t.abs() if t.is_complex() else t).double().mul(torch.randn(t.shape).double()).sum() for t in floating
         )
@@ -119,7 +119,7 @@ def observed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[Any], li
 
 
 def strides(t: Tensor) -> list[int]:
-    """The strides of axes larger than 1."""
+    """Return the strides of axes larger than 1."""
     return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
 
 
@@ -152,10 +152,10 @@ def compare(
         fn: the function.
         args: its arguments. Gradients are compared if an argument requires them.
         way: the way to compile it, see ``compiled``.
-        dtype: the narrowest dtype in fn, for the tolerance; None for the dtype of each result.
+        dtype: the narrowest dtype in fn, for the tolerance. If None, each result's own dtype.
 
     Raises:
-        EagerFails: fn raises, or compiling it without fusion does.
+        EagerFails: if fn, or its compilation without fusion, raises.
     """
     try:
         expected = observed(fn, args)
@@ -174,7 +174,7 @@ def compare(
 
 
 def _equal(expected: Any, actual: Any, way: str, dtype: torch.dtype | None) -> None:
-    # Eager's exp(x)/(1 + exp(x)) overflows, for example.
+    # In eager mode exp(x)/(1 + exp(x)) overflows, for example.
     overflows = any(isinstance(t, Tensor) and not t.isfinite().all() for t in expected[0])
     for kind, expected_values, actual_values in zip(("result", "gradient", "argument"), expected, actual, strict=True):
         assert len(expected_values) == len(actual_values), kind
@@ -182,5 +182,5 @@ def _equal(expected: Any, actual: Any, way: str, dtype: torch.dtype | None) -> N
             continue
         for i, (e, a) in enumerate(zip(expected_values, actual_values, strict=True)):
             if kind == "gradient" and way != "eager" and e is None and a is not None:
-                e = torch.zeros_like(a)  # AOTAutograd gives zeros where nothing flows
+                e = torch.zeros_like(a)  # AOTAutograd returns zeros if no gradient flows
             check_equal(e, a, f"{kind} {i}", dtype)

@@ -17,7 +17,7 @@ def within(context, fn, *args):
 
 
 def autograd_function(value, gradient):
-    """A ``torch.autograd.Function``.
+    """Return a ``torch.autograd.Function``.
 
     Args:
         value: maps the arguments to the result, followed by the saved tensors.
@@ -40,11 +40,11 @@ def autograd_function(value, gradient):
 
 # SiLU in the style of memory-saving activations: a saved tensor is computed after the result.
 Swish = autograd_function(lambda x: (F.silu(x), x, torch.sigmoid(x)), lambda grad, x, s: grad * (s * (1 + x * (1 - s))))
-# The gradient of the identity; a clipped gradient; the gradient times 1.00001.
+# Functions with the identity's gradient, a clipped gradient, and the right gradient times 1.00001.
 StraightThrough = autograd_function(lambda x: (torch.tanh(x),), lambda grad: grad)
 Clipped = autograd_function(lambda x: (y := torch.tanh(x), y), lambda grad, y: (grad * (1 - y * y)).clamp(-0.1, 0.1))
 Scaled = autograd_function(lambda x: (y := torch.sigmoid(x), y), lambda grad, y: 1.00001 * grad * y * (1 - y))
-# silu(gate)·up without a gradient for the gate; sigmoid(gate)·up with exchanged gradients.
+# silu(gate)·up without a gradient for the gate, and sigmoid(gate)·up with exchanged gradients.
 Forgets = autograd_function(lambda gate, up: ((s := F.silu(gate)) * up, s), lambda grad, s: (None, grad * s))
 Swapped = autograd_function(
     lambda gate, up: ((s := torch.sigmoid(gate)) * up, s, up), lambda grad, s, up: (grad * s, grad * up * s * (1 - s))
@@ -54,7 +54,7 @@ Rounding = autograd_function(
     lambda x: (F.silu(x.bfloat16()).to(x.dtype), x),
     lambda grad, x: grad * ((s := torch.sigmoid(x)) + x * s * (1 - s)),
 )
-# tanh; then the value of another activation is computed and saved.
+# tanh, which then computes and saves the value of another activation.
 LateState = autograd_function(
     lambda x: (y := torch.tanh(x), y, torch.sigmoid(x)), lambda grad, y, _: grad * (1 - y * y)
 )

@@ -35,7 +35,7 @@ class Parallel(nn.Module):
         h = self.up(x)
         if not self.gated:
             return F.gelu(h, approximate="tanh")
-        gate, up = h.chunk(2, -1)  # FLUX.2's
+        gate, up = h.chunk(2, -1)  # as in FLUX.2
         return F.silu(gate) * up
 
     def joined(self, x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def overwrite_input(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
 Visible = autograd_function(lambda x, w: (x @ w.t(), x, w), linear_grads)
 Hidden = autograd_function(lambda x, w: (opaque(x, w), x, w), linear_grads)
 Closed = torch._dynamo.allow_in_graph(autograd_function(lambda x, w: (opaque(x, w), x, w), linear_grads))
-# In the first, backward overwrites the saved input. In the second, it overwrites a tensor that it has computed.
+# The first function's backward overwrites the saved input. The second's backward overwrites its own tensor.
 WritesWhatItSaved = autograd_function(lambda x, w: (x @ w.t(), x, w), overwrite_input)
 WritesItsOwn = autograd_function(
     lambda x, w: (x @ w.t(), x, w), lambda grad, x, w: ((grad @ w).mul_(1.0), weight_grad(grad, x))
@@ -130,7 +130,7 @@ def test_a_registered_operator_is_recomputed() -> None:
 
 @pytest.mark.parametrize("function", (Hidden, Closed), ids=("Hidden", "Closed"))
 def test_unregistered_functions_are_opaque(function: Any) -> None:
-    """An MLP of such functions is not a site, and an error under ``strict``."""
+    """An MLP of such functions is not a site, and raises an error under ``strict``."""
     module, x = gelu(function), data()
     report = tfo.explain(module, x)
     name = "Function" if function is Closed else "self.function"
@@ -147,7 +147,7 @@ def test_unregistered_functions_are_opaque(function: Any) -> None:
 
 
 def test_a_single_linear_layer_that_is_a_function_is_not_a_missed_mlp() -> None:
-    """Its forward and its backward contain three GEMMs, and are graphs of the model."""
+    """The Function's forward and backward contain three GEMMs, and are graphs of the model."""
     module, x = Layer(Visible, D, H), data()
     torch.testing.assert_close(compiled(module)(x), module(x))
 

@@ -741,7 +741,7 @@ HOOKS: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_are_preserved(name):
-    """Hooks are preserved. Depending on Dynamo's version, there is no site, or a rejected site."""
+    """Hooks are preserved. Depending on Dynamo's version, the site is missing or rejected."""
     hooked_sites = sites(HOOKS[name], name)
     assert all(site.op is None for site in hooked_sites) or name == "on the input"
 

@@ -1,4 +1,4 @@
-"""The lowerings: compiled equals eager, forward and backward, static and dynamic, and no operator is left as a call."""
+"""The lowerings: compiled equals eager, forward and backward, static and dynamic, and no operator remains a call."""
 
 import functools
 import re
@@ -214,7 +214,7 @@ def test_errors_have_the_same_text_under_compile() -> None:
 
 @pytest.mark.codegen_is_slow
 def test_programs_evaluate_each_step_once() -> None:
-    """A formula of n steps is n Inductor ops, however often a value is used: nested loaders would repeat them."""
+    """A formula of n steps becomes n Inductor ops. Nested loaders would repeat steps whose values are used often."""
     from torch._inductor.virtualized import V  # noqa: F401 - the program cache is filled by compiling
 
     check(lambda x: fused.bias_act(x, None, None, "gelu"), [leaf(8, 8)])
@@ -226,7 +226,7 @@ def test_programs_evaluate_each_step_once() -> None:
 
 
 def test_cpus_use_fma() -> None:
-    """Inductor's flags forbid the C++ compiler to combine them. Masks would cost a round trip through memory."""
+    """Inductor's flags forbid the C++ compiler to fuse products and sums. Masks would be written to memory and read."""
     (code,) = cpp(lambda x: fused.bias_act(x, None, None, "gelu"), leaf(8, 64, grad=False))
     assert code.count("fma") >= 7 and "blendv" not in code and " ? " not in code
 

@@ -40,7 +40,7 @@ def mixture(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 def one_by_one(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The mixture in any dtype, one expert of each token at a time."""
+    """Compute the mixture in any dtype, one expert of each token at a time."""
     weights, experts = F.softmax(F.linear(x, router), -1).topk(CHOSEN, -1)
     total = torch.zeros_like(x)
     for i in range(CHOSEN):
@@ -55,12 +55,12 @@ def mixtures_tensors(tokens: int = TOKENS) -> list[Tensor]:
 
 
 def gated(x: Tensor, up: Tensor, down: Tensor, gate: Tensor) -> Tensor:
-    """A shared expert with a sigmoid gate."""
+    """Compute a shared expert with a sigmoid gate."""
     return torch.sigmoid(F.linear(x, gate)) * F.linear(F.silu(F.linear(x, up)), down)
 
 
 def batched(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
-    """Experts with equal numbers of rows. The weighted rows are those of one matrix."""
+    """Compute experts with equal numbers of rows. The weighted rows belong to one matrix."""
     h = F.relu(x.unflatten(0, (2, -1)) @ up.t()) @ down.t().expand(2, -1, -1)
     return h.flatten(0, 1) * s
 
@@ -71,12 +71,12 @@ def rows_of_two_axes(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
-    """The scales of Falcon-H1 do not move."""
+    """Compute an MLP with Falcon-H1's scales, which do not move."""
     return 3 * F.silu(0.7 * F.linear(x, up)) @ down.t() * s
 
 
 def small(tokens: int = 6, dtype: torch.dtype = DOUBLE) -> list[Tensor]:
-    """x, up, down, and a factor for each row."""
+    """Return x, up, down, and a factor for each row."""
     return [normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate(((tokens, 8), (12, 8), (8, 12), (tokens, 1)))]
 
 
@@ -193,7 +193,7 @@ def hidden(x: Tensor, up: Tensor) -> Tensor:
 
 
 def after_gemm(body: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """``body`` of the activation, the GEMM's result, and a factor for each row."""
+    """Return a function that calls ``body`` with the activation, the GEMM's result, and a factor for each row."""
 
     def fn(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
         h = hidden(x, up)
@@ -203,7 +203,7 @@ def after_gemm(body: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[...
 
 
 def squared(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
-    y = F.linear(hidden(x, up), down[:1])  # one number a row, and times itself
+    y = F.linear(hidden(x, up), down[:1])  # one number per row, multiplied by itself
     return y * y
 
 
@@ -275,7 +275,7 @@ def test_a_linear_layer_in_float8_keeps_its_factor() -> None:
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
 def test_a_factor_of_a_wider_dtype(wide: torch.dtype) -> None:
-    """The result keeps the multiplication's dtype. In float64 it may exceed the range of the GEMM's dtype."""
+    """The result has the multiplication's dtype. In float64 it may exceed the range of the GEMM's dtype."""
     x, up, down, _ = small(dtype=torch.bfloat16)
     s = normal(6, 1, dtype=wide)
     (site,) = compare(lambda *args: batched(*args), [x, up, down, s], dtype=torch.bfloat16)
@@ -283,7 +283,7 @@ def test_a_factor_of_a_wider_dtype(wide: torch.dtype) -> None:
 
 
 def normalized(x: Tensor, up: Tensor, down: Tensor, n: Tensor) -> Tensor:
-    """An MLP between a norm and its inverse, for large inputs."""
+    """Compute an MLP between a norm and its inverse, for large inputs."""
     return F.linear(F.gelu(F.linear(x / n * 512, up)), down) * n
 
 

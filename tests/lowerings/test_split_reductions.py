@@ -59,7 +59,7 @@ def moved(graph: Any, elements: int) -> list[float]:
 def test_summands_are_not_read_again(
     model: Callable[[int], nn.Module], rows: tuple[int, ...], memory: str, nbytes: int
 ) -> None:
-    """Bytes per element of the incoming gradient, the data, its gradients, recomputed values and sums of blocks."""
+    """Bytes are per element, for incoming gradients, data, their gradients, recomputed values and sums of blocks."""
     graph = backward(model, rows=rows, memory=memory)
     kernel, sums = moved(graph, torch.Size(rows).numel() * 3072)
     assert nbytes < kernel < nbytes + 0.07 and sums < 0.07
@@ -163,7 +163,7 @@ def step(x: Tensor, g: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
 
 
 def dropped(x: Tensor, g: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-    """Calls in backward for an activation with a dropout, and for a dropout of a linear layer's result.
+    """Make backward's calls for an activation with a dropout, and for a dropout of a linear layer's result.
 
     The first dropout shares its seed with a dropout of another shape.
     """

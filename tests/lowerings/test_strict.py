@@ -29,7 +29,7 @@ break_here = torch._dynamo.graph_break
 
 
 def Body(body: Callable[[Any, Tensor], Tensor]) -> nn.Module:
-    """x → body(self, x), where body may use these layers."""
+    """Return a model that computes body(self, x). The body may use these layers."""
     layers = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "head": nn.Linear(8, 8), "norm": nn.LayerNorm(16)}
     return Net(body, **layers, fused=FusedMLP(8, 16))
 
@@ -43,7 +43,7 @@ def normed(s: Any, x: Tensor) -> Tensor:
 
 
 def broken(*parts: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """The parts in a row, separated by graph breaks."""
+    """Return a function that calls the parts in sequence, with graph breaks between them."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         x = parts[0](s, x)
@@ -59,7 +59,7 @@ def broken(*parts: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], T
 
 
 class Looped(nn.Module):
-    """Dynamo does not compile its frame, but each module that the frame calls."""
+    """Dynamo does not compile forward's own frame, but each module that forward calls."""
 
     def __init__(self, *bodies: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()

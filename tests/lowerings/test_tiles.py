@@ -31,7 +31,7 @@ class SwiGLU(harness.SwiGLU):
 
 
 def adapted() -> nn.Module:
-    """LoRA on both linear layers, with a frozen first weight, inactive dropouts and views."""
+    """Return a model with LoRA on both linear layers, a frozen first weight, inactive dropouts and views."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         rows = x.reshape(-1, HIDDEN)
@@ -44,14 +44,14 @@ def adapted() -> nn.Module:
 
 
 def masked(s: Any, x: Tensor) -> Tensor:
-    """Gate and up with one padding mask, written in two ways."""
+    """Apply one padding mask to gate and up, written in two ways."""
     pad = x[..., :1] > 0.5
     gate, up = s.mlp.gate(x).masked_fill(pad, 0.0), torch.where(pad, 1.0, s.mlp.up(x))
     return s.mlp.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 def normed() -> nn.Module:
-    """Two MLPs in a row, after norms."""
+    """Return two MLPs in sequence, after norms."""
     return nn.Sequential(nn.LayerNorm(HIDDEN), SwiGLU(), nn.LayerNorm(HIDDEN), SwiGLU(bias=True))
 
 
@@ -113,7 +113,7 @@ def test_only_the_input_is_saved() -> None:
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_flops_equal_those_of_input() -> None:
-    """Backward takes 4/3 of the FLOPs of plain. If results were marked, GEMMs would recompute the residual stream."""
+    """Backward needs 4/3 of the FLOPs of "free". If results were marked, GEMMs would recompute the residual stream."""
     module, x = normed(), torch.randn(64, HIDDEN, requires_grad=True)
 
     def flops(memory: str) -> int:
@@ -126,7 +126,7 @@ def test_flops_equal_those_of_input() -> None:
 
 
 def rounding(x: Tensor, tangent: Tensor, module: nn.Module, memory: str, dtype: torch.dtype | None = None) -> float:
-    """The relative error of the weights' gradients in the 2-norm, under autocast to ``dtype``."""
+    """Return the relative error of the weights' gradients in the 2-norm, under autocast to ``dtype``."""
 
     def gradients(module: nn.Module, fn: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -143,7 +143,7 @@ def rounding(x: Tensor, tangent: Tensor, module: nn.Module, memory: str, dtype: 
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("memory, most", (("tiled:8", 1.6), pytest.param("tiled:16", 2.0, marks=pytest.mark.slow)))
 def test_sums_over_tiles_are_rounded_to_the_weights_dtype(memory: str, most: float) -> None:
-    """In bfloat16 this is visible; docs/memory.md states the factor."""
+    """In bfloat16 this rounding is visible. docs/memory.md states the factor."""
     module, x, tangent = SwiGLU(32, 64).bfloat16(), *torch.randn(2, 1024, 32).bfloat16()
     untiled = rounding(x, tangent, module, "input")
     assert 1.2 * untiled < rounding(x, tangent, module, memory) < most * untiled

@@ -1,4 +1,4 @@
-"""gemm= of modules: nn.MLP, nn.GroupedMLP and replace_mlps multiply in float8, or name the reason."""
+"""gemm= of modules: nn.MLP, nn.GroupedMLP and replace_mlps multiply in float8, or report the reason."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ def gradients(y: Tensor, x: Tensor, module: nn.Module) -> list[Tensor]:
 
 
 def same(got: list[Tensor], expected: list[Tensor]) -> None:
-    """Equal, except for a few numbers that round differently to float8."""
+    """Assert equality, except for a few numbers that round differently to float8."""
     for a, b in zip(got, expected, strict=True):
         assert (a - b).norm() < 0.02 * b.norm()
 
@@ -120,7 +120,7 @@ def experts(gemm: str = "fp8-rowwise", **flags: Any) -> fnn.GroupedMLP:
 
 
 def rows(counts: tuple[int, ...] = COUNTS, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, how many each expert has, probabilities)"""
+    """Return (rows, number of rows per expert, probabilities)."""
     torch.manual_seed(1)
     x = torch.randn(sum(counts), WIDTH) * torch.exp2(torch.randint(-4, 4, (sum(counts), 1)))
     return x.to(dtype).requires_grad_(), torch.tensor(counts), torch.rand(sum(counts)).requires_grad_()
@@ -128,7 +128,7 @@ def rows(counts: tuple[int, ...] = COUNTS, dtype: torch.dtype = BF16) -> tuple[T
 
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
 def test_experts_equal_grouped_linear_fp8(memory: str) -> None:
-    """At every level and in a checkpoint; an expert without rows has zero gradients."""
+    """Test every level, and a checkpoint. An expert without rows has zero gradients."""
     mlp, (x, counts, probs) = experts(memory=memory, add_bias_linear=False), rows()
     ends, weights = counts.cumsum(0).int(), [linear.weight for linear in (mlp.linear_fc1, mlp.linear_fc2)]
 

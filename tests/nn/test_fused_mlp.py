@@ -30,7 +30,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def saved_bytes_and_gemms(fn: Callable[[Tensor], Tensor], x: Tensor, *known: Tensor) -> tuple[int, int]:
-    """(bytes saved for backward except x, ``known`` and the result; GEMMs of a training step)"""
+    """Return (bytes saved for backward except x, ``known`` and the result; GEMMs of a training step)."""
     with Ran() as ran:
         y = fn(x)
         alive = ran.alive(x, y, *known)

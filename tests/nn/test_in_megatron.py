@@ -29,7 +29,7 @@ KINDS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduc
 
 
 def config(**flags: Any) -> Any:
-    """The attributes of Megatron's ``TransformerConfig`` that our modules read."""
+    """Return the attributes of Megatron's ``TransformerConfig`` that our modules read."""
     attributes = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN, "activation_func": F.silu}
     attributes |= {"gated_linear_unit": True, "add_bias_linear": True, "params_dtype": torch.float32}
     sizes = ("tensor_model_parallel_size", "expert_tensor_parallel_size", "expert_model_parallel_size")
@@ -106,7 +106,7 @@ def test_parameters_have_megatrons_marks() -> None:
 
 
 def test_state_dicts_of_megatron_load() -> None:
-    """It has an ``_extra_state`` for each linear, and a weight and a bias for each expert."""
+    """Megatron's state dict has an ``_extra_state`` per linear, and a weight and a bias per expert."""
     mlp, experts = MLP(config()), GroupedMLP(EXPERTS, config())
     megatron_state = {f"decoder.{name}": torch.randn_like(p) for name, p in mlp.named_parameters()}
     megatron_state |= {"decoder.linear_fc1._extra_state": None, "decoder.linear_fc2._extra_state": b""}
@@ -214,7 +214,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written_by(states: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """(the tensors that these ranks write, how often they write each extra state). No element is written twice."""
+    """Return (tensors that these ranks write, writes per extra state). Assert that no element is written twice."""
     tensors: dict[str, torch.Tensor] = {}
     written: dict[str, torch.Tensor] = {}
     objects: dict[str, int] = {}
@@ -284,7 +284,7 @@ def test_sharded_entries_of_an_mlp_cover_it_once(
         for key, entry in state.items():
             if isinstance(entry, Object):
                 continue
-            assert entry.data is parameters[key.removeprefix("mlp.")]  # Megatron's optimizers look states up by it
+            assert entry.data is parameters[key.removeprefix("mlp.")]  # Megatron's optimizers look states up by data
             if isinstance(entry, Factory):
                 assert torch.equal(entry.merge_fn([piece.data for piece in entry.build()]), entry.data)
 

@@ -36,7 +36,7 @@ def build(mlp_config, seed=0, **arguments):
     torch.manual_seed(seed)
     mlp = MLP(mlp_config, **arguments)
     with torch.no_grad():
-        for p in mlp.parameters():  # biases are not 0 then
+        for p in mlp.parameters():  # so that biases are not 0
             p.add_(0.1 * torch.randn_like(p))
     return mlp
 
@@ -46,7 +46,7 @@ def tokens(*shape, seed=1, dtype=torch.float64):
 
 
 def plain(mlp, act, x, scale=None, clamp=None, offset=0.0):
-    """The formula, in PyTorch's own functions."""
+    """Compute the formula with PyTorch's own functions."""
     h = F.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias)
     if mlp.linear_fc1.weight.shape[0] == 2 * mlp.linear_fc2.weight.shape[1]:
         gate, up = h.chunk(2, -1)
@@ -295,7 +295,7 @@ def test_one_graph_serves_any_number_of_tokens(dynamic: bool | None) -> None:
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_rejected_call_does_not_make_a_compiled_model_eager(fullgraph: bool, dynamic: bool | None) -> None:
-    """After a Python exception, Dynamo would run the calling frame eagerly from then on."""
+    """After a Python exception, Dynamo would run the calling frame eagerly in all later calls."""
     graphs: list[int] = []
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN).double(), (mlp := MLP(config())))
     called = torch.compile(

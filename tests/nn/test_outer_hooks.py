@@ -27,7 +27,7 @@ MODULES = {
 
 @pytest.fixture(params=[(name, memory) for name in MODULES for memory in LEVELS], ids=str)
 def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, list[Tensor]]:
-    """(a module, its input, its gradients without hooks around it)"""
+    """Return (a module, its input, its gradients without hooks around it)."""
     name, memory = request.param
     module, x = MODULES[name](memory), torch.randn(ROWS, WIDTH, requires_grad=True)
     return module, x, gradients(module, x, module(x))

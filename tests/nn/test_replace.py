@@ -71,7 +71,7 @@ def assert_alike(model: nn.Module, reference: nn.Module, x: Tensor, tolerance: f
 
 
 def saved_elements(model: nn.Module, x: Tensor) -> int:
-    """Elements that a call saves for backward, without parameters and the input."""
+    """Return the number of elements that a call saves for backward, except parameters and the input."""
     return saving(lambda: model(x), (x, *model.parameters()))[1] // 4
 
 
@@ -143,7 +143,7 @@ def test_layers_behind_graph_breaks() -> None:
 
 
 def Inline() -> nn.Module:
-    """Two MLPs in one forward."""
+    """Return a model with two MLPs in one forward."""
 
     def body(s: Any, x: Tensor) -> Tensor:
         x = x + s.fc[1](F.gelu(s.fc[0](x)))

@@ -43,7 +43,7 @@ DIFFERENTIABLE = list(differentiable())
 
 
 def tensors_for(op, has=(True, True, True), shape=(2, 4), dtype=torch.float64, batch=()):
-    """Tensor arguments (None where absent), away from kinks; ``batch`` gives each argument a leading axis or none."""
+    """Return tensor arguments away from kinks, or None. ``batch`` tells which arguments have a leading axis."""
     g = torch.Generator().manual_seed(3)
     shapes = shape, (shape if op == "glu" else shape[-1:]), shape[:-1]
     batch = batch or ((),) * 3
@@ -131,7 +131,7 @@ def test_derivatives_at_zero(name, dtype):
     assert jvp(fn, (x,), (torch.ones_like(x),))[1].item() == pytest.approx(3 * first, rel=1e-6)
 
 
-# ---- manners ---------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 class Allocations(TorchDispatchMode):
@@ -194,7 +194,7 @@ def test_cpu_temporaries_are_small(op, dtype, layout):
 
 @pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
 def test_results_do_not_depend_on_blocks(op, monkeypatch):
-    """Results and gradients are the same for some rows at a time as for all at once."""
+    """Results and gradients do not depend on the number of rows that are computed at a time."""
 
     def results():
         for sample in samples(op):
@@ -224,7 +224,7 @@ IN_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
-FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # fused, PyTorch's
+FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # (fused, PyTorch's function)
     "alone": (
         lambda x, u, name: torch.ops.fused.bias_act(x, None, None, name),
         lambda x, u, name: IN_TORCH[name](x),
@@ -238,7 +238,7 @@ FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # fus
 
 
 def at_special_values(fn: Callable[..., Tensor], name: str, dtype: torch.dtype, grad: float) -> list[Tensor]:
-    """A function's result and gradients for all pairs of special inputs."""
+    """Return a function's result and gradients for all pairs of special inputs."""
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)), dtype=dtype)
     x, u = (column.contiguous().requires_grad_() for column in pairs.unbind(1))
     y = fn(x, u, name)

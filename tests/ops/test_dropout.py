@@ -1,4 +1,4 @@
-"""``fused::dropout_add`` in eager mode: the generator, the mask, the operator, the Python front."""
+"""``fused::dropout_add`` in eager mode: the generator, the mask, the operator, the Python function."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def int32(word):
     return torch.tensor(word - 2**32 if word >= 2**31 else word, dtype=torch.int32)
 
 
-# Random123's own (kat_vectors, philox4x32 10): (counter, key) → words.
+# Random123's test vectors (kat_vectors, philox4x32 10): (counter, key) → words.
 RANDOM123 = {
     ((0,) * 4, (0,) * 2): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
@@ -40,7 +40,7 @@ RANDOM123 = {
 
 
 def philox_in_integers(counter, key):
-    """Philox4x32-10 as the paper writes it."""
+    """Compute Philox4x32-10 as the paper defines it."""
     (c0, c1, c2, c3), (k0, k1), word = counter, key, 0xFFFFFFFF
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
@@ -66,7 +66,7 @@ def test_the_generator_is_philox(counter, seed):
 
 
 def test_the_mask_is_the_generators_words():
-    """Element 4k + j has word j of counter k, and is kept if the word is at least p·2³²."""
+    """Element 4k + j has word j of counter k, and is not dropped if the word is at least p·2³²."""
     p, keep = 0.3, mask((5, 7), SEED, 0.3).flatten().tolist()
     seed = int(SEED)
     for i, k in enumerate(keep):
@@ -102,7 +102,7 @@ def test_the_mask_does_not_depend_on_dtype_or_strides():
 
 
 def sigmas(cases):
-    """z with P(|N(0, 1)| > z) ≤ 1e-6 / cases."""
+    """Return z with P(|N(0, 1)| > z) ≤ 1e-6 / cases."""
     return NormalDist().inv_cdf(1 - 0.5e-6 / cases)
 
 

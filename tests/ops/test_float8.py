@@ -23,7 +23,7 @@ BLOCKS = (Block(1, BLOCK), Block(BLOCK, BLOCK), Block(1, None), Block(None, None
 
 
 def scale_of_each(x: Tensor, block: Block) -> Tensor:
-    """quantize's scales, beside each element."""
+    """Return the scale of each element in quantize's result."""
     rows, columns = block.sizes_in(x.shape)
     scales = float8.quantize(x, rows, columns)[1]
     scales = scales.t() if rows == 1 else scales
@@ -31,7 +31,7 @@ def scale_of_each(x: Tensor, block: Block) -> Tensor:
 
 
 def wide_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers of many sizes: rows, and columns, that are 2⁻¹⁵ to 2¹⁵ of others."""
+    """Return numbers of many magnitudes. Each element is scaled by 2⁻¹⁵ to 2¹³, by its row and column."""
     spread = torch.exp2(torch.randint(-8, 8, (rows, 1)) + torch.randint(-7, 7, (1, columns)))
     return (torch.randn(rows, columns) * spread).to(dtype)
 
@@ -102,7 +102,7 @@ def test_blocks_of_32_are_requantised_in_these() -> None:
     ("dtype", "element"), [(torch.float16, 64000.0), (torch.bfloat16, 3.35e38), (torch.float32, 3.35e38)]
 )
 def test_values_beyond_the_largest_number_load_as_that_number(dtype: torch.dtype, element: float, recipe: str) -> None:
-    """One element of a linear layer's input that float8 rounds up: the weight's gradient is finite, and right."""
+    """Float8 rounds up one element of a linear layer's input. The weight's gradient is finite and right."""
     x = torch.randn(BLOCK, BLOCK)
     x[3, 5] = element
     x, weight = x.to(dtype), (torch.randn(BLOCK, BLOCK) * 1e-4).to(dtype).requires_grad_()
@@ -131,7 +131,7 @@ def test_requantizing_in_other_blocks_changes_only_the_smallest_numbers(exponent
 
 @pytest.mark.parametrize("shape", ((1, 32), (130, 160), (256, 512), (5, 0), (0, 64)))
 def test_scales_of_blocks_of_32_lie_in_tiles(shape: tuple[int, int]) -> None:
-    """cuBLAS's "1D Block Scaling Factors Layout", one by one: 8 bits each, in tiles of 128 rows and 4 blocks."""
+    """Scales have cuBLAS's "1D Block Scaling Factors Layout": 8 bits each, in tiles of 128 rows and 4 blocks."""
     x = wide_matrix(*shape)
     if x.numel():
         x[0, 0], x[-1, -1] = math.nan, 0.0
@@ -151,7 +151,7 @@ def test_scales_of_blocks_of_32_lie_in_tiles(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("shape", "calls"), [((256, 512), 2), ((130, 512), 3)])
 def test_tiles_take_few_launches_in_eager_mode(shape: tuple[int, int], calls: int) -> None:
-    """A shift, and a copy that also narrows; padding where rows or blocks do not fill tiles."""
+    """The launches are a shift, a narrowing copy, and padding if rows or blocks do not fill tiles."""
     scales = fused.quantize(torch.randn(shape), 1, MX_BLOCK)[1]
     with Calls() as seen:
         float8.tiled(scales)
@@ -175,7 +175,7 @@ def test_a_scale_that_is_known_gives_the_same_values() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_on_gfx942_the_numbers_are_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float8_e4m3fnuz has e4m3fn's bytes, except −0, which would be NaN, and twice the scales."""
+    """float8_e4m3fnuz has e4m3fn's bytes, except that −0 would be NaN. Its scales are doubled."""
     x, w = wide_matrix(9, 256), wide_matrix(128, 256) / 16
     x[0], x[1], x[2, 5], x[3, 7] = 0.0, -1e-40, math.nan, -1e-30
     scaling = RECIPES[recipe].scaling
@@ -215,7 +215,7 @@ def test_float8_dtype_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def product_bound(a: Tensor, b: Tensor, a_block: Block, b_block: Block) -> Tensor:
-    """By how much a · bᵀ of stored numbers may be off: each number by 2⁻⁴, or 2⁻¹⁰ of its scale."""
+    """Return the error bound of a · bᵀ. Each stored number's error is at most 2⁻⁴, or 2⁻¹⁰ of its scale."""
 
     def error(x: Tensor, block: Block) -> Tensor:
         return (2**-4 * x.abs()).maximum(2**-10 * scale_of_each(x, block).double())
@@ -325,7 +325,7 @@ def test_the_operators_of_one_pass_are_those_of_several(
     for a, b in zip(actual, expected, strict=True):
         if a.dtype == float8.FP8:
             a, b = a.float(), b.float()
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-2 if a.shape == expected[4].shape else 0)  # sums' order
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-2 if a.shape == expected[4].shape else 0)  # summation order
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ ROW = Block(1, None)
 
 
 def make_case(counts: tuple[int, ...] = COUNTS, transposed: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return input, weight (experts, in, out), ends and the result's gradient; ``transposed``: of weight."""
+    """Return input, weight (experts, in, out), ends and the result's gradient. ``transposed``: as a view."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(sum(counts), IN, generator=g) * torch.exp2(torch.randint(-9, 9, (sum(counts), 1), generator=g))
     w = torch.randn(len(counts), OUT, IN, generator=g) * torch.exp2(

@@ -1,4 +1,4 @@
-"""FLOP of our products, as torch's counter and the virtual GPU's roofline count them."""
+"""FLOP of our GEMMs, as torch's counter and the virtual GPU's roofline count them."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ fused = torch.ops.fused
 
 
 def counted(fn: Callable[[], Tensor]) -> tuple[int, int]:
-    """FLOP of forward, and of forward plus backward."""
+    """Return the FLOP of forward, and of forward plus backward."""
     with FlopCounterMode(display=False) as counter:
         y = fn()
         forward = counter.get_total_flops()
@@ -38,7 +38,7 @@ def test_a_linear_layer_is_three_products(recipe: str) -> None:
 
 
 def test_experts() -> None:
-    """All rows, each with one expert's weight. The weight's gradient is torch's own product, which it leaves out."""
+    """All rows count, each with one expert's weight. Torch's counter may omit the weight's gradient, a torch GEMM."""
     x, ends = torch.randn(M, K, dtype=BF16, requires_grad=True), torch.tensor([100, 100, M]).int()
     w = torch.randn(3, K, N, dtype=BF16, requires_grad=True)
     product = 2 * M * N * K

@@ -80,7 +80,7 @@ def test_results_and_gradients_equal_the_operator_at_stored_values(op, by_kernel
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_stored_by_gpu_kernels_load_exactly(dtype, monkeypatch):
-    """Their scales are powers of two, so loading in the data's dtype does not round."""
+    """The scales are powers of two, so loading in the data's dtype does not round."""
     monkeypatch.setattr(fp8_store, "_has_kernels", lambda t: True)
     x = torch.randn(50, 64, dtype=torch.float64).mul(torch.logspace(-4, 4, 50, dtype=torch.float64)[:, None]).to(dtype)
     loaded, exact = (fp8_store.load(*fp8_store.store(x), d) for d in (dtype, torch.float64))

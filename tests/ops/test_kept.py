@@ -90,7 +90,7 @@ def test_compiled_graphs_save_no_more_than_torch_compile(bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", ["bias_act", "glu", "bias_glu"])
 def test_two_runs_are_equal_to_the_last_bit(op, dtype):
-    """Results and all gradients, sums included, with and without float8 storage."""
+    """Compare results and all gradients, sums included. Float8 storage is either used or not used in both runs."""
     g = torch.Generator().manual_seed(0)
     n = 512 if op == "bias_glu" else 256
     first = torch.randn(700, n, generator=g).to(dtype).requires_grad_()

@@ -21,7 +21,7 @@ CPU, INF = torch.device("cpu"), math.inf
 
 
 def composed(x, mask=None, sink=None, scale=1.0):
-    """The operator composed of PyTorch's functions; NaN for fully masked rows."""
+    """Compose the operator of PyTorch's functions. Fully masked rows are NaN."""
     scores = x * scale if mask is None else (x * scale).masked_fill(mask, -INF)
     if sink is None:
         return torch.softmax(scores, -1)
@@ -30,7 +30,7 @@ def composed(x, mask=None, sink=None, scale=1.0):
 
 
 def masked(*shape, seed=0):
-    """A mask that leaves each row its key on the diagonal, so that ``composed`` has no NaN."""
+    """Return a mask that leaves each row its key on the diagonal, so that ``composed`` has no NaN."""
     mask = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.4
     sq, sk = shape[-2:]
     return mask & ~torch.eye(max(sq, sk), dtype=torch.bool)[-sq:, -sk:]
@@ -74,7 +74,7 @@ def test_large_scores_keep_the_contract(dtype, offset, scale):
 @pytest.mark.parametrize("scale", [1.0, 2.0, -2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_beside_a_sink_the_lowest_scores_are_zero(dtype, scale):
-    """Rows that masks have set to the lowest number, as transformers' do; scale times that float32 does not have."""
+    """Like transformers, masks set rows to the lowest number. Its product with scale exceeds float32's range."""
     x = torch.full((2, 2, 3, 8), torch.finfo(dtype).min if scale > 0 else torch.finfo(dtype).max, dtype=dtype)
     sink = torch.tensor([0.5, -3.0], dtype=dtype)
     inputs = [t.requires_grad_() for t in (x, sink)]
@@ -89,7 +89,7 @@ def assert_contract(actual, truth):
 
 
 def test_the_measure_sees_a_wrong_gradient(monkeypatch):
-    """3 ulp of the row's largest gradient are too many, and so is a sink's gradient that is off by 1 in 10000."""
+    """It rejects errors of 3 ulp of the row's largest gradient, and a sink's gradient that is off by 1 in 10000."""
     sample = next(s for s in testing.samples(CPU) if s.name == "bf16 with sink fp32")
     before = testing.measure(sample)
     truths = reference.scaled_masked_softmax_backward
@@ -111,7 +111,7 @@ def test_the_measure_sees_a_wrong_gradient(monkeypatch):
 @pytest.mark.parametrize("sink", [None, -2.0, -INF])
 @pytest.mark.parametrize("scale", [1.0, 0.3, -1.0, -0.3])
 def test_masked_rows_are_zero_forward_and_backward(dtype, sink, scale):
-    """Masked by the mask, by causality (more queries than keys), by −∞ scores: zeros; and the reference has no NaN."""
+    """A mask, causality (with more queries than keys) or −∞ scores mask whole rows. The reference has no NaN."""
     x = torch.randn(2, 2, 6, 3, dtype=torch.float64).to(dtype)
     x[0, 0, 4] = math.copysign(INF, -scale)
     mask = torch.zeros(2, 1, 6, 3, dtype=torch.bool)

@@ -76,7 +76,7 @@ def test_table(is_view, keep_graph, requires_grad, source):
     inp = middle.view(6, 4) if is_view else middle
     out = make_viewless_tensor(inp, requires_grad, keep_graph)
     assert is_alias(out, inp) and out.requires_grad == requires_grad
-    assert inp.requires_grad == source  # the caller's tensor is left alone
+    assert inp.requires_grad == source  # the caller's tensor does not change
 
     in_graph = keep_graph and requires_grad and source
     itself = not is_view and requires_grad == source and (keep_graph or not source)
@@ -204,7 +204,7 @@ def test_version_counter_is_separate_under_modes():
 
 @pytest.mark.codegen_is_slow
 def test_compiled_writes():
-    """Autograd notices writes to an alias outside the graph; those in the graph are a limit in the docstring."""
+    """Autograd notices writes to an alias outside the graph; writes in the graph are a limit in the docstring."""
 
     def fn(x, keep_graph):
         e = x.exp()

@@ -1,4 +1,4 @@
-"""Graphs from a compiler pass or a Dynamo backend compile on paper as if captured there."""
+"""Graphs from a compiler pass or a Dynamo backend compile on paper as if the virtual GPU had captured them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Listings of NVIDIA's machine code are made together, and equal those of cuobjdump."""
+"""One call lists NVIDIA's machine code of several kernels. The listings equal cuobjdump's output."""
 
 import os
 import re
@@ -71,7 +71,7 @@ def test_waiting_kernels_are_listed_together_as_by_cuobjdump(
     assert all(code.instructions for code in codes) and processes == [2]
     assert older.instructions and processes == [2, 1]
     tools = sass.nvidia_tools()
-    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}  # it calls nvdisasm
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}  # cuobjdump calls nvdisasm
     for code, cubin in ((codes[0], cubins[0]), (codes[1], cubins[1])):
         (tmp_path / "cubin").write_bytes(cubin)
         command = [str(tools / "cuobjdump"), "-sass", str(tmp_path / "cubin")]

@@ -196,7 +196,7 @@ meta = functools.partial(harness.meta, requires_grad=True)
 
 
 def test_a_gelu_mlps_timeline_matches_figures_by_hand() -> None:
-    """8192 tokens, 4096 to 16384 to 4096: inputs and results have 64 MiB, hidden tensors 256, a weight 128."""
+    """For 8192 tokens, input and result have 64 MiB (width 4096), hidden tensors 256 (width 16384), a weight 128."""
     mlp = gelu_mlp(4096, 16384).bfloat16().to("meta")
     paper = compile_on_paper(mlp, meta(8192, 4096))
     curve = paper.timeline()
@@ -310,7 +310,7 @@ def test_causal_attention_counts_unmasked_pairs(queries: int, keys: int, pairs: 
 
 
 def test_attention_in_a_checkpoint_counts() -> None:
-    """Torch wraps it in operators that save and restore random states."""
+    """Torch wraps attention in operators that save and restore random states."""
 
     def attention(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q)

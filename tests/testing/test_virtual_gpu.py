@@ -146,7 +146,7 @@ def test_str_is_aligned():
 
 
 def test_cuda_autocast_lists_apply():
-    """pow, softmax and layer_norm give float32 under CUDA's autocast; gelu keeps bfloat16."""
+    """pow, softmax and layer_norm give float32 under CUDA's autocast; gelu stays in bfloat16."""
     weight = nn.Parameter(meta(256, 256, dtype=torch.float32))
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
@@ -211,7 +211,7 @@ def test_grouped_queries_use_flash_attention_or_gemms(dtype, heads, operators):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_a_checkpoint_around_attention_saves_its_inputs_only(dtype):
-    """It saves no GPU random state, because a described GPU has no generator."""
+    """The checkpoint does not save a GPU's random state, because a described GPU has no generator."""
     qkv = [meta(2, 4, 128, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
 
     def fn(*qkv: Tensor) -> Tensor:
@@ -502,7 +502,7 @@ def test_float32_rounds_to_the_nearest_bfloat16():
 
 @pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2))
 def test_float32_rounds_to_the_nearest_float8(dtype: torch.dtype):
-    """Includes ties, carries into the exponent, and values beyond the largest number."""
+    """Test ties, carries into the exponent, and values beyond the largest number."""
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     numbers = numbers[numbers.isfinite()].sort().values
     x = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, numbers * 0.999, torch.tensor([1e9, -1e9])])
@@ -703,7 +703,7 @@ def test_leaves_no_trace():
 
 @pytest.mark.slow
 def test_importing_the_compiler_during_interpretation_copies_original_functions():
-    """On import it copies the language's min and max, which the interpreter replaces temporarily."""
+    """On import the compiler copies the language's min and max, which the interpreter replaces temporarily."""
     program = """
 from torch_fused_ops.virtual_gpu import interpreter
 with interpreter._interpreting():
@@ -762,6 +762,6 @@ def test_interpret_step_checks_its_arguments() -> None:
 
 
 def test_one_dimensional_convolutions_compile() -> None:
-    """Their fake kernel calls `contiguous`, a method that enters a device guard."""
+    """A convolution's fake kernel calls `contiguous`, a method that enters a device guard."""
     conv = nn.Conv1d(4, 4, 3, device="meta")
     assert compile_on_paper(lambda x: conv(x).square().sum(), meta(2, 4, 16, dtype=torch.float32)).backward is not None

@@ -30,7 +30,7 @@ POLICIES = ["plain", *(f"memory={level}" for level in MEMORY), *(f"gemm={recipe}
 
 
 def make_model(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A model in bfloat16, or the quickstart's in float32, and its arguments, on the meta device."""
+    """Return a model in bfloat16 (the quickstart in float32) and its arguments, on the meta device."""
     with torch.device("meta"):
         if name == "quickstart":
             sys.path.append(str(Path(__file__).parents[2] / "examples"))

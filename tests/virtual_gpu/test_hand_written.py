@@ -170,7 +170,7 @@ def grouped(x, y, groups, B: tl.constexpr):
 
 @triton.jit
 def triangle(x, y, n, B: tl.constexpr):
-    """Each program has another number of iterations."""
+    """Each program has a different number of iterations."""
     total = tl.zeros([B], tl.float32)
     for k in range(0, tl.program_id(0) + 1):
         total += tl.load(x + k * B + tl.arange(0, B))
