@@ -1,4 +1,4 @@
-"""The activation table: each activation's value and derivative, written once, in plain torch.
+"""Define the activation table: each activation's value and derivative, written once, in plain torch.
 
 These functions are the float64 oracle of the tests, the functions that double backward and ``torch.func`` transforms
 differentiate, and (traced) the Inductor lowering, from which eager CPU kernels are compiled. Only the eager Triton
@@ -11,7 +11,7 @@ The formulas have two properties that PyTorch's formulas lack:
   The sigmoid form ``x / (1 + exp(-2u))`` and the complementary error function do not cancel.
 * **Lower cost.** Exponentials are base two (one instruction on a GPU), without branches and ``tanh``.
 
-They are evaluated in float32 (float64 for float64 input); the caller widens and rounds.
+The formulas are evaluated in float32 (float64 for float64 input). The caller widens arguments and rounds results.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Activation:
         derivative: f'(x), in x's dtype, accurate relative to the result; differentiable, for double backward.
         definition: the textbook formula for f, which the recognizer reads symbolically; it may lose accuracy.
         builtin: whether the hand-written Triton kernels implement it.
-        gradient_from_output: whether f'(f(x)) = f'(x) with f(x) rounded. Backward then reads f(x), which the next
-            linear layer saves anyway, instead of x.
-        gradient: (g, x) → g·f'(x), if PyTorch's gradient differs from the product: a ReLU also stops infinity and NaN.
-        native: PyTorch's function for f, if it and its derivative are as accurate as the formulas. On CPUs an eager
-            call of the activation alone calls it, and autograd records it.
+        gradient_from_output: whether f'(f(x)) = f'(x), even if f(x) is rounded. Backward then reads f(x), which the
+            next linear layer saves anyway, instead of x.
+        gradient: (g, x) → PyTorch's gradient, if it is not the product g·f'(x): ReLU's also stops infinity and NaN.
+        native: PyTorch's function for f, if the function and its derivative are as accurate as the formulas. Eager CPU
+            calls without bias and scale run it, and autograd records it. None: the formulas run.
         callables: PyTorch's functions and module classes that compute f for all their arguments.
     """
 
@@ -84,7 +84,7 @@ class Activation:
     callables: tuple[Function | type[nn.Module], ...] = ()
 
     def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
-        """grad · f'(x)."""
+        """Return grad · f'(x)."""
         return grad * self.derivative(x) if self.gradient is None else self.gradient(grad, x)
 
 
@@ -102,7 +102,7 @@ def spelled_for_derivatives(yes: bool) -> Iterator[None]:
 
 
 def _differentiated(x: Tensor) -> bool:
-    """True if a derivative will be taken *through* this evaluation (torch.func, forward mode, double backward)."""
+    """Return True if PyTorch differentiates *through* this evaluation (torch.func, forward mode, double backward)."""
     if (torch.is_grad_enabled() and x.requires_grad) or _for_derivatives.get():
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -263,12 +263,12 @@ _TABLE: dict[str, Activation] = {
 }
 
 _on_change: list[Callable[[], None]] = []  # called after a change: caches depend on the table
-# Held to change the table or to trace: make_fx patches process-wide state.
+# Lock for changes of the table, and for tracing: make_fx patches process-wide state.
 _changing = threading.RLock()
 
 
 def names() -> tuple[str, ...]:
-    """The names of all activations: built-in and registered ones."""
+    """Return the names of all activations, built in or registered."""
     return tuple(_TABLE)
 
 
@@ -309,7 +309,7 @@ def register_activation(name: str, fn: Function, derivative: Function | None = N
 
     Raises:
         ValueError: name is not an identifier, is built in, or is registered with other functions and replace is False;
-            fn changes shape or dtype or is not elementwise; derivative differs from fn's.
+            fn changes shape or dtype, or is not elementwise; derivative is not the derivative of fn.
         TypeError: fn or derivative is not callable, or replace is not a bool.
     """
     if not isinstance(replace, bool):

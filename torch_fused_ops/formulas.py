@@ -1,8 +1,8 @@
-"""The operators' formulas on elements, in plain torch, and their parts.
+"""Define the operators' formulas on elements, and shared helpers, in plain torch.
 
-An *element function* computes one element: it takes tensors that broadcast together, already widened, and returns
-unrounded results. The operators in plain torch (``operators/eager.py``) call these functions, and Inductor's lowerings,
-from which eager CPU kernels are compiled, trace them on scalars.
+An *element function* is elementwise: its arguments are widened tensors that broadcast together, and its results are
+unrounded. The operators in plain torch (``operators/eager.py``) call these functions. Inductor's lowerings, from which
+eager CPU kernels are compiled, trace them on scalars.
 
 Widening: float16, bfloat16 and float32 are computed in float32. If any tensor is float64, all are computed in float64.
 """
@@ -49,13 +49,13 @@ LAYOUTS = ("halves", "interleaved", "swapped")
 
 
 def act_element(x: Tensor, scale: Tensor | None, activation: str) -> Tensor:
-    """act(x) · scale."""
+    """Return act(x) · scale."""
     y = activations.get(activation).value(x)
     return y if scale is None else y * scale
 
 
 def act_input_grads(grad: Tensor, x: Tensor, scale: Tensor | None, activation: str) -> tuple[Tensor]:
-    """grad · scale · act'(x)."""
+    """Return grad · scale · act'(x)."""
     dx = activations.get(activation).input_grad(grad, x)
     return (dx if scale is None else dx * scale,)
 
@@ -84,7 +84,7 @@ def clamped(gate: Tensor, up: Tensor, clamp: float | None) -> tuple[Tensor, Tens
 def glu_element(
     gate: Tensor, up: Tensor, scale: Tensor | None, activation: str, up_offset: float, clamp: float | None
 ) -> Tensor:
-    """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · scale."""
+    """Return act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · scale."""
     gate, up = clamped(gate, up, clamp)
     y = activations.get(activation).value(gate) * (up + up_offset if up_offset else up)
     return y if scale is None else y * scale
@@ -99,7 +99,7 @@ def glu_input_grads(
     up_offset: float,
     clamp: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up. At the clamp's bounds they follow torch.clamp: see CLAMP_KEEPS_BOUNDS."""
+    """Return the gradients of gate and up. At the clamp's bounds they follow torch.clamp: see CLAMP_KEEPS_BOUNDS."""
     act = activations.get(activation)
     g, u = clamped(gate, up, clamp)
     if scale is not None:
@@ -117,7 +117,7 @@ def glu_input_grads(
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any tensor is float64, else float32."""
+    """Return float64 if any tensor is float64, else float32."""
     for t in tensors:  # a loop: any() and a generator take 0.7 µs
         if t is not None and t.dtype == torch.float64:
             return torch.float64
@@ -130,7 +130,7 @@ def empty_gradient(t: Tensor | None, requested: bool) -> Tensor | None:
 
 
 def unpack(packed: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """(gate, up) of a packed last axis, as views.
+    """Split a packed last axis: return (gate, up) as views.
 
     "halves" is [gate | up], "interleaved" is g0 u0 g1 u1 …, "swapped" is [up | gate], as in ``F.glu``.
     """
@@ -142,7 +142,7 @@ def unpack(packed: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def pack(gate: Tensor, up: Tensor, layout: str) -> Tensor:
-    """The inverse of unpack."""
+    """Pack gate and up along the last axis: the inverse of ``unpack``."""
     if layout == "interleaved":
         return torch.stack((gate, up), -1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
     return torch.cat((up, gate) if layout == "swapped" else (gate, up), -1)
@@ -166,13 +166,13 @@ _FLOAT32_TINY = torch.finfo(torch.float32).tiny
 def store_fp8(x: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
     """Return (stored, scale): x (..., n) as float8_e4m3fn with one float32 scale for each row, (...).
 
-    scale = amax(|row|) / 448, which maps the row's largest element to float8_e4m3fn's largest. If this is not a normal
-    number, as for a row of zeros, the scale is 1. Float64 is converted to float32 first. A row that contains an
-    infinity or a NaN has an infinite or NaN scale, and all of it loads as NaN.
+    scale = amax(|row|) / 448, which maps the row's largest element to float8_e4m3fn's largest. If the quotient is below
+    float32's normal numbers, as for a row of zeros, the scale is 1. Float64 is converted to float32 first. A row that
+    contains an infinity or a NaN has an infinite or NaN scale, and the entire row loads as NaN.
 
     Args:
         x: any dtype and strides.
-        halves: write x as two halves, whose loop a compiler fuses with the loop of an activation on packed data.
+        halves: store x as two halves, in a loop that a compiler can fuse with an activation's loop on packed data.
     """
     x = x.to(torch.float32) if x.dtype == torch.float64 else x  # the float32 factor widens other dtypes
     # torch's reference of vector_norm rejects every empty tensor (2.13); eager mode and kernels reject empty rows.

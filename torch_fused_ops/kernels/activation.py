@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernels of the activation family (``operators/activation.py``) in eager mode on a GPU.
 
-There is one kernel forward, one backward, and one that adds the backward's partial sums. Every tensor is a matrix
+There are a forward kernel, a backward kernel, and one that adds backward's partial sums. Every tensor is a matrix
 (rows, columns) with a row and a column stride. A program computes tiles of BLOCK_M × BLOCK_N elements:
 
 * If no operand depends on the row or column (no bias, no token scale) and every tensor is one evenly strided sequence,
@@ -12,10 +12,10 @@ There is one kernel forward, one backward, and one that adds the backward's part
 
 An absent tensor or a gradient that is not requested is ``None``. Triton specializes on it, and its compiler removes
 unused loads and arithmetic. Clamp and offset are constants of the kernel, exact in float64; arguments would arrive in
-float32. A model has one or two values of them, each with a separate kernel.
+float32. A model has one or two pairs of them, and a kernel for each pair.
 
-The formulas repeat ``torch_fused_ops.activations`` and ``glu_element`` in ``formulas.py``, also for
-``families/float8/kernels.py``; tests compare them. Operators with other scalars are rejected.
+The formulas repeat ``torch_fused_ops.activations`` and ``glu_element`` of ``formulas.py``; tests compare both.
+``families/float8/kernels.py`` uses them, too. Operators with other scalars are rejected.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _gelu(x):
         return x * normal, normal + x * (tl.exp(-0.5 * x * x) * INV_SQRT_2PI)
     else:
         a = tl.abs(x)
-        t = libdevice.fast_dividef(1.0, 1.0 + a * NORMAL_TAIL_P)  # near 1 as exact as 1 / d, and cheaper
+        t = libdevice.fast_dividef(1.0, 1.0 + a * NORMAL_TAIL_P)  # near 1 as exact as a division, and cheaper
         q = t * NORMAL_TAIL[NORMAL_TERMS - 1] + NORMAL_TAIL[NORMAL_TERMS - 2]
         for i in tl.static_range(NORMAL_TERMS - 3, -1, -1):
             q = t * q + NORMAL_TAIL[i]
@@ -105,7 +105,7 @@ def _sigmoid_derivative(x):
 
 @triton.jit
 def _activate(x, activation: tl.constexpr):
-    """Return (act(x), act'(x)). The compiler removes an unused one."""
+    """Return (act(x), act'(x)). The compiler removes an unused result."""
     if activation == "silu":
         return _swish(x, 1.0)
     elif activation == "quick_gelu":
@@ -129,7 +129,7 @@ def _activate(x, activation: tl.constexpr):
 
 @triton.jit
 def _input_grad(grad, x, derivative, activation: tl.constexpr):
-    """grad · act'(x): see Activation.gradient."""
+    """Return grad · act'(x); see ``Activation.gradient``."""
     if activation == "relu":
         return tl.where(x <= 0, 0.0, grad)
     elif activation == "relu2":
@@ -149,7 +149,7 @@ def _column_block(WIDE: tl.constexpr):
 
 @triton.jit
 def _row_block(FLAT: tl.constexpr, WIDE: tl.constexpr):
-    """This program's block of rows. The grid's second and third axes form one index, as each is limited to 65535."""
+    """Return this program's row block. The grid's second and third axes form one index: each is limited to 65535."""
     if FLAT:
         return 0
     else:
@@ -164,13 +164,13 @@ def _columns(WIDTH: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _clamp_above(x, bound: tl.constexpr):
-    """min(x, bound); NaN stays."""
+    """Return min(x, bound). NaN stays NaN."""
     return tl.minimum(x, tl.full((1, 1), bound, x.dtype), propagate_nan=PROPAGATE_NAN)  # a plain scalar is float32
 
 
 @triton.jit
 def _clamp(x, bound: tl.constexpr):
-    """Clamp x to ±bound; NaN stays."""
+    """Clamp x to ±bound. NaN stays NaN."""
     if x.dtype == tl.float64:
         return _clamp_above(tl.maximum(x, tl.full((1, 1), -bound, x.dtype), propagate_nan=PROPAGATE_NAN), bound)
     else:  # a single instruction, which Triton lacks for float64
@@ -179,7 +179,7 @@ def _clamp(x, bound: tl.constexpr):
 
 @triton.jit
 def _within(x, bound: tl.constexpr):
-    """True where a clamp passes the gradient, as in ``formulas``."""
+    """Return True where a clamp passes the gradient, as in ``formulas``."""
     return x <= bound if CLAMP_KEEPS_BOUNDS else x < bound
 
 
@@ -204,7 +204,7 @@ def _result(
     x, u, scale, r, rows, scale_stride,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, PAIR: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """act(min(x, CLAMP)) · (clamp(u, ±CLAMP) + OFFSET) · scale; without PAIR the second factor is 1."""
+    """Return act(min(x, CLAMP)) · (clamp(u, ±CLAMP) + OFFSET) · scale; without PAIR the second factor is 1."""
     if CLAMP is not None:
         x = _clamp_above(x, CLAMP)
         u = _clamp(u, CLAMP)
@@ -224,10 +224,10 @@ def _forward(
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = act(min(gate, CLAMP)) · (clamp(up, ±CLAMP) + OFFSET) · scale; None operands are skipped.
+    """Compute out = act(min(gate, CLAMP)) · (clamp(up, ±CLAMP) + OFFSET) · scale; None operands are skipped.
 
     ``columns`` is the width of out and up, ``packed_columns`` the width of gate; both and the row strides arrive
-    divided by UNIT. INTERLEAVED: gate and gate_bias contain both, g0 u0 g1 u1 …, and up is None.
+    divided by UNIT. INTERLEAVED: gate and gate_bias also contain up and its bias, as g0 u0 g1 u1 …; up is None.
     """
     columns, packed_columns = columns * UNIT, packed_columns * UNIT
     gate_row, up_row = gate_row * UNIT, up_row * UNIT
@@ -262,11 +262,11 @@ def _backward(
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of ``_forward``'s inputs, and sums over this program's tiles for the gradients of bias and scale.
+    """Compute the gradients of ``_forward``'s inputs, and this program's partial sums for those of bias and scale.
 
     A program computes ``steps`` consecutive tiles. gate_bias_sums and up_bias_sums have a row per block of rows,
-    scale_sums a row per block of columns. Each tile loads the biases from the cache: in registers they would need 128
-    registers instead of 96 (an interleaved pair on sm_90). INTERLEAVED: d_gate and gate_bias_sums contain both.
+    scale_sums a row per block of columns. Every tile loads the biases from the cache: if registers held them, a thread
+    would need 128 registers instead of 96 (interleaved, sm_90). INTERLEAVED: d_gate and gate_bias_sums contain both.
     """
     columns, packed_columns, d_row, sums_row = columns * UNIT, packed_columns * UNIT, d_row * UNIT, sums_row * UNIT
     grad_row, gate_row, up_row = grad_row * UNIT, gate_row * UNIT, up_row * UNIT
@@ -339,7 +339,7 @@ def _add_rows(
     out, sums, rows, columns,
     WIDE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = the sum of the matrix's rows, with Kahan's correction for large numbers of rows."""
+    """Compute out, the sum of the matrix's rows, with Kahan's correction for large numbers of rows."""
     columns = columns * UNIT
     c = _columns(BLOCK_N, WIDE)
     r = tl.arange(0, BLOCK_M).to(tl.int64 if WIDE else tl.int32)
@@ -362,7 +362,7 @@ def _add_rows(
 _WARPS = 4
 _THREADS = 32 * _WARPS
 _LOAD_BYTES = 16
-_WIDEST_STRIDED = 64  # tiles are nearly square if a tensor is contiguous along columns
+_WIDEST_STRIDED = 64  # widest tile if some tensor's rows are strided: tiles are then nearly square
 
 # Tiles that a backward program sums in registers before it writes a partial sum. More tiles cause less traffic but
 # leave fewer programs.
@@ -452,7 +452,7 @@ def _plan(
 
 
 class _Operands(NamedTuple):
-    """The tensors that the formulas read. ``up`` is None in bias_act, and if ``gate`` contains both, interleaved."""
+    """The tensors that the formulas read. ``up`` is None for bias_act, and if ``gate`` contains it, interleaved."""
 
     gate: Tensor
     up: Tensor | None
@@ -553,7 +553,7 @@ def _zeros(t: Tensor | None) -> Tensor | None:
 
 
 def _partial_sums(t: Tensor | None, parts: int, dtype: torch.dtype) -> Tensor | None:
-    """Allocate ``parts`` partial sums of t's gradient. If it has one part, this is the gradient, in t's dtype."""
+    """Allocate ``parts`` partial sums of t's gradient. A single part is the gradient itself, in t's dtype."""
     return None if t is None else t.new_empty((parts, t.numel()), dtype=dtype if parts > 1 else t.dtype)
 
 
@@ -624,11 +624,11 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
 def launch_of(name: str) -> Callable[..., Any]:
     """Return the function that runs ``fused::name`` on a GPU in eager mode, with unchecked arguments.
 
-    A declaration's ``kernels`` names a module with this function. It serves the operator and its backward operator.
+    A declaration's ``kernels`` names a module that defines ``launch_of``. It finds operators and backward operators.
 
     Raises:
         KeyError: no declared operator has this name.
-        ValueError: the operator's formula or scalars differ from the kernels'.
+        ValueError: these kernels do not implement the operator's formula or scalars.
     """
     launches = forward, backward
     by_name = {

@@ -1,10 +1,10 @@
-"""Eager CPU kernels: Inductor's C++ for a graph with one operator, called without Dynamo.
+"""Compile eager CPU kernels: Inductor's C++ for a graph of one operator, called without Dynamo.
 
 An operator has a kernel for each combination of scalars (an activation, its constants), dtypes, strides and requested
 results; sizes are symbols. The first large call compiles the kernel from the lowerings that ``torch.compile`` uses, so
-results are bit-equal to compiled code. Inductor's cache on disk stores it. Once a kernel is loaded, small calls use it.
-Other calls run the formula (``cpu.py``): earlier small calls, float64, machines without a C++ compiler, and all calls
-with ``TORCH_FUSED_OPS_WITHOUT=cpu_kernels``.
+results are bit-equal to compiled code. Inductor's cache on disk stores the kernel. Small calls use a loaded kernel, but
+do not compile. Other calls run the formula (``cpu.py``): small calls without a loaded kernel, float64, machines without
+a C++ compiler, and all calls with ``TORCH_FUSED_OPS_WITHOUT=cpu_kernels``.
 
 ``torch._inductor.aoti_eager`` cannot replace this module: up to torch 2.15 it compiles for static shapes only, and
 raises "Only support static shape for now" for other shapes.
@@ -41,11 +41,11 @@ _KERNELS: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
 activations._on_change.append(_KERNELS.clear)  # a name among the scalars may stand for another function
 _MOST_KERNELS = 64  # per operator: a probability that changes with every step must not compile each time
 _lock = threading.Lock()
-_failure = ""  # the reason if nothing can be compiled
+_failure = ""  # the reason if no kernel can be compiled
 
 
 IS_SUPPORTED = torch.__version__ >= (2, 13)  # type: ignore[operator]
-"""With torch 2.11 a compiled kernel crashed the process; 2.12 is untested."""
+"""True from torch 2.13 on. With torch 2.11 a compiled kernel crashed the process; 2.12 is untested."""
 
 
 def status() -> str:
@@ -59,7 +59,7 @@ def status() -> str:
 
 
 def kernel(signature: Signature, formula: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the CPU kernel of an operator: compiled, or else ``formula``, called with the operator's arguments."""
+    """Return an operator's CPU kernel. It runs a compiled kernel, or ``formula`` if none is loaded for the call."""
     if not IS_SUPPORTED or switches.is_without("cpu_kernels"):
         return formula
     kinds = [(i, argument.kind) for i, argument in enumerate(signature.arguments) if argument.kind]
@@ -106,7 +106,7 @@ def _layout(t: Tensor, kind: str) -> tuple[Tensor, Any]:
 
 
 def _load(signature: Signature, key: tuple[Any, ...], count: int, inputs: list[Any]) -> None:
-    """Compile the kernel for a call with ``count`` arguments and try it on ``inputs``, or note that this fails."""
+    """Compile the kernel for a call with ``count`` arguments and run it on ``inputs``. If this fails, store None."""
     global _failure
     full = (*key[:count], *(a.value for a in signature.arguments[count:]), *key[count:])
     with _lock:
@@ -134,7 +134,7 @@ def _load(signature: Signature, key: tuple[Any, ...], count: int, inputs: list[A
 
 
 def _build(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a kernel with Inductor's caches; in a fresh cache folder if that fails."""
+    """Compile a kernel with Inductor's caches, or in a fresh cache folder if the caches fail."""
     from torch._inductor.utils import fresh_cache
 
     try:
@@ -151,7 +151,7 @@ def _build(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def _example(kind: str, spec: Any, leading: list[Any], columns: Any, packed: Any, row_stride: Any) -> Tensor:
-    """Create an example of a kind with the dtype and layout in ``spec``, for data with these axes."""
+    """Create an example tensor of a kind, with the dtype and layout in ``spec``. Other arguments are symbolic sizes."""
     dtype, *layout = spec if isinstance(spec, tuple) else (spec,)
     width = packed if kind == "packed" or (kind == "per_column" and packed is not None) else columns
     sizes = {"per_row": leading, "per_column": [width], "per_head": leading[-2:-1], "seed": [1] * len(layout)}
@@ -170,11 +170,11 @@ def _compile(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    if signature.overload not in lowerings:  # Inductor would call the operator, which would call its kernel
+    if signature.overload not in lowerings:  # Inductor would call the operator, which would call this kernel
         raise RuntimeError(f"Inductor has no lowering of {signature.overload}")
     graph, mode = torch.fx.Graph(), FakeTensorMode(shape_env=ShapeEnv())
     *spec, _, axes, by_fours = key
-    # Sizes are symbols. Hints differ, as equal ones would share a symbol.
+    # Sizes are symbols. All hints differ, because equal hints would share a symbol.
     hints = (96, 1024, 2048, *range(3, axes + 1), *range(4096, 4096 + len(spec)))
     rows, columns, double, *symbols = (mode.from_tensor(torch.empty(hint)).shape[0] for hint in hints)
     row_strides, outer = symbols[-len(spec) :], symbols[: -len(spec)]

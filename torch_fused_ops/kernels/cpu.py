@@ -1,4 +1,4 @@
-"""Pointwise operators without a kernel in eager mode: the operators in plain torch, a block of rows at a time.
+"""Run pointwise operators that have no kernel in eager mode: plain torch, on a block of rows at a time.
 
 A formula has about ten elementwise steps. On large tensors each step is a pass over memory with a temporary of the
 tensor's size. On blocks that fit the cache, only arguments and results are large.
@@ -20,11 +20,11 @@ from torch_fused_ops.formulas import compute_dtype
 _HALVES = (torch.float16, torch.bfloat16)
 
 _GRAIN = 32768  # elements below which PyTorch does not divide an elementwise call among threads
-_FEWEST_BLOCKS = 4  # for fewer, whole temporaries cost less than copying the blocks' results into whole tensors
+_FEWEST_BLOCKS = 4  # up to this number, whole temporaries cost less than copying results of blocks
 
 
 def block() -> int:
-    """Elements per block: a grain per thread, and at least four. A call takes 2 µs, as much as 10,000 elements."""
+    """Return the elements per block: a grain per thread, at least 4 grains. A call costs 2 µs, or 10,000 elements."""
     return _GRAIN * max(4, torch.get_num_threads())
 
 
@@ -54,7 +54,7 @@ def in_blocks(
             return None
         if kind == "per_column":  # hundreds of partial sums: float64, so that their order does not matter
             return torch.zeros_like(part, dtype=torch.float64)
-        # A view would not do: views that a custom function returns cannot be written in place.
+        # Not a view: in-place writes fail on a view that a custom autograd function returns.
         return part.new_empty((*lead, *part.shape[1:]), dtype=dtype)
 
     outs: list[Any] = []
@@ -88,7 +88,7 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
         wide = compute_dtype(*(a for a in args if isinstance(a, Tensor)))
 
         def compute(*parts: Any) -> Any:
-            # Widened arguments give unrounded results. Storing rounds them; sums are rounded after the last block.
+            # Widened arguments give unrounded results. Copying to outs rounds them; sums are rounded at the end.
             widened = (p.to(wide) if isinstance(p, Tensor) and p.dtype in _HALVES else p for p in parts)
             computed = plain(*widened)
             return computed if isinstance(computed, tuple) else (computed,)

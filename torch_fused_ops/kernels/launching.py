@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Shared by all Triton kernels: the import of Triton, tensors as matrices, grids, and the launch."""
+"""Provide the parts that all Triton kernels share: Triton's import, tensors as matrices, grids, and launches."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def launch(
     Triton specializes a kernel on its constants and, for each argument, on its type, whether it is None or 1, and
     whether 16 divides it. The key here has the integers themselves (from shapes and strides), the tensors' dtypes and
     alignment, and everything else that Triton's ``JITFunction.run`` reads, so a kernel never serves a launch that needs
-    another specialization. The first launch of a shape goes through Triton. So do launches that depend on more: of a
-    kernel with pre-run hooks, under Triton's interpreter, and on GPUs whose backends specialize on more than a tensor's
-    alignment (AMD's: on its size).
+    another specialization. The first launch of a shape goes through Triton. So do launches that the key does not
+    identify: kernels with pre-run hooks, under Triton's interpreter, and on GPUs whose backends specialize on more
+    than a tensor's alignment (AMD's backend: on its size).
 
     Args:
         kernel: a kernel with arguments ``tensors``, ``integers``, ``constants``, in this order.
         grid: the number of programs along each axis.
         device: the tensors' device.
-        tensors, integers: positional arguments.
+        tensors, integers: the kernel's positional arguments.
         constants: ``tl.constexpr`` arguments and Triton's options, by name, in one order for all launches of a kernel.
     """
     with torch.accelerator.device_index(device.index):
@@ -142,11 +142,11 @@ def unit(columns: int, row_strides: Sequence[int], itemsize: int) -> int:
     """Return a common divisor of these sizes. A kernel receives divided sizes, and the divisor as ``tl.constexpr``.
 
     Triton only detects whether 16 divides an integer argument. If it does not, as for 1000 columns, loads and stores
-    have single elements. A constant factor of 8, 4 or 2 in the kernel allows that number of elements at once.
+    have single elements. A constant factor of 8, 4 or 2 lets the kernel load or store that number of elements at once.
 
     Args:
         columns: the number of columns of all tensors, or a divisor of it.
-        row_strides: in elements; 0 for absent tensors.
+        row_strides: row strides in elements; 0 for absent tensors.
         itemsize: the smallest element size of the tensors.
     """
     common = math.gcd(16, columns, *row_strides)

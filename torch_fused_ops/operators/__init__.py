@@ -1,4 +1,4 @@
-"""The operators: their declarations (``declaration.py``) and everything derived from these."""
+"""Turn declarations (``declaration.py``) into operators: checks, fake kernels, gradients, batching, plain torch."""
 
 from torch_fused_ops.operators import activation, viewless
 

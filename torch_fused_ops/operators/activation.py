@@ -1,4 +1,4 @@
-"""The activation family: an activation or a gated linear unit with its bias and routing weights."""
+"""Declare the activation family: an activation or a gated linear unit, with optional bias and routing weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _GLU_RULES = finite("up_offset"), above_zero("clamp", optional=True)
 
 
 def _keeps_result(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> bool:
-    """True if backward can read the result, which the next linear saves: ``Activation.gradient_from_output``.
+    """Return True if backward can read the result, which the next linear layer saves, instead of the data.
 
-    The result may be 0 only if the exact sum ``input + bias`` is 0. Two numbers of one dtype satisfy this.
+    See ``Activation.gradient_from_output``. A nonzero ``input + bias`` must not round to 0: it cannot in one dtype.
     """
     return (
         token_scale is None
@@ -61,7 +61,7 @@ bias_glu = PointwiseOperator(
 )
 
 FAMILY = bias_act, glu, bias_glu
-# The operators by qualified name.
+# Maps a qualified name, such as "fused::glu", to its operator.
 CALLS = {f"fused::{op.name}": op for op in FAMILY}
 
 for _operator in FAMILY:

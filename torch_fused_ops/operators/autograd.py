@@ -1,14 +1,14 @@
-"""The definition of every operator of this package, and its kernels for the Autograd dispatch keys.
+"""Define this package's operators, and register their kernels for the Autograd dispatch keys.
 
 ``torch.library.register_autograd`` alone is not enough: it silently gives *zero* tangents in forward mode, and raises
 under ``torch.func.grad`` and ``vmap(grad)``. So each operator has a kernel on the Autograd keys. If a functorch layer
 or a tangent is present, this kernel evaluates the operator's plain-torch reference, which PyTorch differentiates to any
-order. Otherwise it does the work of ``register_autograd``.
+order. Otherwise it saves tensors and calls the backward operator, as ``register_autograd`` would.
 
 ``torch.library.custom_op`` defines each operator: schema, fake kernel, and plain torch as the kernel of every device.
 On small tensors call overhead dominates, and custom_op's kernel wrappers would double it. So our CPU and GPU kernels
-and the Autograd kernels are registered next to custom_op's and take precedence (``register``). If only our CPU kernel
-can run next (no mode, subclass or transform is active), the Autograd kernel calls it directly. Skipping the dispatcher
+and the Autograd kernels are registered separately, and take precedence (``register``). If only our CPU kernel can run
+next (no mode, subclass or transform is active), the Autograd kernel calls it directly. Skipping the dispatcher
 saves 2.5 µs a call.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch_fused_ops.declaration import Signature
 from torch_fused_ops.operators import batching
 
-# The backends' own keys. The "Autograd" alias remains free for users of an operator.
+# Autograd keys of single backends. The alias key "Autograd" remains free for kernels that users register.
 _AUTOGRAD_KEYS = (
     "AutogradCPU",
     "AutogradCUDA",
@@ -39,7 +39,7 @@ _AUTOGRAD_KEYS = (
 library = torch.library.Library("fused", "FRAGMENT")
 
 
-COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # by overload: the function that compilers trace
+COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # overload -> its entry in ``decompositions()``
 
 
 def define(
@@ -50,7 +50,7 @@ def define(
     Args:
         name, schema: the operator's name and schema.
         kernel: calls the other operators.
-        in_aten: the implementation for compilers and transforms; None if it is ``kernel``.
+        in_aten: the function in the table of ``decompositions()``; None if that is ``kernel``.
     """
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, kernel, "CompositeImplicitAutograd")
@@ -59,7 +59,7 @@ def define(
     return overload
 
 
-# Layouts that no kernel here reads. Without these kernels torch's error suggests that the operator does not exist.
+# Keys of layouts without a kernel. They get a kernel that raises: torch's error suggests that the operator is missing.
 _NOT_DENSE = (
     "SparseCPU",
     "SparseCUDA",
@@ -85,8 +85,8 @@ def _refuses_layout(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return kernel
 
 
-_GPUS = ("CUDA", "XPU")  # dispatch keys of devices that Triton compiles for; ROCm uses CUDA
-_warned: set[str] = set()  # device types
+_GPUS = ("CUDA", "XPU")  # dispatch keys of the GPUs that Triton compiles for; ROCm uses the key CUDA
+_warned: set[str] = set()  # device types whose first call has warned
 
 
 def checked(kernel: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
@@ -102,7 +102,7 @@ def checked(kernel: Callable[..., Any], check: Callable[..., None] | None) -> Ca
 
 
 def _elsewhere(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``plain`` as the kernel for devices without kernels of ours. The first call on a device warns."""
+    """Return ``plain`` as a kernel for devices without our own kernels. A device type's first call warns."""
 
     def kernel(*args: Any) -> Any:
         device = next(a for a in args if isinstance(a, Tensor)).device.type
@@ -126,7 +126,7 @@ class Registered(NamedTuple):
     check: Callable[..., None] | None
 
 
-REGISTERED: dict[str, Registered] = {}  # by name
+REGISTERED: dict[str, Registered] = {}  # by the operator's name, without "fused::"
 
 
 def register(
@@ -140,14 +140,14 @@ def register(
     """Register ``fused::name`` with its kernels and fake kernel. Kernels and ``plain`` call ``check`` first."""
     name = signature.name
     REGISTERED[name] = Registered(signature, plain, check)
-    # custom_op's wrappers add 25 µs to every call, and the import of Dynamo (2 s) to the first. So its kernel is plain
-    # torch, for devices without kernels of ours. Kernels of ours are registered separately and take precedence.
+    # custom_op's wrappers add 25 µs to every call, and the import of Dynamo (2 s) to the first call. So custom_op only
+    # gets plain torch, for devices without our own kernels. Our kernels are registered separately and take precedence.
     defined = torch.library.custom_op(
         f"fused::{name}", checked(_elsewhere(plain), check), mutates_args=(), schema=signature.schema
     )
     defined.register_fake(fake)
     op = signature.overload
-    batched = batching.kernel(op, signature, plain)  # its checks see one example: a batch axis would make them lenient
+    batched = batching.kernel(op, signature, plain)  # checks see one example: a batch axis would make them lenient
     for key, kernel in {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu), "FuncTorchBatched": batched}.items():
         library.impl(op, checked(kernel, check), key)
     for key in _NOT_DENSE:
@@ -169,17 +169,17 @@ def _bits(*keys: Any) -> int:
 
 _CPU = _bits(_Key.CPU)
 _BELOW: int = torch._C._after_autograd_keyset.raw_repr()
-# Mask that drops the keys which plain CPU tensors and the thread may carry without affecting our operators.
+# Mask without the keys that do not affect our operators, although plain CPU tensors or the thread may carry them.
 _RELEVANT = ~_bits(_Key.ADInplaceOrView, _Key.BackendSelect, _Key.AutogradCPU, _Key.AutocastCPU) | _CPU
 
 
 def _is_cpu_next(keyset: Any) -> bool:
-    """True if our CPU kernel follows Autograd: no key of a mode, a subclass or a negative view remains."""
+    """Return True if our CPU kernel follows Autograd: no key of a mode, a subclass or a negative view remains."""
     return bool(keyset.raw_repr() & _BELOW == _CPU)
 
 
 def _is_plain_cpu(t: Tensor) -> bool:
-    """``_is_cpu_next`` outside the dispatcher, which would have merged the keys of thread and tensor."""
+    """Return ``_is_cpu_next`` for a tensor outside the dispatcher, which would add the thread's keys to its keys."""
     keys: int = torch._C._dispatch_tls_local_include_set().raw_repr() | torch._C._dispatch_keys(t).raw_repr()
     return keys & _RELEVANT == _CPU
 
@@ -192,7 +192,7 @@ def _below(op: torch._ops.OpOverload, on_cpu: Callable[..., Any], keyset: Any, a
 
 
 def _transformed(args: tuple[Any, ...]) -> bool:
-    """True under a torch.func transform, or if an argument has a tangent."""
+    """Return True under a torch.func transform, or if an argument has a tangent."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     level: int = forward_ad._current_level
@@ -211,12 +211,12 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 
 
 class SavePolicy(NamedTuple):
-    """The tensors and values that forward saves for backward.
+    """Functions that choose the tensors and values to save for backward.
 
     Attributes:
-        saved: (args, outputs) -> (tensors, values): saved for backward and passed to ``arguments``.
+        saved: (args, outputs) -> the (tensors, values) to save, which backward passes to ``arguments``.
         arguments: (tensors, values, output_mask) -> the backward operator's arguments between grad and output_mask.
-        apply: ``apply`` of the autograd function that saves them; None for ``Differentiable``.
+        apply: ``apply`` of the autograd function that saves them; None means ``Differentiable``.
     """
 
     saved: Callable[[tuple[Any, ...], Any], tuple[tuple[Tensor | None, ...], Any]]
@@ -224,7 +224,7 @@ class SavePolicy(NamedTuple):
     apply: Callable[..., Any] | None = None
 
 
-_profiler_enabled = torch._C._autograd._profiler_enabled  # only a dispatched operator has its name in a profile
+_profiler_enabled = torch._C._autograd._profiler_enabled  # a profile names only dispatched operators
 
 
 class _Operator(NamedTuple):
@@ -265,7 +265,7 @@ class Differentiable(torch.autograd.Function):
         return (None, None, None, *gradients, *(None,) * (operator.arguments - operator.tensors))
 
 
-# Function.apply looks for functorch layers first, which takes 1.2 µs; the kernel below has already done so.
+# Function.apply first looks for functorch layers, which takes 1.2 µs. The kernel below has already looked for them.
 _apply = super(torch.autograd.Function, Differentiable).apply
 
 
@@ -282,14 +282,14 @@ def differentiate(
 
     Args:
         op: an operator whose schema is (tensors…, scalars…) -> Tensor.
-        check: raises for arguments that op does not accept. The kernel does not check, and the reference broadcasts.
+        check: raises for arguments that op does not accept. on_cpu does not check, and reference would broadcast.
         reference: op in differentiable plain torch.
         on_cpu: op's CPU kernel.
-        backward: the operator (grad, saved values…, bool[] output_mask) -> a gradient or None for each tensor, and its
-            CPU kernel.
-        keep: op's arguments -> what this call saves for backward.
-        native: op's arguments on the CPU -> a differentiable PyTorch function of the first argument with op's result;
-            None if there is no such function.
+        backward: the backward operator, (grad, saved values…, bool[] output_mask) -> a gradient or None for each
+            tensor, and its CPU kernel.
+        keep: op's arguments -> the call's ``SavePolicy``.
+        native: op's arguments on the CPU -> a differentiable PyTorch function that computes op's result from the first
+            argument, or None. If native is None, no call has such a function.
     """
     arguments = op._schema.arguments
     tensors = sum("Tensor" in str(a.type) for a in arguments)

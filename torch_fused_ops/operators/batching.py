@@ -1,4 +1,4 @@
-"""The rule for ``torch.vmap``: call the operator if the batch axis can become a leading axis, else its reference."""
+"""Define ``torch.vmap``: call the operator if the batch axis can become a leading axis, otherwise its reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from torch_fused_ops.declaration import Signature
 
-_LEADING = ("data", "packed", "per_row", "scores")  # kinds of tensors that may have another leading axis
+_LEADING = ("data", "packed", "per_row", "scores")  # kinds of tensors that accept an extra leading axis
 _SHARED = ("per_column", "per_head", "mask")  # kinds of tensors that all examples may share
 
 
@@ -34,10 +34,10 @@ def _by_leading_axis(op: torch._ops.OpOverload, kinds: list[str]) -> Callable[..
 
 
 def kernel(op: torch._ops.OpOverload, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel for batched tensors, which sees one example.
+    """Return the kernel for batched tensors. Its arguments look like one example.
 
-    It runs plain torch if examples have vectors, or gradients of vectors, of their own, and for other kinds of tensors:
-    float8 blocks belong to a matrix, and a random mask is the same for every example with the same seed.
+    The kernel runs plain torch if vectors (``_SHARED``) are batched or their gradients are requested, and if there are
+    other kinds of tensors: float8 operators need matrices, and examples with equal seeds must have equal random masks.
     """
     kinds = [argument.kind for argument in signature.arguments]
     other_kinds = {*kinds, *signature.results}.difference(("", *_LEADING, *_SHARED))

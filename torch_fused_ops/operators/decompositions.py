@@ -1,7 +1,7 @@
-"""Every operator in plain aten, for graphs that other tools read: exported programs, ``make_fx``, ONNX.
+"""Decompose every operator into plain aten, for graphs that other tools read: exported programs, ``make_fx``, ONNX.
 
-These functions use ``formulas.py``, so rounding and masks equal the operators' own. ``torch.compile`` and AOTInductor
-do not need them: lowerings generate better code.
+These functions use ``formulas.py``, so they round and mask exactly as the operators do. ``torch.compile`` and
+AOTInductor do not need decompositions: lowerings generate better code.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
 
     Args:
         differentiable: whether autograd may differentiate the result, which tracing cannot detect. If True, GELU uses
-            erfc. If False, the results use the faster formulas of calls without derivatives, and a derivative at 0
-            would be wrong. Use False for ONNX: it has no erfc, and its substitute 1 - erf loses GELU's negative tail.
+            erfc. If False, the results use the faster formulas for calls without derivatives, and autograd would give
+            wrong derivatives at 0. Use False for ONNX, which replaces erfc by 1 - erf and loses GELU's negative tail.
     """
     if not isinstance(differentiable, bool):
         raise TypeError(f"differentiable={differentiable!r} is not accepted: it must be True or False")

@@ -1,7 +1,7 @@
-"""Declared operators in plain torch, on whole tensors: for tests, transforms, exports, and CPUs without a kernel.
+"""Compute declared operators in plain torch on whole tensors: for tests, transforms, exports, calls without a kernel.
 
-An operator adds to its formula: widening, layout, the sums in the gradients of biases and scales, and one rounding at
-the end.
+To a formula, an operator adds widening, unpacking, the sums in the gradients of biases and scales, and one rounding
+at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _elements(
 
 
 def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
-    """Return the operator in plain torch, computed in float32 or float64."""
+    """Return a function that computes the operator in plain torch, in float32 or float64."""
 
     def plain(*args: Any) -> Tensor:
         tensors, layout, scalars = op.split(args)
@@ -42,7 +42,7 @@ def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
 
 
 def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """Return the backward operator in plain torch. Gradients that output_mask does not request are None."""
+    """Return the backward operator as a plain-torch function. Gradients that output_mask does not request are None."""
     derived_from_data = [kind in DATA or kind == "per_column" for kind in op.kinds]
 
     def plain(grad: Tensor, *args: Any) -> Gradients:

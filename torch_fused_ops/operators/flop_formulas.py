@@ -1,7 +1,7 @@
-"""The FLOP of the GEMMs among our operators, for ``torch.utils.flop_counter``.
+"""Count the FLOP of our GEMM operators for ``torch.utils.flop_counter``.
 
-That module imports Triton (0.2 to 0.5 s), which ``import torch_fused_ops`` must not do. So formulas wait here until a
-program imports it.
+That module imports Triton (0.2 to 0.5 s), which ``import torch_fused_ops`` must not do. So this module stores formulas
+until a program imports ``flop_counter``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _formulas: dict[torch._ops.OpOverloadPacket, Callable[..., int]] = {}
 
 
 def count(op: torch._ops.OpOverload, formula: Callable[..., int]) -> None:
-    """Let ``FlopCounterMode`` count an operator: ``formula`` is given its arguments, shapes in place of tensors."""
+    """Let ``FlopCounterMode`` count op. ``formula`` is called with op's arguments, with shapes in place of tensors."""
     _formulas[op.overloadpacket] = formula
     if "torch.utils.flop_counter" in sys.modules:
         register()
@@ -32,5 +32,5 @@ def register() -> None:
 
 
 def rows_times_columns(a: Sequence[int], b: Sequence[int], **out: Any) -> int:
-    """Return 2 · t · n · k: each row of a (t, k) is multiplied by one matrix (n, k), perhaps from a stack (…, n, k)."""
+    """Return 2 · t · n · k: each of a's t rows (k,) is multiplied by a matrix (n, k) of b, which may be a stack."""
     return 2 * a[0] * a[1] * b[-2]

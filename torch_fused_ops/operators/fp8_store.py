@@ -1,15 +1,15 @@
-"""``memory="fp8"`` for one call: a mark on the operator's data, and what autograd saves because of it.
+"""Implement ``memory="fp8"`` for one call: mark the operator's data, and save marked data in float8.
 
-The mark is an operator, ``fused::keep_fp8``, so graphs and compilers' cache keys contain it. To autograd and tracers it
-is ``view_as``, and the next operator sees the mark on its result. That operator saves its data by
-``formulas.store_fp8``, and its backward operator reads them by ``load_fp8``. With our partitioner, the pre-grad pass
-turns the mark into a memory level of that operator (``memory_levels.move_fp8_marks_to_meta``).
+An operator, ``fused::keep_fp8``, sets the mark, so graphs and compilers' cache keys contain it. To autograd and tracers
+``keep_fp8`` is ``view_as``, and its result has the mark. The operator that reads this result saves its data with
+``formulas.store_fp8``, and backward restores them with ``load_fp8``. With our partitioner, the pre-grad pass turns the
+mark into a memory level of that operator (``memory_levels.move_fp8_marks_to_meta``).
 
 In eager mode storing and loading are separate passes. On GPUs each is one kernel, from the float8 linear layers
 (``KERNELS``). Their scales are powers of two, so loaded values are exact in the data's dtype. In bfloat16 GELU then
 moves 7 bytes an element forward and 9 backward (4 and 6 at ``memory="free"``), SwiGLU 12 and 16 (6 and 10). Compiled,
 GELU moves 5 and 5, SwiGLU 8 and 8. The tags and ``fused::with_saved`` steer the partitioner: without them it saves
-bfloat16 (2 bytes instead of 1, and 4 instead of 2), and stores and loads float8 in backward.
+bfloat16 (2 bytes instead of 1 for GELU, 4 instead of 2 for SwiGLU), and rounds to float8 only in backward.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torch_fused_ops.formulas import compute_dtype, load_fp8, store_fp8
 from torch_fused_ops.operators.autograd import Differentiable, SavePolicy, library
 
 KERNELS: dict[str, Callable[..., Any]] = {}
-""""store" and "load", as ``store_fp8`` and ``load_fp8`` in one pass each on GPUs; ``families/float8`` has them."""
+"""Maps "store" and "load" to functions of one pass on GPUs, for ``store_fp8`` and ``load_fp8``; set by float8."""
 
 _MARK = "_torch_fused_ops_keep_fp8"
 
 
 def keep_fp8(input: Tensor) -> Tensor:
-    """Return the input, marked: an operator whose first data it is saves its data for backward in float8."""
+    """Return a marked alias of input. An operator whose first argument has the mark saves its data in float8."""
     marked = input.view_as(input)
     setattr(marked, _MARK, True)
     return marked
 
 
 def with_saved(result: Tensor, saved: Sequence[Tensor]) -> Tensor:
-    """Return the result. In graphs it depends on ``saved``, which partitioners would otherwise compute in backward."""
+    """Return a copy of result. In graphs it depends on ``saved``, else partitioners would compute that in backward."""
     return result.clone()
 
 
@@ -53,7 +53,7 @@ KEEP_FP8, WITH_SAVED = torch.ops.fused.keep_fp8.default, torch.ops.fused.with_sa
 
 
 def _has_kernels(t: Tensor) -> bool:
-    """True if ``KERNELS`` store or load this tensor: it is on a GPU, and neither traced nor a shard."""
+    """Return True if ``KERNELS`` can store or load this tensor: it is on a GPU, and neither traced nor a shard."""
     return t.is_cuda and type(t) in (Tensor, torch.nn.Parameter) and t.shape[-1] > 0
 
 
@@ -70,13 +70,13 @@ def load(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_marked(data: Tensor) -> bool:
-    """True if an operator's first data carries the mark."""
+    """Return True if an operator's first argument has the mark."""
     return hasattr(data, _MARK)
 
 
 @contextmanager
 def _tagged(tag: str, value: Any) -> Iterator[None]:
-    """Tag nodes that a compiler traces inside the block for its partitioner, unless a checkpoint has tagged them."""
+    """Tag the nodes traced inside the block, for the compiler's partitioner. A checkpoint's tags have precedence."""
     meta = traceback.current_meta if traceback.has_preserved_node_meta() else {}
     before = dict(meta)
     if not isinstance(meta.get(tag), CheckpointPolicy):
@@ -89,12 +89,12 @@ def _tagged(tag: str, value: Any) -> Iterator[None]:
 
 
 class _DifferentiableOnce(Differentiable):
-    """An operator with a second, empty result that represents the values which are not saved.
+    """An operator with a second, empty result that represents the unsaved exact values.
 
-    The gradients depend on it, so differentiating them reaches its node, which raises.
+    Gradients depend on this result, so differentiating them calls ``backward`` for it, which raises.
 
     ``once_differentiable`` does not suffice: it raises in a node without inputs. ``torch.autograd.grad`` and sums over
-    several paths never reach this node, and second derivatives are silently 0.
+    several paths never reach that node, so second derivatives would silently be 0.
     """
 
     @staticmethod
@@ -134,14 +134,14 @@ def policy(op: PointwiseOperator) -> SavePolicy:
         tensors, traced = args[:count], traceback.has_preserved_node_meta()
         with _tagged("recompute", CheckpointPolicy.MUST_SAVE):
             stored = [part for t in tensors[:data] for part in store(t, traced and op.reads_halves(args))]
-        wide = compute_dtype(*tensors)  # in eager mode backward reads unrounded values
+        wide = compute_dtype(*tensors)  # eager: load without rounding to t.dtype
         dtypes = [t.dtype if traced or _has_kernels(t) else wide for t in tensors[:data]]
         return (*stored, *tensors[data:]), (dtypes, args[count:])
 
     def arguments(tensors: tuple[Tensor | None, ...], values: Any, _: tuple[bool, ...]) -> Any:
         dtypes, scalars = values
         stored: Any = zip(tensors[: 2 * data : 2], tensors[1 : 2 * data : 2], dtypes, strict=True)
-        with _tagged("partitioner_tag", "must_be_in_backward"):  # else forward may load the data and save the result
+        with _tagged("partitioner_tag", "must_be_in_backward"):  # else forward may load, and save loaded data
             loaded = [load(codes, scale, dtype) for codes, scale, dtype in stored]
         return *loaded, *tensors[2 * data : data + count], *scalars
 

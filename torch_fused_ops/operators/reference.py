@@ -1,7 +1,7 @@
-"""Every operator in plain torch: the oracle that kernels and lowerings are measured against, best in float64.
+"""Compute every operator in plain torch: the reference for tests of kernels and lowerings, most exact in float64.
 
-``reference.bias_glu(x, None, None, "silu", layout="swapped")`` is the declared operator (``operators``) of that name,
-``bias_glu_backward`` its backward operator, and so on. The module also exports their element functions (``formulas``).
+``reference.bias_glu(x, None, None, "silu", layout="swapped")`` computes the operator ``fused::bias_glu``,
+``reference.bias_glu_backward`` its backward operator, and so on. The module also exports ``formulas``.
 """
 
 from __future__ import annotations

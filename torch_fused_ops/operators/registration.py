@@ -27,7 +27,7 @@ from torch_fused_ops.settings.switches import is_without
 
 
 class KernelSet(NamedTuple):
-    """The kernels and rules of an operator, or of its backward operator."""
+    """The kernels of an operator or of a backward operator."""
 
     on_cpu: Callable[..., Any]  # runs on CPUs if no kernel is compiled
     on_gpu: Callable[..., Any]
@@ -35,7 +35,7 @@ class KernelSet(NamedTuple):
     fake: Callable[..., Any]
 
     def chosen(self, signature: Signature) -> KernelSet:
-        """Return these kernels with a compiled one for CPUs, or ``plain`` on all devices if kernels are turned off."""
+        """Return a copy with a compiled CPU kernel, or with ``plain`` on all devices if kernels are turned off."""
         if is_without("kernels"):
             return self._replace(on_cpu=self.plain, on_gpu=self.plain)
         return self._replace(on_cpu=compiled.kernel(signature, self.on_cpu))
@@ -53,11 +53,11 @@ def register_pair(
     """Register an operator and its backward operator, and make the operator differentiable.
 
     Args:
-        signatures: the signatures of both.
-        forward, backward: the kernels of both, which do not check their arguments.
+        signatures: signatures of the operator and of its backward operator.
+        forward, backward: their kernels, which do not check arguments.
         check: raises for arguments that the operator does not accept.
         keep, native: see ``differentiate``.
-        adapt: wraps the backward operator, so that it returns a gradient or None for each of the operator's tensors.
+        adapt: wraps the backward operator or its kernel, to return a gradient or None for each tensor of the operator.
     """
     forward, backward = forward.chosen(signatures[0]), backward.chosen(signatures[1])
     if is_without("kernels"):
@@ -98,10 +98,10 @@ def register_pointwise(op: PointwiseOperator) -> None:
 
 
 def _native(input: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Any:
-    """Return ``Activation.native`` if a call is that activation alone, else None.
+    """Return ``Activation.native`` if the call has neither bias nor scale, else None.
 
-    PyTorch's function saves the same tensors for backward as the operator. ``torch.utils.checkpoint`` therefore accepts
-    a recomputation that calls the operator because a mode is active.
+    PyTorch's function and the operator save equal tensors for backward. So ``torch.utils.checkpoint`` accepts that
+    forward calls the function, and the recomputation, under a mode, calls the operator.
     """
     return activations.get(activation).native if bias is None and scale is None else None
 
@@ -117,13 +117,13 @@ def _prefer(native: Callable[..., Any], on_cpu: Callable[..., Any]) -> Callable[
 
 
 def imported(module: str, find: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return ``find(module)`` as a function that imports the module at its first call: GPU kernels need Triton."""
+    """Return a function that calls ``find(module)``, and imports it at the first call: GPU kernels need Triton."""
     load = functools.cache(lambda: find(importlib.import_module(module)))
     return lambda *args: load()(*args)
 
 
 def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel in ``op.kernels``. Without one, and for registered activations, blocks of plain torch run."""
+    """Return op's GPU kernel. If ``op.kernels`` is None, or users registered the activation, it runs ``in_torch``."""
     if op.kernels is None:
         return in_torch
     launch = imported(op.kernels, lambda module: module.launch_of(name))
@@ -141,7 +141,7 @@ def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> C
 
 
 def _keep(op: PointwiseOperator) -> Callable[..., SavePolicy]:
-    """Return a function of a call that chooses what to save: its arguments, its result, or marked data in float8."""
+    """Return a function that chooses a call's policy: save its arguments, its result, or marked data in float8."""
     suffices, bias, count = op.keeps_result, op.bias_index, len(op.tensors)
     arguments = SavePolicy(lambda args, _: (args[:count], args[count:]), lambda tensors, scalars, _: tensors + scalars)
 
@@ -153,7 +153,7 @@ def _keep(op: PointwiseOperator) -> Callable[..., SavePolicy]:
         (out,), (bias_dtype, scalars) = saved, values
         assert out is not None
         tensors: list[Tensor | None] = [out, *[None] * (count - 1)]
-        if bias is not None and mask[bias]:  # the derivative at input + bias is the derivative at the result
+        if bias is not None and mask[bias]:  # backward reads the result as input + bias, so the bias is 0
             tensors[bias] = out.new_zeros(out.shape[-1:], dtype=bias_dtype)
         return *tensors, *scalars
 

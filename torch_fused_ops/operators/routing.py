@@ -1,4 +1,4 @@
-"""Rows of a mixture's tokens: each token once for each of its experts, and the sum of each token's rows."""
+"""Gather a row per token and expert for a mixture of experts, and sum each token's rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def readable(t: Tensor) -> bool:
-    """True if the values can be checked without waiting for a device."""
+    """Return True if t's values can be checked without waiting for a device."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     real = t.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
@@ -17,7 +17,7 @@ def readable(t: Tensor) -> bool:
 
 
 class _Gather(torch.autograd.Function):
-    """rows[i] = tokens[token_of_row[i]]; backward sums a token's rows in their order, without atomics."""
+    """Compute rows[i] = tokens[token_of_row[i]]; backward sums each token's rows, without atomics."""
 
     @staticmethod
     def forward(tokens: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """tokens[t] = the sum of a token's rows, rounded once; backward gathers."""
+    """Compute tokens[t], the sum of token t's rows, rounded once; backward gathers."""
 
     @staticmethod
     def forward(rows: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
@@ -50,18 +50,18 @@ class _Sum(torch.autograd.Function):
 
 
 def rows_of_tokens(tokens: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
-    """tokens[token_of_row], (rows, h).
+    """Return tokens[token_of_row], with shape (rows, h).
 
     Args:
         tokens: (tokens, h).
-        token_of_row: (rows,).
-        order: (tokens, k), the rows of each token.
+        token_of_row: (rows,), the token's index.
+        order: (tokens, k), the indices of each token's rows.
     """
     rows: Tensor = _Gather.apply(tokens, token_of_row, order)  # type: ignore[no-untyped-call]
     return rows
 
 
 def tokens_of_rows(rows: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
-    """The sum of each token's rows, (tokens, h); the arguments are ``rows_of_tokens``'."""
+    """Return the sum of each token's rows, with shape (tokens, h). ``rows_of_tokens`` describes the arguments."""
     summed: Tensor = _Sum.apply(rows, token_of_row, order)  # type: ignore[no-untyped-call]
     return summed

@@ -1,4 +1,4 @@
-"""``fused::make_viewless``: a tensor that shares memory with its argument but is not a view; its gradient is identity.
+"""Define ``fused::make_viewless``. Its result shares memory with the argument, but is not a view. Gradients pass.
 
 It is CompositeImplicitAutograd over ``aten._unsafe_view``, which every transform, mode and compiler supports. Eager
 calls use ``detach`` instead. ``_unsafe_view`` gives its result a separate version counter, so autograd would not notice
@@ -33,7 +33,7 @@ class _Alias(torch.autograd.Function):
 
 
 def in_transform() -> bool:
-    """True under a torch.func transform or forward-mode AD."""
+    """Return True under a torch.func transform or forward-mode AD."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -116,7 +116,7 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     Two exceptions: under ``torch.no_grad()`` a result with ``keep_graph=True`` never requires a gradient, and inside a
     ``torch.func`` transform only the differentiated tensors do.
 
-    ``torch.compile`` does not break the graph. The table's new leaf then requires a gradient and stops it, but is not a
+    ``torch.compile`` does not break the graph. There, a new leaf requires a gradient and ends backward, but is not a
     leaf and has no ``.grad``, since Dynamo creates no leaves inside a graph. Two limits: a compiled function that
     only makes its argument viewless and returns it gets a view from Inductor; and a new leaf inside a compiled
     ``torch.func.jvp`` or ``vmap`` raises, like every autograd.Function in these transforms.
@@ -137,8 +137,8 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
         TypeError: inp is not a tensor.
         ValueError: requires_grad is True and inp's dtype has no gradients.
 
-    Megatron-LM's function ignores requires_grad if keep_graph is True, and both if inp is not a view. Its result has a
-    separate version counter, so writes corrupt gradients silently, and it breaks graphs under ``torch.compile``.
+    Megatron-LM's function ignores requires_grad if keep_graph is True, and ignores both arguments if inp is not a view.
+    Its result has a separate version counter, so writes corrupt gradients silently. It breaks compiled graphs.
     """
     if isinstance(inp, torch.fx.Proxy):  # record the call: its result depends on the tensor
         return inp.tracer.create_proxy("call_function", make_viewless_tensor, (inp, requires_grad, keep_graph), {})
@@ -150,10 +150,10 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
 
 
 class MakeViewlessTensor:
-    """``make_viewless_tensor(inp, requires_grad, keep_graph=True)`` that never returns inp itself."""
+    """Calls ``make_viewless_tensor(inp, requires_grad, keep_graph=True)``, but never returns inp itself."""
 
     @staticmethod
     def apply(inp: Tensor, requires_grad: bool) -> Tensor:
-        """A viewless alias of inp, in its graph: see ``make_viewless_tensor``."""
+        """Return a viewless alias of inp, in inp's graph: see ``make_viewless_tensor``."""
         _check(inp, requires_grad)
         return _alias(inp, requires_grad, keep_graph=True)

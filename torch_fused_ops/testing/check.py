@@ -35,9 +35,9 @@ class Row:
         operator: e.g. ``bias_glu``, or ``bias_act gelu`` for the sweep over an activation's whole range.
         dtype: the dtype of the measured results.
         samples: the number of calls; for a sweep, the number of values.
-        opchecks: the number of calls that opcheck has run, including the backward operator's.
+        opchecks: the number of calls that opcheck has run, including calls of the backward operator.
         errors: the largest errors, by kind ("forward", "gradient", "sum"), in the units of ``precision.LIMITS``.
-        failures: a line for each failure.
+        failures: one line per failure.
     """
 
     operator: str
@@ -49,11 +49,11 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """True without failures."""
+        """True if there are no failures."""
         return not self.failures
 
     def note(self, where: str, errors: precision.Errors) -> None:
-        """Record the errors of results in this row's dtype."""
+        """Record the errors of results in this row's dtype, and a failure for each error above its limit."""
         for (kind, dtype), error in errors.items():
             if dtype == self.dtype:
                 self.errors[kind] = max(self.errors.get(kind, 0.0), error)
@@ -107,9 +107,9 @@ def check(
     """Run opcheck and measure precision for every operator.
 
     Args:
-        device: where to run. The truth is always computed on the CPU, in float64.
-        quick: only the core samples, and sweeps only in bfloat16.
-        progress: called with each finished row.
+        device: the device of the operators. The truth is always computed on the CPU, in float64.
+        quick: whether to run only the core samples, and sweeps only in bfloat16.
+        progress: called with each finished row, unless it is None.
     """
     device = torch.device(device)
     rows = []
@@ -125,13 +125,13 @@ _COLUMNS = ("operator", "dtype", "samples", "opcheck", "forward", "gradient", "s
 
 
 def line(cells: tuple[str, ...] = _COLUMNS) -> str:
-    """One line of the table; the heading by default."""
+    """Format one line of the table, by default the heading."""
     widths = (22, 9, 8, 8, 10, 10, 10, 4)
     return "".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
 
 
 def row_line(row: Row) -> str:
-    """A row as one line of the table."""
+    """Format a row as one line of the table."""
     errors = (precision.show(k, row.dtype, row.errors[k]) if k in row.errors else "-" for k in precision.KINDS)
     dtype = str(row.dtype).removeprefix("torch.")
     opchecks = str(row.opchecks) if row.opchecks else "-"

@@ -1,4 +1,4 @@
-"""Sample inputs and the measure of ``fused::dropout_add``; see ``samples.py`` and ``precision.py``.
+"""Generate samples of ``fused::dropout_add``, and measure its precision; see ``samples.py`` and ``precision.py``.
 
 The mask is exact: every dtype drops the same elements as float64. The result is a sum of up to three terms. If they
 cancel, no float32 formula has float32's relative accuracy, so errors are relative to the sum of absolute terms.

@@ -1,8 +1,8 @@
-"""The precision contract, and its measure.
+"""State the precision contract, and measure errors in its units.
 
 The truth is ``reference.py`` in float64 on the same arguments, widened exactly. The sum input + bias is rounded to the
-compute dtype first: near -8.4, half a unit changes gelu by 8e-6, and 0.5014 of it less an ``up_offset`` of 0.5 loses
-2e-5. There are three kinds of numbers:
+compute dtype first: an error of half an ulp changes gelu(-8.4) by 4e-6, and a sum of 0.5014 plus an ``up_offset`` of
+-0.5 by 2e-5. There are three kinds of numbers:
 
 ``forward``
     float16, bfloat16: at most 1 ulp, so the correctly rounded truth or its neighbor. float32: at most 1e-5 of the
@@ -20,7 +20,7 @@ compute dtype first: near -8.4, half a unit changes gelu by 8e-6, and 0.5014 of 
 
 Errors below an absolute floor count as 0: 2**-120 for bfloat16, 1e-30 for float32, 1e-290 for float64. float16 has no
 floor, because its subnormals are ordinary results, 2**-24 apart. An activation's value and derivative have separate
-floors, 256 times the least normal number of the compute dtype (2**-118, 3.0e-36, in float32). Below it they may be 0,
+floors, 256 times the least normal number of the compute dtype (2**-118, 3.0e-36, in float32). A smaller value may be 0,
 even if a factor (``up``, ``token_scale``, the gradient) lifts a result above the result's floor. The exponential in a
 sigmoid is infinite from 2**128 on: silu is 0 below x = -88.7, as in PyTorch, although its true value is x·2**-128. A
 truth beyond the dtype's range becomes the dtype's infinity. NaN must match NaN.
@@ -74,7 +74,7 @@ def error(got: Tensor, truth: Tensor, near: Tensor | None = None) -> Tensor:
     Args:
         got: the result, in its own dtype.
         truth: the exact result in float64.
-        near: magnitudes that replace the truth's if they are larger; None: not used.
+        near: magnitudes that replace smaller magnitudes of the truth; None replaces nothing.
 
     Returns:
         float64; infinite if only one of got and truth is finite.
@@ -127,9 +127,9 @@ def wide_args(sample: Sample) -> tuple[Any, ...]:
 
 
 def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Return ``error``'s ``near`` for the result; with a gradient in float64, for the data's gradients.
+    """Return ``error``'s argument ``near`` for the result; if ``grad`` (float64) is passed, for the gradients.
 
-    Return None for operators without an activation.
+    The values are None for operators without an activation.
     """
     op = declared_as(sample.op)
     if "activation" not in op.scalars:

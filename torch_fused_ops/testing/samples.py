@@ -1,10 +1,10 @@
-"""Sample inputs for every operator: small, named, and equal on every run and machine.
+"""Generate sample inputs for every operator: small, named, and equal on every run and machine.
 
     for sample in samples("bias_glu", device="cpu"):
         out = sample()                                  # torch.ops.fused.bias_glu(*sample.args)
     for sample in backward_samples("bias_glu"):         # calls of torch.ops.fused.bias_glu_backward
 
-A sample's name is its special feature. Its values depend only on the name, so selecting samples does not change them.
+A sample's name states its special feature. Its values depend only on its operator and name, not on other samples.
 Use samples to check another implementation (a kernel, a lowering, a sharding rule) against ``reference``.
 """
 
@@ -29,8 +29,8 @@ VIEWS = ("transposed", "sliced", "expanded", "expanded last", "offset")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 ACTIVATION_OPERATORS = tuple(op.name for op in FAMILY)
-_DECLARED = tuple(pointwise_operators())  # before this is imported
-# Families whose samples, backward_samples and measure are in a separate module of this package.
+_DECLARED = tuple(pointwise_operators())  # operators declared before this import
+# Maps operators to modules of this package that define their samples, backward_samples and measure.
 _FAMILIES = {"dropout_add": "dropout", "scaled_masked_softmax": "softmax"}
 OPERATORS = (*(op.name for op in _DECLARED), *_FAMILIES)
 
@@ -76,7 +76,7 @@ class Sample:
         return dtype
 
     def __call__(self) -> Any:
-        """The operator on these arguments."""
+        """Call the operator on these arguments."""
         return self.overload(*self.args)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Sample:
 class Case:
     """A recipe for a sample. ``shape`` is the result's shape; packed inputs double the last axis.
 
-    A field with a scalar's name sets its value. Other scalars have the schema's default.
+    A field with a scalar's name sets the scalar. Other scalars have the schema's defaults.
     """
 
     name: str
@@ -156,13 +156,13 @@ def _cases() -> Iterator[Case]:
 
 
 def cases_of_shapes() -> Iterator[Case]:
-    """Yield shapes with one or more axes, with one element, and empty."""
+    """Yield cases of tensors with one or more axes, with one element, and without elements."""
     for shape in ((1,), (7,), (0,), (0, 8), (3, 0), (1, 1), (3, 7), (2, 3, 4), (2, 3, 4, 5), (3, 2051)):
         yield Case(f"shape {'x'.join(map(str, shape))}", shape, core=shape in ((7,), (0, 8), (3, 0), (2, 3, 4)))
 
 
 def cases_of_frozen_tensors() -> Iterator[Case]:
-    """Yield each subset of the first three tensors as frozen, except the empty one."""
+    """Yield a case for each nonempty subset of the first three tensors, whose gradients are not required."""
     for mask in itertools.product((True, False), repeat=3):
         if not all(mask):
             flags = "".join("-" if m else "x" for m in mask)

@@ -1,4 +1,4 @@
-"""Sample inputs of ``fused::scaled_masked_softmax``, and the measure of its precision.
+"""Generate samples of ``fused::scaled_masked_softmax``, and measure its precision.
 
 ``forward``
     The limits of every forward result (``testing.precision``): float16 and bfloat16 are the correctly rounded truth or
@@ -85,7 +85,7 @@ def _cases() -> Iterator[_Case]:
         text = f"causal {causal} window {window} mask {bool(mask)} sink {bool(sink)}"
         core = (bool(mask), bool(sink)) == (causal, window[0] >= 0)
         yield _Case(text, (2, 2, 6, 8), "fp32", sink, mask, causal=causal, window=window, core=core)
-    for sq, sk in ((7, 4), (4, 7), (1, 9), (9, 1), (1, 1)):  # more queries than keys: some see none
+    for sq, sk in ((7, 4), (4, 7), (1, 9), (9, 1), (1, 1)):  # if sq > sk, some queries see no key
         yield _Case(f"causal {sq}x{sk}", (2, 3, sq, sk), sink="fp32", causal=True, core=sq == 7)
         yield _Case(f"window {sq}x{sk}", (2, sq, sk), window=(1, 2))
     for scale in (1.0, 0.125, 0.0, -0.7, 1e-3, 30.0):
@@ -177,7 +177,7 @@ def measure(sample: Sample) -> precision.Errors:
         return errors
     g, got = precision.gradients(sample, out)
     grad, y = g.double().cpu(), y.double()
-    truth: Any = reference.scaled_masked_softmax_backward  # Any: the sample's scalars have no types of their own
+    truth: Any = reference.scaled_masked_softmax_backward  # Any: the types of the sample's scalars are unknown
     truths = truth(grad, y, *sample.scalars, torch.float64, requested((input, sink)))
     if got[0] is not None:
         e = _gradient_error(got[0], grad, y, truths[0], sample.scalars[0], exact)

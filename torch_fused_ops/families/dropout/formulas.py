@@ -1,4 +1,4 @@
-"""Dropout with bias and residual in plain torch: random generator, formula on elements, operators."""
+"""Compute dropout with bias and residual in plain torch: random generator, formula on elements, operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHILOX_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
 
 def philox(low: Tensor, high: Tensor, seed: Tensor | int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four words of 32 random bits for a counter of two words (``word``) and a 64-bit key, an int64.
+    """Return four words of 32 random bits for a counter of two words (``word``) and a 64-bit key ``seed``, an int64.
 
     This is Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011,
     doi:10.1145/2063384.2063405), the generator of Random123, cuRAND and Triton. The counter's upper two words are 0.
@@ -35,12 +35,12 @@ def philox(low: Tensor, high: Tensor, seed: Tensor | int) -> tuple[Tensor, Tenso
 
 
 def word(x: Any) -> Any:
-    """Return the generator's word in an int64: its lower 32 bits as int32 on a GPU; x itself on a CPU.
+    """Return an int64 tensor's word: on a GPU its lower 32 bits as int32, on a CPU x itself.
 
     The generator ignores the upper bits. On GPUs words are int32, widened only for products. LLVM then recognizes a
-    32×32→64 multiplication, and one call of the generator for four elements. For bfloat16 on sm_90, 8 elements a
-    thread, dropout takes 21 instructions an element, and 54 with int64 words (H200's budget for one tensor read and
-    written: 28). On CPUs products need int64, and Inductor's vectors have few conversions between int32 and int64.
+    32×32→64 multiplication, and merges the generator calls of four elements. For bfloat16 on sm_90, 8 elements a
+    thread, dropout takes 21 instructions an element, and 54 with int64 words. (While an H200 reads and writes an
+    element, it can run 28.) On CPUs products need int64; Inductor's vectors have few conversions to and from int32.
     """
     return x if isinstance(x, int) or x.device.type == "cpu" else x.to(torch.int32)
 
@@ -71,7 +71,7 @@ def keep_threshold(p: float) -> int:
 
 
 def mask_of_four(counter: Tensor, seed: Tensor | int, p: float) -> Tensor:
-    """Return the mask of a counter's four elements for CPUs: one byte each of an int32, 0 for dropped ones, else 1."""
+    """Return the mask of a counter's four elements as an int32's bytes, 0 for dropped elements, else 1; for CPUs."""
     bits = torch.zeros_like(counter)
     for i, random in enumerate(philox(counter, counter >> 32, seed)):
         bits = bits | torch.where((random & _WORD) >= keep_threshold(p), 1 << 8 * i, 0)
@@ -79,9 +79,9 @@ def mask_of_four(counter: Tensor, seed: Tensor | int, p: float) -> Tensor:
 
 
 def mask_at(counter: Tensor, lane: Tensor, seed: Tensor, p: float) -> Tensor | None:
-    """Return False for dropped elements; the row-major index is 4·counter + lane mod 4, in int64.
+    """Return the mask, False for dropped elements. An element's row-major index is 4·counter + lane mod 4, in int64.
 
-    Four neighbors share one call of the generator, which gives a word for each. If p rounds to 0 or 1, return None.
+    Four neighbors share a generator call, which returns a word for each neighbor. If p rounds to 0 or 1, return None.
     """
     if not is_random(p):
         return None
@@ -100,7 +100,7 @@ def is_random(p: float) -> bool:
 
 
 def dropped(x: Tensor, mask: Tensor | None, p: float) -> Tensor:
-    """Return x · mask/(1 − p): for the result's gradient, the input's gradient, whose sum is the bias's gradient."""
+    """Return x · mask/(1 − p). If x is the result's gradient, this is the input's gradient; its sum is the bias's."""
     if mask is None:  # the mask is not random
         return x * keep_scale(p)
     if mask.dtype == torch.uint8:
@@ -111,7 +111,7 @@ def dropped(x: Tensor, mask: Tensor | None, p: float) -> Tensor:
 def dropout_add_element(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor | None, p: float
 ) -> Tensor:
-    """(x + bias) · mask/(1 − p) + residual."""
+    """Return (x + bias) · mask/(1 − p) + residual."""
     y = dropped(x if bias is None else x + bias, mask, p)
     return y if residual is None else y + residual
 
@@ -125,7 +125,7 @@ def row_major(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def mask(like: Tensor, seed: Tensor, p: float) -> Tensor | None:
-    """Return False for each dropped element of a tensor; None if p rounds to 0 or 1."""
+    """Return a tensor's mask, False for dropped elements; None if p rounds to 0 or 1."""
     return mask_at(*row_major(like.shape, like.device), seed.reshape(()), p)
 
 
@@ -133,11 +133,11 @@ _COUNTERS_PER_BLOCK = 1 << 13  # their words fit the cache
 
 
 def mask_in_fours(like: Tensor, seed: Tensor, p: float) -> Tensor | None:
-    """``mask`` for eager CPUs, as bytes 1 and 0, computed in blocks with one generator call for four elements."""
+    """Return ``mask`` as bytes, 0 for False, for eager CPUs: in blocks, with a generator call for four elements."""
     if not is_random(p):
         return None
     counters = torch.arange(-(-like.numel() // 4), device=like.device).split(_COUNTERS_PER_BLOCK)
-    key = int(seed)  # operations on numbers instead of tensors take half of a small call's time
+    key = int(seed)  # with a number instead of a tensor, a small call takes half the time
     fours = torch.cat([mask_of_four(counter, key, p) for counter in counters])
     return fours.view(torch.uint8)[: like.numel()].view(like.shape)
 
@@ -151,7 +151,7 @@ def dropout_add(
     *,
     draw: Callable[[Tensor, Tensor, float], Tensor | None] = mask,
 ) -> Tensor:
-    """residual + dropout(input + bias); input (..., n), bias (n,), residual as input, seed int64 with one element."""
+    """Return residual + dropout(input + bias); input (..., n), bias (n,), residual like input, seed one int64."""
     dtype = compute_dtype(input, bias, residual)
     keep = draw(input, seed, p)
     y = dropout_add_element(input.to(dtype), widened(dtype, bias), widened(dtype, residual), keep, p)

@@ -46,7 +46,7 @@ def _product(word, FACTOR: tl.constexpr):
 
 @triton.jit
 def _philox(low, high, seed):
-    """``formulas.philox``, in uint32."""
+    """Compute ``formulas.philox`` in uint32."""
     zero = low * 0
     c0, c1, c2, c3 = low, high, zero, zero
     k0 = seed.to(tl.uint32)
@@ -65,7 +65,7 @@ def _factor(
     seed, r, c, columns,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FOURS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Return mask/(1 − p) for a tile. FOURS: each row begins with the first of four words."""
+    """Return mask/(1 − p) for a tile. FOURS: each row begins with the first word of a generator call."""
     key = tl.load(seed).to(tl.uint64, bitcast=True)
     if FOURS:
         counter = r[:, None] * (columns // 4) + (c >> 2)[None, :]
@@ -90,7 +90,7 @@ def _forward(
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = (input + bias) · mask · SCALE + residual; None operands are skipped. If THRESHOLD is None, mask is 1."""
+    """Compute out = (input + bias) · mask · SCALE + residual. Skip None operands. If THRESHOLD is None, mask is 1."""
     columns, input_row, residual_row = columns * UNIT, input_row * UNIT, residual_row * UNIT
     c = _columns(BLOCK_N, WIDE)
     r = _row_block(FLAT, WIDE) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -115,7 +115,7 @@ def _backward(
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_input = grad · mask · SCALE, and its sums over the rows of this program's ``steps`` consecutive tiles."""
+    """Compute d_input = grad · mask · SCALE, and its sums over the rows of this program's ``steps`` tiles."""
     columns, grad_row, sums_row = columns * UNIT, grad_row * UNIT, sums_row * UNIT
     c = _columns(BLOCK_N, WIDE)
     block = _row_block(FLAT, WIDE)
@@ -149,7 +149,7 @@ def _constants(p: float, columns: int) -> dict[str, Any]:
 
 
 def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
-    """residual + dropout(input + bias), in one kernel; see ``formulas.dropout_add``."""
+    """Return residual + dropout(input + bias), in one kernel; see ``formulas.dropout_add``."""
     out = (input if residual is None else residual).new_empty(input.shape)
     if out.numel() == 0:
         return out
@@ -182,7 +182,7 @@ def dropout_add_backward(
     d_input = grad.new_empty(grad.shape, dtype=dtype) if output_mask[0] else None
     bias = (
         grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
-    )  # only its shape and dtype count
+    )  # only its shape and dtype are read
     if grad.numel() == 0 or not any(output_mask):
         return d_input, _zeros(bias)
     columns, wide = grad.shape[-1], formulas.dropout_backward_dtype(grad, dtype, bias_dtype)

@@ -1,4 +1,4 @@
-"""``fused::dropout_add`` and its backward operator.
+"""Declare and register ``fused::dropout_add`` and its backward operator.
 
 The mask is a function of the seed and an element's index, so backward recomputes it and only the seed is saved.
 
@@ -31,7 +31,7 @@ dropout_add = OpaqueOperator(
     pointwise=True,
     gradients=Signature(
         "dropout_add_backward",
-        # dtype, bias_dtype: of input and bias, and of their gradients. The residual's gradient is grad itself.
+        # dtype, bias_dtype: dtypes of input and bias, and of their gradients. The residual's gradient is grad itself.
         arguments_of(
             grad="Tensor: data",
             seed="Tensor: seed",

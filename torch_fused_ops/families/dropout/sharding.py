@@ -1,9 +1,9 @@
-"""DTensor: dropout on shards.
+"""Apply dropout to the shards of DTensors.
 
-``fused::dropout_add``'s mask depends on an element's place in its argument, here the shard. So the operator on a
-sharded tensor is not the operator on the whole one, and masks repeat unless the shards' seeds differ.
-``functional.bias_dropout_add`` handles both, in ``dropout_add_by_shards``. Direct calls of the operator on DTensors
-need a seed that differs by rank (``functional.shard_seed``), and gradients that are sharded as the result.
+``fused::dropout_add``'s mask depends on an element's index in its argument, here the shard. So the shards' masks differ
+from the whole tensor's mask, and shards with equal seeds have equal masks. ``functional.bias_dropout_add`` gives each
+shard a seed (``dropout_add_by_shards``). Direct calls of the operator on DTensors need a seed that differs by rank
+(``functional.shard_seed``), and gradients with the result's placements.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def shard_seed(seed: Tensor, *coordinates: int | Tensor) -> Tensor:
 
     Args:
         seed: int64.
-        *coordinates: the shard's place along each mesh dimension (or group of ranks) that shards the tensor. Without
-            any, the result is seed.
+        *coordinates: the shard's index along each mesh dimension (or group of ranks) that shards the tensor. Without
+            coordinates, the result is seed.
 
     Returns:
-        int64, shaped as seed.
+        int64, with seed's shape.
 
     Raises:
         TypeError: seed is not a tensor.
@@ -48,9 +48,9 @@ def shard_seed(seed: Tensor, *coordinates: int | Tensor) -> Tensor:
 
 
 def _placements(t: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """Placements for t, for a bias over its last axis, and for that bias's gradient (partial sums over other axes).
+    """Return placements for t, a bias over its last axis, and the bias's gradient (partial sums over other axes).
 
-    t's partial sums are added first, as dropout must see each element once.
+    A partial t becomes replicated, because dropout must apply to the total, and once.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

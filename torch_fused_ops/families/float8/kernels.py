@@ -92,9 +92,9 @@ def _of_pair(pair, HIGH: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _high_once(pair, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Return the upper number of a pair, by another instruction than ``_of_pair`` uses.
+    """Return the upper number of a pair. The instruction differs from the instruction in ``_of_pair``.
 
-    ptxas sees through ``_anew``, and spills instead of masking a word twice: 16 words on sm_90.
+    With equal instructions, ptxas (it sees through ``_anew``) spills 16 words on sm_90 instead of masking them twice.
     """
     if PTX and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -148,7 +148,7 @@ def _largest_of_strips(strips, PTX: tl.constexpr):
 
 @triton.jit
 def _anew(strips, PTX: tl.constexpr):
-    """Hide the strips' origin from the compiler, which would keep the unpacked float32 values in registers."""
+    """Hide the strips' origin from the compiler, which would otherwise hold unpacked float32 values in registers."""
     if PTX:
         hidden = ()
         for i in tl.static_range(len(strips)):
@@ -177,7 +177,7 @@ def _to_fp8(x, NATIVE: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2⁻⁶ the spacing is 2⁻⁹, as between float32 numbers from 2¹⁴ on: 0x46800000.
+        # Below 2⁻⁶ float8's spacing is 2⁻⁹. From 2¹⁴ on (0x46800000) so is float32's: adding 2¹⁴ rounds.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7F))
         return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -185,7 +185,7 @@ def _to_fp8(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def _from_fp8(code, NATIVE: tl.constexpr):
-    """Convert the bits of float8_e4m3fn to float32. Without NATIVE, NaN becomes 480; its scale is NaN or infinite."""
+    """Convert float8_e4m3fn's bits to float32. Without NATIVE, NaN becomes 480, but its scale is NaN or infinite."""
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -205,7 +205,7 @@ def _scale(largest):
 
 @triton.jit
 def _code(x, PTX: tl.constexpr, FNUZ: tl.constexpr):
-    """Convert a number up to 448 to float8, and return the byte. FNUZ lacks −0, which becomes 0."""
+    """Convert a number of at most 448 to float8, and return the byte. FNUZ: −0, which e4m3fnuz lacks, becomes 0."""
     code = _to_fp8(x, PTX)
     if FNUZ:
         code = tl.where(code == 0x80, 0, code).to(tl.uint8)
@@ -231,7 +231,7 @@ def _four(a, b, c, d, PTX: tl.constexpr, FNUZ: tl.constexpr):
 
 @triton.jit
 def _in_order(s, COLUMNS: tl.constexpr):
-    """Put the values of 8 strips in row order: (16,) each into (128,), or (16, 4), per 32 columns, into (4, 128)."""
+    """Merge the values of 8 strips in row order: (16,) each into (128,), with blocks of 32 (16, 4) into (4, 128)."""
     even = tl.join(tl.join(s[0], s[4]), tl.join(s[2], s[6]))
     odd = tl.join(tl.join(s[1], s[5]), tl.join(s[3], s[7]))
     if COLUMNS == NARROW:
@@ -267,7 +267,7 @@ def _store_transposed(
     s, inverse, values, stride, columns_left, WIDE: tl.constexpr, PTX: tl.constexpr,
     words_left=None, FNUZ: tl.constexpr = False,
 ):  # fmt: skip
-    """Store 8 strips · inverse transposed. ``values``, ``stride`` and ``words_left`` in a row count words."""
+    """Store the transpose of 8 strips · inverse. ``values``, ``stride`` and ``words_left`` (in a row) count words."""
     low = _four(s[0] * inverse, s[1] * inverse, s[2] * inverse, s[3] * inverse, PTX, FNUZ)
     high = _four(s[4] * inverse, s[5] * inverse, s[6] * inverse, s[7] * inverse, PTX, FNUZ)
     words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (SIDE, SIDE // 4))
@@ -287,7 +287,7 @@ def _places(SIZE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _tile_of(column_blocks):
-    """(row, column) of this program's tile."""
+    """Return the (row, column) of this program's tile, counted in tiles."""
     program = tl.program_id(0)
     return (program // column_blocks).to(tl.int64), (program % column_blocks).to(tl.int64)
 
@@ -352,7 +352,7 @@ def _beside_columns(of_blocks, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
-    """Return the scales' offsets within a tile. ``place``: their offsets along the other axis."""
+    """Return the scales' offsets within a tile: ``place``, with blocks of 32 plus ``stride`` for each of 4 parts."""
     if COLUMNS == NARROW:
         return tl.arange(0, PARTS)[:, None] * stride + place[None, :]
     else:
@@ -361,7 +361,7 @@ def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _scales_left(place, left, part, blocks_left, COLUMNS: tl.constexpr):
-    """The mask of a tile's scales: ``left`` along one axis, ``blocks_left`` of its ``part`` along the other."""
+    """Return the mask of a tile's scales: place < ``left``, and with blocks of 32 part < ``blocks_left``."""
     if COLUMNS == NARROW:
         return (place < left)[None, :] & (part < blocks_left)
     else:
@@ -373,7 +373,7 @@ def _pairs_of_tile(
     input, input_scales, first, place, rows, rows_left, columns_left, input_row, input_column,
     COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile's 8 strips as 4 pairs of neighbors. With ``input_scales``, input is float8 with a scale per row."""
+    """Load a tile's 8 strips as 4 pairs of neighbors. With ``input_scales``, input is float8 in blocks of one row."""
     strips = ()
     for i in tl.static_range(0, STRIPS, 2):
         two = ()
@@ -404,7 +404,7 @@ def _quantize(
     rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
     ROWS: tl.constexpr, ROWS_T: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Input (rows, columns) in blocks of (ROWS, COLUMNS), its transpose in blocks of (ROWS_T, COLUMNS).
+    """Quantize input (rows, columns) in blocks of (ROWS, COLUMNS), its transpose in blocks of (ROWS_T, COLUMNS).
 
     values (rows, values_row) and scales are ``float8.quantize(input, ROWS, COLUMNS)``; values_t
     (columns, 4 · values_t_row), in words, and scales_t are ``float8.quantize(inputᵀ, ROWS_T, COLUMNS)``. If ROWS or
@@ -473,7 +473,7 @@ def _quantize(
 
 @triton.jit
 def _inverse(scale, FNUZ: tl.constexpr):
-    """Return 1 / scale. FNUZ: 2 / scale, because the stored bytes are e4m3fn's (``_code``)."""
+    """Return 1 / scale. FNUZ: 2 / scale, because e4m3fnuz reads an e4m3fn byte (``_code``) as half its value."""
     bits = -scale.to(tl.int32, bitcast=True) + INVERSE
     return (bits + LEAST_SCALE if FNUZ else bits).to(tl.float32, bitcast=True)
 
@@ -483,7 +483,7 @@ def _quantize_rows(
     input, values, scales, rows, columns, input_one, input_row, input_column, scale_one, scale_row,
     PLACES: tl.constexpr, KNOWN: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantize`` of rows with up to PLACES columns. KNOWN: ``float8.quantize_by``, for any number of columns.
+    """Compute ``float8.quantize`` of rows with up to PLACES columns; if KNOWN, ``float8.quantize_by`` with any number.
 
     Each program processes PLACES elements of a row, in one matrix of a stack.
     """
@@ -510,7 +510,7 @@ def _quantize_turned(
     scale_one, scale_column, values_t_row,
     WIDE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantize_by`` of inputᵀ, as words: values_t (columns, values_t_row).
+    """Compute ``float8.quantize_by`` of inputᵀ. values_t (columns, values_t_row) has four values per word.
 
     Each program processes a tile, in one matrix of a stack.
     """
@@ -538,7 +538,7 @@ def _dequantize_rows(
     out, values, scales, columns, scale_row,
     LARGEST: tl.constexpr, PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.dequantize`` for rows or a single block, PLACES elements per program. out and values are contiguous."""
+    """Compute ``float8.dequantize`` for rows or one block, PLACES elements a program; out and values are contiguous."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     scale = tl.load(scales + row * scale_row)
     code = tl.load(values + row * columns + place, mask=place < columns, other=0)
@@ -557,7 +557,7 @@ def _strip(matrix, row, place, row_stride, column_stride, mask):
 
 @triton.jit
 def _parking(values_t, stride, row, STRIP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Return a 16-bit strip's addresses in a transposed float8 tile, which has room for four. row: 0 to 15."""
+    """Return a 16-bit strip's addresses in a transposed float8 tile, which has room for four strips. row: 0 to 15."""
     r, c = row[:, None], _places(SIDE, WIDE)[None, :]
     half: tl.constexpr = SIDE // 2
     places = (STRIP * 2 * STRIP_ROWS + r * 2 + c // half) * (stride * 2) + c % half
@@ -588,14 +588,14 @@ def _gradients(
 ):  # fmt: skip
     """Compute the gradients of act(gate) or act(gate) · up, and the transposed result, all quantized.
 
-    Each gradient is stored in blocks of (1, COLUMNS), transposed in blocks of (1, COLUMNS), and summed over each
-    tile's rows. The result is stored transposed, in blocks of (128, 128) or (1, 32). ``width``: columns of a gradient.
-    WHOLE: every tile is complete. With COLUMNS of 32 every tile is.
+    Each gradient, and its transpose, is stored in blocks of (1, COLUMNS). Each gradient is summed over each tile's
+    rows. The result is stored transposed, in blocks of (128, 128) or (1, 32). ``width``: columns of a gradient.
+    WHOLE: every tile is complete, as always with COLUMNS of 32.
 
-    A pair holds an element's gradients for gate and up; without up, its gradient and its result. With up, registers do
-    not suffice for the result: at 128 registers per thread two programs share a multiprocessor, and one loads while the
-    other computes. In 16 bits, the result is parked in the memory of the program's last two transposed tiles, and thus
-    in the cache. That costs half an instruction per element; recomputing it costs 17.
+    A pair holds an element's gradients for gate and up; without up, its gradient and its result. With up, the result
+    does not fit 128 registers per thread. With 128, two programs share a multiprocessor, and one loads while the other
+    computes. A 16-bit result is parked in the memory of the program's last two transposed tiles, and thus in the cache.
+    Parking costs half an instruction per element, recomputing the result 17.
     """
     PAIR: tl.constexpr = up is not None
     DTYPE: tl.constexpr = gate.dtype.element_ty
@@ -833,7 +833,7 @@ def _strides_of_scales(scales: Tensor) -> tuple[int, int]:
 
 
 def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
-    """``float8.quantize_by`` in one kernel, which reads and writes along contiguous axes."""
+    """Compute ``float8.quantize_by`` in one kernel, which reads and writes along contiguous axes."""
     r, c = input.shape[-2:]
     if not (_is_turned(input) and c % 4 == 0 and input.numel()):
         return _in_rows(input, scales.contiguous(), known=True)
@@ -849,7 +849,7 @@ def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """``float8.quantize`` in one kernel, which reads and writes along contiguous axes.
+    """Compute ``float8.quantize`` in one kernel, which reads and writes along contiguous axes.
 
     For a single block, and for rows that are too long or not contiguous, torch finds the largest elements first.
     """
@@ -884,7 +884,7 @@ def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
 
 
 def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """``float8.dequantize`` in one kernel for rows or a single block. No recipe has other blocks; torch runs them."""
+    """Compute ``float8.dequantize``: in one kernel for rows or a single block, in plain torch for other blocks."""
     r, c = values.shape
     if rows not in (1, r) or float8.columns_of(values, scales, rows) != c:
         return float8.dequantize(values, scales, rows, dtype)
@@ -902,7 +902,7 @@ def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
 
 
 def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """``fused::…_backward_quantized`` of a declared operator (``quantized.py``) in one pass over grad and data.
+    """Compute ``fused::…_backward_quantized`` of an operator (``quantized.py``) in one pass over grad and data.
 
     Gradients and the result are rounded to data's dtype before they are quantized, as in separate operators.
 
@@ -992,7 +992,7 @@ _ROWS_OF_A, _ROWS_OF_B, _BLOCKS_OF_K = 8, 16, 4
 
 
 def _up_to(t: Tensor, axis: int, multiple: int) -> Tensor:
-    """Pad an axis with zeros to a multiple. The result is contiguous even along axes of size 1: strides are checked."""
+    """Pad an axis with zeros to a multiple. The result is contiguous even along axes of size 1, as torch checks it."""
     missing = -t.shape[axis] % multiple
     if missing:
         shape = list(t.shape)
@@ -1005,12 +1005,12 @@ def _multiply(
     a: Tensor, of_a: tuple[Tensor, ScalingType], b: Tensor, of_b: tuple[Tensor, ScalingType],
     bias: Tensor | None, dtype: torch.dtype, rows_of_a: int = 1, swizzle: SwizzleType | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return a · bᵀ + bias by torch's libraries, without fast accumulation: float16 and float32 accumulate in float32.
+    """Return a · bᵀ + bias by torch's libraries, without fast accumulation. For float16 the GEMM returns float32.
 
     Args:
         a, b: (m, k), (n, k). Their rows are padded with zeros to multiples.
-        of_a, of_b: scales and recipe of each operand.
-        rows_of_a: a's rows are padded to a multiple of it.
+        of_a, of_b: scales and scaling type of each operand; ``swizzle`` is the layout of both scales.
+        rows_of_a: a's rows are padded to a multiple of this number.
     """
     (m, k), n = a.shape, b.shape[0]
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -1033,10 +1033,10 @@ def _multiply(
 def scaled_mm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """``float8.product``. Blocks of 128 use cuBLASLt (CUDA 12.9) on sm_90.
+    """Compute ``float8.product``. Blocks of 128 use cuBLASLt (CUDA 12.9) on sm_90.
 
-    Rows use CUTLASS on sm_89 and sm_100, cuBLASLt on sm_90, and hipBLASLt on ROCm. With a scale per row these return
-    bfloat16. Other results are computed without scales in float32, and then multiplied by the scales.
+    Rows use CUTLASS on sm_89 and sm_100, cuBLASLt on sm_90, and hipBLASLt on ROCm. These GEMMs apply a scale per row
+    only to bfloat16 results. For other dtypes the GEMM has no scales and returns float32, which is then scaled.
 
     Raises:
         NotImplementedError: from torch, on devices without such GEMMs (``recipes.RECIPES``).
@@ -1076,9 +1076,9 @@ def scaled_mm_tiled(
 def scaled_grouped_mm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """``float8.grouped_product`` by CUTLASS on sm_90, without fast accumulation.
+    """Compute ``float8.grouped_product`` by CUTLASS on sm_90, without fast accumulation.
 
-    Groups may have any number of rows, also 0: every row is aligned, since k is a multiple of 16 (ATen's
+    Groups may have any number of rows, even 0: every row is aligned, since k is a multiple of 16 (ATen's
     GroupMMCommon.cuh).
 
     Raises:

@@ -1,9 +1,9 @@
-"""``fused::linear_fp8``, a linear layer whose GEMMs run in float8, and the operators that it calls.
+"""Define ``fused::linear_fp8``, a linear layer whose GEMMs run in float8, and the operators that it calls.
 
     quantize           float8 values and a scale per block: (1, 128), (128, 128), (1, 32), a row, or the whole matrix
-    quantize_by        quantize with scales that are known
+    quantize_by        quantize with known scales
     dequantize         the inverse of quantize, except for rounding
-    requantize         turns a matrix quantized along its rows into one quantized along its columns, as weights are
+    requantize         converts a quantized matrix to its quantized transpose, in the blocks of a weight
     scaled_mm          a GEMM of two quantized matrices
     scaled_mm_tiled    a GEMM in blocks of (1, 32), with scales in sm_100's layout; only lowerings call it
     linear_fp8         input · weightᵀ + bias and its gradients, by a recipe (``recipes.RECIPES``)
@@ -15,8 +15,8 @@
 them (``lowerings/float8.py``).
 
 A weight's gradient sums over the tokens. If this GEMM runs in float8, both operands are quantized along the tokens: the
-gradient as data, and the input as a weight, which makes the GEMM faster on sm_90 (docs/fp8.md). Backward then needs
-only the quantized input, a byte per element. Otherwise the GEMM runs in the model's dtype, and the input is saved.
+gradient in blocks of data, the input in blocks of a weight, which makes the GEMM faster on sm_90 (docs/fp8.md). Forward
+then saves only the quantized input, a byte per element. Otherwise the model's dtype is used, and the input is saved.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def register_plain(
 def _register_product(
     name: str, doc: str, scales: str, others: dict[str, str], plain: Callable[..., Any], check: Callable[..., None]
 ) -> torch._ops.OpOverload:
-    """Register a GEMM of two quantized matrices, (a, a_{scales}, b, b_{scales}, others…, dtype), with its FLOP."""
+    """Register a GEMM of quantized matrices, (a, a_{scales}, b, b_{scales}, others…, dtype), and its FLOP formula."""
     data, of_data = "Tensor: data", "Tensor: scales"
     operands = {"a": data, f"a_{scales}": of_data, "b": data, f"b_{scales}": of_data}
     arguments = arguments_of(**operands, **others, dtype="ScalarType")
@@ -298,7 +298,7 @@ def _refuse_second_derivative(name: str, grad: Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer of a matrix. Each GEMM's operands are quantized along the axis that it sums over."""
+    """A linear layer on a matrix. Each GEMM's operands are quantized along the axis that the GEMM sums over."""
 
     @staticmethod
     def forward(
@@ -387,7 +387,7 @@ define(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """A linear layer of rows that are sorted by expert, with a scale for each row and each expert."""
+    """A linear layer for each expert, on rows sorted by expert. Each row, and each weight column, has a scale."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

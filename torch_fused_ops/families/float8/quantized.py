@@ -1,12 +1,12 @@
 """Operators that compute backward's float8 operands in one pass over memory.
 
-Backward multiplies a gradient twice: by the weight, quantized along the gradient's rows, and by the input, quantized
-along its columns. The sum over its rows is the bias's gradient. If the gradient is an activation's, backward also
-multiplies the activation's result, quantized along its columns. Compiled backward graphs call these operators if they
-contain all of these steps (``lowerings/float8.py``).
+Backward multiplies a gradient twice: quantized along its rows, by the weight; and quantized along its columns, by the
+input. The gradient's sum over the rows is the bias gradient. If an activation computes the gradient, another GEMM reads
+the activation's result, quantized along its columns. Compiled backward graphs call these operators if they contain all
+of these steps (``lowerings/float8.py``).
 
     quantize_both              quantizes a matrix along its rows and along its columns
-    …_backward_quantized       the same for an activation's gradients, with their sums, and for its result
+    …_backward_quantized       computes an activation's gradients, quantized both ways, their sums, and its result
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.operators import eager
 from torch_fused_ops.operators.activation import FAMILY
 
-# The operators for which ``kernels.py`` has a kernel, and their quantized backward.
+# Maps each operator for which ``kernels.py`` has a kernel to its …_backward_quantized.
 QUANTIZED: dict[PointwiseOperator, torch._ops.OpOverload] = {}
 RESULTS = 5  # per gradient: values and scales along its rows, values and scales along its columns, sums
 
@@ -39,14 +39,14 @@ def _check_quantize_both(input: Tensor, columns: int = BLOCK) -> None:
 
 
 def _sums(gradient: Tensor) -> Tensor:
-    """Sum each 128 rows in float32. Returns (tiles, columns)."""
+    """Sum every 128 rows in float32. Return a tensor (tiles, columns)."""
     rows = gradient.shape[0]
     wide = torch.nn.functional.pad(gradient.to(torch.float32), (0, 0, 0, float8.padded(rows) - rows))
     return wide.reshape(-1, BLOCK, gradient.shape[1]).sum(1)
 
 
 def _signature(op: PointwiseOperator) -> Signature:
-    """``…_backward_quantized`` of a declared operator, for calls without biases and scales."""
+    """Return the signature of an operator's ``…_backward_quantized``, for calls without biases and scales."""
     return Signature(
         f"{op.name}_backward_quantized",
         (*op.backward.arguments[: 1 + op.num_data], *op.required_scalars, *arguments_of(columns=f"int={BLOCK}")),
@@ -73,7 +73,7 @@ def _quantized_backward(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ..
 
 
 def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a fake kernel that calls the function on tensors without data. Results are contiguous, as a kernel's are."""
+    """Make a fake kernel, which calls the function on tensors without data. Its results are contiguous, as a kernel's are."""
 
     def fake(*args: Any) -> Any:
         device = next(a for a in args if isinstance(a, Tensor)).device

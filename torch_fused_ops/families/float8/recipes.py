@@ -1,4 +1,4 @@
-"""Float8 recipes of linear layers (``docs/fp8.md``): blocks of the operands, GEMMs in float8, and accepted devices.
+"""Define linear layers' float8 recipes (``docs/fp8.md``): blocks of the operands, GEMMs in float8, accepted devices.
 
 Checks, reasons and docs read this table, without importing torch.
 """
@@ -13,7 +13,7 @@ MX_BLOCK = 32
 
 
 class Block(NamedTuple):
-    """The shape of the elements that share a scale. None: the whole axis."""
+    """The shape of a block, whose elements share a scale. None means the whole axis."""
 
     rows: int | None
     columns: int | None
@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """The blocks of a GEMM's operands. Each block lies along the axis that the GEMM sums over.
+    """The blocks of a GEMM's operands, and its requirements. A block extends along the axis that the GEMM sums over.
 
     Attributes:
         noun: the block's name in messages.
@@ -35,7 +35,7 @@ class Scaling(NamedTuple):
         multiple: a weight's sizes must be multiples of it.
         sm: NVIDIA compute capabilities that have such GEMMs.
         cuda: the oldest CUDA version.
-        amd: AMD architectures.
+        amd: AMD architectures that have such GEMMs.
         grouped: NVIDIA compute capabilities that have such grouped GEMMs, for a mixture's experts.
     """
 
@@ -66,8 +66,8 @@ BLOCKS = Scaling(
     sm=((9, 0),),
     cuda=(12, 9),
 )
-# torchao's rowwise_with_gw_hp: a weight's transpose has one scale, the largest of forward's, so that backward reads the
-# weight once. CUTLASS, cuBLASLt and hipBLASLt have the GEMMs (ATen's RowwiseScaledMM.cu, ScaledBlas.cpp).
+# torchao's rowwise_with_gw_hp: a weight's transpose has one scale, the largest of forward's scales, so that backward
+# reads the weight once. CUTLASS, cuBLASLt and hipBLASLt have the GEMMs (ATen's RowwiseScaledMM.cu, ScaledBlas.cpp).
 ROWS = Scaling(
     noun="row",
     data=Block(1, None),
@@ -93,8 +93,7 @@ MX = Scaling(
 
 
 class Recipe(NamedTuple):
-    """A linear layer's GEMMs that run in float8: for the result and the input's gradient, and if ``wgrad`` also for
-    the weight's gradient."""
+    """The float8 GEMMs of a linear layer: for the result, the input gradient, and if ``wgrad`` the weight gradient."""
 
     scaling: Scaling
     wgrad: bool

@@ -1,9 +1,9 @@
-"""DTensor: float8's operators on shards (``sharding.py`` registers these rules).
+"""Define DTensor rules for the float8 operators (``distributed/sharding.py`` registers them).
 
-A shard can be quantized separately if it consists of whole blocks: along rows if a block lies within a row, otherwise
-if each rank's shard is a multiple of 128 or 32. Scales are on the rank of their values. Scales of blocks with one row
-are transposed, (blocks per row, rows), so values sharded along one axis have scales sharded along the other. A tensor
-is replicated before it is quantized if a row, or the whole tensor, is one block.
+A shard can be quantized separately if it consists of whole blocks. Blocks of one row allow any division of the rows.
+Other divisions need shards whose size is a multiple of the block's 128 or 32. If shards would cut a block, such as a
+whole row or tensor, the tensor is replicated before it is quantized. Scales are on their values' rank. Scales of
+one-row blocks are transposed, (blocks per row, rows): shards along one axis have scales sharded along the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shardings = list[Sharding]
 
 
 def multiples(weight: Any, multiple: int) -> tuple[list[tuple[Any, int]], str]:
-    """(size, its required divisor) of a weight's last two axes, and the requirement in words.
+    """Return (size, required divisor) for each of a weight's last two axes, and the requirement in words.
 
     The requirement holds for each rank's shard of a DTensor.
     """
@@ -33,12 +33,12 @@ def multiples(weight: Any, multiple: int) -> tuple[list[tuple[Any, int]], str]:
 
 
 def _whole_blocks(t: Any, axis: int, block: int) -> bool:
-    """True if each rank's shard of an axis has whole blocks, however many dimensions of the mesh shard it."""
+    """Return True if an axis has shards of whole blocks, even if all dimensions of the mesh shard the axis."""
     return block in (BLOCK, MX_BLOCK) and bool(t.shape[axis] % (block * t.mesh.size()) == 0)
 
 
 def _stored(t: Any, axis: int, rows: int, columns: int) -> tuple[Any, Any] | None:
-    """(values' placement, scales' placement) of a matrix sharded along an axis; None if a block would be cut."""
+    """Return (values' placement, scales' placement) of a matrix sharded along an axis; None if shards cut a block."""
     from torch.distributed.tensor import Shard
 
     block = rows if axis == 0 else columns
@@ -48,7 +48,7 @@ def _stored(t: Any, axis: int, rows: int, columns: int) -> tuple[Any, Any] | Non
 
 
 def _placements(t: Any, rows: int, columns: int) -> list[tuple[Any, Any]]:
-    """(values' placement, scales' placement) of a matrix that is replicated, or sharded along either axis."""
+    """Return (values' placement, scales' placement) for a replicated matrix and for each axis that can be sharded."""
     from torch.distributed.tensor import Replicate
 
     sharded = (_stored(t, axis, rows, columns) for axis in (0, 1))

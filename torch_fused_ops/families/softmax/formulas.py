@@ -1,4 +1,4 @@
-"""Attention's softmax in plain torch: window, formula on rows, operators."""
+"""Compute attention's softmax in plain torch: window, formula on rows, operators."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch_fused_ops.formulas import compute_dtype
 def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     """Split the scale into sign (−1, 0 or 1) and size (positive, finite in ``dtype``): a score is size · (sign · x).
 
-    Softmax's argument is then size · (x' − max x') with x' = sign · x, which is as exact as x' − max x' for scores of
-    any size, while scale·x − max would lose what rounding scale·x loses. Masked scores can be −∞ for every scale.
+    An exponent is then size · (x' − max x') with x' = sign · x, as exact as the difference, for scores of any size.
+    In scale·x − max the rounding error of scale·x would remain. And masked scores can be −∞ for every scale.
     """
     finfo = torch.finfo(dtype)
     size = min(abs(scale), finfo.max)
@@ -23,7 +23,7 @@ def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def window_edges(causal: int = False, window_left: int = -1, window_right: int = -1) -> tuple[int | None, int | None]:
-    """Return (left, right): query i sees key j if −left ≤ j − i − (sk − sq) ≤ right. None is no bound."""
+    """Return (left, right): query i sees key j if −left ≤ j − i − (sk − sq) ≤ right. None means no bound."""
     right = 0 if causal else window_right
     return (None if window_left < 0 else window_left), (None if right < 0 else right)
 
@@ -50,7 +50,7 @@ def softmax_factor(top: Tensor, total: Tensor, sink: Tensor | None, size: float)
     """Return the factor that turns a row's weights exp(size · (x − top)), with sum ``total``, into probabilities.
 
     It is finite if all weights are 0. The sink adds a weight exp(d) with d = sink − size·top. Both terms may be large,
-    so d is computed in float64. exp(d) may overflow, so weights are taken relative to the larger of exp(d) and 1.
+    so d is computed in float64. exp(d) may overflow, so all weights are divided by the larger of exp(d) and 1.
     """
     is_masked = top == -torch.inf
     total = torch.where(is_masked, 1.0, total)
@@ -65,12 +65,12 @@ def softmax_factor(top: Tensor, total: Tensor, sink: Tensor | None, size: float)
 
 
 def softmax_input_grad(grad: Tensor, y: Tensor, inner: Tensor, scale: float) -> Tensor:
-    """scale · y · (grad − Σ grad·y)."""
+    """Return scale · y · (grad − inner), with inner = Σ grad·y."""
     return y * (grad - inner) * scale
 
 
 def softmax_sink_grad(inner: Tensor, total: Tensor) -> Tensor:
-    """−(1 − Σ y) · Σ grad·y. Summed over a head's rows, this is the gradient of its sink."""
+    """Return −(1 − Σ y) · Σ grad·y of a row. The sum over a head's rows is the gradient of the head's sink."""
     return (total - 1.0) * inner
 
 
@@ -107,9 +107,9 @@ def scaled_masked_softmax_backward(
     sink_dtype: torch.dtype | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return scaled_masked_softmax's gradients for (input, sink) from its output; None if not in output_mask.
+    """Return scaled_masked_softmax's gradients for (input, sink) from its output; None if not requested.
 
-    The output is 0 for masked scores. The window arguments let kernels skip keys outside it.
+    The output is 0 for masked scores. The window's arguments let kernels skip keys outside the window.
     """
     dtype = torch.float64 if sink_dtype == torch.float64 else compute_dtype(grad, output)
     g, y = grad.to(dtype), output.to(dtype)

@@ -2,16 +2,16 @@
 """Triton kernels of ``fused::scaled_masked_softmax`` in eager mode on a GPU.
 
 There is one kernel forward and one backward; PyTorch sums the rows' terms of the sink's gradient. A program has whole
-rows: several short ones, or one in registers that is read once. If a row does not fit registers (WHOLE is false), it is
-read twice, first for a running maximum and sum.
+rows: several short rows, or a single row, which it reads once, into registers. If a row does not fit registers (WHOLE
+is false), the program reads it twice, first for a running maximum and sum.
 
 Every tensor has four axes (outer, heads, queries, keys) with four strides. A broadcast mask has stride 0 and is never
 expanded. Causality and the window need no mask: each row computes its first and last visible key, loads beyond them are
 disabled, and loops over a long row skip whole blocks. Loads are disabled in groups of 16 bytes (GROUP): disabled by
 single elements they would not be vectorized.
 
-Exponentials have base 2: a score's exponent is (x − peak) · c, with c = size · log2(e) in float64 as an argument (its
-bits, as Triton passes numbers in float32), so a new scale needs no new kernel. There are no atomics.
+Exponentials have base 2: a score's exponent is (x − peak) · c with c = size · log2(e). The float64 c is an argument, so
+a new scale needs no new kernel. It is passed as bits, since Triton passes numbers in float32. There are no atomics.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ LOG2E = tl.constexpr(activations.LOG2E)
 
 @triton.jit
 def _rows(WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """This program's rows. The grid's second and third axes form one index, as each is limited to 65535."""
+    """Return this program's rows. The grid's second and third axes form one index: each is limited to 65535."""
     block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     return (block.to(tl.int64) if WIDE else block) * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @triton.jit
 def _float64(bits):
-    """Reinterpret bits as float64; 0 arrives as a shorter integer."""
+    """Reinterpret bits as float64. Triton may pass them as a shorter integer, such as 0."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _row_starts(r, queries, heads, outer_stride, head_stride, row_stride):
-    """The offset of each row, in elements."""
+    """Return the offset of each row, in elements."""
     matrix = r // queries
     return (matrix // heads) * outer_stride + (matrix % heads) * head_stride + (r % queries) * row_stride
 
 
 @triton.jit
 def _load_mask(c, diagonal, left, right, valid, columns, GROUP: tl.constexpr):
-    """Mask of loads: visible keys, and keys that share 16 bytes with these."""
+    """Return the mask of loads: visible keys, and other keys in their groups of 16 bytes."""
     load_mask = valid[:, None] & (c < columns)[None, :]
     group = c // GROUP * GROUP
     if left is not None:
@@ -82,7 +82,7 @@ def _scores(
     x_rows, mask, mask_starts, c, x_column, mask_column, diagonal, left, right, valid, columns,
     SIGN: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """sign · x, −∞ where masked, past the end, or outside the window: left ≤ key − diagonal ≤ right."""
+    """Return SIGN · x, or −∞ if masked, past the end, or outside the window: −left ≤ key − diagonal ≤ right."""
     load_mask = _load_mask(c, diagonal, left, right, valid, columns, GROUP)
     fill: tl.constexpr = float("inf") if SIGN == -1 else float("-inf")
     x = tl.load(x_rows[:, None] + c[None, :] * x_column, mask=load_mask, other=fill).to(COMPUTE)
@@ -102,7 +102,7 @@ def _scores(
 
 @triton.jit
 def _factor(peak, total, c64, sink, r, queries, heads, sink_stride, COMPUTE: tl.constexpr):
-    """``formulas.softmax_factor``. The value for fully masked rows is unused."""
+    """Return ``formulas.softmax_factor``. A fully masked row may have any finite factor, as its weights are 0."""
     if sink is None:
         return 1.0 / tl.where(total == 0.0, 1.0, total)
     else:
@@ -116,7 +116,7 @@ def _factor(peak, total, c64, sink, r, queries, heads, sink_stride, COMPUTE: tl.
 
 @triton.jit
 def _loop_bounds(diagonal, left, right, columns, BLOCK_N: tl.constexpr):
-    """(begin, end) of the blocks in which some row has a visible key; both are multiples of BLOCK_N."""
+    """Return (begin, end) of the blocks in which some row has a visible key; both are multiples of BLOCK_N."""
     begin = columns * 0
     end = columns
     if left is not None:
@@ -145,7 +145,7 @@ def _forward(
     SIGN: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax of the rows' scores; LOWEST is COMPUTE's lowest finite number.
+    """Compute out, the softmax of the rows' scores. LOWEST is COMPUTE's lowest finite number.
 
     ``columns`` and all strides except column strides arrive divided by UNIT.
     """
@@ -188,7 +188,7 @@ def _forward(
         peak = tl.max(peaks, 1)
         total = tl.sum(totals * tl.exp2((peaks - peak[:, None]) * c), 1)
         factor = _factor(peak, total, c64, sink, r, queries, heads, sink_stride, COMPUTE)
-        fill = factor * 0.0  # NaN in a row that is NaN
+        fill = factor * 0.0  # 0, or NaN if the row is NaN
         _store_blocks(out_rows, fill, begin * 0, begin, valid, columns, n)
         for start in range(begin, end, BLOCK_N):
             x = _scores(
@@ -213,7 +213,7 @@ def _backward(
     GROUP: tl.constexpr, COMPUTE: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_input = scale · y · (g − Σ g·y), and each row's term of the sink's gradient; None results are skipped."""
+    """Compute d_input = scale · y · (g − Σ g·y), and each row's term of the sink's gradient. Skip None results."""
     columns, g_outer, g_head, g_row = columns * UNIT, g_outer * UNIT, g_head * UNIT, g_row * UNIT
     y_outer, y_head, y_row = y_outer * UNIT, y_head * UNIT, y_row * UNIT
     r = _rows(WIDE, BLOCK_M)
@@ -267,7 +267,7 @@ def _backward(
 
 _LEAST_TILE = 1024  # elements per program with short rows
 _WARPS, _MOST_WARPS = 4, 16
-_NUMBERS = 16  # 4-byte registers per thread for a row of all tensors together; twice as many for the widest rows
+_NUMBERS = 16  # 4-byte registers per thread for a row of all tensors together; the widest rows use 2 · 16
 _WIDEST_ROW = 32 * _MOST_WARPS * 2 * _NUMBERS
 _LONG_BLOCK = 4096  # elements per block of a row that is read twice
 _GROUP_BYTES = 16
@@ -283,7 +283,7 @@ class _View(NamedTuple):
 
 
 def _view(t: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None, _View]:
-    """Return a tensor that broadcasts to ``shape`` and its strides; a copy if the outer axes have no common stride."""
+    """Return (t, strides of t broadcast to ``shape``). If the outer axes have no common stride, t is copied first."""
     if t is None:
         return None, _View()
     full = t.expand(shape)
@@ -307,7 +307,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(shape: tuple[int, ...], views: tuple[_View, ...], itemsize: int, numbers: int) -> _Plan:
-    """Plan for rows of ``shape``. A program has ``numbers`` floats in registers per element of ``itemsize`` bytes."""
+    """Plan for rows of ``shape``. An element has ``itemsize`` bytes in memory, and needs ``numbers`` registers."""
     queries, columns = shape[-2:]
     heads = shape[-3] if len(shape) > 2 else 1
     rows = math.prod(shape[:-1])
@@ -390,7 +390,7 @@ def scaled_masked_softmax_backward(
     sink_dtype: torch.dtype | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return scaled_masked_softmax's gradients for (input, sink), in one pass; None if not in output_mask."""
+    """Return scaled_masked_softmax's gradients for (input, sink), in one pass; None if not requested."""
     shape = tuple(output.shape)
     d_input = output.new_empty(shape) if output_mask[0] else None
     if not any(output_mask):
@@ -414,5 +414,5 @@ def scaled_masked_softmax_backward(
     )  # fmt: skip
     if terms is None:
         return d_input, None
-    # In float64, so that the order of summation does not matter.
+    # Sum in float64, so that the order of summation does not matter.
     return d_input, terms.view(-1, heads, queries).sum((0, 2), dtype=torch.float64).to(sink_dtype)

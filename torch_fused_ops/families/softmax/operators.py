@@ -1,4 +1,4 @@
-"""``fused::scaled_masked_softmax`` and its backward operator.
+"""Declare and register ``fused::scaled_masked_softmax`` and its backward operator.
 
 Read from top to bottom: declaration → checks → fake → saved for backward → registration with autocast. GPU kernels are
 in ``kernels.py``.
@@ -34,7 +34,7 @@ scaled_masked_softmax = OpaqueOperator(
     },
     gradients=Signature(
         "scaled_masked_softmax_backward",
-        # Only the output is saved. The gradients also need sink's dtype, and kernels skip keys outside the window.
+        # Only the output is saved. The gradients also depend on sink's dtype. Kernels skip keys outside the window.
         arguments_of(
             grad="Tensor: scores",
             output="Tensor: scores",

@@ -1,4 +1,4 @@
-"""DTensor: softmax on shards."""
+"""Define DTensor rules for softmax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_fused_ops.families.softmax.formulas import window_edges
 
 
 def _softmax_axes(data: Any, *window: int) -> range:
-    """The axes that may be sharded: never the last; queries only if the mask does not depend on their place."""
+    """Return the axes that may be sharded: never keys, and queries only without causality and window."""
     return range(data.ndim - (1 if window_edges(*window) == (None, None) else 2))
 
 
