@@ -2,7 +2,7 @@
 
 An operator, ``fused::keep_fp8``, sets the mark, so graphs and compilers' cache keys contain it. To autograd and tracers
 ``keep_fp8`` is ``view_as``, and its result has the mark. The operator that reads this result saves its data with
-``formulas.store_fp8``, and backward restores them with ``load_fp8``. With our partitioner, the pre-grad pass turns the
+``formulas.store_fp8``, and backward loads the data with ``load_fp8``. With our partitioner, the pre-grad pass turns the
 mark into a memory level of that operator (``memory_levels.move_fp8_marks_to_meta``).
 
 In eager mode storing and loading are separate passes. On GPUs each is one kernel, from the float8 linear layers

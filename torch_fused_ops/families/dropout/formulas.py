@@ -100,7 +100,7 @@ def is_random(p: float) -> bool:
 
 
 def dropped(x: Tensor, mask: Tensor | None, p: float) -> Tensor:
-    """Return x · mask/(1 − p). If x is the result's gradient, this is the input's gradient; its sum is the bias's."""
+    """Return x · mask/(1 − p). For the result gradient this is the input gradient, and the sum the bias gradient."""
     if mask is None:  # the mask is not random
         return x * keep_scale(p)
     if mask.dtype == torch.uint8:

@@ -50,7 +50,7 @@ def shard_seed(seed: Tensor, *coordinates: int | Tensor) -> Tensor:
 def _placements(t: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Return placements for t, a bias over its last axis, and the bias's gradient (partial sums over other axes).
 
-    A partial t becomes replicated, because dropout must apply to the total, and once.
+    If t has partial sums, they are added first, because dropout must apply to the total.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

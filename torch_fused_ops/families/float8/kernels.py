@@ -483,7 +483,7 @@ def _quantize_rows(
     input, values, scales, rows, columns, input_one, input_row, input_column, scale_one, scale_row,
     PLACES: tl.constexpr, KNOWN: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``float8.quantize`` of rows with up to PLACES columns; if KNOWN, ``float8.quantize_by`` with any number.
+    """Compute ``float8.quantize`` of rows with up to PLACES columns; if KNOWN, ``float8.quantize_by`` of any width.
 
     Each program processes PLACES elements of a row, in one matrix of a stack.
     """

@@ -73,7 +73,7 @@ def _quantized_backward(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ..
 
 
 def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a fake kernel, which calls the function on tensors without data. Its results are contiguous, as a kernel's are."""
+    """Make a fake kernel that calls the function on tensors without data, and returns contiguous results."""
 
     def fake(*args: Any) -> Any:
         device = next(a for a in args if isinstance(a, Tensor)).device
