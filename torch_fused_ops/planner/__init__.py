@@ -1,15 +1,15 @@
-"""``plan``: choose the memory levels with which a training step fits into a GPU's memory at the least cost.
+"""``plan``: choose the cheapest memory levels with which a training step fits into a GPU's memory.
 
 setup.py        the settings of a plan, checked without importing torch
 model.py        a captured model: its graphs, its layers, its MLPs
 pieces.py       the model divided into pieces, compiled or in eager mode
-estimate.py     a quick estimate: equal layers are compiled once
-step.py         the memory and the time of a step, cut at its layers
-fsdp.py         bytes that FSDP2's shards add to it
-static_memory.py  resident memory: parameters, gradients, optimizer state, or shards of them
+estimate.py     a quick estimate, which compiles equal layers once
+step.py         a step's memory and time, split into segments at layer boundaries
+fsdp.py         the bytes that FSDP2 adds to a step
+static_memory.py  parameters, gradients and optimizer state, whole or sharded
 max_batch.py    the largest batch or sequence that fits
-search.py       the levels to choose among, and the choice
-plan.py         the call
-report.py       the result, as text and as a page
+search.py       the candidates, and the choice of the fastest that fits
+plan.py         the function ``plan``
+report.py       a plan's figures, as text, JSON and a page
 segments.py     parts of a step's live-bytes timeline
 """

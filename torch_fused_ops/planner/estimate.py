@@ -1,6 +1,6 @@
-"""A quick estimate of a step: equal layers are compiled once.
+"""Estimate a step quickly: compile equal layers once.
 
-This takes seconds. The whole model takes minutes at each level. The estimate lacks kernels fused across layers.
+This takes seconds; compiling the whole model takes minutes at each level. The estimate misses fusions across layers.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch_fused_ops.planner.pieces import divided
 from torch_fused_ops.planner.step import SegmentedStep, compiled_timeline, cut, policy_of
 from torch_fused_ops.virtual_gpu import GPU
 
-# Settings of torch._inductor.config. By default auto_chunker cuts a GEMM only if its result is more than 8 times as
-# large as its operands. With 32,768 tokens, the result of Llama-3-8B's head is 6.4 times as large.
+# Settings of torch._inductor.config. By default, auto_chunker splits a GEMM only if its result is more than 8 times
+# the size of its operands. With 32,768 tokens, the result of Llama-3-8B's head is 6.4 times the operands' size.
 CHUNKS = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 4}
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimates of a captured model's step on a GPU. ``loss`` and ``keep_logits`` are passed to ``divided``."""
+    """Estimates a captured model's step on a GPU. ``loss`` and ``keep_logits`` are passed to ``divided``."""
 
     captured: CapturedModel
     gpu: GPU
     loss: str
     keep_logits: bool
-    known: dict[Any, Any] = field(default_factory=dict, repr=False)  # compiled pieces
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)  # cache for ``compiled_timeline``
 
     @cached_property
     def pieces(self) -> CapturedModel:
-        """The model in pieces. All are compiled, except a loss in eager mode."""
+        """The model divided into pieces. Every piece is compiled, except a loss in eager mode."""
         return self.divided(self.captured)
 
     def divided(self, captured: CapturedModel) -> CapturedModel:
@@ -44,12 +44,12 @@ class Estimates:
     def step_at(
         self, levels: Mapping[str, str], pieces: CapturedModel | None = None, chunks: bool = False
     ) -> SegmentedStep:
-        """Estimate the step at levels by unit, without times.
+        """Estimate the step's memory. All times are 0.
 
         Args:
-            levels: levels by unit.
-            pieces: the model in pieces; by default ``self.pieces``.
-            chunks: compute the loss in chunks, if PyTorch's ``auto_chunker`` accepts it.
+            levels: the level of each unit.
+            pieces: the model divided into pieces; by default ``self.pieces``.
+            chunks: True to compute the loss in chunks, if PyTorch's ``auto_chunker`` accepts it.
         """
         pieces = pieces or self.pieces
         with config.patch(CHUNKS if chunks else {}):

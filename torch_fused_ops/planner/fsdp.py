@@ -1,29 +1,29 @@
-"""FSDP2's effect on a step's memory on one GPU, computed from the step's segments.
+"""Compute the bytes that FSDP2 adds to a step on one GPU, from the step's segments.
 
-``fully_shard`` is applied to each layer and to the root, with PyTorch's defaults. Between steps a GPU has shards; a
-layer is whole while it runs. The additional bytes follow torch/distributed/fsdp/_fully_shard (torch 2.13), in the order
-in which its Python code allocates and frees, as ``torch.cuda.memory_allocated`` counts:
+``fully_shard`` is applied to each layer and to the root, with PyTorch's defaults. Between steps a GPU has only shards;
+while a layer runs, its parameters are gathered. This module adds and frees bytes in the same order as the Python code
+of torch/distributed/fsdp/_fully_shard (torch 2.13), and counts them as ``torch.cuda.memory_allocated`` does:
 
-* ``foreach_all_gather`` (_fsdp_collectives.py) gathers all of a layer's parameters in one flat buffer;
-  ``foreach_all_gather_copy_out`` copies it to a tensor for each parameter. In forward the flat buffer lives until the
-  next layer is copied out (``FSDPParamGroup.wait_for_unshard``, _fsdp_param_group.py: ``comm_ctx.all_gather_state``;
-  torch 2.15 frees it slightly earlier), the last one until the root's forward is over (``FSDPState._post_forward``,
-  _fsdp_state.py). In backward it is freed at once, and the next layer's flat buffer is there instead: it is prefetched
-  (``_backward_prefetch``).
+* ``foreach_all_gather`` (_fsdp_collectives.py) gathers all parameters of a layer in one flat buffer, from which
+  ``foreach_all_gather_copy_out`` copies each parameter. In forward, the flat buffer lives until the next layer is
+  copied out (``FSDPParamGroup.wait_for_unshard``, _fsdp_param_group.py: ``comm_ctx.all_gather_state``; torch 2.15
+  frees it slightly earlier). The last layer's buffer lives until the root's forward ends (``FSDPState._post_forward``,
+  _fsdp_state.py). In backward, a layer's buffer is freed right after the copies, but by then the next layer's buffer
+  is already allocated, because ``_backward_prefetch`` gathers it early.
 * A layer's parameters are freed after its forward and after its backward (``reshard``). The root's parameters are
   gathered first, and freed at the end of backward (``_lazy_init``: the root does not reshard after forward).
-* ``post_backward`` frees the layer's parameters, then the flat buffer that the reduce-scatter before read, then copies
-  the layer's gradients into such a buffer of their own (``foreach_reduce``), frees them, and has shards. That buffer
-  lives until the next layer's ``post_backward``. The root's turn is the last (``_root_post_backward_final_callback``).
+* ``post_backward`` frees the layer's parameters and the flat buffer of the previous reduce-scatter. Then it copies the
+  layer's gradients into a new flat buffer (``foreach_reduce``), frees them, and reduces this buffer to shards. The new
+  buffer lives until the next ``post_backward``. The root's runs last (``_root_post_backward_final_callback``).
 
-With a ``MixedPrecisionPolicy`` a parameter has three sizes: 4 bytes in its shard (float32), 2 bytes when gathered
+With a ``MixedPrecisionPolicy``, each element of a parameter takes 4 bytes in its shard (float32), 2 bytes when gathered
 (bfloat16), and 4 bytes in the buffer that reduces its gradient (float32).
 
-The caching allocator has a pool for each stream, and memory that is free in one is not used in another. Flat buffers of
-gathering are allocated on the copy-in stream, results of reduce-scatter on a stream of their own. So PyTorch holds the
-most of each pool, although the pools are not largest at the same time.
+The caching allocator has a pool for each stream, and does not use one pool's free memory for another stream. All-gather
+allocates its flat buffers on the copy-in stream, and reduce-scatter its results on a third stream. PyTorch therefore
+holds the sum of the pools' largest sizes, although the pools do not reach these sizes at the same time.
 
-Parameters are cut along dimension 0 in equal pieces, the last one padded (``FSDPParam._init_sharded_param``).
+Parameters are sharded along dimension 0 into equal pieces; the last is padded (``FSDPParam._init_sharded_param``).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from torch_fused_ops.planner.segments import PlacedSegment, Segment
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are gathered together: of one layer, or outside layers. Bytes are per GPU."""
+    """The bytes, per GPU, of parameters that are gathered together: one layer's, or the root's."""
 
-    shard: int = 0  # bytes of the parameters' shards in the dtype of the gathered parameters
-    gradients: int = 0  # bytes of the reduced gradients
-    reduced: int = 0  # bytes of the gradients in the dtype of the reduction
+    shard: int = 0  # bytes of the parameters' shards, counted in the dtype of the gathered parameters
+    gradients: int = 0  # bytes of the gradients' shards after the reduction
+    reduced: int = 0  # bytes of the gradients' shards in the dtype of the reduction
 
 
 class Additional(NamedTuple):
-    """Additional bytes at one time, by pool."""
+    """The bytes that FSDP2 adds at one point of a step, by the allocator's pool."""
 
     main: int
     gather: int
@@ -54,14 +54,14 @@ class Additional(NamedTuple):
 
 @dataclass(frozen=True)
 class FullyShard:
-    """Shards over ``dp`` GPUs.
+    """A model that FSDP2 shards over ``dp`` GPUs.
 
     Attributes:
         dp: the number of GPUs.
-        groups: by layer; "": the root; or ``EMBEDDING`` and ``HEAD``, if these are apart from the root.
+        groups: the group of each layer. The root's key is "", or with ``root="apart"`` ``EMBEDDING`` and ``HEAD``.
         reshard: which groups are freed after forward: "always", all except the root; "not-last", all except the root
             and the last one; "never", none.
-        accumulate: True if the reduced gradients are added to ones that exist.
+        accumulate: True if the reduced gradients are added to existing gradients.
     """
 
     dp: int
@@ -70,23 +70,23 @@ class FullyShard:
     accumulate: bool = False
 
     def gathered(self, unit: str) -> int:
-        """Bytes of a layer's whole parameters; of the flat buffer that they are gathered in; with padding."""
+        """Return the bytes of a layer's gathered parameters, with padding. Their flat buffer has the same size."""
         return self.dp * self.groups.get(unit, Group()).shard
 
     def reduced(self, unit: str) -> int:
-        """Bytes of the flat buffer from which a layer's gradients are reduced and scattered; with padding."""
+        """Return the bytes of the flat buffer that reduces and scatters a layer's gradients, with padding."""
         return self.dp * self.groups.get(unit, Group()).reduced
 
     def stay_gathered(self, forward: Sequence[str]) -> frozenset[str]:
-        """The groups that stay gathered between forward and backward, without the root."""
+        """Return the groups, except the root, that stay gathered between forward and backward."""
         groups = [unit for unit in forward if unit not in ("", LOSS)]
         return frozenset({"always": [], "not-last": groups[-1:], "never": groups}[self.reshard])
 
     @property
     def sent(self) -> int:
-        """Bytes that a GPU sends in a step, as rings send them: (dp - 1)/dp of each buffer.
+        """Bytes that each GPU sends in a step if collectives use rings: (dp - 1)/dp of each buffer.
 
-        The root, and a group that stays gathered, is gathered once, others before forward and before backward.
+        The root and groups that stay gathered are gathered once, other groups before forward and before backward.
         """
         order = [*(unit for unit in self.groups if unit != HEAD), *(unit for unit in self.groups if unit == HEAD)]
         once = {"", *self.stay_gathered(order)}
@@ -94,15 +94,15 @@ class FullyShard:
         return buffers * (self.dp - 1) // self.dp
 
     def around(self, pieces: Iterable[PlacedSegment], each_call: bool = False) -> Iterator[PlacedSegment]:
-        """Add FSDP2's live bytes to a step's segments; whole gradients become shards as layers end.
+        """Add FSDP2's live bytes to a step's segments. At the end of a layer, its gradients become shards.
 
         Args:
-            pieces: the segments of a step without shards, in the order of the step.
-            each_call: return all points of a segment, not only the highest.
+            pieces: the segments of a step without shards, in execution order.
+            each_call: True to return every call's point of a segment; False to return only the highest.
         """
         step = [(graph, unit, segment) for graph, unit, segment in pieces if segment.points or not unit]
         forward, backward = (self._named(step, graph) for graph in ("forward", "backward"))
-        alive = shards = 0  # additional bytes, shards of gradients minus whole ones included
+        alive = shards = 0  # alive: FSDP2's bytes; shards: their part for gradients (shards minus whole gradients)
         gradients = 0  # bytes of the gradients' shards so far
         additional = [*self._forward(forward), *self._backward(backward, self.stay_gathered(forward))]
         groups = [*forward, *backward]
@@ -126,11 +126,11 @@ class FullyShard:
 
     @property
     def reduce_pool(self) -> int:
-        """Bytes of the pool that reduce-scatter's results are allocated in; none if they are added to existing ones."""
+        """Bytes of the pool for reduce-scatter's results; 0 if these are added to existing gradients."""
         return sum(group.gradients for group in self.groups.values()) * (not self.accumulate)
 
     def _named(self, step: Sequence[PlacedSegment], graph: str) -> list[str]:
-        """Name each segment's group, in forward or in backward."""
+        """Return the name of each segment's group. ``graph`` is "forward" or "backward"."""
         units = [unit for kind, unit, _ in step if kind == graph]
         if EMBEDDING in self.groups or HEAD in self.groups:
             outer = [i for i, unit in enumerate(units) if not unit]
@@ -139,7 +139,7 @@ class FullyShard:
         return units
 
     def _forward(self, units: Sequence[str]) -> Iterator[tuple[Additional, Additional, Additional, Additional]]:
-        """Yield a forward segment's additional bytes: at its beginning, during it, at its end, and after it."""
+        """Yield each forward segment's additional bytes: at its start, during its calls, at its end, and after it."""
         main = self.gathered("")
         flat = main
         stays_gathered, last = self.stay_gathered(units), max(i for i, unit in enumerate(units) if unit != LOSS)
@@ -149,13 +149,13 @@ class FullyShard:
             flat = layer if unit and unit != LOSS else flat
             inside = Additional(main + layer, flat)
             main += layer * (unit in stays_gathered)
-            flat *= i != last  # the root's forward is over
+            flat *= i != last  # the end of the root's forward frees the last flat buffer
             yield start, inside, inside, Additional(main, flat)
 
     def _backward(
         self, units: Sequence[str], stays_gathered: frozenset[str]
     ) -> Iterator[tuple[Additional, Additional, Additional, Additional]]:
-        """Yield a backward segment's additional bytes. Both copies of its gradients are alive at its end."""
+        """Yield the same for each backward segment. At its end, its gradients and their flat copy are both alive."""
         root, reducing = self.gathered(""), 0
         main = root + sum(map(self.gathered, stays_gathered))
 

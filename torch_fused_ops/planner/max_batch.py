@@ -1,7 +1,7 @@
-"""The largest batch, or sequence, with which a step fits, at each memory level.
+"""Find the largest batch or sequence with which a step fits, at each memory level.
 
-Bytes alive at a call are affine in the size as long as the compiler generates the same calls. So two compiled sizes
-predict the limit. Compiling both neighbors confirms it: the largest size that fits, and the next, which does not.
+Bytes alive at a call are affine in the size as long as the compiler generates the same calls, so two compiled sizes
+predict the largest that fits. Compiling this size and the next confirms it: the first fits, the second does not.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch_fused_ops.virtual_gpu.timeline import Timeline
 log = logging.getLogger("torch_fused_ops.planner")
 
 DIMENSIONS = {"batch": 0, "tokens": 1}  # dimensions of the argument tensors
-GUESSES = 6  # sizes guessed from affine bytes before the interval is halved
+GUESSES = 6  # after this many samples, ``_guess`` halves the interval instead of assuming affine bytes
 
 
 @dataclass(frozen=True)
 class LargestRow:
-    """The largest size with every layer at one level."""
+    """The largest size that fits with every layer at one level."""
 
     level: str  # one of ``setup.LEVELS``
     size: int  # the largest size that fits; 0 if no size fits
@@ -48,9 +48,9 @@ class Largest:
 
     dimension: str  # "batch" or "tokens"
     given: int  # the size that the model was called with
-    step: int  # sizes are multiples of it
+    step: int  # only its multiples are tried
     rows: tuple[LargestRow, ...]  # one for each level
-    stopped: str = ""  # the error at a larger size, if that is the bound
+    stopped: str = ""  # the last size that failed, and its error; "" if every size ran
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def size_of(args: Any, dimension: str) -> int:
     """Return the size of the first argument tensor that has this dimension.
 
     Raises:
-        ValueError: no tensor has it.
+        ValueError: no argument tensor has this dimension.
     """
     i = DIMENSIONS[dimension]
     size = next((t.shape[i] for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim() > i and t.shape[i]), None)
@@ -81,7 +81,7 @@ def size_of(args: Any, dimension: str) -> int:
 
 
 def resized(args: Any, dimension: str, size: int) -> Any:
-    """Resize arguments: cut or repeat the tensors that have their size in that dimension."""
+    """Cut or repeat the argument tensors whose size in ``dimension`` is ``size_of(args, dimension)``."""
     i, old = DIMENSIONS[dimension], size_of(args, dimension)
 
     def resize(value: Any) -> Any:
@@ -94,19 +94,19 @@ def resized(args: Any, dimension: str, size: int) -> Any:
 
 
 def step_of(size: int, dimension: str) -> int:
-    """The step between sizes: 1 for batches; for tokens the largest power of two that divides them, at most 128."""
+    """Return the step between sizes: 1 for batches; for tokens, the largest power of two in ``size``, at most 128."""
     return 1 if dimension == "batch" else min(size & -size, 128)
 
 
 class Sizes:
-    """A model at several sizes, captured once at each, and compiled at memory levels.
+    """Captures a model once at each size, and compiles it at memory levels.
 
     Args:
         capture: captures the model at a size.
         dimension: "batch" or "tokens".
         given: the size that the model was called with.
         gpu: the target device.
-        step: the compiled step at that size.
+        step: the compiled step at the given size.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Sizes:
         self.compiled = functools.cache(self._compiled)
 
     def largest(self, resident: int, available: int) -> Largest:
-        """The largest size at each level.
+        """Find the largest size at each level.
 
         Args:
             resident: bytes of parameters and optimizer state.
@@ -139,14 +139,14 @@ class Sizes:
         return Largest(self.dimension, self.given, self.between, tuple(rows), self.stopped)
 
     def sample(self, level: str, size: int) -> Sample | int:
-        """The step at a size, every MLP at a level; or, if the model fails at it, the largest size that works."""
+        """Return the step at a size, with every MLP at a level. If the model fails, return the largest that works."""
         if not self.runs(size):
             return self.bound
         step = self.step_at(level, size)
         return Sample(size, step.points(dict.fromkeys(step.mlps, level)))
 
     def step_at(self, level: str, size: int, timed: bool = False) -> Step:
-        """The step at a size, every MLP at a level; times, which need machine code, on request."""
+        """Return the step at a size, with every MLP at a level. Times need machine code, and are 0 unless ``timed``."""
         captured, timeline, papers = self.compiled(level, size)
         parts = cut(timeline, captured, clock(papers, self.gpu) if timed else lambda call: 0.0)
         return replace(self.step, units=captured.units, mlps=captured.mlps, parts={level: parts})
@@ -158,7 +158,7 @@ class Sizes:
         return captured, *compiled_timeline(captured, self.gpu, policy_at(level))
 
     def runs(self, size: int) -> bool:
-        """True if the model runs with a size. If it does not, ``bound`` is the largest with which it does."""
+        """Return True if the model runs at a size. If it fails, ``bound`` is then the largest size at which it runs."""
         if size not in self.captured and not 0 < self.bound < size and not self._capture(size):
             low, high = max((n for n in (self.given, *self.captured) if n < size), default=0), size
             while high - low > self.between:
@@ -169,13 +169,13 @@ class Sizes:
 
     def _capture(self, size: int) -> bool:
         log.info("capturing: %s %d", self.dimension, size)
-        tensors = logging.getLogger("torch._subclasses.fake_tensor")  # says an error, with its trace, before it raises
+        tensors = logging.getLogger("torch._subclasses.fake_tensor")  # logs an error with its trace, then raises it
         level = tensors.level
         tensors.setLevel(logging.CRITICAL)
         try:
             self.captured[size] = self.capture(size)
-        except Exception as error:  # the model's own: positions, caches and masks have sizes
-            quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", str(error))  # Dynamo quotes the operator's own error
+        except Exception as error:  # from the model, whose positions, caches and masks have fixed sizes
+            quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", str(error))  # Dynamo quotes the operator's error
             self.captured[size] = None
             self.stopped = f"{size}: {f'{quoted[1]}: {quoted[3]}' if quoted else said(error)}"
         finally:
@@ -190,18 +190,18 @@ def _middle(low: int, high: int, step: int) -> int:
 def bisected(
     sample: Callable[[int], Sample | int], available: int, first: Sample, step: int
 ) -> tuple[Sample | None, Sample | None]:
-    """Find the largest size whose step fits into ``available`` bytes, and the next one; sample both.
+    """Find the largest size whose step fits into ``available`` bytes, and the next size; sample both.
 
     Args:
-        sample: returns the step at a size; or, if the model fails at it, the largest size that works.
+        sample: returns the step at a size. If the model fails, it returns the largest size that works, an int.
         available: bytes.
-        first: the step to begin with.
-        step: sizes are multiples of it, as the first is.
+        first: the first sample.
+        step: the step between sizes, which divides the first size.
 
     Returns:
-        The sample that fits, or None; and the next one, or None if the model fails at it.
+        The largest sample that fits, or None; and the next size's sample, or None if the model fails there.
     """
-    low, high = 0, 0  # fits; does not fit, 0 if unknown
+    low, high = 0, 0  # low: the largest size that fits; high: the smallest that does not; 0 if unknown
     seen = {first.size: first}
     sampled: Sample | int = first
     while True:
@@ -220,7 +220,7 @@ def bisected(
 
 
 def _guess(seen: Sequence[Sample], available: int, low: int, high: int, step: int) -> int:
-    """A size above ``low``, which fits, and below ``high``, which does not."""
+    """Return the next size to try: above ``low``, which fits, and below ``high``, which does not fit."""
     halved = _middle(low, high, step) if high else 2 * low
     if len(seen) > GUESSES:
         return halved
@@ -232,9 +232,9 @@ def _guess(seen: Sequence[Sample], available: int, low: int, high: int, step: in
 
 
 def crossing(a: Sample, b: Sample, *, available: int) -> float:
-    """Return the size at which the first call reaches ``available`` bytes, or infinity. Bytes are assumed to be affine.
+    """Return the smallest size at which a call reaches ``available`` bytes; infinity if bytes do not grow.
 
-    If the two steps have different calls, their peaks are assumed to be affine.
+    Each call's bytes are assumed to be affine in the size. If the two steps have different calls, their peaks are.
     """
     same = len(a.points) == len(b.points)
     pairs = zip(a.points, b.points, strict=True) if same else [(a.peak, b.peak)]

@@ -1,4 +1,4 @@
-"""A captured model: its graphs, its layers, and its MLPs by layer."""
+"""Capture a model: its graphs, its layers, and each layer's MLPs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class CapturedModel:
 
     graphs: tuple[Capture, ...]  # in the order in which they run
     links: Mapping[tuple[int, int], tuple[int, int]]  # maps (graph, input) to (earlier graph, result)
-    units: tuple[str, ...]  # the layers in the order of the model: those with MLPs, and all in lists of modules
-    mlps: Mapping[str, tuple[str, ...]]  # the modules of the fused MLPs, by unit
-    layers: Mapping[str, str]  # the layer of a module, by its path
+    units: tuple[str, ...]  # the layers with MLPs, and all items of module lists, in the model's order
+    mlps: Mapping[str, tuple[str, ...]]  # paths of the fused MLPs' modules, by unit
+    layers: Mapping[str, str]  # maps each module's path to its layer
     unregistered: Mapping[str, Tensor]  # parameters and buffers that graphs read and the model does not register
     unread: int  # bytes of argument tensors that no graph reads
     # For each graph of a divided model (pieces.py): the layer of all its calls; None if each call names its own layer.
     # () if the model is not divided.
     pieces: tuple[str | None, ...] = ()
     eager: frozenset[int] = frozenset()  # the graphs that are not compiled
-    shared: Mapping[tuple[int, int], str] = field(default_factory=dict)  # names of tensors that several graphs read
-    retained: frozenset[tuple[int, int]] = frozenset()  # each (graph, result) that the caller references to the end
+    shared: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (graph, input) -> name: equal for one tensor
+    retained: frozenset[tuple[int, int]] = frozenset()  # results that the caller references to the end
 
     def parameter(self, graph: int, number: int) -> str:
         """Return the path of the parameter or buffer at a graph's input; "" if the input is another tensor."""
@@ -62,7 +62,7 @@ class CapturedModel:
         return any(name in call for call in calls for name in ("attention", "softmax"))
 
     def with_loss_alone(self, detach: bool = False) -> CapturedModel | None:
-        """Return the model without results beside its loss; None if it returns the loss alone.
+        """Return the model without the results that ``beside_loss`` lists; None if that list is empty.
 
         Args:
             detach: detach these results instead of removing them.
@@ -87,7 +87,7 @@ class CapturedModel:
         return replace(self, graphs=(*earlier_graphs, replace(capture, graph=replace(capture.graph, gm=gm))))
 
     def group_of(self, path: str) -> str:
-        """Return ``EMBEDDING`` if a parameter outside layers is read before the layers, ``HEAD`` if after them.
+        """Return a parameter's group outside layers: ``HEAD`` if it is read after the layers, else ``EMBEDDING``.
 
         Raises:
             ValueError: the parameter is read before and after the layers.
@@ -107,7 +107,7 @@ class CapturedModel:
         return ends.pop() if ends else EMBEDDING
 
     def unit_of(self, path: str) -> str:
-        """Return the unit of a module, or ""."""
+        """Return the unit of the module at ``path``; "" outside units."""
         layer = self.layers.get(path, "")
         return layer if layer in self.units else ""
 
@@ -118,11 +118,11 @@ def returned(x: Tensor) -> Tensor:
 
 
 class _Captured(BaseException):
-    """Stop Dynamo at the first graph; not an Exception, since Dynamo would catch it."""
+    """Stops Dynamo at the first graph. It is not an Exception, because Dynamo would catch it."""
 
 
 def _storages(values: Any) -> dict[int, int]:
-    """The bytes of each storage, by identity, of the tensors in nested values and in the leaves' attributes."""
+    """Map each storage's identity to its bytes, for tensors in nested values and in the leaves' attributes."""
     leaves = [leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", ()) for leaf in tree_leaves(values)]
     storages = [leaf.untyped_storage() for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor)]
     return {storage._cdata: storage.nbytes() for storage in storages}
@@ -130,7 +130,7 @@ def _storages(values: Any) -> dict[int, int]:
 
 @contextlib.contextmanager
 def weights_as(model: Callable[..., Any], dtype: torch.dtype | None) -> Iterator[None]:
-    """Replace floating-point parameters by uninitialized ones of another dtype. With None, replace nothing."""
+    """Inside the block, replace floating-point parameters by uninitialized ones of ``dtype``. None replaces nothing."""
     replacements: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     modules = model.modules() if isinstance(model, nn.Module) and dtype is not None else ()
@@ -148,7 +148,7 @@ def weights_as(model: Callable[..., Any], dtype: torch.dtype | None) -> Iterator
 
 
 def floats_as(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in nested values."""
+    """Cast the floating-point tensors in nested values to ``dtype``."""
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
@@ -156,7 +156,7 @@ def loss_of(loss: Any) -> tuple[Callable[[Any], Tensor] | None, str]:
     """Return the function for ``plan``'s argument ``loss``, and "eager" or "compiled"; (None, "") without a loss.
 
     Raises:
-        ValueError: loss is not a function or one of the accepted words.
+        ValueError: loss is neither callable nor an accepted word.
     """
     if loss is None or not callable(loss):
         check("loss", loss)
@@ -179,7 +179,7 @@ def captured_model(
     kwargs: Mapping[str, Any],
     loss: Callable[[Any], Tensor] | None = None,
 ) -> CapturedModel:
-    """Capture a model without running it, unless it breaks into several graphs.
+    """Capture a model. It runs only if Dynamo breaks it into several graphs.
 
     Args:
         model: a module or a function.
@@ -188,18 +188,18 @@ def captured_model(
         loss: called with the model's result; None if the model returns its loss.
 
     Raises:
-        ValueError: there is no graph, a graph runs several times, or a graph or the caller reads a tensor that is
-            computed between graphs.
+        ValueError: Dynamo captures no graph, a graph runs several times, or a graph or the caller reads a tensor that
+            is computed outside of graphs.
     """
     policy = FusionPolicy()
     sites: list[Site] = []
     graphs: list[Capture] = []
     links: dict[tuple[int, int], tuple[int, int]] = {}
-    earlier: list[tuple[Any, tuple[int, int]]] = []  # results, referenced because they are compared by identity
+    earlier: list[tuple[Any, tuple[int, int]]] = []  # references results, for comparison by identity
     known: dict[int, int] = {}
     names: dict[int, str] = {}
     unregistered: dict[str, Tensor] = {}
-    read: dict[int, int] = {}  # storages
+    read: dict[int, int] = {}  # storages of graphs' inputs
     left_out: list[str] = []
     torch._dynamo.allow_in_graph(returned)
 
@@ -214,7 +214,7 @@ def captured_model(
         names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
 
     def path_of(node: torch.fx.Node, x: Any) -> str:
-        """The path of a graph's parameter. Dynamo's path begins at the module whose forward is captured."""
+        """Return a parameter's path, else "". Unregistered ones get Dynamo's, which begins at the captured module."""
         if id(x) not in names and is_parameter(node):
             path = tensor_path(source_name(node))
             path = node.name if path in ("", *names.values()) else path

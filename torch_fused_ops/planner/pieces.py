@@ -1,7 +1,7 @@
-"""A captured model divided into pieces that are compiled, or run in eager mode, one by one.
+"""Divide a captured model into pieces, each of which is compiled separately or runs in eager mode.
 
-``torch.compile`` of each layer leaves the embedding, the last norm, the head and the loss to eager mode; a loss outside
-of the compiled model is a piece of its own. Equal layers are equal pieces, and the first one is compiled for all.
+If ``torch.compile`` is applied to each layer, the embedding, the last norm, the head and the loss run in eager mode.
+A loss outside of the compiled model is a separate piece. Equal layers are equal pieces, which are compiled once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STATE = (*_AUTOCAST, torch._C._set_grad_enabled)
 
 @dataclass(frozen=True)
 class _Key:
-    """Neighboring nodes with equal keys are one piece."""
+    """A node's key. Neighboring nodes with equal keys form one piece."""
 
     unit: str
     autocast: torch.dtype | None
@@ -52,22 +52,22 @@ def _detached(value: Any) -> Any:
 def divided(
     captured: CapturedModel, gpu: GPU, compiled: str, loss: str = "eager", keep_logits: bool = False
 ) -> CapturedModel:
-    """Divide a captured model.
+    """Divide a captured model into pieces.
 
     Args:
         captured: the model.
-        gpu: the target device, for whose rules of autocast and attention the values between pieces are computed.
+        gpu: the target device. Its rules for autocast and attention determine the values between pieces.
         compiled: "model": everything before the loss is one piece. "layers": each layer is a compiled piece. "none":
             each layer is a piece in eager mode.
-        loss: "eager" or "compiled"; it is a piece of its own if the model was captured with a loss.
-        keep_logits: True if the caller references the loss's inputs to the end of the step.
+        loss: "eager" or "compiled". The loss is a separate piece if the model was captured with a loss.
+        keep_logits: True if the caller references the loss's inputs until the step ends.
     """
     pieces: list[Capture] = []
     units: list[str | None] = []
     links: dict[tuple[int, int], tuple[int, int]] = {}
     shared: dict[tuple[int, int], str] = {}
     eager: set[int] = set()
-    results: dict[tuple[int, int], tuple[int, int]] = {}  # (graph, result) of the model to (piece, result)
+    results: dict[tuple[int, int], tuple[int, int]] = {}  # maps (graph, result) to (piece, result)
     logits: set[tuple[int, int]] = set()
     for i, capture in enumerate(captured.graphs):
         if capture.graph is None:
@@ -118,7 +118,7 @@ def divided(
 
 
 def _with_values(captured: CapturedGraph, gpu: GPU) -> tuple[fx.GraphModule, list[bool]]:
-    """Copy a graph, with each node's value on a GPU as a fake tensor; also return which inputs always stay alive."""
+    """Copy a graph, and record each node's value on a GPU as a fake tensor; also return which inputs stay alive."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -133,7 +133,7 @@ def _with_values(captured: CapturedGraph, gpu: GPU) -> tuple[fx.GraphModule, lis
 def _groups(
     captured: CapturedModel, graph: CapturedGraph, gm: fx.GraphModule, as_one_piece: bool
 ) -> Iterator[tuple[_Key, list[fx.Node]]]:
-    """Yield each piece's key and nodes, in order."""
+    """Yield each piece's key and nodes, in execution order."""
     pieces: list[tuple[_Key, list[fx.Node]]] = []
     entered: dict[fx.Node, torch.dtype | None] = {}
     training, is_loss = graph.training, False
@@ -161,7 +161,7 @@ def _groups(
             x for x in node.all_input_nodes if not isinstance(x.meta.get("example_value"), Tensor) and x in place
         ]
         if sources and not isinstance(sources[0].meta.get("example_value"), (int, float)):
-            nodes = place[sources[0]]  # an item of a tuple
+            nodes = place[sources[0]]  # a tuple's item joins the tuple's piece
         else:
             if not pieces or pieces[-1][0] != key:
                 pieces.append((key, []))
@@ -183,7 +183,7 @@ def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _piece(root: fx.GraphModule, read: list[fx.Node], nodes: list[fx.Node], written: list[fx.Node]) -> fx.GraphModule:
-    """Copy nodes of a graph to a graph of their own."""
+    """Copy nodes to a new graph, with ``read`` as its inputs and ``written`` as its results."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
 

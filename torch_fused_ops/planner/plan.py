@@ -35,18 +35,18 @@ DP = tuple(2**n for n in range(1, 11))  # numbers of GPUs to try if nothing fits
 
 @dataclass(frozen=True)
 class Plan(PlanFigures):
-    """A model's training step in a GPU's memory, which can be planned again for another limit."""
+    """The result of ``plan``: the chosen levels and their figures. ``within`` plans again for another limit."""
 
     _planner: _Planner | None = field(default=None, repr=False, compare=False)
     _chosen: Candidate | None = field(default=None, repr=False, compare=False)
 
     def within(self, memory: str | int, dp: int | None = None) -> Plan:
-        """Plan for another limit, or number of GPUs, without ``largest``.
+        """Plan again for another limit or number of GPUs, without ``largest``.
 
-        Compiles the whole model for mixed levels only, and otherwise a layer of each kind.
+        Mixed levels compile the whole model again. Other levels compile at most one layer of each kind.
 
         Raises:
-            ValueError: as ``plan``, for memory and dp.
+            ValueError: ``plan`` would not accept this memory or dp.
         """
         assert self._planner is not None
         limit = bytes_of(memory)
@@ -77,46 +77,46 @@ def plan(
 ) -> Plan:
     """Plan a training step: estimate its memory on a GPU, and choose the cheapest memory levels with which it fits.
 
-    The whole model is compiled at each level for a target device, without that device; this takes seconds for each
-    layer and level. Choices of mixed levels are compiled as well. Nothing is allocated on a device. A model that is
-    captured as one graph does not run.
+    The whole model is compiled for the GPU at each level, and at mixed levels that may be chosen. This takes seconds
+    for each layer and level, works without a GPU, and allocates nothing on a device. The model runs only if Dynamo
+    captures it as several graphs.
 
     Args:
-        model: a module or a function that returns its loss, or that ``loss`` is called with the result of. Without
-            ``loss``, backward begins with all results.
-        *args: its arguments on one GPU. Model and arguments may be meta tensors: only sizes and dtypes matter.
+        model: a module or a function that returns its loss, or a result to call ``loss`` with. Without ``loss``,
+            backward begins with all results.
+        *args: its arguments on one GPU. Model and arguments may be on the meta device: data does not matter.
         memory: the limit, "72GiB", "800MiB" or bytes. Leave room for the CUDA context, NCCL and libraries.
         gpu: "A100", "H100", "H200", "B200" or "MI300X".
-        optimizer: "adamw", "sgd", PyTorch's own with their default settings, "adamw-fused", or "none".
-        lossless: do not choose levels that round gradients ("fp8").
-        levels: the levels to choose among, ``setup.LEVELS``. "input+attention" is ``memory="input",
-            attention="input"``. By default all, with attention for the best plain level and "input".
-        maximum: "batch" or "tokens": also find the largest that fits at each level (``Plan.largest``): dimension 0, or
-            1, of all argument tensors with the first one's size in it. Takes minutes; the logger
+        optimizer: "adamw", "adamw-fused" or "sgd", which are PyTorch's with default settings; or "none".
+        lossless: True to exclude levels that round gradients ("fp8").
+        levels: the levels to choose among, from ``setup.LEVELS``. "input+attention" is ``memory="input",
+            attention="input"``. The default is all levels; "free+attention" is included only if ``lossless``.
+        maximum: "batch" or "tokens": also find the largest size that fits at each level (``Plan.largest``). Resizes
+            dimension 0 or 1 of all argument tensors that have the first tensor's size in it. Takes minutes; the logger
             "torch_fused_ops.planner" reports progress at level INFO.
-        loss: the loss outside of the compiled model: a function of the model's result, which runs in eager mode
-            unless ``torch.compile`` made it; "eager" or "compiled" for the mean cross entropy of float32 logits.
-        keep_logits: the caller holds the model's result until the step ends.
-        dp: the number of GPUs. FSDP2 shards the model over them: ``fully_shard`` of each layer and of the model, with
-            default settings. Bytes and ``args`` are then per GPU.
+        loss: a loss outside of the compiled model: a function of the model's result, which runs in eager mode unless
+            ``torch.compile`` returned it; or "eager" or "compiled", for the mean cross entropy of float32 logits.
+        keep_logits: True if the caller references the model's result until the step ends.
+        dp: the number of GPUs over which FSDP2 shards the model: ``fully_shard`` is applied to each layer and to the
+            model, with default settings. Bytes and ``args`` are then per GPU.
         parallel: "fsdp2", or "ddp" for ``DistributedDataParallel``.
-        mixed_precision: FSDP2 on float32 shards with ``MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)``.
-        root: "with", or "apart" if embedding, and norm with head, are groups of their own (``planner.setup``).
+        mixed_precision: True for float32 shards and ``MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)``.
+        root: "with", or "apart" if embedding, and norm with head, are separate FSDP2 groups (``planner.setup``).
         reshard: which groups FSDP2 frees after forward: "always", all except the root; "not-last", all except the root
             and the last one; "never", none.
         master_weights: "float32": float32 weights and state, forward under bfloat16 autocast (Trainer's ``bf16=True``).
-        accumulate: micro-batches for each step of the optimizer.
+        accumulate: the number of micro-batches for each step of the optimizer.
         compiled: "model"; "layers", if each layer is compiled separately; or "none".
-        expandable_segments: the allocator's setting; without it PyTorch reserves more.
+        expandable_segments: True if the allocator uses expandable segments; otherwise PyTorch reserves more.
         **kwargs: the model's keyword arguments.
 
     Returns:
         A ``Plan``: print it, take its ``policy``, write it as JSON or as a page.
 
     Raises:
-        TypeError: model is not callable, or a class.
-        ValueError: a setting is not known, or FSDP2 cannot shard the model; nothing in the model needs a gradient; it
-            is not captured as a whole.
+        TypeError: model is not callable, or is a class.
+        ValueError: a setting is not accepted; FSDP2 cannot shard the model; nothing in the model needs a gradient; or
+            the model is not captured as a whole.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
@@ -149,7 +149,7 @@ def plan(
 
     captured = capture(first_size)
     if setup.sharded:
-        check_shards(model, captured.unit_of, dp, captured.unregistered)  # its errors come before minutes of compiling
+        check_shards(model, captured.unit_of, dp, captured.unregistered)  # raise errors before minutes of compiling
     fused = bool(captured.mlps) and compiled != "none"
     known = search.levels_for(lossless) if levels is None else LEVELS
     if levels is None and not captured.has_attention:
@@ -182,7 +182,7 @@ def plan(
     if maximum is None:
         return result
     available = setup.available(limit)
-    slack = max(c.summary.pools - c.summary.peak for c in planner.candidates)  # pools and holes at this size
+    slack = max(c.summary.pools - c.summary.peak for c in planner.candidates)  # pools beyond the peak
     available_for_step = available - resident.nbytes - slack if resident.optimizer_peak <= available else 0
     sizes = max_batch.Sizes(lambda n: prepared(capture(n)), maximum, first_size, described, planner.step)
     return replace(result, largest=sizes.largest(resident.nbytes, available_for_step))
@@ -190,34 +190,34 @@ def plan(
 
 @dataclass(frozen=True)
 class _Planner:
-    """A compiled model, to be planned for any limit, on one of ``dp`` GPUs."""
+    """Plans a compiled model's step for any limit, on one of ``dp`` GPUs."""
 
     model: Callable[..., Any]
     capture: Callable[[], CapturedModel]
     captured: CapturedModel
-    measured: Step  # at each level, without shards
+    measured: Step  # the step at each level, without shards
     tensors: Sequence[ResidentTensor]
     gpu: GPU
     levels: Sequence[str]  # the plainest first
     setup: Setup
     estimates: Estimates
     advice: tuple[str, ...] = ()  # sentences that do not depend on the limit
-    _mixed: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict, init=False)  # compiled, by levels
+    _mixed: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict, init=False)  # by levels
 
     def estimated(self, levels: Mapping[str, str], **changes: Any) -> StepSummary:
-        """Estimate the step quickly at levels by unit; ``changes`` are passed to ``Estimates.step_at``."""
+        """Estimate the step quickly at each unit's level; ``changes`` are passed to ``Estimates.step_at``."""
         parts = self.estimates.step_at(levels, **changes)
         return replace(self.step, parts=dict.fromkeys([*self.step.parts, *levels.values()], parts)).at_levels(levels)
 
     def quick_answer(self) -> Iterator[str]:
-        """Yield a sentence for the plain model and for the default level."""
+        """Yield a sentence with the estimate at "off", if an MLP is fused, and at "free"."""
         for level in ("off", "free") if self.step.mlps else ("free",):
             nbytes = self.resident.nbytes + self.estimated(dict.fromkeys(self.step.mlps, level)).pools
             why = " for the optimizer's step" if nbytes < self.resident.optimizer_peak else ""
             yield f'about {size(self.reserved(nbytes))}{why} at "{level}", estimated from one layer of each kind'
 
     def beside_loss(self) -> Iterator[str]:
-        """Yield a sentence if the model returns results beside its loss: backward then begins with as many zeros."""
+        """Yield advice if the model returns more than its loss: backward begins with zeros for each other result."""
         alone, detached = (self.estimates.captured.with_loss_alone(detach) for detach in (False, True))
         if alone is not None and detached is not None:
             divided = self.estimates.divided
@@ -233,8 +233,8 @@ class _Planner:
         """Estimate the step with the loss in chunks (``auto_chunker``); None if it does not lower the peak.
 
         Args:
-            levels: levels by unit.
-            curve: the compiled step at these levels.
+            levels: the level of each unit.
+            curve: the summary of the compiled step at these levels.
         """
         if self.captured.pieces:
             return None
@@ -252,7 +252,7 @@ class _Planner:
         """Return this planner for another number of GPUs.
 
         Raises:
-            ValueError: the errors of ``check_shards``.
+            ValueError: dp is not accepted, or ``check_shards`` raises.
         """
         check("dp", dp)
         if self.setup.parallel != "ddp":
@@ -269,7 +269,7 @@ class _Planner:
 
     @cached_property
     def step(self) -> Step:
-        """The step at each level, with shards if there are any."""
+        """The step at each level, with shards if FSDP2 shards the model."""
         return self._sharded(self.resident)
 
     def _sharded(self, resident: Resident) -> Step:
@@ -282,12 +282,12 @@ class _Planner:
         return search.candidates(self.step, self.levels)
 
     def recompiled(self, chosen: Candidate) -> Step:
-        """Capture and compile the model again at these levels; the step has the same parts for any level."""
+        """Capture and compile the model again at these levels. The step has the same segments for every level."""
         parts = segmented_step(self.capture(), self.gpu, policy_of(self.step.mlps, chosen.levels))
         return replace(self.step, parts=dict.fromkeys(self.step.parts, parts))
 
     def exact(self, chosen: Candidate) -> Step:
-        """The step compiled at these levels; mixed levels are compiled once, on demand."""
+        """Return the step compiled at these levels. Mixed levels are compiled at the first call."""
         if not chosen.is_mixed:
             return self.step
         key = tuple(chosen.levels.items())
@@ -296,25 +296,25 @@ class _Planner:
         return self._mixed[key]
 
     def pool_bytes(self, chosen: Candidate) -> int:
-        """Return the bytes of PyTorch's pools in forward and backward, compiled at these levels."""
+        """Return the bytes of PyTorch's pools in forward and backward of the step compiled at these levels."""
         return self.resident.nbytes + self.exact(chosen).at_levels(chosen.levels).pools
 
     def reserved(self, nbytes: int) -> int:
-        """Return about how many bytes PyTorch reserves if forward and backward take ``nbytes``."""
+        """Return about how many bytes PyTorch reserves if forward and backward need ``nbytes`` in its pools."""
         return self.setup.reserved(max(nbytes, self.resident.optimizer_peak))
 
     def within(self, limit: int) -> Plan:
-        """The plan for a limit."""
+        """Make the plan for a limit in bytes."""
         step, resident = self.step, self.resident
         uniform = [candidate for candidate in self.candidates if not candidate.is_mixed]
         available = self.setup.available(limit) - resident.nbytes
         chosen = search.best(self.candidates, available, lambda candidate: self.pool_bytes(candidate) - resident.nbytes)
-        if chosen is not None and chosen.is_mixed:  # compare compiled times
+        if chosen is not None and chosen.is_mixed:  # compare with uniform levels by compiled times
             plainer = search.best(uniform, available)
             if plainer is not None and plainer.summary.seconds <= self.exact(chosen).at_levels(chosen.levels).seconds:
                 chosen = plainer
         if chosen is None:
-            least = resident.optimizer_peak - resident.nbytes  # lower levels would cost time alone
+            least = resident.optimizer_peak - resident.nbytes  # saving more would only cost time
             groups = (self.candidates, uniform)
             lowest = (min(candidates, key=lambda c: max(c.summary.pools, least)) for candidates in groups)
             chosen = min(lowest, key=lambda candidate: max(self.pool_bytes(candidate), resident.optimizer_peak))
@@ -415,7 +415,7 @@ class _Planner:
         yield self.sharding(limit, "fewer tokens" if checkpointed is not None else "fewer tokens, or checkpoints")
 
     def sharding(self, limit: int, fewer: str) -> str:
-        """Return advice on FSDP2: the smallest power of two of GPUs with which the step fits, all layers at one level.
+        """Return advice on FSDP2: the fewest GPUs, a power of two, on which the step fits at one level for all.
 
         Args:
             limit: bytes.
@@ -443,7 +443,7 @@ class _Planner:
 
 
 def _layers(step: Step, resident: Resident, levels: Mapping[str, str]) -> list[LayerRow]:
-    """A row for each run of neighboring layers with the same level, and one for the remainder."""
+    """List a row for each run of neighboring layers with the same level, and a row for the remainder."""
     factor = resident.state / resident.gradients if resident.gradients else 0.0
     default = step.default(levels)
     rows: list[LayerRow] = []
@@ -471,7 +471,7 @@ def _layers(step: Step, resident: Resident, levels: Mapping[str, str]) -> list[L
 
 
 def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
-    """The bytes of each unit's inputs from earlier pieces, of a model in pieces."""
+    """Return the bytes of each unit's inputs that earlier pieces compute, for a model divided into pieces."""
     inputs: dict[str, int] = {}
     for i, part in enumerate(captured.graphs):
         unit = captured.pieces[i]

@@ -1,4 +1,4 @@
-"""A plan's figures, as text, as JSON, and as a page: ``plan.html``, filled in."""
+"""Convert a plan's figures to text, to JSON, and to a page, with the template ``plan.html``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LevelRow:
     level: str  # one of ``setup.LEVELS``; "checkpoint" and "chosen, + chunked loss" are estimates
     peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
     seconds: float  # the least time of forward and backward
-    reserved: int  # bytes that PyTorch reserves, about; the optimizer's step included
-    missing: int  # bytes beyond the limit, as ``Plan.missing``; of the optimizer's step, if it needs more
+    reserved: int  # about how many bytes PyTorch reserves, for the optimizer's step if it needs more
+    missing: int  # reserved bytes beyond the limit, as ``Plan.missing``; 0 if the step fits
 
     @property
     def fits(self) -> bool:
@@ -37,12 +37,12 @@ class LevelRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer of the model, or several equal ones with the same level. Bytes are of all these layers together."""
+    """A layer of the model, or several neighboring layers with the same level, whose bytes are added."""
 
-    name: str  # its path, "layers.0", or "layers.0 to 15" for several. "(other)": the remainder of the model
+    name: str  # its path, "layers.0"; "layers.0 to 15" for several; "(other)" for the remainder of the model
     count: int  # the number of layers
     level: str  # the memory level of its MLPs; "" if it has none
-    parameters: int  # and buffers
+    parameters: int  # bytes of parameters and buffers
     gradients: int
     optimizer_state: int
     saved: int  # bytes saved for backward
@@ -51,37 +51,37 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """A model's training step in a GPU's memory, as figures: text, JSON and a page.
+    """The figures of a plan, which can be converted to text, JSON and a page.
 
     Attributes:
         title: the model's class.
         gpu: the GPU's name.
         limit: bytes that may be used.
-        optimizer: its name.
+        optimizer: the optimizer's name.
         fits: True if the bytes that PyTorch reserves stay within the limit.
-        reserved_bytes: the bytes that PyTorch reserves, about: ``held_bytes`` and a margin for fragmentation.
-        held_bytes: the bytes that the caching allocator's pools hold: each pool's most.
-        peak_bytes: the most bytes alive at once, the greater of the two following.
+        reserved_bytes: about how many bytes PyTorch reserves: ``held_bytes`` and a margin for fragmentation.
+        held_bytes: the largest sizes of the caching allocator's pools, added.
+        peak_bytes: the most bytes alive at once: the greater of ``step_peak`` and ``optimizer_peak``.
         step_peak: the peak of forward and backward, with parameters and optimizer state.
         optimizer_peak: the peak of the optimizer's step: parameters, gradients, state, its allocations, and the batch.
         parameters: bytes of parameters and buffers.
         gradients: bytes of gradients.
         optimizer_state: bytes of optimizer state.
         saved: bytes saved for backward, without parameters.
-        transient: bytes at the peak beyond those, parameters and optimizer state.
+        transient: bytes at ``step_peak`` in addition to ``saved``, parameters and optimizer state.
         seconds: the least time of forward and backward on this GPU (roofline).
-        off_seconds: the same with ``memory="off"``, even if that does not fit.
-        off_peak: its peak.
+        off_seconds: ``seconds`` with ``memory="off"``, even if that step does not fit.
+        off_peak: ``step_peak`` with ``memory="off"``.
         policy: the policy to compile with.
         choices: each MLP's level (``setup.LEVELS``), by module.
         levels: the whole step at each level.
         layers: the bytes by layer.
-        missing: bytes beyond the limit, 0 if it fits.
-        help: advice to make it fit, or cheaper.
-        setup: how the model is trained; bytes are per GPU, with its own batch.
-        sent: bytes that a GPU sends in a step.
-        link_seconds: the time to send them by the GPU's data sheet, not included in ``seconds``.
-        largest: the largest batch or sequence that fits, if ``maximum`` requests it.
+        missing: reserved bytes beyond the limit; 0 if the step fits.
+        help: advice to make the step fit, or cheaper.
+        setup: how the model is trained. All bytes are per GPU, for one GPU's batch.
+        sent: bytes that each GPU sends in a step.
+        link_seconds: the time to send ``sent`` bytes by the GPU's data sheet, not included in ``seconds``.
+        largest: the largest batch or sequence that fits; None unless ``maximum`` requests it.
     """
 
     title: str
@@ -121,7 +121,7 @@ class PlanFigures:
         return self.setup.dp
 
     def as_dict(self) -> dict[str, Any]:
-        """The attributes for JSON, without live-bytes timelines, and with the policy's levels."""
+        """Convert the attributes to plain types, without live-bytes timelines, and with the policy's levels."""
         left_out = {"policy", "curve", "off_curve", "_planner", "_chosen"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
@@ -134,11 +134,11 @@ class PlanFigures:
         return {**shallow, **rows}
 
     def to_json(self) -> str:
-        """The plan as JSON."""
+        """Convert the plan to JSON."""
         return json.dumps(self.as_dict(), indent=1)
 
     def to_html(self, path: str | Path) -> None:
-        """Write the plan as one self-contained page, with the step's live-bytes timeline before and after.
+        """Write the plan as one self-contained page, with live-bytes timelines at the chosen levels and at "off".
 
         Raises:
             ValueError: path cannot be written.
@@ -158,13 +158,13 @@ class Section(NamedTuple):
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: "1.23 ms"; less than a hundredth of a microsecond is a rounding error, shown as 0."""
+    """Format seconds as "1.23 ms". Less than a hundredth of a microsecond is a rounding error, shown as 0."""
     seconds = seconds if abs(seconds) >= 1e-8 else 0.0
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def headline(plan: PlanFigures) -> str:
-    """The verdict, in one line."""
+    """Format the verdict in one line."""
     verdict = "fits" if plan.fits else f"does not fit: {size(plan.missing)} are missing"
     group = f", one of {plan.dp}" if plan.dp > 1 else ""
     enlarged = f"; {most(plan.largest)}" if plan.largest else ""
@@ -172,7 +172,7 @@ def headline(plan: PlanFigures) -> str:
 
 
 def most(largest: Largest) -> str:
-    """The largest size at any level, the plainest level that has it, and the largest size at "off"."""
+    """Name the largest size at any level, the plainest level that reaches it, and the largest size at "off"."""
     best = max(largest.rows, key=lambda row: row.size)
     if not best.size:
         return f"{largest.dimension}: none fits"
@@ -181,13 +181,13 @@ def most(largest: Largest) -> str:
 
 
 def cost(plan: PlanFigures) -> str:
-    """The cost of the levels: '+1.2 % beside "off"'."""
+    """Format the time that the levels cost: '+1.2 % beside "off"'."""
     changed = change(plan.off_seconds, plan.seconds)
     return 'as with "off"' if changed == "same" else f'{changed} beside "off"'
 
 
 def chosen(plan: PlanFigures) -> str:
-    """The policy as code; long mappings as counts."""
+    """Format the policy as code, with counts instead of a long mapping."""
     memory, attention = (x if isinstance(x, str) else dict(x) for x in (plan.policy.memory, plan.policy.attention))
     if isinstance(memory, str) or len(memory) <= 4:
         return f"FusionPolicy(memory={memory!r}{'' if attention == 'off' else f', attention={attention!r}'})"
@@ -197,7 +197,7 @@ def chosen(plan: PlanFigures) -> str:
 
 
 def communication(plan: PlanFigures) -> str:
-    """The bytes that a GPU sends; "" for a single GPU."""
+    """Describe the bytes that each GPU sends; "" if it sends nothing."""
     if not plan.sent:
         return ""
     how = "FSDP2" if plan.setup.sharded else "DDP"
@@ -223,7 +223,7 @@ def level_rows(plan: PlanFigures) -> list[tuple[str, ...]]:
 
 
 def largest_rows(largest: Largest) -> list[tuple[str, ...]]:
-    """The largest size at each level, its peak, and the bytes by which the next size exceeds the limit."""
+    """List the largest size at each level, its peak, and the bytes by which the next size exceeds the limit."""
     off = next((row.size for row in largest.rows if row.level == "off"), 0)
     rows: list[tuple[str, ...]] = [
         (
@@ -259,7 +259,7 @@ def notes(plan: PlanFigures) -> Iterator[str]:
 
 
 def sections(plan: PlanFigures) -> Iterator[Section]:
-    """The tables of a plan, for all of its forms."""
+    """Yield the tables of a plan, for text and page."""
     shards = plan.setup.sharded
     parts = (
         ("parameters, in shards, and buffers" if shards else "parameters and buffers", plan.parameters),
@@ -292,7 +292,7 @@ def sections(plan: PlanFigures) -> Iterator[Section]:
 
 
 def text(plan: PlanFigures) -> str:
-    """The plan as lines of text."""
+    """Format the plan as lines of text."""
     lines = [headline(plan), ""]
     for section in sections(plan):
         lines += [*aligned(section.rows), *([section.note] if section.note else ()), ""]
@@ -304,14 +304,14 @@ def text(plan: PlanFigures) -> str:
 
 
 def page(plan: PlanFigures) -> str:
-    """The plan as a self-contained page. Text from the model is escaped."""
+    """Render the plan as a self-contained page. Text from the model is escaped."""
     resident, highest = plan.parameters + plan.optimizer_state, 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
 
     def height(nbytes: float) -> str:
         return f"{300 * (1 - nbytes / highest):.1f}"
 
     def polyline(points: tuple[int, ...]) -> str:
-        """A live-bytes timeline in a box of 1000 by 300; a step's calls, evenly spaced."""
+        """Format a live-bytes timeline as points in a box of 1000 by 300, with evenly spaced calls."""
         count = max(len(points) - 1, 1)
         return " ".join(f"{1000 * i / count:.1f},{height(point)}" for i, point in enumerate(points))
 

@@ -1,6 +1,6 @@
 """Choose levels: the fastest assignment that fits, out of a fixed list.
 
-The list does not depend on the limit. So more memory never gives a slower plan, if the estimated peaks are exact.
+The list does not depend on the limit, so a higher limit never gives a slower plan if the estimated peaks are exact.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch_fused_ops.planner.setup import LEVELS, WITH_ATTENTION
 from torch_fused_ops.planner.step import OFF, Step, StepSummary
 
 LOSSY = ("fp8", "fp8+attention")  # levels that round gradients
-MISSES = 4  # the most mixed assignments that are compiled and do not fit
+MISSES = 4  # mixed assignments to compile that do not fit, before skipping the others
 ALIKE = 1e-3  # a relative difference that rooflines cannot resolve
 
 
@@ -22,7 +22,7 @@ def levels_for(lossless: bool) -> tuple[str, ...]:
     Each level takes minutes, so "free+attention" is included only if "fp8+attention" is not.
 
     Args:
-        lossless: exclude levels that round gradients.
+        lossless: True to exclude levels that round gradients.
     """
     without = {OFF, *(LOSSY if lossless else ("free+attention",))}
     return tuple(level for level in LEVELS if level not in without)
@@ -35,7 +35,7 @@ def without_attention(levels: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Levels by unit, and a summary of the step: exact if all units have the same level, else an estimate."""
+    """A level for each unit, and the step's summary, which is estimated if units have different levels."""
 
     levels: Mapping[str, str]
     summary: StepSummary
@@ -49,8 +49,8 @@ class Candidate:
 def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     """List assignments of levels, the fastest first. The list does not depend on the limit.
 
-    It contains one level for all units, for each level, and the assignments of ``greedy``. A level without an advantage
-    (``useful``) is not mixed with others, and comes last.
+    It contains, for each level, the assignment of that level to all units, and the assignments of ``greedy``. A level
+    without an advantage (``useful``) is not mixed with other levels, and comes last.
 
     Args:
         step: the compiled step.
@@ -89,13 +89,13 @@ def best(
     limit: int,
     exactly: Callable[[Candidate], int] = lambda candidate: candidate.summary.pools,
 ) -> Candidate | None:
-    """Return the fastest candidate for which PyTorch holds at most ``limit`` bytes, or None.
+    """Return the fastest candidate whose pools hold at most ``limit`` bytes; None if no candidate fits.
 
     Args:
         every: the candidates, the fastest first.
         limit: bytes.
-        exactly: returns the exact bytes; called if the estimate meets the limit. If mixed levels exceed their estimate,
-            later estimates of mixed levels are raised by the difference. After ``MISSES`` misses they are skipped.
+        exactly: returns a candidate's exact bytes; called if its estimate fits. If mixed levels then exceed the limit,
+            estimates of later mixed levels are raised by the error. After ``MISSES`` misses, mixed levels are skipped.
     """
     short = misses = 0
     for candidate in every:
@@ -109,7 +109,7 @@ def best(
 
 
 def greedy(step: Step, levels: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yield assignments, from all units at the first level. Each step changes the unit that saves most for its time."""
+    """Yield assignments, first all units at the first level. Each other one changes the unit that saves most for its time."""
     now = dict.fromkeys(step.mlps, levels[0])
     summary = step.at_levels(now)
     yield dict(now)
@@ -122,7 +122,7 @@ def greedy(step: Step, levels: Sequence[str]) -> Iterator[dict[str, str]]:
                 gain = summary.peak - curve.peak
                 moves.append((gain / max(curve.seconds - summary.seconds, 1e-12), gain, changed, curve))
         lower = [move for move in moves if move[1] > 0]
-        # Two changes may lower the peak if no single one does: choose the change with the fewest saved bytes.
+        # If no single change lowers the peak, two may: choose the change that leaves the fewest saved bytes.
         chosen = max(lower, key=lambda move: move[0]) if lower else min(moves, key=lambda m: m[3].saved, default=None)
         if chosen is None:
             return

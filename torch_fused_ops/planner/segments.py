@@ -1,4 +1,4 @@
-"""A step's parts: their live bytes and times."""
+"""Parts of a training step, with their live bytes and times."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Segment:
     # Bytes of parameters' gradients that are complete by its end: gradients of its own layer, and of earlier layers if
     # the compiler deferred them.
     gradients: int = 0
-    head: int = 0  # bytes of gradients that are complete by its end, and that count for the step's last segment
-    hole: int = 0  # bytes at its peak that PyTorch holds beyond those alive: pieces too small for later tensors
-    main: int | None = None  # the main pool's largest size with shards; None without shards
+    head: int = 0  # bytes of gradients that are complete by its end, but in ``gradients`` of the last segment
+    hole: int = 0  # free bytes at its peak that PyTorch cannot use: pieces too small for later tensors
+    main: int | None = None  # the main pool's largest size; None if the step is not sharded
     gather: int = 0  # the largest size of the pool for FSDP2's flat buffers
 
     @cached_property
@@ -31,4 +31,4 @@ class Segment:
         return self.peak + self.hole if self.main is None else self.main
 
 
-PlacedSegment = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its segment
+PlacedSegment = tuple[str, str, Segment]  # "forward" or "backward"; its unit, "" outside units; the segment

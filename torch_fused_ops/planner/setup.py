@@ -1,4 +1,4 @@
-"""The set-up of a training step: the settings of ``plan``, checked without importing torch."""
+"""Check the settings of ``plan`` without importing torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch_fused_ops.policy import is_level
 
-# The levels of a layer, the plainest first: a memory level of its MLPs, with or without "input" for its attention.
+# A layer's levels, the plainest first: the memory level of its MLPs. "+attention" adds "input" for its attention.
 WITH_ATTENTION = "+attention"
 LEVELS = ("off", "free", "fp8", "free+attention", "fp8+attention", "input", "input+attention", "tiled")
 # Accepted values of each setting, by its name in Python.
@@ -25,8 +25,8 @@ ACCEPTED: Mapping[str, Sequence[object]] = {
     "master_weights": ("float32", None),
     "compiled": ("model", "layers", "none"),
 }
-# Bytes that PyTorch reserves beyond its pools' sizes, as a share, with and without expandable segments. They
-# cover 33 of 33 and 13 of 14 published steps (docs/paper-and-devices.md).
+# The share of its pools' sizes that PyTorch reserves in addition, by ``expandable_segments``. With True, this covers
+# 33 of 33 published steps; with False, 13 of 14 (docs/paper-and-devices.md).
 FRAGMENTATION = {True: 0.08, False: 0.20}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
@@ -37,7 +37,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 @dataclass(frozen=True)
 class Setup:
-    """The set-up of training. ``plan`` documents each setting."""
+    """How a model is trained. ``plan`` documents each setting."""
 
     optimizer: str = "adamw"
     dp: int = 1
@@ -78,7 +78,7 @@ def bytes_of(memory: object) -> int:
     """Parse bytes: "72GiB", "800 MiB", "80GB", or a number.
 
     Raises:
-        ValueError: memory is not such a size, or not above 0.
+        ValueError: memory is not a size in one of these forms, or is not above 0.
     """
     if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
         return memory

@@ -24,15 +24,15 @@ OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer] | N
 
 
 def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]:
-    """Run one of ``OPTIMIZERS`` on meta tensors.
+    """Measure the memory of one of ``OPTIMIZERS``, by running it on meta tensors.
 
     Returns:
-        Bytes of state that lives on between steps, and the peak bytes of a step's temporary tensors.
+        Bytes of state that stays alive between steps, and the peak bytes of a step's temporary tensors.
     """
     make = OPTIMIZERS[name]
     if make is None or not parameters:
         return 0, 0
-    if name.endswith("-fused"):  # one kernel, in place; it does not run on meta tensors
+    if name.endswith("-fused"):  # its kernel works in place, and does not run on meta tensors
         return optimizer_memory(name.removesuffix("-fused"), parameters)[0], 0
     copies = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters]
     optimizer: Any = make(copies)
@@ -71,12 +71,12 @@ def resident_tensors(
     gets_gradient: Callable[[str], bool] = lambda path: True,
     unregistered: Mapping[str, Tensor] | None = None,
 ) -> list[ResidentTensor]:
-    """List the parameters and buffers of a step.
+    """List a step's parameters and buffers, registered or not.
 
     Args:
         model: a module or a function.
-        unit_of: returns the layer of a module, by its path; "" outside layers.
-        gets_gradient: True if backward reaches the parameter at a path; others are not trained.
+        unit_of: returns the layer of the module at a path; "" outside layers.
+        gets_gradient: returns True if backward reaches the parameter at a path; other parameters are not trained.
         unregistered: parameters and buffers that the step reads and the model does not register, by path.
     """
     unregistered_tensors = list((unregistered or {}).items())
@@ -113,10 +113,10 @@ def check_shards(
     dp: int,
     unregistered: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Raise if ``fully_shard`` would refuse the model.
+    """Raise if ``fully_shard`` would reject the model.
 
     Raises:
-        ValueError: as for ``check_dp``; or a parameter is a scalar, belongs to several layers, or is trained and not
+        ValueError: ``check_dp`` raises; or a parameter is a scalar, belongs to several layers, or is trained and not
             registered; or a layer's trained parameters have several dtypes.
     """
     check_dp(model, dp)
@@ -158,7 +158,7 @@ class Resident:
 
     @property
     def nbytes(self) -> int:
-        """Bytes alive all the time in forward and backward."""
+        """Bytes alive throughout forward and backward."""
         return self.parameters + self.state + self.buckets + self.accumulated
 
     @property
@@ -170,19 +170,19 @@ class Resident:
     def of(
         cls, tensors: Sequence[ResidentTensor], setup: Setup, group_of: Callable[[str], str] = lambda path: ""
     ) -> Resident:
-        """The resident memory of one GPU.
+        """Compute the resident memory of one GPU.
 
         Args:
             tensors: the parameters and buffers, not sharded.
-            setup: how they are trained.
-            group_of: returns the group of a parameter outside layers, by its path; used for ``root="apart"``.
+            setup: how the model is trained.
+            group_of: returns the FSDP2 group of the parameter at a path outside layers; used for ``root="apart"``.
         """
         dp, trained = setup.dp if setup.sharded else 1, []
         bf16_ratio = torch.bfloat16.itemsize / torch.float32.itemsize
         by_unit: dict[str, tuple[int, int]] = {}
         groups: dict[str, Group] = {}
         for t in tensors:
-            if t.is_parameter and dp > 1:  # the first GPU's shard is the largest; all others are padded to it
+            if t.is_parameter and dp > 1:  # the first GPU's shard is the largest; others are padded to its size
                 t = replace(t, shape=(math.ceil(t.shape[0] / dp), *t.shape[1:]))
             is_cast = t.is_parameter and t.dtype.is_floating_point
             if is_cast and (setup.mixed_precision or setup.master_weights):

@@ -1,10 +1,10 @@
-"""The memory and the time of a training step, cut at its layers.
+"""Split a training step's memory and time into segments at layer boundaries.
 
-A compiled step is cut into segments, one for each layer (unit) forward and one backward. A segment has bytes alive
-relative to its beginning, a net change and seconds. Joined in execution order the segments are exactly the step's
-live-bytes timeline. A layer's memory level changes its own segments only, so segments of several levels estimate a step
-with mixed levels. Estimates only rank; every reported step is compiled (``plan.py``). A segment begins and ends with
-the bytes that are still to be read: a buffer that Inductor reuses later belongs to the later segment.
+A compiled step has two segments for each layer (unit): one in forward, one in backward. A segment has bytes alive
+relative to its start, their net change, and seconds. Joined in execution order, the segments are exactly the step's
+live-bytes timeline. A layer's level changes only the layer's own segments, so segments of several levels can estimate
+a step with mixed levels. Such estimates only rank candidates: the chosen step is compiled (``plan.py``). Segments begin
+and end with the bytes that later calls read. A buffer that waits for reuse by Inductor counts for the later segment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
 from torch_fused_ops.virtual_gpu.eager import EagerGraph
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
 
-OFF = "off"  # a level of a whole model, never of a part
+OFF = "off"  # a level that is never mixed with other levels
 Compiled = PaperCompilation | EagerGraph
 
 
@@ -47,13 +47,13 @@ class StepSummary:
 class SegmentedStep:
     """A compiled step, split into segments."""
 
-    entry: int  # bytes alive before it: its arguments
-    pieces: tuple[PlacedSegment, ...]  # in execution order: before, in and after the units, for each graph
-    trained: frozenset[str] = frozenset()  # the paths of the parameters that get a gradient
+    entry: int  # bytes alive before the step: its arguments
+    pieces: tuple[PlacedSegment, ...]  # in execution order: for each graph, before, in and after the units
+    trained: frozenset[str] = frozenset()  # paths of the parameters that get a gradient
 
     @cached_property
     def segments(self) -> Mapping[tuple[str, str], Segment]:
-        """The units' segments."""
+        """The units' segments, by ("forward" or "backward", unit)."""
         return {(graph, unit): segment for graph, unit, segment in self.pieces if unit}
 
 
@@ -61,29 +61,29 @@ class SegmentedStep:
 class Step:
     """A model's compiled step at each level."""
 
-    units: tuple[str, ...]  # in the order of the model
+    units: tuple[str, ...]  # the layers, in the model's order
     mlps: Mapping[str, tuple[str, ...]]  # MLPs by unit; levels are chosen for these units
     parts: Mapping[str, SegmentedStep]  # the compiled steps, by the level of all units
     shards: FullyShard | None = None
-    # Gradients are added to ones that exist, and freed: "" no, "layer" as layers end, "step" all at the end.
+    # When gradients are added to existing ones and freed: "layer", at each layer's end; "step", at the end; "", never.
     accumulates: str = ""
 
     def segment(self, graph: str, unit: str, level: str) -> Segment:
-        """Return a unit's forward or backward at a level, or an empty segment."""
+        """Return a unit's segment at a level; an empty one if it has none. ``graph`` is "forward" or "backward"."""
         return self.parts[level].segments.get((graph, unit), Segment())
 
     @property
     def base(self) -> str:
-        """The default level of a unit: "free", or the plainest compiled level."""
+        """The default level of a unit: "free" if it was compiled, else the plainest compiled level."""
         return "free" if "free" in self.parts else next(iter(self.parts))
 
     def default(self, levels: Mapping[str, str]) -> str:
-        """The level outside the units with MLPs: the common level of those, or ``base`` if they differ."""
+        """Return the level outside the units with MLPs: these units' only level, or ``base`` if they have several."""
         chosen = {levels.get(unit, self.base) for unit in self.mlps}
         return chosen.pop() if len(chosen) == 1 else self.base
 
     def pieces(self, levels: Mapping[str, str]) -> Iterator[PlacedSegment]:
-        """The segments in the order of the step, without shards."""
+        """Yield the segments in execution order, without shards."""
         default = self.default(levels)
         for graph, unit, segment in self.parts[default].pieces:
             level = levels.get(unit, default)
@@ -95,7 +95,7 @@ class Step:
         return next(iter(self.parts.values())).entry
 
     def sharded(self, pieces: Iterable[PlacedSegment], each_call: bool = False) -> Iterator[PlacedSegment]:
-        """The segments, with shards if there are any."""
+        """Yield the segments with FSDP2's bytes if the model is sharded, else with accumulated gradients freed."""
         return self.shards.around(pieces, each_call) if self.shards else self._accumulated(list(pieces))
 
     def _accumulated(self, pieces: Sequence[PlacedSegment]) -> Iterator[PlacedSegment]:
@@ -119,14 +119,14 @@ class Step:
         return StepSummary(peak, saved, live, seconds, main + gather + reduced)
 
     def at_levels(self, levels: Mapping[str, str]) -> StepSummary:
-        """The step with a memory level for each unit; ``base`` is the default."""
+        """Summarize the step with a level for each unit; units without a level have ``default(levels)``."""
         return self.summarize(self.pieces(levels))
 
     def checkpointed(self, inputs: Mapping[str, int]) -> StepSummary:
         """Estimate the step with a checkpoint around each whole unit, which saves its input and runs forward again.
 
         Args:
-            inputs: bytes of each unit's inputs from earlier units.
+            inputs: bytes of each unit's inputs that earlier units compute.
         """
 
         def pieces() -> Iterator[PlacedSegment]:
@@ -146,7 +146,7 @@ class Step:
         return self.summarize(pieces())
 
     def points(self, levels: Mapping[str, str]) -> list[int]:
-        """Bytes alive at each call of the step."""
+        """Return the bytes alive before the step, at each call, and after the step."""
         live, points = self.entry, [self.entry]
         for _, _, segment in self.sharded(self.pieces(levels), each_call=True):
             points += [live + point for point in segment.points]
@@ -158,13 +158,13 @@ class Step:
 
 
 def policy_at(level: str) -> FusionPolicy:
-    """The policy with every layer at one level of ``setup.LEVELS``."""
+    """Return the policy with every layer at one level of ``setup.LEVELS``."""
     attention = "input" if level.endswith(WITH_ATTENTION) else "off"
     return FusionPolicy(memory=level.removesuffix(WITH_ATTENTION), attention=attention)  # type: ignore[arg-type]
 
 
 def policy_of(mlps: Mapping[str, Sequence[str]], levels: Mapping[str, str]) -> FusionPolicy:
-    """The policy that gives the MLPs, and the attention, of each unit its level."""
+    """Return the policy with each unit's level for its MLPs and its attention."""
     chosen = {unit: levels.get(unit, "free") for unit in mlps}
     if len(set(chosen.values())) == 1:
         return policy_at(next(iter(chosen.values())))
@@ -184,10 +184,10 @@ def compiled_timeline(
         model: the model.
         gpu: the target device.
         policy: the policy.
-        known: pieces compiled earlier, to which new ones are added: equal pieces are compiled once.
+        known: a cache of compiled pieces, to which this call adds, so that equal pieces are compiled once.
 
     Raises:
-        ValueError: a graph could not be captured, or none has a backward.
+        ValueError: a graph could not be captured, or no graph has a backward.
     """
     memory = policy.memory if isinstance(policy.memory, str) else dict(policy.memory)
     programs: list[Compiled] = []
@@ -220,13 +220,13 @@ def compiled_timeline(
 
 
 def segmented_step(model: CapturedModel, gpu: GPU, policy: FusionPolicy) -> SegmentedStep:
-    """Compile a captured model with a policy, and cut its step."""
+    """Compile a captured model with a policy, and split its step into segments."""
     timeline, papers = compiled_timeline(model, gpu, policy)
     return cut(timeline, model, clock(papers, gpu))
 
 
 def clock(papers: Sequence[PaperCompilation], gpu: GPU) -> Callable[[Event], float]:
-    """The least time of a call. For a GPU with measured rates, kernels are assembled to count their instructions."""
+    """Return a function that computes a call's least time. With measured rates, count assembled instructions."""
     rates = roofline.estimated_rates(gpu)
     assert rates is not None
     counted: dict[tuple[str, str], float] = {}
@@ -247,7 +247,7 @@ AFTER_UNITS = "(after units)"  # never a module's name
 
 
 def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], float]) -> SegmentedStep:
-    """Cut a compiled step at its units, with the least time of each call."""
+    """Split a compiled step into segments at its units. ``seconds`` returns a call's least time."""
     kinds = [event.graph == "backward" for event in timeline.events]
     first = kinds.index(True) if True in kinds else len(kinds)
     sides = timeline.events[:first], timeline.events[first:]
@@ -292,9 +292,9 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
 
 
 def _owners(events: Sequence[Event], model: CapturedModel) -> list[str]:
-    """Assign each call to a unit; "" before all units, AFTER_UNITS after them.
+    """Assign each call to a unit, or LOSS; "" before all units, AFTER_UNITS after them.
 
-    A compiler may run some calls of a unit early. So units are ordered by their middle calls, and a unit begins with
+    The compiler may run some calls of a unit early, so units are ordered by their middle calls, and a unit begins with
     its first call after the middle call of the previous unit.
     """
     calls: dict[str, list[int]] = {}
@@ -319,7 +319,7 @@ def _owners(events: Sequence[Event], model: CapturedModel) -> list[str]:
 def _segments(
     events: Sequence[Event], owners: Sequence[str], start: int, seconds: Callable[[Event], float]
 ) -> dict[str, Segment]:
-    """Each owner's segment, from its adjacent calls."""
+    """Return the segment of each owner, whose calls are adjacent."""
     segments = {}
     for owner, calls in itertools.groupby(zip(owners, events, strict=True), key=lambda pair: pair[0]):
         of_owner = [event for _, event in calls]
