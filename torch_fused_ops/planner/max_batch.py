@@ -199,7 +199,7 @@ def bisected(
         step: the step between sizes, which divides the first size.
 
     Returns:
-        The largest sample that fits, or None; and the next size's sample, or None if the model fails there.
+        The largest sample that fits, or None; and the next size's sample, or None if the model fails at it.
     """
     low, high = 0, 0  # low: the largest size that fits; high: the smallest that does not; 0 if unknown
     seen = {first.size: first}

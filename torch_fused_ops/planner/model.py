@@ -130,7 +130,7 @@ def _storages(values: Any) -> dict[int, int]:
 
 @contextlib.contextmanager
 def weights_as(model: Callable[..., Any], dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside the block, replace floating-point parameters by uninitialized ones of ``dtype``. None replaces nothing."""
+    """Inside the block, replace floating-point parameters by uninitialized ones of ``dtype`` unless it is None."""
     replacements: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     modules = model.modules() if isinstance(model, nn.Module) and dtype is not None else ()
@@ -214,7 +214,7 @@ def captured_model(
         names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
 
     def path_of(node: torch.fx.Node, x: Any) -> str:
-        """Return a parameter's path, else "". Unregistered ones get Dynamo's, which begins at the captured module."""
+        """Return a parameter's path, else "". If unregistered, use Dynamo's, from the captured module on."""
         if id(x) not in names and is_parameter(node):
             path = tensor_path(source_name(node))
             path = node.name if path in ("", *names.values()) else path

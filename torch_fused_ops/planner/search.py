@@ -109,7 +109,7 @@ def best(
 
 
 def greedy(step: Step, levels: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yield assignments, first all units at the first level. Each other one changes the unit that saves most for its time."""
+    """Yield assignments, first all units at the first level. Each next one changes the unit that saves most per ms."""
     now = dict.fromkeys(step.mlps, levels[0])
     summary = step.at_levels(now)
     yield dict(now)

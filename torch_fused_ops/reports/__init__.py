@@ -1,1 +1,1 @@
-"""Reports on the fusion of a model, as objects, text, JSON and HTML, with estimated figures."""
+"""Report a model's fusion, with estimated figures, as objects, text, JSON and HTML."""

@@ -1,4 +1,4 @@
-"""Graph breaks: their location in the user's code and their reason, as Dynamo records them."""
+"""List graph breaks, with their locations in the user's code and their reasons, as Dynamo records them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Break:
 
     kind: Kind  # ``GRAPH_BREAK``, or a more specific kind
     reason: str  # Dynamo's own message, for people
-    source: str = ""  # "file.py:line in function"
-    location: str = ""  # "/full/path/file.py:line"
-    code: str = ""  # the text of that line
+    source: str = ""  # "file.py:line in function"; "" if Dynamo recorded no location
+    location: str = ""  # "/full/path/file.py:line", or ""
+    code: str = ""  # the text of this line, or ""
 
 
 def break_of(gm: GraphModule) -> Break | None:
-    """Return the graph break that ends a graph; None if its function returns there, or Dynamo recorded no reason.
+    """Return the graph break that ends a graph; None if the graph ends with its function, or without a recorded reason.
 
     Args:
-        gm: a graph from Dynamo, which records the reason with every graph (torch 2.11 to 2.15).
+        gm: a graph from Dynamo. Dynamo records the reason in every graph (torch 2.11 to 2.15).
     """
     from torch_fused_ops.lowerings import compat
 
@@ -58,7 +58,7 @@ def reasons_noted() -> Mapping[str, int]:
 
 
 def since(before: Mapping[str, int]) -> tuple[Break, ...]:
-    """Return the graph breaks since ``before``, without locations, which Dynamo does not record."""
+    """Return the graph breaks since ``before``, a ``reasons_noted()``. Dynamo does not record their locations."""
     new = [_said(reason) for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
     reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {text}") for text in dict.fromkeys(new)]
     return tuple(Break(reason.kind, str(reason)) for reason in reasons)
@@ -74,7 +74,7 @@ def _said(text: str) -> str:
 def _loops_over_experts(frames: Sequence[tuple[str, int]]) -> bool:
     """Return True if a frame is in a loop over experts that transformers (5 and later) can replace.
 
-    The forward of such a class is a wrapper from ``transformers.integrations.moe`` around the loop.
+    transformers wraps the forward of such an experts class in a function of ``transformers.integrations.moe``.
     """
     wrappers = getattr(sys.modules.get("transformers.integrations.moe"), "__file__", None)
     files = {file for file, _ in frames if wrappers is not None}

@@ -1,8 +1,8 @@
-"""Estimates by layer before and after fusion: bytes saved for backward, bytes moved, kernels.
+"""Estimate each layer's bytes saved for backward, bytes moved and kernels, before and after fusion.
 
 A captured graph is compiled twice without a device (``torch_fused_ops.virtual_gpu``): as plain ``torch.compile`` would
-compile it, and fused and partitioned by a policy. Nothing is allocated or run. The process's own compilations are not
-affected.
+compile it, and fused and partitioned by a policy. This allocates and runs nothing, and does not affect the process's
+own compilations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("torch_fused_ops")
 progress = logging.getLogger("torch_fused_ops.reports")
 
 PLAIN, FUSED = "torch.compile", "fused"  # the variants that a report compares
-# Never a module's name: module paths contain no spaces or parentheses.
+# Names in place of a layer's path. Module paths never contain spaces or parentheses.
 INPUTS, WHOLE, OTHER = "(inputs)", "(whole model)", "(other)"
 
 
@@ -66,9 +66,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """A layer's costs: ``name`` is its path in the model, "(inputs)" for the arguments, "(other)" for the remainder.
+    """A layer's costs before and after fusion.
 
-    "(whole model)" is a model without layers.
+    ``name`` is its path in the model; "(inputs)": the arguments; "(other)": the remainder; "(whole model)": no layers.
     """
 
     name: str
@@ -78,12 +78,12 @@ class LayerFigures:
 
 @dataclass(frozen=True, repr=False)
 class Figures:
-    """Costs of a report's graphs, each run once, under plain ``torch.compile`` and fused. Printable.
+    """The costs of running each graph of a report once, with plain ``torch.compile`` and fused. Printable.
 
     Attributes:
         target: the target device: "NVIDIA H200".
-        training: True if there is a backward.
-        layers: the costs by layer, in the order of the model; their sum is the whole. A kernel that is fused across
+        training: True if a graph has a backward.
+        layers: the costs by layer, in the order of the model; their sum is the total. A kernel fused across
             layers counts for the layer with most of its results.
         skipped: the reason for each graph that is missing from the figures.
         notes: parts of the policy that this GPU does not support, for people.
@@ -97,12 +97,12 @@ class Figures:
 
     @property
     def before(self) -> Cost:
-        """The whole under plain ``torch.compile``."""
+        """The total with plain ``torch.compile``."""
         return sum((layer.before for layer in self.layers), Cost())
 
     @property
     def after(self) -> Cost:
-        """The whole, fused."""
+        """The total with fusion."""
         return sum((layer.after for layer in self.layers), Cost())
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Capture:
-    """A copy of a captured graph before fusion, and its policy; ``reason`` says why a copy is missing."""
+    """A copy of a captured graph before fusion, and its policy. ``graph`` is None if copying failed for ``reason``."""
 
     graph: CapturedGraph | None
     policy: FusionPolicy
@@ -140,7 +140,7 @@ def capture(gm: GraphModule, policy: FusionPolicy, subgraphs: dict[Any, GraphMod
     Args:
         gm: a graph from Dynamo, before fusion.
         policy: its fusion policy.
-        subgraphs: earlier copies of subgraphs that are fused already, by their graph.
+        subgraphs: for subgraphs that are fused already, copies from before their fusion, by their graph.
     """
     try:
         from torch_fused_ops.virtual_gpu import set_aside
@@ -152,7 +152,7 @@ def capture(gm: GraphModule, policy: FusionPolicy, subgraphs: dict[Any, GraphMod
 
 
 def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
-    """Yield the graphs of called higher-order operators (checkpoint bodies, …), then the graph, as Inductor does."""
+    """Yield the bodies of called higher-order operators (checkpoints, …), then the graph, in Inductor's order."""
     called = {node.target for node in gm.graph.find_nodes(op="get_attr")}
     for name, child in gm.named_children():
         if name in called and isinstance(child, torch.fx.GraphModule):
@@ -161,9 +161,9 @@ def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
 
 
 def beside_loss(gm: GraphModule) -> list[Node]:
-    """List the tensors that a graph returns beside its loss and that get a gradient; [] if it returns no single loss.
+    """List the tensors with a gradient that a graph returns in addition to its loss; [] unless it returns one loss.
 
-    Backward begins with gradients of zeros for them, as large as they are (pytorch#131794).
+    Backward begins with a gradient of zeros for each, of the tensor's size (pytorch#131794).
     """
     values = {node: node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes}
     trained = {node: value for node, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad}
@@ -172,7 +172,7 @@ def beside_loss(gm: GraphModule) -> list[Node]:
 
 
 def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
-    """List the sites of a graph from Dynamo, and of the graphs that its operators call, without editing them."""
+    """Yield the sites of a graph from Dynamo, and of its operators' bodies, without editing these graphs."""
     from torch_fused_ops.lowerings import recognize
 
     for module in graphs_of(gm):
@@ -180,7 +180,7 @@ def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
 
 
 def measure(captures: Sequence[Capture], gpu: GPU) -> Figures:
-    """Compile graphs without a device, before and after fusion, and sum their costs; takes seconds for each.
+    """Compile graphs without a device, before and after fusion, and sum their costs. Takes seconds for each graph.
 
     No other thread may compile meanwhile (``docs/virtual-gpu.md``).
 
@@ -224,7 +224,7 @@ def measure(captures: Sequence[Capture], gpu: GPU) -> Figures:
 
 
 def said(error: Exception) -> str:
-    """Shorten an exception to one line: compilers wrap errors, and append pages of advice."""
+    """Shorten an exception to one line, because compilers wrap errors and append pages of advice."""
     lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -248,7 +248,7 @@ def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy | None) -> tuple[
 
 
 def fused_graph(captured: Capture, gpu: GPU, policy: FusionPolicy | None) -> tuple[CapturedGraph, list[Site]]:
-    """Fuse a copy of a captured graph for a GPU. Return it and its sites; if the policy is None, the original graph.
+    """Fuse a copy of a captured graph for a GPU. Return the copy and its sites; the original and [] without a policy.
 
     Raises:
         RuntimeError: the graph could not be copied when it was captured.

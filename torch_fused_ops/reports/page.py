@@ -1,4 +1,4 @@
-"""Reports and plans as self-contained pages."""
+"""Render reports and plans as self-contained pages."""
 
 from __future__ import annotations
 

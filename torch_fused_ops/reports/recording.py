@@ -39,14 +39,14 @@ def record(*, figures: bool = False) -> Iterator[Report]:
             compiled(x).sum().backward()
         print(report)
 
-    ``backend="fused"``, ``enable()``, ``enabled()`` and ``compile_options()`` all count, as does code from a compile
-    cache. Blocks may be nested; each records all compilations inside.
+    It records ``backend="fused"``, ``enable()``, ``enabled()`` and ``compile_options()``, also if the code comes from a
+    compile cache. Blocks may be nested; each records all compilations inside it.
 
     Args:
-        figures: call ``report.measure()`` at the end of the block, which estimates memory, traffic and kernels.
+        figures: True to call ``report.measure()`` after the block: it estimates memory, traffic and kernels.
 
     Yields:
-        A report, empty at first. It survives an exception in the block, which propagates.
+        A report, empty at first. If the block raises, the exception propagates, and the report stays valid.
     """
     from torch_fused_ops import lowerings
 
@@ -103,7 +103,7 @@ class _Graph:
     broken: Break | None
     compilation: Any  # Dynamo's compile context
     attempt: int  # number of the attempt at this compilation
-    code: object  # equal for recompilations of the same code
+    code: object  # equal for recompilations of the same code; None if unknown
 
 
 class _Recorder:
@@ -153,7 +153,7 @@ class _Recorder:
 
     def update(self) -> None:
         report = self.report
-        graphs = list({entry.code or entry: entry for entry in self.graphs}.values())  # the last of recompilations
+        graphs = list({entry.code or entry: entry for entry in self.graphs}.values())  # each code's last recompilation
         report.graphs, report.recompilations = len(graphs), len(self.graphs) - len(graphs)
         report.sites = tuple(site for entry in graphs for site in entry.sites)
         report.unread = not_sites((site for entry in graphs for site in entry.unread), report.sites)
@@ -173,9 +173,9 @@ class _Recorder:
 
 
 def _code_of(graph: Graph, compilation: Any) -> object:
-    """Return an identity of a graph's source: Dynamo's number of the code and the parameters, as layers share code.
+    """Return a key for a graph's source: Dynamo's number of the code, and the parameters, because layers share code.
 
-    Return None if it is unknown; the graph then counts as a new one.
+    Return None if the key is unknown; the graph then does not count as a recompilation.
     """
     number = getattr(getattr(compilation, "compile_id", None), "frame_id", None)
     placed = [node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder")]

@@ -36,7 +36,7 @@ NOTHING_CAPTURED = "Dynamo captured no graph of the model"
 
 
 def not_sites(unread: Iterable[Site], sites: Iterable[Site]) -> tuple[Site, ...]:
-    """Remove the activations of MLPs that DDPOptimizer has split, because they are listed as sites."""
+    """Remove the activations of MLPs that DDPOptimizer has split, because these MLPs are listed as sites."""
     cut = {(site.source, site.spelling) for site in sites if site.kind is Kind.DDP_BUCKET}
     return tuple(site for site in unread if (site.source, site.spelling) not in cut)
 
@@ -49,10 +49,10 @@ class Report:
         sites: every site, in graph order.
         unread: activations that are not sites, because they are not between two GEMMs, or a boundary such as a
             checkpoint separates them from a GEMM.
-        graphs: the number of graphs that Dynamo captured; for ``record``, of graphs compiled with fusion.
+        graphs: the number of graphs that Dynamo captured; for ``record``, only graphs compiled with fusion.
         recompilations: the number of recompilations for other sizes, which do not add sites.
         breaks: the graph breaks that end these graphs, in order, including repeats.
-        figures: memory, traffic and kernels before and after; None before ``measure`` is called, and if it fails.
+        figures: memory, traffic and kernels before and after; None before ``measure`` is called, or if it failed.
         figures_missing: the reason if ``measure`` failed; otherwise "".
         title: the name of the model or function.
         notes: further remarks, one sentence each.
@@ -68,11 +68,11 @@ class Report:
     title: str = ""
     notes: tuple[str, ...] = ()
     _captures: list[Capture] = field(default_factory=list)
-    _other_graphs: int | None = None  # captured in a ``record`` block by other backends, without fusion
+    _other_graphs: int | None = None  # number that other backends captured in a ``record`` block; else None
 
     @property
     def policies(self) -> tuple[FusionPolicy, ...]:
-        """The graphs' fusion policies; one, unless a ``record`` block saw several."""
+        """The graphs' different fusion policies: one, unless a ``record`` block saw several."""
         return tuple(dict.fromkeys(capture.policy for capture in self._captures))
 
     @property
@@ -132,8 +132,8 @@ class Report:
     def saved(self) -> Saved:
         """The tensors that the graphs save for backward under their policy, one by one; computed at first access.
 
-        The graphs are partitioned, but not compiled, for an H200: seconds, without a GPU. Needs Triton. No other thread
-        may compile meanwhile.
+        The graphs are partitioned for an H200, but not compiled. This takes seconds, and needs Triton, but not a GPU.
+        No other thread may compile meanwhile.
         """
         from torch_fused_ops.virtual_gpu import H200
 
@@ -142,9 +142,9 @@ class Report:
 
     @functools.cached_property
     def attention(self) -> tuple[AttentionSite, ...]:
-        """The attention for which the policy requests a level, with its effect; computed at first access, as ``saved``.
+        """The attention calls for which the policy requests a level, with the level's effect; computed like ``saved``.
 
-        Empty at ``attention="off"``, and without a backward.
+        Empty at ``attention="off"``, or if no graph has a backward.
         """
         from torch_fused_ops.virtual_gpu import H200
 
@@ -210,7 +210,7 @@ class Report:
         ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
         "figures", "figures_missing", "notes", "attention", "saved"}``. Entries have the attributes of ``Site``
         (``kind`` by name), ``Break`` and ``AttentionSite``. "figures" has the attributes of ``Figures``
-        and the totals ``before`` and ``after``; "saved" has those of ``Saved``. Both are null unless computed.
+        and the totals ``before`` and ``after``; "saved" has the attributes of ``Saved``. Both are null unless computed.
         """
         names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "figures")
         report = {name: getattr(self, name) for name in (*names, "figures_missing", "notes", "attention")}
@@ -219,7 +219,7 @@ class Report:
         return json.dumps(report, indent=2, ensure_ascii=False, default=lambda v: plain.get(type(v), asdict)(v))
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the report to ``path`` as one self-contained page; returns the path.
+        """Write the report to ``path`` as one self-contained page, and return the path.
 
         Raises:
             ValueError: path cannot be written.

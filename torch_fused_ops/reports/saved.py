@@ -26,7 +26,7 @@ class Saved:
 
     Attributes:
         rows: the tensors, in graph order; identical layers share a row.
-        totals: the bytes that the step would save under each setting that saves less.
+        totals: the bytes saved under each setting that saves less than the policy.
         skipped: the reason for each graph that is missing.
     """
 
@@ -36,7 +36,7 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """The bytes saved for backward."""
+        """The bytes of all rows."""
         return sum(row.nbytes for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def saved(captures: Sequence[Capture], sites: Sequence[Site], gpu: GPU) -> Saved
 
 
 def attention_sites(captures: Sequence[Capture], gpu: GPU) -> tuple[AttentionSite, ...]:
-    """List the attention whose policy is not "off". Partitions the graphs without a device; generates no code."""
+    """List the attention calls whose policy is not "off". Partitions the graphs without a device; generates no code."""
     from torch_fused_ops.lowerings.saved_variants import AttentionSites
 
     done, skipped = _partitioned([c for c in captures if c.policy.attention != "off"], gpu, AttentionSites)
@@ -88,7 +88,7 @@ def attention_sites(captures: Sequence[Capture], gpu: GPU) -> tuple[AttentionSit
 def _partitioned(
     captures: Sequence[Capture], gpu: GPU, make: Callable[[FusionPolicy], _T]
 ) -> tuple[list[_T], tuple[str, ...]]:
-    """Partition the graphs that have a backward. Return their partitioners, and a reason for each failure."""
+    """Partition graphs with a backward by ``make(policy)``. Return the partitioners and the reasons for failures."""
     from torch_fused_ops.lowerings import passes
     from torch_fused_ops.lowerings.saved_variants import Partitioned
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper
@@ -110,7 +110,7 @@ def _partitioned(
 
 
 def _not_fused(row: SavedRow, sites: Sequence[Site]) -> Iterator[tuple[str, str]]:
-    """Yield the reason why a tensor's MLP (for a mask, its dropout) is not fused."""
+    """Yield ("fusion", reason) if a tensor's MLP (for a mask, its dropout) is not fused."""
     for site in () if row.removed_by else sites:
         is_kind = site.activation == DROPOUT if row.dtype == "bool" else site.is_mlp
         if (

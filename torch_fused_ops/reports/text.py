@@ -29,7 +29,7 @@ def unit_of(nbytes: float) -> tuple[str, int]:
 
 
 def size(nbytes: float, scale: float | None = None) -> str:
-    """Format bytes as "576.0 MiB", in the unit that fits ``scale``, by default the bytes."""
+    """Format bytes as "576.0 MiB". The unit suits ``scale``, or the bytes if ``scale`` is None."""
     scale = nbytes if scale is None else scale
     unit, factor = unit_of(scale)
     digits = 0 if factor == 1 else 2 if abs(scale) < 10 * factor else 1

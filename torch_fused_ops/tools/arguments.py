@@ -1,7 +1,7 @@
 """The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, audit, run, bench}``.
 
 ``explain``, ``plan``, ``verify`` and ``audit`` call CALLABLE without arguments; it returns ``(model, args)`` or
-``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Exit code 2 for invalid arguments.
+``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Invalid arguments return exit code 2.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def add_bench_options(parser: argparse.ArgumentParser, options: Sequence[str]) -
 
 
 def _ways(benchmark: str) -> str:
-    """List a benchmark's variants, a line each."""
+    """Describe a benchmark's variants for its help; "" without variants."""
     variants = [(", ".join(m.ways), m.text) for m in MEANINGS if benchmark in m.benchmarks]
     return "\n".join(["variants:", *(f"  {names}\n      {text}" for names, text in variants)]) if variants else ""
 
@@ -77,7 +77,7 @@ def _field(name: str) -> Callable[[str], str]:
 
 
 def _checked_setting(option: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Add the check that ``plan`` does to an option, so that it runs before torch is imported."""
+    """Add ``plan``'s check to an option, so that the check runs before torch is imported."""
     if "action" in settings:
         return settings
     name = settings.get("dest", option.removeprefix("--").replace("-", "_"))
@@ -181,7 +181,7 @@ _USAGE = {"run": "python -m torch_fused_ops run [OPTIONS] SCRIPT [ARGUMENT ...]"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reject unknown options with the usage of their command, and suggest known ones."""
+    """Rejects unknown options with their command's usage, and suggests known options."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = self.parse_known_args(args, namespace)
@@ -198,7 +198,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``python -m torch_fused_ops``. Its result has ``command`` and ``benchmark``."""
+    """Return the parser of ``python -m torch_fused_ops``. It sets ``command``, and for ``bench``, ``benchmark``."""
     main = _Parser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
     main.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
     commands = main.add_subparsers(metavar="COMMAND", dest="command")

@@ -1,4 +1,4 @@
-"""The commands of ``python -m torch_fused_ops``; ``arguments.py`` has their arguments."""
+"""The commands of ``python -m torch_fused_ops``; ``arguments.py`` defines their arguments."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _check(arguments: argparse.Namespace) -> int:
     except (RuntimeError, AssertionError) as e:
         raise _UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from None
     if device == "cpu" and not arguments.quick:
-        compiled.FEWEST = 1 << 15  # sweeps over all values of a dtype then run compiled kernels
+        compiled.FEWEST = 1 << 15  # sweeps over a dtype's values then run compiled kernels
     start = time.perf_counter()
     print(f"opcheck and precision on {device}, largest errors against float64\n\n{runner.line()}", flush=True)
     rows = runner.check(device, quick=arguments.quick, progress=lambda row: print(runner.row_line(row), flush=True))
@@ -149,7 +149,7 @@ def _load(arguments: argparse.Namespace, training: bool) -> tuple[Callable[..., 
     if not (name and colon and attribute):
         raise _UsageError(f"{spec!r} is not of the form module:callable, e.g. mypackage.models:example")
     folder, path = os.getcwd(), Path(name)
-    if path.suffix == ".py":  # like `python file.py`: modules beside it can be imported
+    if path.suffix == ".py":  # like `python file.py`: it can import modules from its folder
         if not path.is_file():
             raise _UsageError(f"{name!r} does not exist: give a module's name or the path of a .py file")
         folder = str(path.parent.resolve())
@@ -262,7 +262,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         return bench(arguments)
 
 
-# Commands that return an exit code, and commands that return a result to print, and whether to exit with 0.
+# _COMMANDS return an exit code. _RESULTS return a result to print, and True to exit with code 0, or False for 1.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "info": _info, "check": _check, "run": environment.run, "bench": _bench
 }  # fmt: skip
@@ -288,7 +288,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     arguments = parser().parse_args(argv)
     try:
         return _run(arguments)

@@ -27,23 +27,23 @@ from torch_fused_ops.reports.recording import record
 progress = logging.getLogger("torch_fused_ops.verify")
 
 VARIANTS = ("eager", "plain", "fused")
-# Tolerances: rounding units relative to a tensor's norm, and multiples of eager's error.
+# Tolerances: a number of rounding units relative to a tensor's norm, and a multiple of eager's error.
 OF_NORM, OF_EAGER = 4.0, 4.0
-# Tolerances of the 2-norm if the reference's dtype is wider: units, and multiples of eager's or plain's larger error.
+# For the 2-norm if the reference's dtype is wider: units, and a multiple of the larger error of eager and plain.
 # Over MLPs of 1, 6 and 16 layers in bf16, fused had at most 1.3 times plain's error, except for a loss.
 OF_NORM_BESIDE_PLAIN, OF_PLAIN = 2.0, 2.0
-# Multiples of a tensor's change when the last bits of all parameters and arguments change. It is the only measure for
-# tensors of pure rounding error, such as the mean of a norm's result.
+# A multiple of a tensor's change when the last bits of all parameters and arguments change. Only this tolerance suits
+# tensors that are rounding errors, such as the mean of a norm's result.
 OF_JITTER = 64.0
-# The additional factor for a single number. Errors of few numbers do not average out.
+# A tensor of n numbers gets 1 + FEW / n times the tolerance, because errors of few numbers do not average out.
 FEW = 15.0
-# The unit if the reference is eager in the same dtype. It allows for a deep model's rounding: this value in float64,
-# whose epsilon is 2.2e-16, and this many epsilons in float32.
+# The rounding unit if the reference is eager in the same dtype. It allows for a deep model's rounding: UNIT_EXACT in
+# float64, whose epsilon is 2.2e-16, and UNIT_WIDE epsilons in narrower dtypes.
 UNIT_EXACT, UNIT_WIDE = 1e-9, 64.0
-# The unit of tensors that a policy rounds to float8_e4m3fn, its largest rounding error (3 bits of mantissa), and its
-# multiple for the 2-norm. Gradients of the MLPs above differ by at most 4 % at memory="fp8", and 10 % at gemm="fp8".
+# For tensors that a policy rounds to float8_e4m3fn: its largest rounding error (3 bits of mantissa), and the
+# number allowed in the 2-norm. Gradients of the MLPs above differ by at most 4 % (memory="fp8") and 10 % (gemm="fp8").
 UNIT_FP8, OF_NORM_FP8 = 2.0**-4, 2.5
-# A tolerance relative to the largest gradient, for gradients that are 0 except for rounding (a bias before a norm).
+# A tolerance relative to the largest gradient's norm. A bias before a norm has a gradient of 0, except for rounding.
 OF_LARGEST = 1e-6
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -53,9 +53,9 @@ MEASURES = ("norm", "largest element")
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of one step. Distances to the reference, eager in the wide dtype, are relative to its norm.
+    """One tensor of one step. Distances to the reference, eager in the wide dtype, are divided by the reference's norm.
 
-    The norm is the 2-norm or the largest element, whichever is closer to its tolerance.
+    This norm is the 2-norm or the largest element. ``measure`` says which: the closer to its tolerance.
     """
 
     kind: str  # "loss", "output", "gradient", "buffer" or "argument"; the last two after the step
@@ -91,7 +91,7 @@ class Verification:
         title: the model's class.
         policy: the fusion policy.
         comparisons: every compared tensor, in each dtype.
-        failures: maps a variant to its error, such as ``"fused, float64"``. ``"eager"`` maps to the reason why
+        failures: maps a variant, such as ``"fused, float64"``, to its error. ``"eager"`` maps to the reason why
             gradients cannot be compared. ``verify`` raises errors that occur in eager mode.
         sites: the number of fused MLP sites, and of all MLP sites.
         notes: further remarks.
@@ -164,7 +164,7 @@ class Verification:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The step's dtypes."""
+        """The dtypes in which steps were compared."""
         return tuple(dict.fromkeys(compared.dtype for compared in self.comparisons)) or ("no dtype",)
 
 
@@ -192,12 +192,12 @@ def verify(
     single number, else a fixed random linear function of all results. The reference is eager in float64. ``verify``
     compares the loss, the outputs, the gradients of parameters and arguments, and the final buffers and arguments.
 
-    In the model's dtype, the tolerance is twice the larger error of eager and plain, or two rounding units; in float64
-    it is 4e-9. No element may differ by more than four times eager's largest error, or four units of the largest
-    element. ``memory="fp8"`` and float8 GEMMs are allowed 16 % of a tensor's norm in the model's dtype. In float64 they
-    do not round, so everything except the rounding is compared exactly. The last line states the tolerances.
+    In the model's dtype, the tolerance is two rounding units or, if larger, twice the larger error of eager and plain;
+    in float64 it is 4e-9. No element may differ by more than four units of the largest element or, if larger, four
+    times eager's largest error. ``memory="fp8"`` and float8 GEMMs are allowed 16 % of a tensor's norm in the model's
+    dtype. In float64 they do not round, so all else is compared exactly. The report's last line states the tolerances.
 
-    Dropouts are PyTorch's (Inductor's ``fallback_random``), with eager's masks.
+    Dropouts use PyTorch's random numbers (Inductor's ``fallback_random``), so that masks equal eager masks.
 
     Args:
         model: a module, in its current training or evaluation mode; or a function.
@@ -290,8 +290,8 @@ class _Run:
     """The step in one dtype, in each variant."""
 
     name: str
-    dtype: torch.dtype | None  # the model's dtype if None
-    unit: float  # the relative rounding error
+    dtype: torch.dtype | None  # None: the model's dtype
+    unit: float  # the rounding unit, relative to a tensor's norm
     steps: dict[str, Values]
 
     @property
@@ -301,7 +301,7 @@ class _Run:
 
 
 def _unit(narrowest: torch.dtype) -> float:
-    """Return the rounding unit if the reference is eager. ``narrowest``: models may cast to a narrower dtype inside."""
+    """Return the rounding unit if the reference is eager. ``narrowest`` is the narrowest dtype in the step."""
     return UNIT_EXACT if narrowest is torch.float64 else UNIT_WIDE * torch.finfo(narrowest).eps
 
 
@@ -323,7 +323,7 @@ def _widest(step: Callable[..., Values], own_dtype: torch.dtype, notes: list[str
 def _step(
     model: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype | None, fn: Callable[..., Any]
 ) -> Values:
-    """Copy the model and arguments, to ``dtype`` unless it is None; run ``fn(model, *args, **kwargs)`` and backward."""
+    """Copy model and arguments, cast to ``dtype`` unless None. Run ``fn(model, *args, **kwargs)`` and backward."""
     if isinstance(model, torch.nn.Module):
         try:
             model = copy.deepcopy(model)
@@ -378,7 +378,7 @@ def _call_with_jitter(model: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Copy each tensor once, floating-point ones to ``dtype`` unless it is None."""
+    """Copy each tensor once, and cast floating-point copies to ``dtype`` unless it is None."""
     copies: dict[int, Tensor] = {}
 
     def copied(t: Any) -> Any:
@@ -396,7 +396,7 @@ def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
 def _widened(dtype: torch.dtype, t: Tensor) -> Tensor:
     """Convert a floating tensor to another dtype.
 
-    A single number that is not a parameter keeps its dtype. It does not narrow results, and torch 2.13 drops a compiled
+    A single number that is not a parameter is not cast. It does not narrow results, and torch 2.13 drops a compiled
     forward's writes to a float64 number (docs/upstream.md).
     """
     single = t.dim() == 0 and not isinstance(t, torch.nn.Parameter)
@@ -418,7 +418,7 @@ def _loss(result: Any, outputs: Sequence[Tensor]) -> Tensor | None:
 
 
 def _own_dtype(model: Callable[..., Any], inputs: Any) -> torch.dtype:
-    """Return the dtype of most parameters, or the dtype of the first floating-point argument."""
+    """Return the dtype of most parameters; without parameters, the dtype of the first floating-point argument."""
     numbers: Counter[torch.dtype] = Counter()
     for p in model.parameters() if isinstance(model, torch.nn.Module) else ():
         numbers[p.dtype] += p.numel() * p.is_floating_point()
@@ -433,9 +433,9 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
     """Return ``fn(model, *args, **kwargs)``, which calls a model through Dynamo and Inductor.
 
     Args:
-        policy: the fusion policy; None: no fusion, even after ``enable``.
-        exact: memory levels do not round.
-        compiled: generate code. By default, the final graphs run call by call.
+        policy: the fusion policy; None disables fusion, even after ``enable``.
+        exact: True to skip the rounding of memory levels.
+        compiled: True to generate code. By default, the final graphs run call by call.
     """
     from torch_fused_ops.lowerings import memory_levels, passes
 
@@ -471,7 +471,7 @@ def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **set
 
 
 class _Narrowest(TorchDispatchMode):
-    """Record the narrowest floating-point dtype of all results."""
+    """Records the narrowest floating-point dtype of all results."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -493,7 +493,7 @@ class _Narrowest(TorchDispatchMode):
 
 
 def _rounded(policy: FusionPolicy) -> tuple[str, ...]:
-    """Return the kinds of tensors a policy rounds to float8: all with float8 GEMMs, gradients with ``memory="fp8"``."""
+    """Return the kinds of tensors that a policy rounds: all for float8 GEMMs, only gradients for ``memory="fp8"``."""
 
     def values(field: Any) -> Iterable[str]:
         return [field] if isinstance(field, str) else dict(field).values()
@@ -550,15 +550,15 @@ def _norms(difference: Tensor) -> tuple[float, float]:
 
 
 def _distance(expected: Tensor | None, actual: Tensor | None, exact: bool) -> tuple[float, float]:
-    """Return the distance in both measures; infinite if a tensor is missing, or if non-finite values differ."""
+    """Return the distance in both measures; infinite if a tensor is missing, or shapes or non-finite values differ."""
     same, differs = (0.0, 0.0), (float("inf"), float("inf"))
     if expected is None or actual is None:
         present = actual if expected is None else expected
-        return same if present is None or not present.any() else differs  # zeros count as a missing gradient
+        return same if present is None or not present.any() else differs  # a gradient of zeros may be missing
     if expected.shape != actual.shape:
         return differs
     if not _is_floating(expected):
-        # Decisions (a token, an expert) may differ in the model's dtype: they are compared in float64 only.
+        # Decisions (a token, an expert) may differ in the model's dtype, so they are compared only in exact steps.
         return same if not exact or torch.equal(expected, actual) else differs
     a, b = _wide(expected), _wide(actual)
     finite, equal = a.isfinite(), (a == b) | (a.isnan() & b.isnan())
