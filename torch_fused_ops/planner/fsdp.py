@@ -38,7 +38,7 @@ from torch_fused_ops.planner.segments import PlacedSegment, Segment
 
 @dataclass(frozen=True)
 class Group:
-    """The bytes, per GPU, of parameters that FSDP2 gathers together, in a layer or outside layers."""
+    """The bytes, per GPU, of parameters that FSDP2 gathers together: a layer's parameters, or those outside layers."""
 
     shard: int = 0  # bytes of the parameters' shards, counted in the dtype of the gathered parameters
     gradients: int = 0  # bytes of the gradients' shards after the reduction

@@ -94,7 +94,7 @@ def resized(args: Any, dimension: str, size: int) -> Any:
 
 
 def step_of(size: int, dimension: str) -> int:
-    """Return the step between sizes: 1 for batches; for tokens, the largest power of two in ``size``, at most 128."""
+    """Return the step of sizes: 1 for batches; for tokens, the largest power of 2 that divides ``size``, up to 128."""
     return 1 if dimension == "batch" else min(size & -size, 128)
 
 
@@ -234,7 +234,7 @@ def _guess(seen: Sequence[Sample], available: int, low: int, high: int, step: in
 def crossing(a: Sample, b: Sample, *, available: int) -> float:
     """Return the smallest size at which a call reaches ``available`` bytes; infinity if bytes do not grow.
 
-    Each call's bytes are assumed to be affine in the size. If the two steps have different calls, their peaks are.
+    Assumes that each call's bytes are affine in the size, or that peaks are if the two steps have different calls.
     """
     same = len(a.points) == len(b.points)
     pairs = zip(a.points, b.points, strict=True) if same else [(a.peak, b.peak)]

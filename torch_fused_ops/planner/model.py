@@ -41,8 +41,8 @@ class CapturedModel:
     # () if the model is not divided.
     pieces: tuple[str | None, ...] = ()
     eager: frozenset[int] = frozenset()  # the graphs that are not compiled
-    shared: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (graph, input) -> name: equal for one tensor
-    retained: frozenset[tuple[int, int]] = frozenset()  # results that the caller references to the end
+    shared: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (graph, input) -> its tensor's name
+    retained: frozenset[tuple[int, int]] = frozenset()  # (graph, result)s that the caller holds to the end
 
     def parameter(self, graph: int, number: int) -> str:
         """Return the path of the parameter or buffer at a graph's input; "" if the input is another tensor."""
@@ -214,7 +214,7 @@ def captured_model(
         names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
 
     def path_of(node: torch.fx.Node, x: Any) -> str:
-        """Return a parameter's path, else "". If unregistered, use Dynamo's, from the captured module on."""
+        """Return a parameter's path, else "". Unregistered parameters have Dynamo's path: from the captured module."""
         if id(x) not in names and is_parameter(node):
             path = tensor_path(source_name(node))
             path = node.name if path in ("", *names.values()) else path

@@ -87,7 +87,7 @@ def plan(
         *args: its arguments on one GPU. Model and arguments may be on the meta device: data does not matter.
         memory: the limit, "72GiB", "800MiB" or bytes. Leave room for the CUDA context, NCCL and libraries.
         gpu: "A100", "H100", "H200", "B200" or "MI300X".
-        optimizer: "adamw", "adamw-fused" or "sgd", which are PyTorch's with default settings; or "none".
+        optimizer: PyTorch's "adamw", "adamw-fused" or "sgd", with default settings; or "none".
         lossless: True to exclude levels that round gradients ("fp8").
         levels: the levels to choose among, from ``setup.LEVELS``. "input+attention" is ``memory="input",
             attention="input"``. The default is all levels; "free+attention" is included only if ``lossless``.

@@ -12,7 +12,7 @@ from torch_fused_ops.planner.setup import LEVELS, WITH_ATTENTION
 from torch_fused_ops.planner.step import OFF, Step, StepSummary
 
 LOSSY = ("fp8", "fp8+attention")  # levels that round gradients
-MISSES = 4  # mixed assignments to compile that do not fit, before skipping the others
+MISSES = 4  # once this many compiled mixed assignments did not fit, skip the others
 ALIKE = 1e-3  # a relative difference that rooflines cannot resolve
 
 
@@ -35,7 +35,7 @@ def without_attention(levels: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A level for each unit, and the step's summary, which is estimated if units have different levels."""
+    """A level for each unit, and the step's summary: exact if all units have the same level, else an estimate."""
 
     levels: Mapping[str, str]
     summary: StepSummary

@@ -78,7 +78,7 @@ def bytes_of(memory: object) -> int:
     """Parse bytes: "72GiB", "800 MiB", "80GB", or a number.
 
     Raises:
-        ValueError: memory does not have such a form, or is not above 0.
+        ValueError: memory is neither such a text nor a number of bytes above 0.
     """
     if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
         return memory

@@ -226,7 +226,7 @@ def segmented_step(model: CapturedModel, gpu: GPU, policy: FusionPolicy) -> Segm
 
 
 def clock(papers: Sequence[PaperCompilation], gpu: GPU) -> Callable[[Event], float]:
-    """Return a function that computes a call's least time. With measured rates, count assembled instructions."""
+    """Return a function for a call's least time. With measured rates, assemble kernels to count their instructions."""
     rates = roofline.estimated_rates(gpu)
     assert rates is not None
     counted: dict[tuple[str, str], float] = {}

@@ -58,7 +58,7 @@ def reasons_noted() -> Mapping[str, int]:
 
 
 def since(before: Mapping[str, int]) -> tuple[Break, ...]:
-    """Return the graph breaks since ``before``, a ``reasons_noted()``. Dynamo does not record their locations."""
+    """Return the graph breaks since ``before``, an earlier ``reasons_noted()``. Dynamo did not record locations."""
     new = [_said(reason) for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
     reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {text}") for text in dict.fromkeys(new)]
     return tuple(Break(reason.kind, str(reason)) for reason in reasons)

@@ -1,7 +1,7 @@
 """The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, audit, run, bench}``.
 
 ``explain``, ``plan``, ``verify`` and ``audit`` call CALLABLE without arguments; it returns ``(model, args)`` or
-``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Invalid arguments return exit code 2.
+``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Invalid arguments exit with code 2.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``python -m torch_fused_ops``. It sets ``command``, and for ``bench``, ``benchmark``."""
+    """Return the parser of ``python -m torch_fused_ops``. It sets ``command``, and ``benchmark`` for ``bench``."""
     main = _Parser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
     main.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
     commands = main.add_subparsers(metavar="COMMAND", dest="command")

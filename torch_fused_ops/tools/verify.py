@@ -55,7 +55,7 @@ MEASURES = ("norm", "largest element")
 class Comparison:
     """One tensor of one step. Distances to the reference, eager in the wide dtype, are divided by the reference's norm.
 
-    This norm is the 2-norm or the largest element. ``measure`` says which: the closer to its tolerance.
+    This norm is the 2-norm or the largest element (``measure``), whichever distance is closer to its tolerance.
     """
 
     kind: str  # "loss", "output", "gradient", "buffer" or "argument"; the last two after the step
