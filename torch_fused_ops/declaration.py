@@ -187,7 +187,7 @@ class Operator:
 
     @cached_property
     def tensor_arguments(self) -> tuple[Argument, ...]:
-        """The tensors, as arguments."""
+        """The operator's tensor arguments, in the schema's order."""
         return tuple(
             Argument(name, "Tensor?" if kind.endswith("?") else "Tensor", kind.rstrip("?"))
             for name, kind in self.tensors.items()
@@ -195,7 +195,7 @@ class Operator:
 
     @cached_property
     def scalar_arguments(self) -> tuple[Argument, ...]:
-        """The scalars, as arguments, with their defaults."""
+        """The operator's scalar arguments with their defaults, in the schema's order."""
         return tuple(
             Argument(name, scalar, default=default if equals else None)
             for name, (scalar, equals, default) in ((n, t.partition("=")) for n, t in self.scalars.items())
@@ -314,7 +314,7 @@ class PointwiseOperator(Operator):
 
     @cached_property
     def required_scalars(self) -> tuple[Argument, ...]:
-        """The scalars as arguments of a backward operator, without defaults."""
+        """The scalar arguments of the backward operator, which do not have defaults."""
         return tuple(Argument(a.name, a.type) for a in self.scalar_arguments)
 
     @cached_property

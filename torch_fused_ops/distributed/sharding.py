@@ -116,7 +116,7 @@ def register() -> None:
 
 
 def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Run a backward operator on DTensors. The placements of the saved data, or of dropout's gradient, decide.
+    """Run a backward operator on DTensors, sharded like the saved data (for dropout, like the gradient).
 
     DTensor dispatches below autograd, where DTensor.redistribute cannot run.
     """

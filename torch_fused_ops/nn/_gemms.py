@@ -48,7 +48,7 @@ DENSE = Gemms()
 
 
 def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x · weightᵀ + bias in the precision ``gemm``. Autocast casts x and weight to its dtype first."""
+    """Compute x · weightᵀ + bias in the precision ``gemm``. Under autocast, x and weight are cast to its dtype."""
     if gemm == "bf16":
         return F.linear(x, weight, bias)
     x, weight = under_autocast(x, weight)

@@ -37,7 +37,7 @@ def _outer_hooks() -> Hooks:
 
 
 def _inner(t: Tensor) -> list[Tensor]:
-    """Return the tensors that a wrapper subclass wraps: for a DTensor, its local tensor. Others give []."""
+    """Return the tensors that a wrapper subclass wraps (for a DTensor, its local tensor); [] for other tensors."""
     if not is_traceable_wrapper_subclass(t):
         return []
     parts = (getattr(t, name) for name in t.__tensor_flatten__()[0])
@@ -130,7 +130,7 @@ class _RecomputeHandle(NamedTuple):
 
     value: _Recomputed
     shape: torch.Size
-    placed: tuple[Any, ...] | None = None  # a DTensor's local shape, mesh, placements, stride
+    placed: tuple[Any, ...] | None = None  # a DTensor's local shape, mesh, placements, stride; None for other tensors
 
     @classmethod
     def for_tensor(cls, value: _Recomputed, saved: Any) -> _RecomputeHandle:

@@ -88,7 +88,7 @@ _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 def activation_name(activation: Any, argument: str = "activation") -> str | None:
     """Return a supported activation's name, given its name, function or module; return None for other callables."""
     if isinstance(activation, str):
-        activations.get(activation, argument)  # ValueError for unknown names
+        activations.get(activation, argument)  # raises ValueError if the name is unknown
         return activation
     if isinstance(activation, nn.GELU):
         return _APPROXIMATE[activation.approximate]

@@ -127,7 +127,7 @@ class FusedMLP(nn.Module):
         return functional.bias_dropout_add(y, late, None, p) if p else y
 
     def reset_parameters(self) -> None:
-        """Reinitialize the parameters as ``nn.Linear``."""
+        """Reinitialize the parameters as ``nn.Linear`` does."""
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 

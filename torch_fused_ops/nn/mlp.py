@@ -62,7 +62,7 @@ class LinearFc1Builder(Protocol):
 
 
 class TEActivationFunctionInterface(Protocol):
-    """The interface of an activation module. If the MLP is gated, its input is packed [gate | up]."""
+    """The interface of an activation module. The input is packed [gate | up] if the MLP is gated."""
 
     def forward(self, input_: Tensor, /) -> Tensor:
         """Compute the activation."""
