@@ -1,15 +1,15 @@
-"""Time variants, check their results, and write both.
+"""Time variants, check their results, and write times and errors.
 
 All variants of a case run in one process. A *round* runs each once, in random order, so that drift affects all of them.
-Results are each variant's minimum, median and quartiles, and the same of its ratio to other variants within a round.
+Results are minimum, median and quartiles of each variant's time, and of its ratio to other variants within a round.
 
-On a GPU, events around a run time it. Before the run, a write of four times the L2 cache flushes it, and a pause lets
-the CPU enqueue the run, so that Python's time is not in it. Every variant is first compared with float64.
+On a GPU, events before and after a run time it. Before the run, a write of four times the L2 cache flushes the cache.
+A pause lets the CPU enqueue the run, so Python's time does not count. Every variant is first compared with float64.
 ``triton.testing.do_bench`` and ``torch.utils.benchmark.Timer`` time one function at a time, without untimed
 preparation: they cannot time a backward alone, nor pair two variants within a round.
 
-After an illegal address CUDA refuses everything until the process ends. The results then name the running case, and
-``--resume`` in another process goes on without it.
+After an illegal address, CUDA refuses all calls until the process ends. The results then name the running case, and
+``--resume`` in another process continues without this case.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -37,15 +37,15 @@ from torch_fused_ops.virtual_gpu.roofline import Rates, Work
 
 SCHEMA = 1  # version of the JSON
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-LIMIT = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # relative error in the 2-norm to float64
+LIMIT = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # largest 2-norm error relative to float64
 
 
 class UsageError(Exception):
-    """The arguments cannot be measured; the message says why."""
+    """The arguments cannot be measured. The message has the reason."""
 
 
 class Unavailable(Exception):
-    """A variant cannot run here; the message says why."""
+    """A variant cannot run on this machine. The message has the reason."""
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -67,11 +67,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-Run = tuple[Callable[[], Any], Callable[[Any], Any]]  # the untimed preparation; the run, called with its result
+Run = tuple[Callable[[], Any], Callable[[Any], Any]]  # an untimed preparation, and the run, which receives its result
 
 
 class Device:
-    """The CPU."""
+    """A device to measure on: the CPU."""
 
     type = "cpu"
     cache_bytes = 0  # rotating inputs must exceed it; the CPU always uses the same set
@@ -98,7 +98,7 @@ class Device:
         return times
 
     def peak_bytes(self, run: Callable[[], object]) -> int | None:
-        """Return the most memory that a run allocates; None on a CPU, which does not count it."""
+        """Return the most bytes that a run allocates; None on a CPU, where allocations are not counted."""
         return None
 
     def free(self) -> None:
@@ -206,7 +206,7 @@ class Trial:
     Attributes:
         run: called with the result of ``prepare``; returns tensors, which are compared with float64.
         prepare: called with the number of an input set; untimed.
-        saved: returns the bytes saved for backward; None without a backward.
+        saved: returns the bytes saved for backward; None if there is no backward.
     """
 
     run: Callable[[Any], Sequence[Tensor]]
@@ -221,18 +221,18 @@ class Case:
     Attributes:
         name: unique in its benchmark.
         facts: sizes, for the results.
-        ways: by name, a function that compiles the variant; it may raise ``Unavailable``. *eager* comes first, whose
-            error bounds the others' errors; then the most important.
+        ways: by name, a function that compiles the variant; it may raise ``Unavailable``. *eager* comes first, because
+            its error bounds the others' errors; then the most important variants.
         truth: the results in float64 of input set 0.
         sets: number of input sets to rotate among.
-        dtype: of the arithmetic; it decides the accepted error.
+        dtype: dtype of the arithmetic, which decides the accepted error.
         ours: this library's variants, which get ratios to all others. The first that runs leads the table.
         unchecked: variants that compute something else (a copy, GEMMs alone), so they are not compared.
         loose: variants with a larger accepted error.
         named_only: variants that run only if ``--ways`` names them.
         flops: FLOP of a run's GEMMs.
         bytes: the least bytes that a run reads and writes.
-        calls: calls in a run; times are of one call.
+        calls: number of calls in a run; the reported time is one call's.
         works: by variant, the work of its kernels, for its roofline (``floor_ms``).
     """
 
@@ -254,7 +254,7 @@ class Case:
 
 @dataclass
 class Plan:
-    """Seconds of timing a case, seconds of everything, the most rounds of a case, and the seed."""
+    """Seconds of timing a case, seconds of all cases together, the most rounds of a case, and the seed."""
 
     seconds: float
     limit: float = math.inf
@@ -269,7 +269,7 @@ class Plan:
 
 
 def relative_error(got: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """Return the largest relative error in the 2-norm over all results; infinity if one is not finite."""
+    """Return the largest relative error in the 2-norm over all results; infinity if a result is not finite."""
     worst = 0.0
     for a, b in zip(got, truth, strict=True):
         if a.shape != b.shape:
@@ -280,7 +280,7 @@ def relative_error(got: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
 
 
 def poison(truth: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Fill memory of the results' sizes with NaN and free it, for a variant that leaves results unwritten."""
+    """Fill memory of the results' sizes with NaN and free it, to expose a variant that leaves results unwritten."""
     [torch.full(t.shape, math.nan, dtype=dtype, device=t.device) for t in truth]
 
 
@@ -296,7 +296,7 @@ def saved_bytes(forward: Callable[[], Any], parameters: Iterable[Tensor]) -> int
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = forward()  # holds the graph, hence the storages: no address is used twice
+        out = forward()  # keeps the graph and its storages alive, so no address is used twice
         total = sum(saved.values())
     del out
     return total
@@ -308,7 +308,7 @@ def sets_of(device: Device, nbytes: float, most: int = 32) -> int:
 
 
 def measure(case: Case, device: Device, plan: Plan) -> dict[str, Any]:
-    """Compile, check and time a case's variants; returns the case's JSON."""
+    """Compile, check and time a case's variants. Return the case's JSON."""
     torch.compiler.reset()
     device.free()
     entries: dict[str, dict[str, Any]] = {}
@@ -341,7 +341,7 @@ def measure(case: Case, device: Device, plan: Plan) -> dict[str, Any]:
                 trials[name] = trial
         except Unavailable as reason:
             entry = {"status": "unavailable", "reason": str(reason)}
-        except Exception as error:  # a variant that fails is a result
+        except Exception as error:  # a variant's failure is a result
             entry = {"status": "failed", "reason": _reason(error)}
         entries[name] = entry
         device.free()
@@ -360,7 +360,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _time(case: Case, trials: dict[str, Trial], device: Device, plan: Plan, entries: dict[str, dict[str, Any]]) -> int:
-    """Fill in the times of the variants that run; returns the number of rounds."""
+    """Add the times of the variants that run to ``entries``. Return the number of rounds."""
     order, shuffle, turn = list(trials), random.Random(plan.seed), 0
     times: dict[str, list[float]] = {name: [] for name in trials}
 
@@ -421,7 +421,7 @@ def read(path: Path, benchmark: str) -> dict[str, Any]:
     """Read the results of a benchmark.
 
     Raises:
-        UsageError: the file does not have any.
+        UsageError: the file does not have results of this benchmark.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -468,11 +468,11 @@ def run(
     Args:
         benchmark: its name.
         cases, names: functions that make the cases, and the cases' names.
-        device, plan: where and for how long.
+        device, plan: the device to measure on, and how long to measure.
         out: the JSON to write; None for no file.
         before: earlier results of the benchmark, whose complete cases are reused. A case in which its process ended
             does not run again.
-        ways: the only variants; by default all that are not ``named_only``.
+        ways: the variants to run; by default, all that are not ``named_only``.
 
     Returns:
         The results, as written.
@@ -514,7 +514,7 @@ def run(
             for way in case.works.keys() & entry["ways"].keys() if entry["dtype"] in rates else ():
                 floor = Rates(rates[entry["dtype"]], copied).seconds(case.works[way])
                 entry["ways"][way]["floor_ms"] = 1e3 * floor
-        except Exception as error:  # one case must not take the others along
+        except Exception as error:  # a failed case must not end the others
             entry = _without_times(name, "failed", _reason(error))
         device.synchronize()
         case = None  # type: ignore[assignment]  # frees its inputs

@@ -1,4 +1,4 @@
-"""``python -m torch_fused_ops bench``: from arguments to a benchmark's run."""
+"""Run a benchmark by its command-line arguments: ``python -m torch_fused_ops bench``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Benchmark(NamedTuple):
     """The parts in which the benchmarks differ.
 
     Attributes:
-        grid: returns the combinations to measure, of the device, ``--quick``, sizes and dtypes.
-        name, case: return a combination's name, and its case.
-        shape, counts: describe a value of ``--sizes``, and the numbers that it may have.
-        seconds: of timing a case, by kind of device.
-        size: makes a size of its numbers.
+        grid: called with the device, ``--quick``, sizes and dtypes; returns the combinations to measure.
+        name, case: called with a combination; return its name, and its case.
+        shape, counts: a description of ``--sizes`` values, and how many numbers a value may have.
+        seconds: seconds of timing a case, by kind of device.
+        size: makes a size from its numbers.
     """
 
     grid: Callable[[Device, bool, Any, Sequence[str]], Sequence[tuple[Any, ...]]]
@@ -53,7 +53,7 @@ QUICK_SECONDS = 0.1
 
 
 def bench(arguments: Namespace) -> int:
-    """Run the benchmark that the arguments name; returns the exit code.
+    """Run the benchmark that the arguments name. Return the exit code.
 
     Raises:
         UsageError: an argument is not accepted.
@@ -70,7 +70,7 @@ def bench(arguments: Namespace) -> int:
 
 
 def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str, Any]:
-    """Measure on a device; returns the results."""
+    """Measure on a device. Return the results."""
     quick = arguments.quick
     seconds = QUICK_SECONDS if quick else benchmark.seconds[device.type]
     plan = Plan(
@@ -85,7 +85,7 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
         raise UsageError(f"--ways {' '.join(unknown)} not known; accepted: {', '.join(known)}")
     sizes = [benchmark.size(harness.numbers(s, benchmark.counts, benchmark.shape)) for s in arguments.sizes]
     cases = {benchmark.name(*case): case for case in benchmark.grid(device, quick, sizes, arguments.dtypes)}
-    if arguments.ways and not set(arguments.ways) & set(ways.TUNED):  # these have cases of their own
+    if arguments.ways and not set(arguments.ways) & set(ways.TUNED):  # tuned variants have their own cases
         cases = {name: case for name, case in cases.items() if "max-autotune" not in name}
     chosen = [n for n in cases if all(t in n for t in arguments.only) and not any(t in n for t in arguments.skip)]
     if not chosen:
@@ -97,7 +97,7 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
 
 
 def _files(arguments: Namespace, device: Device) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the file to write, None for no file, and the results that ``--resume`` continues."""
+    """Return the file to write, and the results that ``--resume`` continues; None if there is none."""
     out: Path | None = arguments.out
     if out is None and not arguments.quick:  # a quick run's figures mean nothing
         name = device.about()["name"] if device.type == "cuda" else "cpu"

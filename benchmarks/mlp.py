@@ -1,7 +1,7 @@
 """Training steps and inference of GELU and SwiGLU MLPs: ``bench mlp`` and ``bench inference``.
 
 A step is forward, and backward to input and weights. In addition to the variants of ``ways``, *operators* is eager
-PyTorch with our eager operators, and *gemms* is the MLP's GEMMs alone, a lower bound for any fusion.
+PyTorch with our eager operators, and *gemms* runs only the MLP's GEMMs, a lower bound for any fusion.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -64,7 +64,7 @@ def module_of(mlp: str, size: Size, weights: Sequence[nn.Parameter]) -> nn.Modul
 
 @dataclass(frozen=True)
 class Size:
-    """Rows and width of the input, and the hidden width, by default 4 times the width."""
+    """Rows and width of the input, and the hidden width, which is by default 4 times the input's width."""
 
     tokens: int
     width: int
@@ -94,7 +94,7 @@ INFERENCE_CUDA = [Size.of((t, w)) for w in (1024, 2048, 4096, 8192) for t in (*D
 def tensors(
     mlp: str, size: Size, dtype: torch.dtype, device: Device, sets: int, seed: int, grad: bool
 ) -> tuple[list[nn.Parameter], list[list[Tensor]], list[Tensor]]:
-    """Return weights, input sets (an input and the weights each), and output gradients. Activations are of order 1."""
+    """Return weights, input sets (each an input and the weights), and output gradients. Activations are of order 1."""
     matrices = [(size.hidden, size.width)] * (2 if mlp == "swiglu" else 1) + [(size.width, size.hidden)]
     generator = torch.Generator(device=device.where).manual_seed(seed)
 
@@ -113,7 +113,7 @@ def tensors(
 
 
 def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device, backward: bool) -> Trial:
-    """Return a trial of a step's GEMMs alone, which write into preallocated tensors."""
+    """Return a trial of only a step's GEMMs, which write into preallocated tensors."""
     t, w, h = size.tokens, size.width, size.hidden
 
     def normal(*shape: int) -> Tensor:
@@ -152,8 +152,8 @@ def work(mlp: str, size: Size, dtype: torch.dtype, backward: bool) -> tuple[floa
 def works(mlp: str, size: Size, dtype: torch.dtype, way: str, backward: bool) -> list[Work]:
     """Return the least work of a variant's kernels: GEMMs, and one pass over the hidden tensors in each direction.
 
-    "off" saves as much as ``torch.compile``. At the other levels backward also writes the activation. "fp8" writes and
-    reads the activation's inputs in one byte each, and "input" recomputes the first GEMMs. Gradients of biases are not
+    Level "off" saves as much as ``torch.compile``. At other levels, backward also writes the activation. "fp8" writes
+    and reads the activation's inputs in one byte each, and "input" recomputes the first GEMMs. Bias gradients are not
     counted, as all variants compute them.
     """
     level = way.removeprefix("fused-") if way.startswith("fused-") else "off"
@@ -207,7 +207,7 @@ def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, 
 
 
 def inference_case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
-    """Return the case of forward alone, under ``torch.no_grad()``."""
+    """Return the case of inference, under ``torch.no_grad()``."""
     fn = MLPS[mlp]
     sets = sets_of(device, size.tokens * size.width * dtype.itemsize, most=8)
     _, inputs, _ = tensors(mlp, size, dtype, device, sets, plan.seed, grad=False)

@@ -1,4 +1,4 @@
-"""A training step of whole models: time, peak memory, and bytes saved for backward.
+"""Measure a training step of whole models: time, peak memory, and bytes saved for backward.
 
 A step is forward, and backward to the parameters. The optimizer is the same for all variants, so it does not run.
 """
@@ -100,7 +100,7 @@ def flops(model: nn.Module, config: models.Config, tokens: int, length: int) -> 
     """Return the FLOP of a step's GEMMs: 6 per token and weight, and half of full attention (causal)."""
     in_products = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     if isinstance(model, models.Llama):
-        in_products -= config.vocabulary * config.width  # its embedding is looked up; GPT-2's is the head too
+        in_products -= config.vocabulary * config.width  # a lookup, not a GEMM; GPT-2's embedding is also its head
     else:
         in_products -= config.context * config.width
     return 6.0 * tokens * in_products + 6.0 * tokens * length * config.width * config.layers

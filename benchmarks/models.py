@@ -1,4 +1,4 @@
-"""The benchmarks' models, in plain PyTorch: GPT-2 and Llama."""
+"""Define the benchmarks' models in plain PyTorch: GPT-2 and Llama."""
 
 # mypy: disable-error-code="no-any-return"
 
@@ -29,7 +29,7 @@ class Config:
 
 
 QUICK = Config(layers=1, width=128, hidden=256, heads=4, context=32, vocabulary=64)
-SMALL = Config(layers=3, width=256, hidden=1024, heads=4, context=128, vocabulary=256)  # examples/quickstart.py has it
+SMALL = Config(layers=3, width=256, hidden=1024, heads=4, context=128, vocabulary=256)  # as in examples/quickstart.py
 # A GPT and a Llama of equal size, which train in a minute on one core of a CPU.
 TINY = Config(layers=2, width=128, hidden=512, heads=4, context=64, vocabulary=256)
 TINY_LLAMA = Config(layers=2, width=128, hidden=384, heads=4, context=64, vocabulary=256)
@@ -71,7 +71,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2, its head tied to the embedding. forward(tokens, targets), both (batch, length), gives the loss."""
+    """GPT-2, with its head tied to the embedding. forward(tokens, targets), both (batch, length), returns the loss."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class LlamaAttention(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: x (batch, heads, length, size), cos and sin (length, size / 2)."""
+    """Apply a rotary embedding: x (batch, heads, length, size), cos and sin (length, size / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -140,7 +140,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama 3. forward(tokens, targets), both (batch, length), gives the loss."""
+    """Llama 3. forward(tokens, targets), both (batch, length), returns the loss."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Llama(nn.Module):
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Matrices and embeddings from N(0, 0.02²), drawn on the model's own device."""
+    """Draw matrices and embeddings from N(0, 0.02²), on the model's own device."""
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():

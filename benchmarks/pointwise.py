@@ -4,8 +4,8 @@ Variants are eager PyTorch and torch.compile of the same formula; *operators*, o
 torch.compile; *liger*, Liger-Kernel's function if it is installed; *megatron*, bias and GELU with a handwritten
 derivative, each compiled, as in Megatron; *copy*, a copy that reads and writes as many bytes.
 
-On a CPU, calls on tiny tensors measure the overhead of a call. They come last, so that they run kernels that calls on
-larger tensors have compiled.
+On a CPU, calls on tiny tensors measure the overhead of a call. They come last, because larger tensors' calls have
+compiled their kernels by then.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def"
@@ -45,7 +45,7 @@ class Operator:
     Attributes:
         op: name after ``fused::``.
         activation: name in the activation table.
-        bias, scale: whether it is called with them.
+        bias, scale: True if the operator is called with a bias, with a scale.
         layout: the layout of bias_glu's packed input.
         memory: "fp8" saves the data in 8 bits.
     """
@@ -81,7 +81,7 @@ class Operator:
         return getattr(torch.ops.fused, self.op)(*args, self.activation, *layout)
 
     def plain(self, *tensors: Tensor) -> Tensor:
-        """Compute the same with PyTorch's functions, as models do."""
+        """Compute the operator's result with PyTorch's functions, as models do."""
         inputs = list(tensors)
         scale = inputs.pop() if self.scale else None
         x = inputs[0]
@@ -100,7 +100,7 @@ class Operator:
     exact = plain
 
     def nbytes(self, backward: bool, tokens: int, width: int, itemsize: int) -> int:
-        """Return the least bytes. Forward reads data and writes the output. Backward reads data and the output's
+        """Return the least bytes moved. Forward reads data and writes the output. Backward reads data and the output's
         gradient, and writes the data's gradient."""
         data = sum(t * n for t, n in (s for s in self.shapes(tokens, width) if s is not None and len(s) == 2))
         saved_size = 1 if self.memory == "fp8" else itemsize
@@ -132,7 +132,7 @@ class Softmax:
     exact = plain
 
     def nbytes(self, backward: bool, tokens: int, width: int, itemsize: int) -> int:
-        """Backward reads the gradient and the output."""
+        """Return the least bytes moved. Backward reads the gradient and the output."""
         return tokens * width * itemsize * (3 if backward else 2)
 
 
@@ -161,7 +161,7 @@ class Dropout:
     exact = fused
 
     def nbytes(self, backward: bool, tokens: int, width: int, itemsize: int) -> int:
-        """Backward reads and writes one gradient each. The residual has the same gradient as the output."""
+        """Return the least bytes. Backward reads one gradient and writes one: the residual's is the output's."""
         return tokens * width * itemsize * (2 if backward else 3)
 
 
@@ -239,7 +239,7 @@ def compiled(fn: Callable[..., Tensor], **settings: Any) -> Callable[..., Tensor
 
 
 def callables(operator: AnyOperator, gpu: bool) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    """Return the variants: eager PyTorch, whose error sets the tolerance, then the most important."""
+    """Return the variants: first eager PyTorch, whose error sets the tolerance, then the most important."""
     variants: dict[str, Callable[[], Callable[..., Tensor]]] = {
         "eager": lambda: operator.plain,
         "operators": lambda: operator.fused,
@@ -258,7 +258,7 @@ def callables(operator: AnyOperator, gpu: bool) -> dict[str, Callable[[], Callab
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
-Combination = tuple[str, AnyOperator, int, int, torch.dtype]  # the kind: forward, backward or call
+Combination = tuple[str, AnyOperator, int, int, torch.dtype]  # kind (forward, backward or call), operator, size, dtype
 
 
 def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> list[Combination]:
@@ -344,10 +344,10 @@ def _forward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tang
 
 
 def _backward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> Trial:
-    """Time backward alone: an untimed forward runs before each."""
+    """Time only backward: an untimed forward runs before each one."""
 
     def prepare(i: int) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        # Liger writes gradients into the inputs, so each forward gets leaves of its own.
+        # Liger writes gradients into the inputs, so each forward gets new leaves.
         leaves = [t.detach().clone().requires_grad_() for t in inputs[i]]
         return fn(*leaves), leaves, tangents[i]
 

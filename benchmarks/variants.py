@@ -1,4 +1,4 @@
-"""The benchmarks' variants, for ``bench NAME --help``, which does not import torch."""
+"""Describe the benchmarks' variants, for ``bench NAME --help``, which does not import torch."""
 
 from __future__ import annotations
 

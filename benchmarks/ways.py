@@ -42,7 +42,7 @@ def budgeted(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 
 
 def ours(memory: str, mode: str = "default", **fields: Any) -> Callable[..., Function]:
-    """Return ``backend="fused"`` in a mode of torch.compile, with further fields of the policy.
+    """Return a compiler: ``backend="fused"`` in a mode of torch.compile, with the given policy fields.
 
     The policy is strict, so that nothing falls back to plain torch.compile.
     """
@@ -59,7 +59,7 @@ def ours(memory: str, mode: str = "default", **fields: Any) -> Callable[..., Fun
 
 
 def by_torchao(module: nn.Module, recipe: str) -> nn.Module:
-    """Copy a module, and convert the linear layers of its MLPs to torchao's float8 layers. Both share the parameters.
+    """Copy a module with its MLPs' linear layers as torchao's float8 layers. The copy shares the parameters.
 
     Args:
         module: an MLP of ``models``, or a module with such MLPs.
@@ -102,7 +102,7 @@ def need_multiples(layers: Mapping[str, nn.Linear], multiple: int) -> None:
 
 
 def float8(recipe: str) -> Callable[..., Function]:
-    """Return ``backend="fused"`` with a float8 recipe. It raises Unavailable if sizes or the device do not allow it."""
+    """Return a compiler with a float8 recipe. It raises Unavailable if sizes or the device exclude the recipe."""
 
     def compiled(fn: nn.Module, **settings: Any) -> Function:
         from torch_fused_ops.lowerings.recognize.gemms import no_scaled_products
@@ -126,7 +126,7 @@ def torchao(recipe: str) -> Callable[..., Function]:
     return compiled
 
 
-# Eager PyTorch comes first: its error sets the tolerance. Then the most important: a time limit drops the last ones.
+# Eager PyTorch comes first: its error sets the tolerance. The most important follow: a time limit drops the last ones.
 COMPILED: dict[str, Callable[..., Function]] = {
     "eager": lambda fn, **settings: fn,
     "compile": lambda fn, **settings: torch.compile(fresh(fn), **settings),
@@ -139,7 +139,7 @@ COMPILED: dict[str, Callable[..., Function]] = {
     **{f"gemm-{recipe}": float8(recipe) for recipe in GEMM if recipe != "bf16"},
     **{f"torchao-{recipe.replace('_', '-')}": torchao(recipe) for recipe in TORCHAO},
 }
-FLOAT8 = tuple(name for name in COMPILED if name.startswith(("gemm-", "torchao-")))  # only if --ways names them
+FLOAT8 = tuple(name for name in COMPILED if name.startswith(("gemm-", "torchao-")))  # run only if --ways names them
 TRAINING = tuple(name for name in COMPILED if not name.endswith("autotune") and name not in FLOAT8)
 INFERENCE = ("eager", "compile", "fused-free")  # budgets and memory= only change backward
 TUNED = ("autotune", "fused-autotune")

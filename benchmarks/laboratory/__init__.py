@@ -1,4 +1,4 @@
-"""Scripts behind figures of the pages, in a clone only.
+"""Scripts behind the pages' figures, in a clone only.
 
 python -m torch_fused_ops.benchmarks.laboratory.NAME --help
 
@@ -29,14 +29,14 @@ def run_script(
     arguments: Sequence[str] | None = None,
     **extra_options: dict[str, Any],
 ) -> int:
-    """Run a script with some of ``bench``'s options; returns the exit code.
+    """Run a script with some of ``bench``'s options. Return the exit code.
 
     Args:
         main: the script.
         text: its docstring.
-        options: their names.
-        arguments: the command line, by default that of the program.
-        extra_options: further options, with their arguments of ``add_argument``.
+        options: names of the options.
+        arguments: the command line; by default, the program's command line.
+        extra_options: further options by name, with their ``add_argument`` arguments.
     """
     from torch_fused_ops.benchmarks.harness import UsageError
     from torch_fused_ops.tools.arguments import add_bench_options

@@ -1,11 +1,11 @@
-"""Find the MLPs that are fused in each architecture of transformers, and the reasons for the others.
+"""Find the fused MLPs in each architecture of transformers, and the reasons for MLPs that are not fused.
 
     python benchmarks/laboratory/coverage.py [--only NAME …] [--jobs N] [--out FILE]
 
 The script builds every architecture of the installed ``transformers`` with two layers, width 64 and random weights. It
 downloads nothing. It runs each one, and captures it with ``torch_fused_ops.explain`` in training and in evaluation
-mode. Each architecture has its own process, so that a crash costs one result. Results are written as they come, one
-JSON line each. A second run continues, unless torch, transformers or the recognizer have changed.
+mode. Each architecture has its own process, so that a crash costs one result. Each result is written at once, as
+a JSON line. A second run continues, unless torch, transformers or the recognizer have changed.
 ``python docs/generate.py`` then writes ``docs/coverage.md``.
 """
 
@@ -38,7 +38,7 @@ from torch_fused_ops.lowerings import recognize
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.jsonl"
-SECONDS = 240  # limit of an architecture's processor time; ten times as long on the clock
+SECONDS = 240  # limit of an architecture's processor time; its wall time may be ten times as long
 MODES = ("train", "eval")
 LARGEST = 200_000_000  # parameters; larger models are not built
 
@@ -94,8 +94,8 @@ VARIANTS: tuple[dict[str, Any], ...] = (
         name for name in SIZES if "layers" not in name and name != "depth"
     ),  # the published sizes, two layers
 )
-SPECIAL = {"attention_types": [[["global", "local"], 1]]}  # GPT-Neo's
-LISTS = {  # values of lists, whose length does not change
+SPECIAL = {"attention_types": [[["global", "local"], 1]]}  # a setting of GPT-Neo
+LISTS = {  # new value for every element of a list
     "depths": 1,
     "layer_depths": 1,
     "num_blocks": 1,
@@ -120,13 +120,13 @@ def architectures() -> dict[str, tuple[str, str]]:
         for name, model in getattr(auto, table).items():
             if name in CONFIG_MAPPING_NAMES:
                 classes.setdefault(name, (CONFIG_MAPPING_NAMES[name], model if isinstance(model, str) else model[0]))
-    for name, config in CONFIG_MAPPING_NAMES.items():  # parts of others: text and vision towers
+    for name, config in CONFIG_MAPPING_NAMES.items():  # parts of other architectures: text and vision towers
         classes.setdefault(name, (config, config.removesuffix("Config") + "Model"))
     return dict(sorted(classes.items()))
 
 
 def _settings(config: Any, variant: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a configuration: SIZES for the names that it and its parts have."""
+    """Return a configuration's arguments: the SIZES whose names the configuration or its parts have."""
     from transformers import PretrainedConfig
 
     sizes = {**SIZES, **variant}
@@ -206,7 +206,7 @@ def _inputs(model: Any) -> dict[str, Any]:
         "input_features": lambda: torch.randn(batch, getattr(config, "num_mel_bins", None) or 80, 64),
     }
     parameters = inspect.signature(model.forward).parameters
-    if "grid_thw" in parameters:  # Qwen-VL's vision towers: patches of frames in one row each
+    if "grid_thw" in parameters:  # Qwen-VL's vision towers: each row is a patch of frames
         patch = getattr(config, "temporal_patch_size", 2) * config.patch_size**2
         channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", None) or 3
         patches = torch.randn(16, channels * patch)
@@ -328,7 +328,7 @@ def _capture_in_child(classes: tuple[str, str], out: Any) -> None:
     import resource
 
     os.setpgid(0, 0)
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 10))  # the first limit ends it with SIGXCPU
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 10))  # the first limit ends the process with SIGXCPU
     signal.alarm(10 * SECONDS)
     try:
         result = capture(*classes)
@@ -348,7 +348,7 @@ def _warm_up() -> None:
 
 
 def run(names: Iterable[str], out: Path, jobs: int) -> None:
-    """Capture the named architectures that ``out`` lacks, each in a process of its own, ``jobs`` at a time."""
+    """Capture the named architectures that ``out`` lacks, each in its own process, ``jobs`` at a time."""
     every, now = architectures(), versions()
     results = {r["architecture"]: r for r in load(out) if r["versions"] == now}
     _warm_up()
@@ -377,12 +377,12 @@ def run(names: Iterable[str], out: Path, jobs: int) -> None:
             out.write_text("".join(lines), encoding="utf-8")
 
 
-# A site's fields that the page needs; a mode's sites that agree in them are one record, with their number.
+# Site fields that the page needs. Sites of a mode that agree in these fields become one record with a count.
 FIELDS = ("op", "activation", "reason", "kind", "spelling")
 
 
 def counted(sites: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge equal sites to records with a ``count``, in the order of their first site."""
+    """Merge equal sites into records with a ``count``, in the order of their first site."""
     records: dict[str, dict[str, Any]] = {}
     for site in sites:
         record = {field: site[field] for field in FIELDS}
@@ -408,7 +408,7 @@ def outcome(site: dict[str, Any]) -> str:
 
 
 def sites_of(result: dict[str, Any], *modes: str) -> Iterator[dict[str, Any]]:
-    """Yield an architecture's sites without dropouts, by default in both modes."""
+    """Yield an architecture's sites except dropouts, by default in both modes."""
     for mode in modes or MODES:
         for site in result["modes"].get(mode, {}).get("sites", ()):
             if site["activation"] != DROPOUT:

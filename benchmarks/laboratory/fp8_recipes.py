@@ -2,10 +2,10 @@
 
     python -m torch_fused_ops.benchmarks.laboratory.fp8_recipes [--out FILE]
 
-All are compiled without a device. *plain* is torch.compile in bfloat16. torchao's recipes use its own
-``convert_to_float8_training`` under plain torch.compile.
+All variants are compiled without a device. *plain* is torch.compile in bfloat16. torchao's recipes are applied by
+``convert_to_float8_training``, under plain torch.compile.
 
-GEMMs are not counted among kernels and bytes. The time is a roofline that assumes one rate for all float8 GEMMs.
+GEMMs are not counted among kernels and bytes. The time is a roofline, which assumes the same rate for all float8 GEMMs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -43,7 +43,7 @@ class GELUMLP(models.GELUMLP):
         return self.down(F.gelu(self.up(x)))
 
 
-MLPS: dict[str, tuple[type[nn.Module], float]] = {  # hidden ÷ width
+MLPS: dict[str, tuple[type[nn.Module], float]] = {  # by name: the class, and hidden ÷ width
     "SwiGLU": (models.SwiGLUMLP, 3.5),
     "GELU": (GELUMLP, 4),
 }
@@ -88,7 +88,7 @@ def bytes_without_gemms(graph: GeneratedGraph) -> int:
 
 
 def _bytes_of_wide_scales(node: fx.Node) -> int:
-    """Return the bytes of scales that an MXFP8 GEMM does not read: it is lowered to one with 8-bit scales."""
+    """Return the bytes of scales that an MXFP8 GEMM does not read, because its lowering has 8-bit scales."""
     if node.target is not torch.ops.fused.scaled_mm.default:
         return 0
     a, *scales = (node.args[i].meta["val"] for i in (0, 1, 3))  # type: ignore[union-attr]
@@ -98,7 +98,7 @@ def _bytes_of_wide_scales(node: fx.Node) -> int:
 
 
 def kernels_without_gemms(graph: GeneratedGraph) -> int:
-    """Count launches of generated kernels, and calls of our kernels, which launch one each."""
+    """Count launches of generated kernels, and calls of our kernels, each of which is one launch."""
     calls = [name.rpartition(".")[2] for name in graph.extern]
     return sum(kernel.launches for kernel in graph.kernels) + sum(name not in GEMMS for name in calls)
 

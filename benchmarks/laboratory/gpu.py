@@ -1,4 +1,4 @@
-"""All measurements of a GPU that is there for half an hour, in three commands.
+"""Run all measurements on a GPU that is available for half an hour, in three commands.
 
     python -m torch_fused_ops.benchmarks.laboratory.gpu --part {correctness,kernels,steps} --out DIR
 
@@ -26,8 +26,8 @@ from torch_fused_ops.benchmarks.harness import UsageError
 from torch_fused_ops.benchmarks.laboratory import run_script
 
 ROOT = Path(__file__).resolve().parents[2]  # the root of a clone, which has the tests
-LIMIT = 540.0  # seconds of a part
-FEWEST = 10.0  # seconds below which a step does not start
+LIMIT = 540.0  # seconds for a part
+FEWEST = 10.0  # a step does not start with fewer seconds left
 PARTS = ("correctness", "kernels", "steps")
 
 
@@ -37,8 +37,8 @@ class Step(NamedTuple):
     Attributes:
         name: unique in its part.
         kind: "command", a command of ``torch_fused_ops``; "bench", a benchmark with results; "tests", pytest.
-        arguments: without device, limit and files, which are added.
-        share: of the remaining time, relative to the shares of the later steps.
+        arguments: its arguments except device, limit and files, which are added.
+        share: its share of the remaining time, relative to the later steps' shares.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 def steps(part: str, device: str, quick: bool) -> list[Step]:
-    """Return a part's steps. ``quick``: a few cases of each, also for a machine without a GPU."""
+    """Return a part's steps. ``quick``: few cases per step, also for a machine without a GPU."""
     kind = device.partition(":")[0]
     models, kernels, graphs = kind, kind, "captured or reduce_overhead"
     compiled: tuple[str, ...] = ("mlp", "--quick")
@@ -84,9 +84,9 @@ class Part:
     """A part while it runs.
 
     Args:
-        name: of ``PARTS``.
+        name: one of ``PARTS``.
         out: the folder for PART.json and PART.log.
-        device, quick, limit: as the command's options.
+        device, quick, limit: the command's options.
     """
 
     def __init__(self, name: str, out: Path, device: str, quick: bool, limit: float) -> None:
@@ -102,7 +102,7 @@ class Part:
             log.write(text + "\n")
 
     def run(self) -> dict[str, Any]:
-        """Run all steps; returns the JSON's content."""
+        """Run all steps. Return the JSON's content."""
         self.out.mkdir(parents=True, exist_ok=True)
         self.log.write_text("", encoding="utf-8")
         todo = steps(self.name, self.device, self.quick)
@@ -118,7 +118,7 @@ class Part:
             began = time.monotonic()
             try:
                 entry.update(run(step, seconds))
-            except Exception as error:  # one step must not take the others along
+            except Exception as error:  # a failed step must not end the others
                 entry.update(status="failed", reason=f"{type(error).__name__}: {error}")
             entry["seconds"] = round(time.monotonic() - began, 1)
             result["device"] = entry.get("result", {}).get("device", result["device"])
@@ -128,10 +128,10 @@ class Part:
         return result
 
     def process(self, command: list[str], seconds: float, **variables: str) -> tuple[str, str]:
-        """Run a command; returns "passed", "failed" or "cut", and its output, which is also logged."""
+        """Run a command. Return "passed", "failed" or "cut", and its output, which is also logged."""
         began, start = time.monotonic(), self.log.stat().st_size
         with self.log.open("ab") as sink:
-            # A group of its own, so that its children end with it.
+            # Its own process group, so that its children end with it.
             self.child = subprocess.Popen(
                 command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder(),
                 env={**os.environ, **variables}, start_new_session=True,
@@ -194,7 +194,7 @@ class Part:
 
 
 def folder() -> Path:
-    """Return the clone, or the current folder without a clone."""
+    """Return the clone's root; the current folder if there is no clone."""
     return ROOT if (ROOT / "tests").is_dir() else Path.cwd()
 
 
@@ -227,7 +227,7 @@ def outcome(entry: dict[str, Any]) -> str:
 
 
 def main(arguments: Namespace) -> int:
-    """Run a part; exit code 1 if a step failed, was cut, or had no time."""
+    """Run a part. Return exit code 1 if a step failed, was cut, or did not start for lack of time."""
     if arguments.part not in PARTS:
         raise UsageError(f"--part {arguments.part} is not accepted: it must be {', '.join(PARTS)}")
     if arguments.out is None or arguments.out.is_file():

@@ -2,7 +2,7 @@
 
 pytest -n 4 -p torch_fused_ops.benchmarks.laboratory.gpu_tests
 
-After an illegal address CUDA refuses everything until the process ends.
+After an illegal address, CUDA refuses all calls until the process ends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _LeavesWithTheDevice:
-    """In a worker of pytest-xdist."""
+    """Hooks of a pytest-xdist worker."""
 
-    @pytest.hookimpl(trylast=True)  # behind xdist's own hook, which has sent the test's result by then
+    @pytest.hookimpl(trylast=True)  # after xdist's own hook, which sends the test's result
     def pytest_runtest_logfinish(self) -> None:
         if torch.cuda.is_initialized():
             try:

@@ -1,10 +1,10 @@
-"""Estimates for an H200: a training step of six blocks, compiled without a device.
+"""Estimate a training step of six blocks on an H200, compiled without a device.
 
     python -m torch_fused_ops.benchmarks.laboratory.on_paper [--only TEXT …] [--quick] [--out FILE]
 
-*plain* and *budget* are torch.compile, without and with PyTorch's memory budget. *ours-LEVEL* are our memory levels,
-and *ours-LEVEL+attention* the same with ``attention="input"``.
-For each block and phase: kernels, library calls, bytes moved, FLOP, registers, spills and the roofline's time.
+*plain* and *budget* are torch.compile, without and with PyTorch's memory budget. *ours-LEVEL* are our memory levels.
+*ours-LEVEL+attention* adds ``attention="input"``.
+Figures of each block and phase: kernels, library calls, bytes moved, FLOP, registers, spills and the roofline's time.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -41,7 +41,7 @@ def settings(way: str) -> dict[str, Any]:
     return {"config": compile_options(policy)}
 
 
-# At so few tokens "tiled" is "input".
+# With so few tokens, "tiled" is the same as "input".
 BLOCK_WAYS = ("plain", "budget", *(f"ours-{memory}" for memory in MEMORY if memory != "tiled"), "ours-input+attention")
 
 
@@ -50,7 +50,7 @@ def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
 
 
 def graph_cost(graph: GeneratedGraph) -> dict[str, Any]:
-    """Return a graph's figures: of its generated kernels, and of the whole graph."""
+    """Return figures for a graph's generated kernels, and for the whole graph."""
     parts = roofline.kernel_runs(graph)
     pointwise = (work for part in parts for work in part.works)
     return {
@@ -69,7 +69,7 @@ def graph_cost(graph: GeneratedGraph) -> dict[str, Any]:
 
 
 class FirstOutput(nn.Module):
-    """A layer of transformers, whose first result counts, with the keywords it needs."""
+    """Call a transformers layer with the keywords it needs, and return its first result."""
 
     def __init__(self, layer: nn.Module, **keywords: Any) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ BLOCKS: dict[str, Callable[[], Made]] = {
 
 
 def block_figures(name: str, ways: Sequence[str] = BLOCK_WAYS) -> dict[str, Any]:
-    """Return a block's figures for each way. All blocks but the MLPs need transformers."""
+    """Return a block's figures for each way. All blocks except the MLPs need transformers."""
     by_way = {}
     for way in ways:
         with torch.device("meta"):

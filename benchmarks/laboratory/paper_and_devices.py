@@ -1,7 +1,7 @@
-"""Published times and peaks of GPU kernels, compared with the virtual GPU's predictions.
+"""Compare published times and peaks of GPU kernels with the virtual GPU's predictions.
 
 The measurements are linkedin/Liger-Kernel's own (benchmarks/results/public_measurements.csv). Each program runs on meta
-tensors as their benchmark scripts run it. Every operator counts as a kernel, with its FLOP or bytes, and live storages
+tensors as in Liger's benchmark scripts. Every operator counts as a kernel, with its FLOP or bytes, and live storages
 are tracked. Each of Liger's kernels is one operator, with the bytes of its arguments.
 """
 
@@ -28,8 +28,8 @@ from torch_fused_ops.virtual_gpu.work import flop_of, is_view
 
 RESULTS = Path(__file__).parent.parent / "results"
 WORKSPACE = int(16.25 * 2**20)  # twice the default of cuBLAS, 8.125 MiB
-LARGE = 0.05  # ms: rows that take longer than a few launches
-FITTED = 0.02  # ms: forward rows that memory traffic dominates
+LARGE = 0.05  # ms; longer rows take more than a few launches
+FITTED = 0.02  # ms; memory traffic dominates longer forward rows
 
 
 class _Counted(Storages):
@@ -41,7 +41,7 @@ class _Counted(Storages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._softmax_backward_data.default:
-            args = (args[0] * args[1], *args[1:])  # CUDA runs one more kernel, with one more tensor
+            args = (args[0] * args[1], *args[1:])  # CUDA runs an additional kernel with an additional tensor
             self.kernel([args[0]], [args[1:2], args[0]])
             self.add(args[0])
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -190,7 +190,7 @@ def _step(fn: Callable[[Tensor], Tensor], x: Tensor, row: dict[str, str], counte
     if part == "forward":
         counted.forget()
         fn(x)
-    elif is_sum:  # its measurements of backward include forward
+    elif is_sum:  # this kernel's backward measurements include forward
         counted.forget()
         y = fn(x)
         y.sum().backward()
@@ -205,7 +205,7 @@ def _step(fn: Callable[[Tensor], Tensor], x: Tensor, row: dict[str, str], counte
         y.backward(torch.empty_like(y), retain_graph=True)
 
 
-# Bytes/s and the FLOP/s of dense bfloat16 GEMMs, from the makers' data sheets.
+# Bytes/s, and FLOP/s of dense bfloat16 GEMMs, from the makers' data sheets.
 SHEETS = {
     "NVIDIA H100 80GB HBM3": (3.35e12, 989.5e12),
     "NVIDIA A100-SXM4-80GB": (2.039e12, 312e12),

@@ -1,4 +1,4 @@
-"""Plans of five training steps, for the tables of docs/plan.md and README.md. Takes an hour of a CPU core.
+"""Plan five training steps for the tables of docs/plan.md and README.md. This takes an hour of a CPU core.
 
 python -m torch_fused_ops.benchmarks.laboratory.plans [NAME …]   writes benchmarks/results/plans.json, draws
 python -m torch_fused_ops.benchmarks.laboratory.plans --draw     draws the README's picture from the file
@@ -30,7 +30,7 @@ PICTURE, DRAWN = Path(__file__).resolve().parents[2] / "docs" / "images" / "leve
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its tokens, and the limits that it is planned for."""
+    """A model, its tokens, and the limits to plan it for."""
 
     make: Callable[[], nn.Module]
     tokens: tuple[int, int]
@@ -39,11 +39,11 @@ class Case:
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.bfloat16
     maximum: tuple[str, str] | None = None  # ("batch", memory): find the largest batch within memory
-    settings: dict[str, Any] = field(default_factory=dict)  # further ones of ``plan``
+    settings: dict[str, Any] = field(default_factory=dict)  # further arguments of ``plan``
 
 
 class MixtralMLP(nn.Module):
-    """Eight experts, each token's two of them run as one group of rows each, as many rows for every expert."""
+    """Mixtral's eight experts as groups of rows: each token goes to two, and every expert gets equally many rows."""
 
     def __init__(self, width: int, hidden: int, experts: int, chosen: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class MixtralMLP(nn.Module):
 
 
 def mixtral() -> nn.Module:
-    """Llama's attention and Mixtral 8x7B's experts: two layers."""
+    """Return two layers with Llama's attention and Mixtral 8x7B's experts."""
     c = models.Config(layers=2, width=4096, hidden=14336, heads=32, context=4096, vocabulary=32000, kv_heads=8)
     model = models.Llama(c)
     for block in model.blocks:
@@ -72,7 +72,7 @@ def mixtral() -> nn.Module:
 
 
 def decoder() -> nn.Module:
-    """Llama-3-8B as torchtitan trains it: it returns logits."""
+    """Return Llama-3-8B as torchtitan trains it, with logits as its result."""
     model = Decoder(SIZES["Llama-3.1-8B"], 32, "none", "", float_logits=False)
     model.prepare(8192)
     return model
@@ -97,7 +97,7 @@ CASES = {
 
 
 def planned(case: Case) -> tuple[list[tfo.Plan], float]:
-    """A plan for each limit, the first one with the largest size if it is requested; and the seconds that it took."""
+    """Return a plan for each limit, the first with the largest size if requested, and the seconds of planning."""
     with torch.device("meta"):
         model = case.make().to(case.dtype)
         tokens = torch.zeros(case.tokens, dtype=torch.long)
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def picture(name: str, case: dict[str, Any]) -> Any:
-    """The bytes that a step reserves at each level, its time beside plain, and the GPU's capacity."""
+    """Draw the bytes that a step reserves at each level, its time relative to plain, and the GPU's capacity."""
     from matplotlib.figure import Figure
 
     plan, (batch, length) = case["plans"][0], case["tokens"]

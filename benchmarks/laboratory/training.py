@@ -1,10 +1,10 @@
-"""Losses after training small GPTs: our compiled code, memory levels and float8 recipes against plain training.
+"""Compare small GPTs' losses after training: our code, memory levels and float8 recipes against plain training.
 
     python -m torch_fused_ops.benchmarks.laboratory.training --study {rounding,memory,gemm,rowwise} [--steps N]
         [--seeds N] [--out FILE]
 
-Weights and optimizer are in float32, under bf16 autocast except in ``rounding``. Each seed has its own weights and
-batches, the same for every variant, so differences are paired: their mean has a 95 % interval (Student's t).
+Weights and optimizer are in float32, under bf16 autocast except in ``rounding``. All variants of a seed have the
+same weights and batches, so differences are paired. Their mean has a 95 % interval (Student's t).
 
 ``rounding`` compares eager, torch.compile, backend="fused" and *nudged*. Nudged is eager mode, starting from weights
 that are each increased to the next float32 number. Training is chaotic: nudged shows how far two correct runs drift
@@ -175,7 +175,7 @@ def final(losses: Sequence[float], tail: int = TAIL) -> float:
 
 
 def differences(finals: Mapping[str, Sequence[float]], way: str, other: str) -> dict[str, Any]:
-    """Return the differences of two variants' final losses, by seed, with their mean and its 95 % interval."""
+    """Return two variants' differences in final loss by seed, with their mean and its 95 % interval."""
     each = [a - b for a, b in zip(finals[way], finals[other], strict=True)]
     mean, reach = statistics.fmean(each), T[len(each) - 1] * statistics.stdev(each) / len(each) ** 0.5
     square = statistics.fmean(d * d for d in each)
@@ -217,14 +217,14 @@ def table(result: dict[str, Any]) -> str:
 
 
 def measure(study: Study, steps: int, seeds: int, result: dict[str, Any], tell: Callable[[str], None]) -> None:
-    """Do the training runs that ``result`` does not have yet, and add each to it.
+    """Do the training runs that ``result`` lacks, and add each run to ``result``.
 
     Args:
         study: the variants and models.
-        steps: of each run.
-        seeds: runs of each variant.
+        steps: number of steps in each run.
+        seeds: number of runs of each variant.
         result: empty, or the result of an earlier call.
-        tell: called after each run with a line of text.
+        tell: called with a line of text after each run.
     """
     curves = result.setdefault("curves", {model: {way: [] for way in study.ways} for model in study.models})
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,7 @@
-"""Peaks of training steps that others measured on GPUs, compared with ``plan``'s predictions.
+"""Compare published GPU peaks of training steps with ``plan``'s predictions.
 
-The measurements (benchmarks/results/training_steps.csv) are of torchtitan, torchao, torchtune, lightning-thunder and
-transformers' Trainer; each row has its source and its set-up. Each model is written here as its program writes it, on
+The measurements (benchmarks/results/training_steps.csv) come from torchtitan, torchao, torchtune, lightning-thunder
+and transformers' Trainer; each row has its source and its set-up. Each model is defined here as in its program, on
 the meta device, and planned with the row's set-up. Nothing is fitted. A whole model of many layers is planned layer by
 layer: equal layers are compiled once.
 """
@@ -75,13 +75,13 @@ class Norm(nn.Module):
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary embedding by complex numbers, as torchtitan's Llama has it: x (batch, length, heads, size)."""
+    """Apply a rotary embedding by complex numbers, as torchtitan's Llama does: x (batch, length, heads, size)."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * angles[:, None]).flatten(3).type_as(x)
 
 
 def rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding by halves: x (batch, length, heads, size)."""
+    """Apply a rotary embedding by halves: x (batch, length, heads, size)."""
     a, b = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
 
@@ -125,7 +125,7 @@ class FusedAttention(nn.Module):
         if queries_per_key > 1:
             k, v = (t.expand(-1, -1, queries_per_key, -1, -1) for t in (k, v))
         q, k, v = (t.reshape(t.shape[0], -1, t.shape[-2], s.head_size) for t in (q, k, v))
-        rotary = s.head_size // 4 if s.parallel else s.head_size  # GPT-NeoX turns a quarter
+        rotary = s.head_size // 4 if s.parallel else s.head_size  # GPT-NeoX rotates a quarter
         q, k = (
             torch.cat((halves(t[..., :rotary], cos[:, :rotary], sin[:, :rotary]), t[..., rotary:]), -1) for t in (q, k)
         )
@@ -134,7 +134,7 @@ class FusedAttention(nn.Module):
 
 
 def halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding by halves: x (batch, heads, length, size)."""
+    """Apply a rotary embedding by halves: x (batch, heads, length, size)."""
     a, b = x.chunk(2, -1)
     return (x * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 
@@ -176,7 +176,7 @@ SAVED = (
 
 
 def every_second_mm() -> Any:
-    """torchtitan's selective checkpoints: attention and every second matrix product is saved."""
+    """Return contexts of torchtitan's selective checkpoints, which save attention and every second GEMM."""
     counts: Counter[bool] = Counter()
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -188,7 +188,7 @@ def every_second_mm() -> Any:
 
 
 class Decoder(nn.Module):
-    """forward(tokens) gives logits."""
+    """A decoder. forward(tokens) returns logits."""
 
     def __init__(self, s: Sizes, layers: int, checkpoints: str, kind: str, float_logits: bool) -> None:
         super().__init__()
@@ -214,13 +214,13 @@ class Decoder(nn.Module):
         return logits.float() if self.float_logits else logits
 
     def angles(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """The rotary embedding's tables, which live as long as the model."""
+        """Return the rotary embedding's tables, which live as long as the model."""
         if self.is_complex:
             return (self.table,)
         return self.cos, self.sin
 
     def prepare(self, length: int) -> None:
-        """Make the tables."""
+        """Allocate the rotary embedding's tables."""
         half = self.sizes.head_size // 2
         if self.is_complex:
             self.register_buffer("table", torch.empty(length, half, dtype=torch.complex64))
@@ -238,7 +238,7 @@ def cross_entropy(logits: Tensor, as_float: bool) -> Tensor:
 
 
 def planned(row: dict[str, str], layers: int | None = None) -> tfo.Plan:
-    """The plan for a row's set-up."""
+    """Return the plan for a row's set-up."""
     is_titan = row["weights"].startswith("float32 shards")
     dtype = torch.bfloat16 if row["weights"] == "bf16" else torch.float32
     with torch.device("meta"):
@@ -277,13 +277,13 @@ def planned(row: dict[str, str], layers: int | None = None) -> tfo.Plan:
 
 
 def prediction(row: dict[str, str]) -> dict[str, Any] | None:
-    """Return a row's predicted and measured GiB; None if the model is not written here."""
+    """Return a row's predicted and measured GiB; None if the model is not defined here."""
     if row["model"] not in SIZES:
         return None
     plan = planned(row)
     off = next((level for level in plan.levels if level.level == "off"), None)
     nbytes = {"max reserved": plan.held_bytes}.get(row["what"], plan.peak_bytes)
-    if off is not None:  # the published programs have no fused levels
+    if off is not None:  # the published programs ran without fused levels
         nbytes = max(off.peak, plan.optimizer_peak)
         if row["what"] == "max reserved":
             nbytes = round(off.reserved * plan.held_bytes / plan.reserved_bytes)
@@ -292,7 +292,7 @@ def prediction(row: dict[str, str]) -> dict[str, Any] | None:
 
 
 def rows() -> list[dict[str, str]]:
-    """The published rows."""
+    """Return the published rows."""
     with open(RESULTS / "training_steps.csv", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 

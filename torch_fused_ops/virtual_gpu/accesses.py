@@ -20,7 +20,7 @@ Fault = tuple[str, str, str]  # kind, accesses, evidence
 class Memory(NamedTuple):
     """An argument's memory."""
 
-    storage: int  # a number; arguments with the same one share memory
+    storage: int  # the storage's number; arguments with equal numbers share memory
     offset: int  # bytes before the argument's first element
     nbytes: int  # bytes of the whole storage
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class _Records(NamedTuple):
     access: Tensor  # the access's index in the list
     element: Tensor  # the element's index in the access
     first: Tensor  # the first thread that holds the element; -1 if the layout is unknown
-    threads: Tensor  # the number of threads that hold it
+    threads: Tensor  # the number of threads that hold the element
 
     def rows(self, rows: Tensor) -> _Records:
         return _Records(*(column[rows] for column in tuple(self)))
@@ -91,7 +91,7 @@ def faults(
 
 
 def _address_faults(access: Access, memory: Memory, grid: Grid) -> Iterator[Fault]:
-    """Yield a fault if an address of an access has overflowed, or lies outside of the memory."""
+    """Yield a fault if one of the access's addresses has overflowed, or lies outside of the memory."""
     begin = access.address + memory.offset
     outside = (begin < 0) | (begin + access.itemsize > memory.nbytes)
     overflow = torch.zeros_like(outside) if access.overflowed is None else access.overflowed
@@ -134,7 +134,7 @@ class _Storage:
         return records.rows(records.address.argsort(stable=True))
 
     def written(self, stores: _Records) -> Iterator[Fault]:
-        """Yield a fault if two programs write a byte, or one store writes it twice."""
+        """Yield a fault if two programs write the same byte, or one store writes a byte twice."""
         address, program, access, element, *_ = tuple(stores)
         by_programs = program[1:] != program[:-1]
         by_elements = (access[1:] == access[:-1]) & (element[1:] != element[:-1])
@@ -155,7 +155,7 @@ class _Storage:
                 continue
             memory = self.memory[argument]
             elements = math.prod(memory.shape)
-            examined = min(elements, max(1 << 20, 2 * len(stores.address)))  # a larger result has unwritten elements
+            examined = min(elements, max(1 << 20, 2 * len(stores.address)))  # a cut range has unwritten bytes
             addresses = memory.addresses(self.unit, examined)
             missing = torch.unique(addresses[~torch.isin(addresses, stores.address)]) - memory.offset
             if not len(missing):
@@ -211,7 +211,7 @@ class _Storage:
 
 
 class Traffic(NamedTuple):
-    """An access's traffic in one program: the bytes it uses, and the bytes of their sectors."""
+    """An access's traffic in one program: the bytes it uses, and the bytes of the sectors that contain them."""
 
     access: Access
     used: int

@@ -1,4 +1,4 @@
-"""Audit of kernels without a GPU: faults that tests on a GPU see only sometimes.
+"""Audit kernels without a GPU, to find faults that tests on a GPU see only sometimes.
 
 Each kernel is compiled in every configuration that Inductor would time. Addresses are evaluated in TTGIR, registers in
 the machine code. `docs/audit.md` lists the kinds of fault.
@@ -56,7 +56,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """True without findings."""
+        """True if there are no findings."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -127,15 +127,15 @@ def audit(
             `triton.autotune` and `triton.heuristics` may wrap.
         *args: the hand-written kernel's arguments. Tensors may be on any device, including "meta". Tensors
             that share memory must share a storage.
-        gpu: the GPU to compile for; by default the program's GPU, or an H200.
-        grid: the hand-written kernel's grid, as for Triton.
+        gpu: the GPU to compile for; by default the program's GPU; for a hand-written kernel, an H200.
+        grid: the hand-written kernel's grid, as Triton accepts it.
         zeroed: names of the hand-written kernel's arguments that have values before the launch, such as zeros. The
             kernel need not write all of their bytes. Tensors on "meta" need not be named if `torch.zeros` or
             `torch.ones` made them after this module was imported, or if they were written in place.
-        **constexprs: more of the hand-written kernel's arguments, and `num_warps`, `num_stages`, by name.
+        **constexprs: the hand-written kernel's remaining arguments, `num_warps` and `num_stages`, by name.
 
     Returns:
-        The findings.
+        The audit, with its findings.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
@@ -240,12 +240,12 @@ class _Auditor:
         self.gpu = gpu
         self.findings: list[Finding] = []
         self.notes: Counter[str] = Counter()
-        self.sampled: dict[str, str] = {}  # by launch
+        self.sampled: dict[str, str] = {}  # launch's name -> the part of it that was evaluated
         self.seen: set[Any] = set()
         self.codes: dict[Any, tuple[_Launch, list[tuple[MachineCode, Configuration]]]] = {}  # by kernel
 
     def result(self) -> Audit:
-        """Examine the machine code, whose listings are made together, and return the audit of all launches so far."""
+        """Examine the machine code, all disassembled together, and return the audit of all launches so far."""
         for launch, compiled in self.codes.values():
             for code, configuration in compiled:
                 self.registers(launch, configuration, code)

@@ -53,7 +53,7 @@ def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] |
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
     device = next((v.device.type for v in values if isinstance(v, Tensor)), "cpu")
-    device = "cuda" if device == "meta" else device  # models are on "meta" to be planned for a GPU
+    device = "cuda" if device == "meta" else device  # a model on "meta" is planned for a GPU
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     parameters = tuple(map(is_parameter, placeholders))
     paths = tuple(tensor_path(source_name(node)) if is_parameter(node) else "" for node in placeholders)
@@ -69,7 +69,7 @@ def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] 
     """
     graph = copy.deepcopy(gm.graph)  # copies nodes and their dictionaries, but not the recorded values
     copied = fx.GraphModule(gm, graph, type(gm).__name__)
-    # AOTAutograd reads this to find the inputs that are parameters, which stay alive anyway.
+    # AOTAutograd finds parameters, which stay alive anyway, by these attributes.
     copied.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copied._param_name_to_source = gm._param_name_to_source

@@ -119,7 +119,7 @@ class _Paper:
             raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
         self.gpu = gpu
         self.inductor_config = {
-            "shape_padding": False,  # Inductor measures it on a device
+            "shape_padding": False,  # Inductor chooses padding by measuring on a device
             **config,
             # `generate` replaces the function behind the graph cache
             "fx_graph_cache": False,
@@ -129,8 +129,8 @@ class _Paper:
         self.functorch_config: dict[str, Any] = {
             "enable_autograd_cache": False,
             "force_non_lazy_backward_lowering": True,
-            # With this setting, a checkpoint's random state is a CUDA generator, which needs a device; else it is a
-            # CPU tensor.
+            # If True, a checkpoint's random state is a CUDA generator, which needs a device. If False, it is a CPU
+            # tensor.
             "graphsafe_rng_functionalization": False,
         }
         if memory_budget is not None:
@@ -257,7 +257,7 @@ class _Paper:
     def joint_graph_passes(self, original: Callable[..., Any], gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         """Move the joint graph to the GPU, and run Inductor's joint passes."""
         emulation.move_graph(gm)
-        # Inductor passes it by keyword for graphs, by position for subgraphs.
+        # Inductor passes `input_device` by keyword for graphs, by position for subgraphs.
         bound = inspect.signature(original).bind(gm, *args, **kwargs)
         bound.arguments["input_device"] = torch.device("cuda", 0)
         return original(*bound.args, **bound.kwargs)
@@ -276,7 +276,7 @@ class _Paper:
         return forward, backward
 
     def generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Replace Inductor's inner compilation: post-grad passes, lowering, scheduling, code, but no compiling."""
+        """Run Inductor's inner compilation up to code generation: post-grad passes, lowering, scheduling, code."""
         from torch._guards import TracingContext
         from torch._inductor import compile_fx
         from torch._inductor.debug import DebugContext
@@ -361,7 +361,7 @@ def _recorded_nodes(kernel_nodes: dict[str, list[str]], scheduled: list[tuple[An
 
     Args:
         kernel_nodes: filled with the names of each Triton kernel's nodes, one list for all launches.
-        scheduled: filled with the nodes and the bytes they move, in the order of the code, where marks are inserted.
+        scheduled: filled with (node, bytes moved) in the order of the code. A mark is inserted before each node.
     """
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.scheduler import Scheduler
@@ -386,7 +386,7 @@ def _recorded_nodes(kernel_nodes: dict[str, list[str]], scheduled: list[tuple[An
 
 
 def _differentiable_results() -> tuple[int, ...]:
-    """Return the numbers of forward's results whose gradients are backward's inputs, in its order; () if unknown."""
+    """Return the numbers of forward's results whose gradients backward reads, in its input order; () if unknown."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()

@@ -1,7 +1,7 @@
 """Emulate a GPU on CPU tensors while a program is captured.
 
 Capture runs on fake CPU tensors, because a CPU build of torch has no CUDA device guard, and aborts in autograd on fake
-CUDA tensors. The patches in this module remove the differences between torch's programs for the two devices: autocast
+CUDA tensors. The patches in this module remove the differences between programs captured on the two devices: autocast
 lists, decompositions that depend on the device, and attention kernels.
 """
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def patched_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Patch `owner.name` with `wrapper`, which gets the original as its first argument."""
+    """Patch `owner.name` with `wrapper`, which receives the original as its first argument."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -155,7 +155,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
     table = dict(select_decomp_table())
     for product in (aten.mm.default, aten.addmm.default, aten.bmm.default):
-        table.pop(product, None)  # on the CPU, it computes very small matrix products without a GEMM
+        table.pop(product, None)  # the CPU's decomposition computes very small products without a GEMM
     layer_norm = table.get(aten.native_layer_norm.default)
     if layer_norm is not None:
         table[aten.native_layer_norm.default] = functools.partial(_native_layer_norm, layer_norm)
@@ -165,7 +165,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _native_layer_norm(
     original: Callable[..., Any], input: Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm with mean and reciprocal deviation in float32. On the CPU, they have the input's dtype."""
+    """Compute layer norm with mean and reciprocal deviation in float32. On the CPU, they have the input's dtype."""
     from torch._refs import _normalize
 
     dims = list(range(input.dim() - len(normalized_shape), input.dim()))
@@ -234,7 +234,7 @@ def _aligned(mask: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def cuda_rules() -> Iterator[None]:
-    """Make shape functions that depend on the device treat fake CPU tensors as CUDA (`histc` of integers)."""
+    """Make shape functions that depend on the device treat fake CPU tensors as CUDA tensors (`histc` of integers)."""
     from torch import _meta_registrations
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -242,7 +242,7 @@ def cuda_rules() -> Iterator[None]:
         return original(tensor).replace("cpu", "cuda")
 
     with patched_method(_meta_registrations, "device_hint", device_hint), contextlib.ExitStack() as stack:
-        stack.callback(FakeTensorMode.cache_clear)  # the cache has results of shape functions by device
+        stack.callback(FakeTensorMode.cache_clear)  # cached results of shape functions depend on the device
         FakeTensorMode.cache_clear()
         yield
 

@@ -1,6 +1,6 @@
 """Record which meta tensors `torch.zeros`, `torch.ones` and similar functions made.
 
-Such a tensor does not differ from a result of `torch.empty` otherwise.
+Without this record, such a tensor looks like a result of `torch.empty`.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def interpret(
     """Run a kernel on CPU tensors, in place, in Triton's interpreter.
 
     `TRITON_INTERPRET` need not be set. Device functions (`libdevice.tanh`) compute in float64 and round; conversions
-    to bfloat16 and float8 round to nearest even. Triton's patches of its language are undone. Not
-    thread-safe.
+    to bfloat16 and float8 round to nearest even. On return, Triton's patches of its language are undone.
+    Not thread-safe.
 
     Args:
         kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.
@@ -78,13 +78,13 @@ def interpret_step(
 
     Args:
         paper: the compilation of a program without dynamic sizes.
-        inputs: in the order of `paper.forward.inputs`, or `paper.inference.inputs`, which have Dynamo's names for them.
-            Inputs with other strides are copied.
+        inputs: the arguments in the order of `paper.forward.inputs` or `paper.inference.inputs`, which record Dynamo's
+            names. An input whose strides differ from the compiled strides is copied.
         gradients: gradients of the results that `paper.tangents` numbers, in its order. If empty, backward does not
             run.
 
     Returns:
-        The results and the inputs' gradients, None for an input without one. The gradients are () without backward.
+        The results, and the inputs' gradients: None for an input without a gradient, () if backward does not run.
 
     Raises:
         ModuleNotFoundError: Triton or NumPy is not installed.
@@ -149,7 +149,7 @@ def _run(graph: GeneratedGraph, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Choose block sizes up to Inductor's maxima, beyond which it omits masks, and the grid that covers the sizes."""
+    """Choose blocks and the grid that covers the sizes. Above Inductor's maxima, blocks would need masks it omits."""
     from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
     grid_type = kernel.inductor_meta.get("grid_type")
@@ -176,9 +176,9 @@ def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str,
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[Callable[[Any], Any]]:
-    """Give Triton's language the interpreter's meaning until exit. Yield the function that rewrites a kernel for it."""
+    """Switch Triton's language to the interpreter until exit. Yield a function that rewrites kernels to match."""
     import_triton("numpy")
-    import_triton("triton.compiler.code_generator")  # on import it copies the language's min and max
+    import_triton("triton.compiler.code_generator")  # its import copies the language's min and max, so it comes first
     tl = import_triton("triton.language")
     interpreter = import_triton("triton.runtime.interpreter")
     jit = import_triton("triton.runtime.jit")
@@ -186,7 +186,7 @@ def _interpreting() -> Iterator[Callable[[Any], Any]]:
 
     @functools.cache
     def rewritten(function: Any) -> Any:
-        """Rewrite a kernel or a device function. Triton caches the code: rewriting parses the source."""
+        """Rewrite a kernel or a device function. The result is cached, because rewriting parses the source."""
         names = function.__globals__
         for name, value in [*names.items()]:
             if id(value) in libdevice:
@@ -284,7 +284,7 @@ def _narrow(builder: Any, otherwise: Any, source: Any, target_type: Any, roundin
     return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), target_type.scalar)
 
 
-# Device functions in float64: names that torch has too, then the remaining names.
+# Device functions in float64: first the names that torch also has, then the remaining names.
 _OF_TORCH = (
     "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmax fmin "
     "fmod hypot isinf isnan lgamma log log10 log1p log2 nextafter pow rsqrt signbit sin sinh sqrt tan tanh trunc"

@@ -19,7 +19,7 @@ from .results import GeneratedKernel
 
 @dataclass(frozen=True)
 class Configuration:
-    """A launch configuration that Inductor may choose for a kernel that it generated.
+    """A launch configuration that Inductor may choose for a generated kernel.
 
     Attributes:
         block: block sizes by name.
@@ -42,8 +42,8 @@ class Kernel:
         constants: values of arguments that are fixed.
         attrs: divisibility of arguments, by position.
         options: compiler options.
-        configurations: the configurations that Inductor would try, in order; for a hand-written kernel, a single one
-            without block sizes.
+        configurations: the configurations that Inductor would try, in order; for a hand-written kernel, one
+            configuration without block sizes.
         inductor_meta: Inductor's metadata for its launcher; empty for a hand-written kernel.
     """
 
@@ -57,13 +57,13 @@ class Kernel:
 
 
 def written_sizes(source: str) -> dict[str, int]:
-    """Read the sizes that Inductor wrote into a kernel's source, ``xnumel = 512``."""
+    """Read the sizes that Inductor wrote into a kernel's source, such as ``xnumel = 512``."""
     return {name: int(size) for name, size in re.findall(r"^    (\w+numel) = (\d+)$", source, re.M)}
 
 
 @functools.cache
 def _source_folder() -> pathlib.Path:
-    """Return a folder for generated kernels until the process ends. Triton and tracebacks read the files later."""
+    """Return a folder for generated kernels, removed at exit. Triton and tracebacks read its files until then."""
     folder = tempfile.mkdtemp(prefix="virtual_gpu_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return pathlib.Path(folder)
@@ -94,10 +94,10 @@ def _load(source: str, gpu: GPU) -> Kernel:
 
 
 def load(kernel: Any, gpu: GPU = H200) -> Kernel:
-    """Load the kernel of a `GeneratedKernel`, of its source, or of a hand-written `triton.jit` function.
+    """Load a kernel from a `GeneratedKernel`, from its source, or from a hand-written `triton.jit` function.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: `kernel` is of another type.
     """
     import_triton()
     if isinstance(kernel, GeneratedKernel):
@@ -109,7 +109,7 @@ def load(kernel: Any, gpu: GPU = H200) -> Kernel:
         jit = jit.fn
     JITFunction = import_triton("triton.runtime.jit").JITFunction
     if not isinstance(jit, JITFunction):
-        if type(jit).__name__ == "InterpretedFunction":  # TRITON_INTERPRET=1
+        if type(jit).__name__ == "InterpretedFunction":  # decorated under TRITON_INTERPRET=1
             return Kernel(JITFunction(jit.fn))
         raise TypeError(f"kernel: got {type(kernel).__name__}, expected a GeneratedKernel or a triton.jit function")
     return Kernel(jit)

@@ -30,7 +30,7 @@ def elements(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int
     def combined(name: str, numbers: Tensor) -> Tensor:
         """Combine the bases of the set bits by exclusive or. Sizes are powers of 2, so flat numbers can be combined."""
         result = torch.zeros_like(numbers)
-        for bit, places in enumerate(bases[name]):  # several threads hold a small tensor's elements
+        for bit, places in enumerate(bases[name]):  # `% size`: threads share the elements of a small tensor
             number = sum(p % size * stride for p, size, stride in zip(places, shape, strides, strict=True))
             result = result ^ ((numbers >> bit & 1) * number)
         return result

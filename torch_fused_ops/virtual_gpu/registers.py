@@ -21,7 +21,7 @@ _NO_RESULT = re.compile(
     r"ST(?!TM)|RED\b|RED\.|BAR|LDGSTS|UTMA|UBLK|BRA|BRX|EXIT|CALL|RET|WARPSYNC|NANOSLEEP|MEMBAR|FENCE|CCTL|ERRBAR|DEPBAR"
     r"|NOP|BSYNC|BSSY|BREAK|YIELD|KILL|BPT|WARPGROUP|CGAERRBAR|ACQBULK|PREEXIT|USETMAXREG|R2P|ARRIVES|SYNCS\.ARRIVE|STTM"
 )
-# Instructions whose results are all predicates. Others with a predicate result may also have a register result.
+# Instructions whose results are all predicates. Other instructions may have a predicate and a register result.
 _COMPARISON = re.compile(r"U?[A-Z]*SETP|U?PLOP3|FCHK|U?VOTE|SYNCS|PSETP|ELECT|ISETP|DSETP|HSETP2|TESTP|MATCH")
 # Register counts of results whose mnemonic does not end in a size.
 _WIDTHS = (
@@ -84,7 +84,7 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
 
 
 def _followed(code: list[_Instruction]) -> list[_Instruction]:
-    """Follow upper bytes of pairs through copies. A load from a stack word that nothing spills to is a write."""
+    """Follow upper bytes of pairs through copies. A load from a stack word without a spill counts as a write."""
     places = {place for i in code if i.name.startswith("STL") for place in (*i.writes, *i.copies)}
     pairs = {to.removeprefix(_UPPER) for i in code for to in i.copies if to.startswith(_UPPER)}
     while new := {to for i in code for to, source in i.copies.items() if source in pairs} - pairs:

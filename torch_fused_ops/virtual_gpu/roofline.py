@@ -1,6 +1,6 @@
-"""The roofline of programs: the least time that their FLOP, bytes and instructions take at a GPU's rates.
+"""Compute a program's roofline: the least time that its FLOP, bytes and instructions take at a GPU's rates.
 
-A lower bound, not a prediction. Kernels run one after the other, and the slowest of the three counts for each.
+This is a lower bound, not a prediction. Kernels run one after the other; each takes the longest of its three times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .work import BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS, flop_of, flop_of_bf
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a kernel or a library's call: FLOP of GEMMs (``work.flop_of_bf16``), bytes moved, lanes' instructions."""
+    """Work of a kernel or library call: FLOP of GEMMs (``work.flop_of_bf16``), bytes moved, lane instructions."""
 
     flop: float = 0.0
     nbytes: float = 0.0
@@ -35,13 +35,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that a GPU reaches, a second.
+    """Rates per second that a GPU reaches.
 
     Attributes:
-        flop: of a large GEMM in bfloat16 on random numbers.
-        nbytes: of a large copy, read and written.
-        lane_instructions: of all lanes together; infinite where they are not counted.
-        launch: additional seconds of a kernel, to start and to end; 0 if not measured.
+        flop: FLOP of a large bfloat16 GEMM on random numbers.
+        nbytes: bytes that a large copy reads and writes.
+        lane_instructions: instructions of all lanes together; infinite if they are not counted.
+        launch: seconds that each kernel takes in addition, to start and to end; 0 if not measured.
     """
 
     flop: float
@@ -50,16 +50,16 @@ class Rates:
     launch: float = 0.0
 
     def seconds(self, works: Iterable[Work]) -> float:
-        """The time for works that run one after the other: the least, and a launch for each."""
+        """Return the least time of works that run one after the other, including a launch for each."""
         return sum(
             max(w.flop / self.flop, w.nbytes / self.nbytes, w.lane_instructions / self.lane_instructions) + self.launch
             for w in works
         )
 
 
-H200_RATES = Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)  # an H200's
-# The makers' data sheets: FLOP/s of dense bfloat16 products, bytes/s of memory, and bytes/s to the others of a node. It
-# is one way, so half of NVLink's 600, 900 and 1800 GB/s, and of seven Infinity Fabric links' 128 GB/s.
+H200_RATES = Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)  # rates of an H200
+# Data sheets: FLOP/s of dense bfloat16 GEMMs, bytes/s of memory, and bytes/s to the other GPUs of a node. The last rate
+# is one-way: half of NVLink's 600, 900 and 1800 GB/s, and half of seven Infinity Fabric links' 128 GB/s each.
 _SHEETS: Mapping[str, tuple[float, float, float]] = {
     "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12, 300e9),
     "NVIDIA H100 80GB HBM3": (989.5e12, 3.35e12, 450e9),
@@ -69,12 +69,12 @@ _SHEETS: Mapping[str, tuple[float, float, float]] = {
 }
 
 
-# Rates that replace the H200's share of the sheet. Fitted to Liger-Kernel's published measurements
-# (`docs/paper-and-devices.md`): the H100's memory to 25 forward passes of its 0.7 and 0.8 (March and July 2026), the
-# A100's FLOP to 32 rows of its 0.2 (September 2024). The H100's launch was measured in a row of six kernels; a kernel
-# that runs alone takes 6.2 µs. From other publications: the A100's memory (the share is 10 to 20 % above published
+# Rates that replace the H200's share of a data sheet. Two are fitted to Liger-Kernel's published measurements
+# (`docs/paper-and-devices.md`): the H100's memory to 25 forward passes of 0.7 and 0.8 (March and July 2026), and the
+# A100's FLOP to 32 rows of 0.2 (September 2024). The H100's launch was measured in a row of six kernels; a kernel that
+# runs alone takes 6.2 µs. Three are from other publications: the A100's memory (the share is 10 to 20 % above published
 # copies), the B200's fastest GEMM (1745, https://github.com/stas00/ml-engineering/tree/master/compute/accelerator), and
-# the faster of two for the MI300X (668 there, and 782; the share would be 1044).
+# the faster of two GEMMs for the MI300X (668 at that address, 782 elsewhere; the share would be 1044).
 _FITTED: Mapping[str, Mapping[str, float]] = {
     "NVIDIA A100-SXM4-80GB": {"flop": 250e12, "nbytes": 1.66e12},
     "NVIDIA H100 80GB HBM3": {"nbytes": 3.08e12, "launch": 3.5e-6},
@@ -84,23 +84,23 @@ _FITTED: Mapping[str, Mapping[str, float]] = {
 
 
 def link_rate(gpu: GPU) -> float:
-    """Bytes a second that a GPU sends to the others of its node, by its data sheet.
+    """Return the bytes per second that a GPU sends to the other GPUs of its node, by its data sheet.
 
     Raises:
-        KeyError: for a GPU that is not described here.
+        KeyError: the GPU has no data sheet here.
     """
     return _SHEETS[gpu.name][2]
 
 
 def rates_of(gpu: GPU) -> Rates | None:
-    """The measured rates of a GPU; None if it was not measured."""
+    """Return a GPU's measured rates; None if the GPU was not measured."""
     return H200_RATES if gpu.name == H200.name else None
 
 
 def estimated_rates(gpu: GPU) -> Rates | None:
     """Return a GPU's measured rates, with the H200's share of the data sheet for rates that were not measured.
 
-    Return None for a GPU without a sheet here.
+    Return None for a GPU without a data sheet here.
 
     An H200 reaches 80 % of its sheet's FLOP and 90 % of its bytes; four other GPUs reached 80 to 88 % and 92 to 93 %.
     """
@@ -117,7 +117,7 @@ _BRANCH = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?BRA\S*\s+.*?0x(
 
 
 def loops(code: MachineCode) -> bool:
-    """Tell whether the machine code branches back; not to itself, as it does behind its end."""
+    """Return True if the machine code branches backward. The branch to itself after its end does not count."""
     return any(int(target, 16) < int(address, 16) for address, target in _BRANCH.findall(code.asm))
 
 
@@ -127,9 +127,9 @@ class KernelRuns:
 
     Attributes:
         code: its machine code.
-        programs: blocks of the grid.
-        elements: the elements that it goes through.
-        nbytes: bytes that it reads and writes.
+        programs: number of programs in the grid.
+        elements: elements that it processes, the product of its sizes.
+        nbytes: bytes that all launches read and write.
         launches: the number of its launches.
     """
 
@@ -141,10 +141,10 @@ class KernelRuns:
 
     @property
     def lane_instructions(self) -> float:
-        """Instructions that all lanes together issue.
+        """Instructions that all lanes issue together.
 
-        Without a loop each warp issues the machine code's text once. With one, the number of tiles that the text
-        handles (a compiler unrolls loops) is estimated from the bytes that its loads and stores move.
+        Without a loop, each warp issues each instruction once. A loop may be unrolled, so the number of tiles that the
+        code handles is estimated from the bytes that its loads and stores move.
         """
         code, count = self.code, len(self.code.instructions)
         if not loops(code):
@@ -155,7 +155,7 @@ class KernelRuns:
 
     @property
     def works(self) -> list[Work]:
-        """The work of each launch; instructions where they are exact."""
+        """The work of each launch. Lane instructions are 0 unless their count is exact."""
         exact = 0.0 if loops(self.code) else self.lane_instructions
         return [Work(0.0, self.nbytes / self.launches, exact)] * self.launches
 
@@ -166,12 +166,12 @@ def _assembled(source: str) -> MachineCode:
 
 
 def prepare(graphs: Iterable[GeneratedGraph]) -> None:
-    """Compile the kernels of graphs before `kernel_runs`, so that all listings are made together."""
+    """Compile graphs' kernels before `kernel_runs`, so that all are disassembled together."""
     machine_code.prepare((_source(kernel) for graph in graphs for kernel in graph.kernels), H200)
 
 
 def _source(kernel: GeneratedKernel) -> str:
-    """A kernel's source, the same for kernels that differ in their names alone."""
+    """Return a kernel's source under a fixed name, so that kernels that differ only in name have equal sources."""
     return _NAME.sub(lambda m: m[0].replace(m[1], "triton_kernel"), kernel.source)
 
 
@@ -179,7 +179,7 @@ _NAME = re.compile(r"(?:def |kernel_name': ')(triton_\w+)")
 
 
 def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
-    """The launches of the generated kernels."""
+    """Return the launches of a graph's generated kernels."""
     prepare([graph])
     runs = []
     for kernel in graph.kernels:
@@ -196,12 +196,12 @@ def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
 
 
 def flops(graph: GeneratedGraph, count: Callable[..., float] = flop_of) -> float:
-    """FLOP of the GEMMs and attention in a graph; ``count`` counts one call, as ``work.flop_of`` does."""
+    """Return the FLOP of a graph's GEMMs and attention. ``count`` returns one call's FLOP, as ``work.flop_of``."""
     return sum(flops_of_node(node, count) for node in graph.graph.graph.nodes)
 
 
 def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) -> float:
-    """FLOP of one node. A checkpoint wraps attention in operators that save and restore random states."""
+    """Return one node's FLOP. A checkpoint wraps attention in operators that save and restore random states."""
     target: Any = node.target
     operands: Any = node.args
     states = {run_and_save_rng_state: 0, run_with_rng_state: 1}.get(target)  # arguments before the operator
@@ -214,9 +214,9 @@ def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) ->
 
 
 def works_of(graph: GeneratedGraph, instructions: bool = True) -> list[Work]:
-    """The work of a whole graph: each generated kernel's launches, each GEMM, and the bytes of all other calls.
+    """Return a graph's work: each launch of a generated kernel, each GEMM, and the bytes of all other calls.
 
-    ``instructions`` assembles the kernels, for an H200, to count their instructions.
+    If ``instructions`` is True, the kernels are assembled for an H200 to count their instructions.
     """
     if instructions:
         launches = [work for run in kernel_runs(graph) for work in run.works]
@@ -229,13 +229,13 @@ def works_of(graph: GeneratedGraph, instructions: bool = True) -> list[Work]:
 
 
 def nbytes_of_node(call: torch.fx.Node) -> int:
-    """Bytes of a call's operands and results; an expanded tensor counts by its bytes in memory."""
+    """Return the bytes of a call's operands and results. An expanded tensor counts by its bytes in memory."""
     values = tree_leaves([call.meta["val"], *(node.meta["val"] for node in call.all_input_nodes)])
     return sum(min(v.nbytes, v.untyped_storage().nbytes()) for v in values if isinstance(v, torch.Tensor))
 
 
 def launches_of(graph: GeneratedGraph) -> dict[str, float]:
-    """The instructions of all lanes in one launch of each generated kernel, by its name, where they are exact."""
+    """Map each generated kernel's name to the lane instructions of a launch; 0 unless their count is exact."""
     return {
         kernel.name: run.works[0].lane_instructions
         for kernel, run in zip(graph.kernels, kernel_runs(graph), strict=True)

@@ -63,7 +63,7 @@ class Listing:
         with _LOCK:
             if self._text is None:
                 together = [self, *(other for other in _WAITING if other.arch == self.arch and other is not self)]
-                _WAITING.difference_update(together)  # if nvdisasm fails, each is disassembled alone
+                _WAITING.difference_update(together)  # if nvdisasm fails, each kernel is disassembled alone
                 try:
                     texts = _disassembled([listing.code for listing in together], self.arch)
                 except subprocess.CalledProcessError:

@@ -1,7 +1,7 @@
 """Compute the live-bytes timeline of a step by running Inductor's generated wrapper on meta tensors.
 
-The wrapper is Python code that allocates, launches, deletes and reuses. On meta tensors, which have sizes but no data,
-it runs on any machine. Kernels do nothing, library calls return their `out`, and other operators run on meta. A storage
+The wrapper is Python code that manages buffers and launches kernels. On meta tensors, which have sizes but no data, the
+wrapper runs on any machine. Kernels do nothing, library calls return `out`, and other operators run on meta. A storage
 counts while it is alive, so Python's lifetimes account for frees, views and reuse.
 """
 
@@ -80,8 +80,8 @@ class Timeline:
         """Return the bytes that the caching allocator's pool holds beyond the peak of live bytes between two calls.
 
         A tensor gets the smallest free piece that is large enough, or new memory. Adjacent free pieces are merged. A
-        piece that is too small for all later tensors stays unused, such as deleted bf16 logits beside float32 copies.
-        Tensors that are not freed between the two calls do not count.
+        piece that is too small for all later tensors stays unused: deleted bf16 logits cannot hold float32 copies.
+        An earlier tensor counts only if it is freed between the two calls.
         """
         pool = Pool()
         calls = [(key, nbytes) for call, key, nbytes in self.log if first <= call <= last]
@@ -101,7 +101,7 @@ class Timeline:
 
     @property
     def at_peak(self) -> Event | None:
-        """The first call at the peak; None without calls."""
+        """The first call at the peak; None if there are no calls."""
         return max(self.events, key=lambda event: event.live, default=None)
 
 
@@ -143,7 +143,7 @@ class Pool:
 
 
 class Program:
-    """A part of a step that is not a generated graph, and runs itself: ``eager.EagerGraph``."""
+    """A part of a step that runs itself instead of a generated graph: ``eager.EagerGraph``."""
 
     inputs: tuple[GraphInput, ...]
 
@@ -202,7 +202,7 @@ class PaperCompilation:
         """Return the bytes saved for backward.
 
         Parameters, buffers and their views are excluded, because they stay alive whether saved or not. Inputs are
-        included: in a model, a block's input is another block's output, and alive only because it was saved.
+        included: in a model, a block's input is another block's output, which is alive only because it was saved.
 
         Args:
             include_inputs: count the function's inputs that are neither parameters nor buffers.
@@ -266,12 +266,12 @@ def timeline_of(
     """Compute the timeline of a step with several graphs. Their backwards run in reverse order.
 
     Args:
-        papers: the graphs in forward order, compiled or to run in eager mode.
+        papers: the step's parts in forward order: compiled graphs, and programs for eager mode.
         links: maps (graph, input) to the (earlier graph, result) that is the same tensor, numbered as in the graphs.
             Gradients flow back along the links.
         device: the type of the device whose memory is counted.
         launched: called for each launch of a generated kernel with the graph, the kernel's name and its arguments.
-        units: for each graph, the layer of all its calls. By default, each call's modules.
+        units: for each graph, the layer to record for its calls; None, or without units: each call's own modules.
         shared: maps (graph, input) to a name. Inputs with the same name are one tensor with one gradient.
         retained: each (graph, result) that the caller holds to the end although a later graph reads it.
 
@@ -512,7 +512,7 @@ class Memory(Storages):
         self.call, self.flop = self.call or call, self.flop + flop
 
     def touch(self, tensors: Sequence[Any], reads: bool = True) -> None:
-        """Record that the current call uses these tensors: it reads them, or overwrites them completely."""
+        """Record that the current call reads these tensors, or, if not ``reads``, overwrites them completely."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()

@@ -1,6 +1,6 @@
-"""Evaluate a kernel's integers, that is the addresses and masks of its loads and stores, in Triton's TTGIR.
+"""Evaluate the integers of a kernel's TTGIR: the addresses and masks of its loads and stores.
 
-TTGIR is Triton's last form in which an access names a tensor of addresses, and its first with the layouts, which map
+TTGIR is Triton's last form in which an access names a tensor of addresses. It is the first form with layouts, which map
 elements to threads. Integer operations are evaluated for several programs at once, on tensors (programs, *shape).
 Floating-point values are not evaluated; each one records only the loads it depends on.
 """
@@ -30,7 +30,7 @@ class TooLarge(Exception):
 
 @dataclass
 class Budget:
-    """Limits of an evaluation, which raises `TooLarge` when it exceeds one.
+    """Limits of an evaluation, which raises `TooLarge` when it exceeds a limit.
 
     Attributes:
         operations: executed operations; bounds the time.
@@ -158,7 +158,7 @@ def _source_line(places: Mapping[str, str], place: str) -> str:
 
 
 def _block(lines: Iterator[str], places: Mapping[str, str]) -> tuple[list[Op], str]:
-    """Read operations up to the brace that closes their block. Return them and the brace's line."""
+    """Read operations up to the brace that closes their block. Return the operations and the brace's line."""
     ops: list[Op] = []
     for located in lines:
         place = re.search(r" loc\((#loc\d*)\)$", located)
@@ -229,8 +229,8 @@ def evaluate(
         integers: the values of integer arguments by name.
         programs: the numbers of the programs to evaluate.
         grid: the whole launch.
-        max_iterations: evaluate this many first and last iterations of each loop; None: all. The last iterations are
-            skipped if the loop carries an integer to which it does not add a constant.
+        max_iterations: how many iterations to evaluate at each loop's start, and again at its end; None: all. Those at
+            the end are skipped if the loop carries an integer to which it does not add a constant.
         budget: the limits; this call's costs are subtracted from it.
 
     Raises:
@@ -279,7 +279,7 @@ def evaluate_sample(
     raise NotAnalyzed("one program has too many addresses to evaluate")
 
 
-_MAX_ELEMENTS = 1 << 18  # elements of a launch whose programs are all evaluated
+_MAX_ELEMENTS = 1 << 18  # in launches with at most this many elements, all programs are evaluated
 _FEW_PROGRAMS = 12  # number of programs evaluated in a larger launch
 _SAMPLES: tuple[tuple[int, int | None], ...] = ((_FEW_PROGRAMS, None), (_FEW_PROGRAMS, 8), (4, 4), (1, 2))
 
@@ -353,7 +353,7 @@ class _Evaluation:
         return int(data.flatten()[0])
 
     def operation(self, op: Op, values: list[Value], loads: frozenset[str]) -> Value:
-        """Return an operation's value if it is an integer or an address; for a load, the load's name."""
+        """Return an operation's value if it is an integer or an address; for a load, a value with its name."""
         name = op.name
         first, second = (*values, Value(), Value())[:2]
         if name in _NOT_EVALUATED or name.startswith(("tt.descriptor", "tt.make_tensor_desc")):
@@ -437,7 +437,7 @@ class _Evaluation:
         return Value(data, value.argument, overflowed)
 
     def access(self, op: Op, values: list[Value]) -> Value:
-        """Record an access; return its result, which for a load has the load's name."""
+        """Record an access. For a load, return a value with the load's name."""
         kind = "store" if op.name == "tt.store" else "atomic" if "atomic" in op.name else "load"
         (shape, itemsize, encoding, _), pointer = op.types[0], values[0]
         self.budget.spend(accessed=len(self.programs) * math.prod(shape) * max(1, itemsize // 4))

@@ -17,7 +17,7 @@ def nbytes_moved(node: Any) -> int:
     For a fused kernel or a library call, Inductor (`get_read_write_buffer_accesses`) counts the whole buffer, even if
     only a slice is read. This function counts at most the bytes that all accesses to the buffer touch.
     """
-    if node.is_template() and len(node.get_nodes()) == 1:  # Inductor counts at most the result's bytes
+    if node.is_template() and len(node.get_nodes()) == 1:  # Inductor would count at most the result's bytes
         return sum(dict(_touched(node)).values())
     accesses: dict[str, int] = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     touched: Counter[str] = Counter()

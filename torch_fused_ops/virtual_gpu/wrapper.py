@@ -47,7 +47,7 @@ _REUSE = re.compile(r"^(\s*)(\w+ = .*; del (\w+)) +# reuse$", re.M)
 
 
 def mark(index: int) -> str:
-    """Return the comment that marks the begin of a scheduler node in generated code."""
+    """Return the comment that marks the start of a scheduler node in generated code."""
     return f"# node {index}"
 
 
