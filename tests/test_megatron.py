@@ -241,7 +241,7 @@ def test_a_clamp_of_0_clamps_nothing_and_negative_clamps_are_rejected():
 
 
 def test_fp8_store_scales_large_activations():
-    """Upstream's cast saturates or overflows for large activations; ours scales each row into float8's range."""
+    """Upstream's cast saturates or overflows for large activations. Our cast scales each row into float8's range."""
     y = torch.tensor([[2000.0, 1000.0, 3.0, -2.0]]).requires_grad_()
     stored = y.detach().to(torch.float8_e4m3fn).float()
     assert not torch.allclose(stored[:, :2], y[:, :2], rtol=0.1)
@@ -268,7 +268,7 @@ def test_fp8_store_keeps_half(name):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_saved_tensors_are_marked_for_offloading(fp8):
-    """TransformerEngine's hooks offload tensors with this attribute; upstream sets it on saved tensors."""
+    """TransformerEngine's hooks offload tensors with this attribute. Upstream sets it on saved tensors."""
     y, bias = leaves(X, BIAS)
     marks, used = [], []
     with saved_tensors_hooks(

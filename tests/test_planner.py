@@ -957,7 +957,7 @@ def expensive(x: Tensor) -> Tensor:
 
 
 class Odd(nn.Module):
-    """Equal layers, except that one has another attribute, or the model uses it differently."""
+    """Equal layers, except one layer that has a different attribute or that the model uses differently."""
 
     def __init__(self, kind: str, layers: int, odd: int, width: int = 128) -> None:
         super().__init__()

@@ -111,7 +111,7 @@ def test_strict_raises_and_the_site_is_recorded() -> None:
 
 
 def test_patterns_that_match_no_site_are_noted_once_per_policy() -> None:
-    """A pattern matches if any graph with the same policy has such a site."""
+    """A pattern counts as matched if any graph with the same policy has such a site."""
     policies = [tfo.FusionPolicy(memory={"1": "fp8", "typo": "input"}), tfo.FusionPolicy(exclude=("3.*",))]
     with tfo.record() as report:
         for policy in policies:

@@ -117,7 +117,7 @@ def test_both_ways(inductor_code): pass
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A small test suite with a copy of this suite's conftest.py."""
+    """Return a small test suite with a copy of this suite's conftest.py."""
     (tests := pytester.path / "tests").mkdir()
     here = Path(__file__).parent
     for name in ("conftest.py", "processor_time.py"):

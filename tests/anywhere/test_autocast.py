@@ -1,6 +1,6 @@
 """Autocast: operators have the dtypes of the same functions in PyTorch, and values within the precision contract.
 
-One difference is on purpose. A result has the dtype of the *first* tensor (for dropout_add, of the residual). PyTorch's
+One difference is intended. A result has the dtype of the *first* tensor (for dropout_add, of the residual). PyTorch's
 type promotion would widen it if a later tensor is wider, such as a float32 bias after a bfloat16 GEMM.
 """
 
@@ -32,7 +32,7 @@ LOW = (BF16, FP16)
 
 @contextlib.contextmanager
 def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """``torch.autocast`` that also works for "cuda" without a GPU. If ``dtype`` is None, autocast is disabled."""
+    """Enter ``torch.autocast``, for "cuda" even without a GPU. If ``dtype`` is None, disable autocast."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, dtype is not None)
     if dtype is not None:

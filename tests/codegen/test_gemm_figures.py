@@ -64,7 +64,7 @@ def test_a_step_quantizes_in_few_kernels() -> None:
 def test_one_kernel_computes_and_quantizes_packed_gradients(tokens: tuple[int, ...]) -> None:
     """A row has the gradients of gate and up. One kernel computes both, finds their largest element, and stores both.
 
-    In the second pass over a row, it reads its bfloat16 results. The largest element is the float32 value before
+    In a second pass over a row, it reads its bfloat16 results. The largest element is the float32 value before
     rounding, which may have another power of two as its bound.
     """
     rows, n = 6, 1280  # too long for a row to stay in registers

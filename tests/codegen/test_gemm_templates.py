@@ -27,7 +27,7 @@ def options(**policy: Any) -> dict[str, Any]:
 
 
 def kernels(graph: Any) -> list[str]:
-    """List a graph's kernels by kind ("tem" for templates, "poi", "red", "per") and its external calls."""
+    """Return a graph's kernels by kind ("tem" for templates, "poi", "red", "per") and its external calls."""
     return sorted([k.name.split("_")[1] for k in graph.kernels for _ in range(k.launches)] + list(graph.extern))
 
 

@@ -1,4 +1,4 @@
-"""Run checks in several processes that communicate through gloo on the CPU. One start, which takes seconds, runs many.
+"""Run groups of checks in several processes that communicate through gloo on the CPU, since a start takes seconds.
 
 A test file lists its checks, functions of (rank, ranks, folder), in groups; ``main`` runs a group in one process, and
 ``in_processes`` starts the processes of a group and waits for them.

@@ -63,7 +63,7 @@ def is_truth(mlp, optimizer, truth, rank, ranks):
 
 
 def matrix(rank, ranks, folder):
-    """n processes save, m processes load."""
+    """Save in n processes, and load in m processes."""
     groups = {n: dist.new_group(range(n)) for n in (1, 2, 4) if n <= ranks}
     for gated, separate_keys, dtype in (
         (False, False, torch.float32),

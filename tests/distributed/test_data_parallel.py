@@ -70,7 +70,7 @@ def fused(report):
 
 
 def ddp(rank, ranks, folder, optimize_too=(True,), options=None):
-    """Dynamo's DDPOptimizer splits the model between buckets."""
+    """Train a model that Dynamo's DDPOptimizer splits between buckets."""
     expected = truth()
     for optimize in optimize_too:
         torch._dynamo.reset()
@@ -86,12 +86,12 @@ def ddp(rank, ranks, folder, optimize_too=(True,), options=None):
 
 
 def ddp_whole(rank, ranks, folder):
-    """The model is not split."""
+    """Train a model that DDPOptimizer does not split."""
     ddp(rank, ranks, folder, (False,))
 
 
 def ddp_of_compiled(rank, ranks, folder):
-    """DistributedDataParallel wraps a compiled module."""
+    """Train a compiled module in DistributedDataParallel."""
     expected = truth()
     torch._dynamo.reset()
     model = DistributedDataParallel(torch.compile(net(), backend="fused"))
@@ -102,7 +102,7 @@ def ddp_of_compiled(rank, ranks, folder):
 
 
 def fsdp(rank, ranks, folder, ways=("blocks",), options=None):
-    """Each block is compiled and then sharded, as in torchtitan."""
+    """Compile each block and then shard it, as in torchtitan."""
     expected, mesh = truth(), init_device_mesh("cpu", (ranks,))
     for way in ways:
         torch._dynamo.reset()
@@ -128,12 +128,12 @@ def fsdp(rank, ranks, folder, ways=("blocks",), options=None):
 
 
 def fsdp_whole(rank, ranks, folder):
-    """The sharded model is compiled."""
+    """Compile the sharded model."""
     fsdp(rank, ranks, folder, ("whole",))
 
 
 def modules(rank, ranks, folder):
-    """nn.FusedMLP and modules compiled by replace_mlps, under DistributedDataParallel and FSDP2."""
+    """Train nn.FusedMLP, and modules compiled by replace_mlps, under DistributedDataParallel and FSDP2."""
     expected, mesh = truth(), init_device_mesh("cpu", (ranks,))
     for sharded in (False, True):
         model = net()
@@ -159,7 +159,7 @@ def modules(rank, ranks, folder):
 
 
 def in_tiles(rank, ranks, folder):
-    """A tiled MLP computes each parameter's gradient once per step, so it is reduced once."""
+    """A tiled MLP computes each parameter's gradient once per step, so the gradient is reduced once."""
     ddp(rank, ranks, folder, (False,), TILED)
     fsdp(rank, ranks, folder, options=TILED)
 

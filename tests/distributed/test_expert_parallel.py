@@ -87,7 +87,7 @@ def truth_here(mlp, ep_rank):
 
 
 def round_trips(rank, ranks, folder):
-    """Other numbers of ranks load a checkpoint of ep·tp ranks, bit for bit; packed, in two keys, plain."""
+    """Other numbers of ranks load a checkpoint of ep·tp ranks bit for bit: packed, in two keys, or plain."""
     sizes = [(ep, tp) for ep, tp in itertools.product((1, 2), repeat=2) if ep * tp <= ranks]
     layouts = {}
     for ep, tp in sizes:
@@ -119,7 +119,7 @@ def round_trips(rank, ranks, folder):
 
 
 def wrapped(rank, ranks, folder):
-    """FSDP2 shards the experts: gradients and checkpoints equal one process."""
+    """FSDP2 shards the experts. Gradients and checkpoints are equal to one process."""
     mesh = init_device_mesh("cpu", (ranks,))
     x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
     for memory in ("free", "input"):

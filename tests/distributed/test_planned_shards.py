@@ -1,8 +1,8 @@
 """``plan(dp=…)``: its arithmetic for FSDP2, compared with FSDP2 itself in two processes.
 
 Both count the live bytes of all storages after each operator, in eager mode. One process runs the whole model. Its
-timeline is cut at the layers, and FSDP2's additional bytes are computed. Then two processes run FSDP2, with exactly
-these bytes.
+timeline is cut at the layers, and FSDP2's additional bytes are computed. Then two processes run FSDP2, and must have
+exactly these bytes.
 """
 
 import copy
@@ -51,7 +51,7 @@ class Live(TorchDispatchMode):
             self.born[storage._cdata] = len(self.calls)
 
     def live(self):
-        """Read the sizes each time: FSDP2 resizes whole parameters to 0 and back."""
+        """Return the current sizes' sum. FSDP2 resizes whole parameters to 0 and back."""
         nbytes = 0
         for key, ref in list(self.storages.items()):
             storage = ref()
@@ -77,7 +77,7 @@ class Live(TorchDispatchMode):
 
 
 def follow(live, model):
-    """Tell which layer runs, forward and backward."""
+    """Add hooks that tell ``live`` which layer runs, in forward and backward."""
 
     def enter(path):
         def run(*_):

@@ -150,7 +150,7 @@ def pytorch_styles(rank, ranks, folder):
 
 
 def odds(rank, ranks, folder):
-    """Ranks' seeds may differ. Meta tensors, frozen weights, copies and micro-batches in flight work. Others raise."""
+    """Ranks' seeds may differ. Meta tensors, frozen weights, copies and micro-batches in flight are accepted."""
     world, x = dist.group.WORLD, tokens(4, HIDDEN)
     unsharded = build(config())
     mlp = build(config(), world, seed=rank)

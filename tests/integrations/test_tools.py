@@ -19,7 +19,7 @@ import torch_fused_ops as tfo
 
 pytestmark = pytest.mark.slow
 
-# GPT-2 has many graphs, and a C++ compiler takes 1.5 to 4 s for each. They do not affect fusion and saved tensors.
+# GPT-2 has many graphs, and a C++ compiler takes 1.5 to 4 s for each. Code does not affect fusion and saved tensors.
 without_code = pytest.mark.parametrize("inductor_code", ["interpreted"], indirect=True)
 
 

@@ -259,7 +259,7 @@ def test_transposed_and_expanded_operands(device: Device) -> None:
 
 
 def test_evenly_strided_tensors_are_one_row(device: Device) -> None:
-    """Contiguous data, and the expanded gradient of a sum, run as one flat vectorized loop; nothing is copied."""
+    """Contiguous data, and the expanded gradient of a sum, run as one flat vectorized loop, without copies."""
     x, grad = normal(4, 5, 64, dtype=torch.bfloat16), torch.ones(()).expand(4, 5, 64)
     for args in ((x,), (grad, x)):
         operator = launch_of("bias_act") if len(args) == 1 else launch_of("bias_act_backward")

@@ -1,4 +1,4 @@
-"""A launch runs the kernel that Triton would run, with the same arguments; later launches skip Triton.
+"""A launch runs the same kernel as Triton, with the same arguments. Later launches skip Triton.
 
 A stub replaces Triton's driver and nothing is compiled: tests compare the specializations of kernels. The oracle is
 Triton's own ``kernel[grid](...)``.

@@ -109,7 +109,7 @@ def test_windows_over_several_blocks(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0, 40.0])
 def test_large_scores(device: Device, rows: bool, dtype: torch.dtype, scale: float) -> None:
-    """Scaling before subtracting the large offset would lose the differences; scales have both signs."""
+    """Scaling scores before subtracting their large offset would lose differences. Scales have both signs."""
     x = (torch.linspace(-40, 40, 50, dtype=torch.float64).repeat(2, 3, 1) + 200).to(dtype)
     sink = torch.tensor([200 * abs(scale), -5.0], dtype=torch.float32)
     check(device, (x, None, sink, scale, False, -1, -1))

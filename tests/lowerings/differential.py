@@ -69,7 +69,7 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
 def capture(
     fn: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None
 ) -> tuple[Any, list[Site], list[torch.fx.Graph]]:
-    """Rewrite fn's graphs and their subgraphs, and run them eagerly; return (result, sites, rewritten graphs)."""
+    """Rewrite fn's graphs and their subgraphs, and run them eagerly. Return (result, sites, rewritten graphs)."""
     sites: list[Site] = []
     graphs: list[torch.fx.Graph] = []
 
@@ -144,7 +144,7 @@ def check_equal(expected: Any, actual: Any, place: str, dtype: torch.dtype | Non
 def compare(
     fn: Callable[..., Any], args: Sequence[Any], *, way: str = "eager", dtype: torch.dtype | None = None
 ) -> list[Site]:
-    """Assert that fusion changes no result, gradient or write into an argument of fn; return the sites.
+    """Assert that fusion changes no result, gradient or write into an argument of fn. Return the sites.
 
     If compilation without fusion already changes them, fused and unfused compilation are compared.
 

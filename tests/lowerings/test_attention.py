@@ -397,7 +397,7 @@ def test_a_checkpoint_around_the_model_saves_nothing_more() -> None:
 
 
 def test_hooks_see_the_same_values() -> None:
-    """A forward hook scales the queries; saved tensors are packed to copies."""
+    """A forward hook scales the queries. Saved-tensor hooks copy every tensor."""
     model, x = model_of(Attention), inputs()
     model[0].attention.q.register_forward_hook(lambda module, args, out: 2 * out)  # type: ignore[union-attr]
     expected, *_ = step(model, model, x)

@@ -215,7 +215,7 @@ def concatenated_with_an_existing_tensor(a: Tensor, b: Tensor) -> tuple[Tensor, 
 
 
 def backward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Backward of a packed MLP. The recomputed activation reuses a buffer that only the gradients read."""
+    """Compute backward of a packed MLP. The recomputed activation reuses a buffer that only the gradients read."""
     packed = a @ b
     gradient = fused.bias_glu_backward(
         a @ b[:, :16], packed, None, None, "silu", "halves", 0.0, None, [True, False, False]
@@ -224,7 +224,7 @@ def backward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def summed(a: Tensor, b: Tensor, axis: int, flipped: bool = False) -> tuple[Tensor, Tensor]:
-    """The kernel that writes the activation also computes the sum."""
+    """Compute a sum in the kernel that writes the activation."""
     x = a @ b
     y = fused.bias_act(x, None, None, "gelu")
     return y.t() @ a, (x * (x.flip(0) if flipped else 3)).sum(axis)

@@ -129,7 +129,7 @@ def compiled(module: nn.Module, memory: str, **settings: Any) -> Any:
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bytes_saved_at_each_level(gated: bool) -> None:
-    """Backward repeats the concatenation. Attention's columns are saved, and the level selects the MLP's columns."""
+    """Backward repeats the concatenation. Attention's columns are saved. The level decides about the MLP's columns."""
     module, x = Parallel(gated).float(), tokens(torch.float32)
     expected, _ = saving_step(module, module, x)
     rows, columns = 2 * TOKENS, (1 + gated) * FFN
@@ -155,7 +155,7 @@ def test_the_number_of_tokens_may_be_symbolic() -> None:
 
 
 class Summed(Parallel):
-    """Attention is written out: only the concatenation needs its result."""
+    """Attention uses basic operators, so only the concatenation needs attention's result."""
 
     def attention(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)

@@ -210,7 +210,7 @@ LEFT: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 
 def _written(s: Any, x: Tensor) -> Tensor:
-    """The linear's result is written between the dropout and the sum, where the operator would read it."""
+    """Overwrite the linear's result between the dropout and the sum. The operator would read it after the write."""
     h = s.c(x)
     d = F.dropout(h, 0.3)
     h.mul_(2)
@@ -516,7 +516,7 @@ def test_training_honors_manual_seed_and_differs_from_step_to_step() -> None:
 
 
 def dropped_everywhere(s: Any, x: Tensor) -> Tensor:
-    """Dropouts before, inside and after an MLP with biases."""
+    """Call dropouts before, inside and after an MLP with biases."""
     h = F.dropout(s.norm(F.dropout(x, 0.25)), 0.25)
     a = F.gelu(s.up(h)) if s.gate is None else F.silu(s.gate(h)) * s.up(h)
     return x + F.dropout(s.down(F.dropout(a, 0.25)), 0.25)

@@ -25,7 +25,7 @@ D, H, TOKENS = 16, 64, 32
 
 @torch.library.custom_op("torch_fused_ops_tests::opaque", mutates_args=())
 def opaque(x: Tensor, w: Tensor) -> Tensor:
-    """A GEMM whose name does not show that it is a GEMM."""
+    """Compute a GEMM under a name that does not show that it is a GEMM."""
     return x @ w.t()
 
 

@@ -258,7 +258,7 @@ def test_free_saves_the_softmax_before_attentions_second_gemm() -> None:
 
 
 def adapted(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """A frozen layer, and an adapter that reads the activation through a pointwise operator."""
+    """Compute a frozen layer, and an adapter that reads the activation through a pointwise operator."""
     h = F.gelu(F.linear(x, w))
     return F.linear(h, v) + F.linear(F.linear(h * s, a), b)
 
@@ -269,7 +269,7 @@ def dropped(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) ->
 
 
 def routed(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The experts' tokens are gathered after the router's GEMM, which also reads them."""
+    """Gather tokens for experts after the router's GEMM, which reads these tokens as well."""
     h = (x * s[: x.shape[-1]]).flatten(0, 1)
     token = torch.arange(2 * h.shape[0]) % h.shape[0]
     weights = F.linear(h, a[:, : x.shape[-1]])[token].mean(-1, keepdim=True)

@@ -22,7 +22,7 @@ DOUBLE = torch.float64
 
 
 def routed(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Route tokens as in transformers; return rows sorted by expert, float32 weights, group ends, inverse order."""
+    """Route tokens as in transformers. Return rows sorted by expert, float32 weights, group ends, inverse order."""
     weights, experts = F.softmax(F.linear(x, router).float(), -1).topk(CHOSEN, -1)
     sorted_experts, order = torch.sort((experts).reshape(-1))
     counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)

@@ -175,7 +175,7 @@ def test_gradients_are_right_under_the_users_budget(budget: float) -> None:
 
 @pytest.mark.parametrize("name", ["pointwise", "counted"])
 def test_upstream_gradients_are_wrong(name: str) -> None:
-    """Such gradients are why we edit graphs at "off". If this fails, PyTorch has fixed the fault (docs/upstream.md)."""
+    """Wrong gradients are why "off" edits graphs. If this test fails, PyTorch has fixed them (docs/upstream.md)."""
     model = model_of(name)
     assert gradient_error(model, interpreted(None)) > 0.1
 

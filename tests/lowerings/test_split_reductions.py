@@ -1,4 +1,4 @@
-"""The kernel that computes a gradient also sums it for a bias: bytes, kernels, numbers, and unsupported sums."""
+"""A gradient's kernel also sums the gradient for a bias: bytes, kernels, numbers, and unsupported sums."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,7 +92,7 @@ class DroppedNorm(DroppedResult):
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("model", "summed"), [(DroppedResult, True), (DroppedNorm, False)])
 def test_a_dropout_of_the_result_sums_its_bias(model: type[nn.Module], summed: bool) -> None:
-    """A norm that computes the dropout's gradient includes the dropout's backward in its kernel, without the sum."""
+    """If a norm computes the dropout's gradient, the norm's kernel includes the dropout's backward, but not the sum."""
     graph = backward(harness.named(model.__name__, model, 64, activation=harness.GELU_TANH))
     names = [kernel.name for kernel in graph.kernels if "dropout_add_backward" in kernel.name]
     assert len(names) == 1 and ("_sum_" in names[0]) == summed and ("layer_norm" in names[0]) != summed, names

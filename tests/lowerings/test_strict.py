@@ -251,7 +251,7 @@ def strictly_and_reset(model: nn.Module) -> None:
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize("before", [plain, with_another_policy, explained, verified, strictly_and_reset])
 def test_earlier_compilations_do_not_hide_errors(before: Callable[[nn.Module], None]) -> None:
-    """The code of a class was compiled before: with another policy or backend, by a tool, or before a reset."""
+    """A class's code was compiled earlier: with another policy or backend, by a tool, or before a reset."""
     before(Body(CUT))
     with pytest.raises(tfo.UnfusedError, match="no MLP was found between 4 linear layers, in 2 graphs"):
         torch.compile(Body(CUT), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))

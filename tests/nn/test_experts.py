@@ -206,7 +206,7 @@ def test_host_does_not_read_values() -> None:
 @pytest.mark.parametrize("how", [*LEVELS, "fp8-rowwise", "aot_eager"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_that_no_expert_owns_are_zero(how: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialized memory of a GEMM's result reaches neither output nor gradients; other rows do not change."""
+    """Uninitialized memory of a GEMM's result reaches neither output nor gradients. Other rows do not change."""
     dtype = torch.bfloat16 if how == "fp8-rowwise" else torch.float32
     mlp_config = config(memory=how if how in LEVELS else "free", add_bias_linear=bias, params_dtype=dtype)
     mlp_config.hidden_size = mlp_config.moe_ffn_hidden_size = 32

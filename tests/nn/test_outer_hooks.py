@@ -43,7 +43,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.covering(every=2)
 def test_checkpoint_saves_only_its_input(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
-    """The checkpoint drops every tensor that the MLP saves; outer hooks see only x."""
+    """The checkpoint drops every tensor that the MLP saves. Outer hooks see only x."""
     module, x, expected = case
     outside: list[int] = []
     with saved_tensors_hooks(lambda t: outside.append(t.numel()) or t, lambda t: t), Ran() as ran:

@@ -137,7 +137,7 @@ LATE: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 def step(
     kind: str, memory: str, writes: list[tuple[str, str]], late: str, truth: bool = False, shift: float = 0.0
 ) -> list[Tensor]:
-    """Return the result and all gradients; with ``truth``, from plain autograd on copies of saved tensors.
+    """Return the result and all gradients. If ``truth``, use plain autograd on copies of saved tensors.
 
     The input and all parameters are shifted by ``shift`` along a fixed direction.
     """
@@ -266,7 +266,7 @@ def test_error_names_the_written_parameter(kind: str, name: str, memory: str) ->
 
 
 def test_storage_key_changes_with_elements() -> None:
-    """A key has address, dtype and version; other views of the same memory have another key, or None."""
+    """A key has address, dtype and version. Other views of the same memory have a different key, or None."""
     key = _memory._storage_key
     x, c = torch.arange(8.0), torch.ones(3, dtype=torch.complex64)
     assert key(x) == key(x.detach()) == key(x.view(2, 4))

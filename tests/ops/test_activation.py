@@ -100,7 +100,7 @@ def test_gradcheck(case):
 @pytest.mark.parametrize("has", list(itertools.product((True, False), repeat=3))[:-1])
 @pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
 def test_frozen_arguments_cost_nothing(op, has):
-    """Arguments that need no gradient get none, and output_mask excludes them."""
+    """Arguments that do not require a gradient get None, and output_mask excludes them."""
     tensors = [t.requires_grad_(h) for t, h in zip(tensors_for(op), has, strict=True)]
     with Calls() as calls:
         operator(op, ("silu", *DEFAULTS[op]))(*tensors).sum().backward()

@@ -89,7 +89,7 @@ def assert_contract(actual, truth):
 
 
 def test_the_measure_sees_a_wrong_gradient(monkeypatch):
-    """It rejects errors of 3 ulp of the row's largest gradient, and a sink's gradient that is off by 1 in 10000."""
+    """The measure rejects 3 ulp of a row's largest gradient, and a sink's gradient that is off by 1 in 10000."""
     sample = next(s for s in testing.samples(CPU) if s.name == "bf16 with sink fp32")
     before = testing.measure(sample)
     truths = reference.scaled_masked_softmax_backward

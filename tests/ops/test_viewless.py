@@ -101,7 +101,7 @@ def test_leaves_are_returned_unchanged():
 
 @pytest.mark.parametrize("backend", [*BACKENDS[:-1], pytest.param("fused", marks=pytest.mark.slow)])
 def test_table_compiled(backend):
-    """``test_table`` for intermediate tensors of one graph, where a new leaf is not a leaf but stops gradients."""
+    """Run ``test_table`` for intermediate tensors of one graph. A new leaf in a graph only stops gradients."""
     plain, asking = torch.randn(4, 6), torch.randn(len(CASES), 4, 6, requires_grad=True)
 
     def fn(plain, asking):

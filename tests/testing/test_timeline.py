@@ -224,7 +224,7 @@ def test_inference_has_a_timeline() -> None:
 
 
 def test_memory_waits_for_reuse_by_a_later_result() -> None:
-    """Each matrix has 2 MiB. The last GEMM reuses the first one's memory; relu overwrites its input at once."""
+    """Each matrix has 2 MiB. The last GEMM reuses the first GEMM's memory. relu overwrites its input at once."""
     a, b, c = (nn.Parameter(meta(1024, 1024), requires_grad=False) for _ in range(3))
     paper = compile_on_paper(lambda x: (x @ a).relu() @ b @ c, meta(1024, 1024, requires_grad=False), training=False)
     assert paper.inference is not None and paper.inference.code.count("# reuse") == 2
