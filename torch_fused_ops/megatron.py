@@ -99,7 +99,7 @@ class GeLUFunction:
 
     @staticmethod
     def apply(input: Tensor, bias: Tensor | None) -> Tensor:
-        """``gelu_tanh(input + bias)``. Upstream requires a bias, and the bias gradient has the input's shape."""
+        """``gelu_tanh(input + bias)``. Upstream requires a bias and returns a bias gradient of the input's shape."""
         return bias_gelu(bias, input)
 
 

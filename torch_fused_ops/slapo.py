@@ -30,7 +30,7 @@ class BiasGeLUFunction:
 
     @staticmethod
     def apply(inp: Tensor, bias: Tensor | None) -> Tensor:
-        """``gelu_tanh(inp + bias)``. Upstream requires a bias, and the bias gradient has the input's shape."""
+        """``gelu_tanh(inp + bias)``. Upstream requires a bias and returns a bias gradient of the input's shape."""
         return bias_gelu(bias, inp)
 
 

@@ -54,7 +54,7 @@ class Layout:
         shape: shape of the whole tensor.
         axis: the sharded axis.
         runs: the rows of the whole tensor that make up the rank's shard, in the shard's order.
-        start: offset of the local tensor in that shard, along each axis. It is nonzero if FSDP shards the shard again.
+        start: offset of the local tensor in that shard, by axis. It is 0 unless FSDP or expert parallelism shards it.
         offsets: axes that the checkpoint has in front of the axes of ``shape``.
     """
 
