@@ -63,7 +63,7 @@ def act_input_grads(grad: Tensor, x: Tensor, scale: Tensor | None, activation: s
 def _clamp_keeps_its_bounds() -> bool:
     """Return True if torch.clamp's gradient at a bound is 1 (torch 2.13 and older), False if it is 0 (2.15).
 
-    Our gradient follows torch's, so that fusing changes nothing.
+    Our gradient follows torch.clamp, so that fusing changes nothing.
     """
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(1, device="cpu", requires_grad=True)

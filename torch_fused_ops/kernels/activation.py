@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernels of the activation family (``operators/activation.py``) in eager mode on a GPU.
 
-There are a forward kernel, a backward kernel, and one that adds backward's partial sums. Every tensor is a matrix
+There is one kernel forward, one backward, and one for backward's partial sums. Every tensor is a matrix
 (rows, columns) with a row and a column stride. A program computes tiles of BLOCK_M × BLOCK_N elements:
 
 * If no operand depends on the row or column (no bias, no token scale) and every tensor is one evenly strided sequence,
@@ -15,7 +15,7 @@ unused loads and arithmetic. Clamp and offset are constants of the kernel, exact
 float32. A model has one or two pairs of them, and a kernel for each pair.
 
 The formulas repeat ``torch_fused_ops.activations`` and ``glu_element`` of ``formulas.py``; tests compare both.
-``families/float8/kernels.py`` uses them, too. Operators with other scalars are rejected.
+``families/float8/kernels.py`` imports the formulas. Operators with other scalars are rejected.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _backward(
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of ``_forward``'s inputs, and this program's partial sums for those of bias and scale.
+    """Compute the gradients of ``_forward``'s inputs, and this program's partial sums for bias and scale gradients.
 
     A program computes ``steps`` consecutive tiles. gate_bias_sums and up_bias_sums have a row per block of rows,
     scale_sums a row per block of columns. Every tile loads the biases from the cache: if registers held them, a thread

@@ -54,7 +54,7 @@ def in_blocks(
             return None
         if kind == "per_column":  # hundreds of partial sums: float64, so that their order does not matter
             return torch.zeros_like(part, dtype=torch.float64)
-        # Not a view: in-place writes fail on a view that a custom autograd function returns.
+        # Do not return a view: in-place writes fail on a view that a custom autograd function returns.
         return part.new_empty((*lead, *part.shape[1:]), dtype=dtype)
 
     outs: list[Any] = []

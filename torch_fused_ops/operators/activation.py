@@ -17,7 +17,7 @@ _GLU_RULES = finite("up_offset"), above_zero("clamp", optional=True)
 def _keeps_result(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> bool:
     """Return True if backward can read the result, which the next linear layer saves, instead of the data.
 
-    See ``Activation.gradient_from_output``. A nonzero ``input + bias`` must not round to 0: it cannot in one dtype.
+    See ``Activation.gradient_from_output``. A nonzero ``input + bias`` must not round to 0; in one dtype it cannot.
     """
     return (
         token_scale is None

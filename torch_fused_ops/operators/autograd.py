@@ -289,7 +289,7 @@ def differentiate(
             tensor, and its CPU kernel.
         keep: op's arguments -> the call's ``SavePolicy``.
         native: op's arguments on the CPU -> a differentiable PyTorch function that computes op's result from the first
-            argument, or None. If native is None, no call has such a function.
+            argument, or None if that does not exist. If native is None, it never exists.
     """
     arguments = op._schema.arguments
     tensors = sum("Tensor" in str(a.type) for a in arguments)

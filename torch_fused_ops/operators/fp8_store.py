@@ -28,7 +28,7 @@ from torch_fused_ops.formulas import compute_dtype, load_fp8, store_fp8
 from torch_fused_ops.operators.autograd import Differentiable, SavePolicy, library
 
 KERNELS: dict[str, Callable[..., Any]] = {}
-"""Maps "store" and "load" to functions of one pass on GPUs, for ``store_fp8`` and ``load_fp8``; set by float8."""
+"""Maps "store" and "load" to one-pass GPU versions of ``store_fp8`` and ``load_fp8``; set by ``families/float8``."""
 
 _MARK = "_torch_fused_ops_keep_fp8"
 
@@ -41,7 +41,7 @@ def keep_fp8(input: Tensor) -> Tensor:
 
 
 def with_saved(result: Tensor, saved: Sequence[Tensor]) -> Tensor:
-    """Return a copy of result. In graphs it depends on ``saved``, else partitioners would compute that in backward."""
+    """Return a copy of result that depends on ``saved``. Otherwise partitioners would compute ``saved`` in backward."""
     return result.clone()
 
 

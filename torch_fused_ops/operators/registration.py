@@ -117,13 +117,13 @@ def _prefer(native: Callable[..., Any], on_cpu: Callable[..., Any]) -> Callable[
 
 
 def imported(module: str, find: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a function that calls ``find(module)``, and imports it at the first call: GPU kernels need Triton."""
+    """Return the function ``find(module)``, but import the module at the first call: GPU kernels need Triton."""
     load = functools.cache(lambda: find(importlib.import_module(module)))
     return lambda *args: load()(*args)
 
 
 def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return op's GPU kernel. If ``op.kernels`` is None, or users registered the activation, it runs ``in_torch``."""
+    """Return op's GPU kernel, or ``in_torch`` if there is no kernel. Registered activations always run ``in_torch``."""
     if op.kernels is None:
         return in_torch
     launch = imported(op.kernels, lambda module: module.launch_of(name))

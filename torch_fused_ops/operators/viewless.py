@@ -1,4 +1,4 @@
-"""Define ``fused::make_viewless``. Its result shares memory with the argument, but is not a view. Gradients pass.
+"""Define ``fused::make_viewless``, an identity whose result shares memory with its argument but is not a view.
 
 It is CompositeImplicitAutograd over ``aten._unsafe_view``, which every transform, mode and compiler supports. Eager
 calls use ``detach`` instead. ``_unsafe_view`` gives its result a separate version counter, so autograd would not notice
@@ -7,8 +7,8 @@ that an in-place write to the result changes tensors saved from the source, and 
 need an autograd.Function to do this, and AOTAutograd does not cache graphs that contain one.)
 
 A view references its base, and thereby the base's autograd graph, even after ``tensor.data`` was set to a small tensor.
-Pipeline-parallel schedules free activations in this way, so their tensors must not be views. The names and signatures
-are those of ``megatron.core.utils`` in Megatron-LM.
+Pipeline-parallel schedules free activations in this way, so their tensors must not be views. Names and signatures
+follow ``megatron.core.utils`` in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     Two exceptions: under ``torch.no_grad()`` a result with ``keep_graph=True`` never requires a gradient, and inside a
     ``torch.func`` transform only the differentiated tensors do.
 
-    ``torch.compile`` does not break the graph. There, a new leaf requires a gradient and ends backward, but is not a
+    ``torch.compile`` does not break the graph. Compiled, a new leaf requires a gradient and ends backward, but is not a
     leaf and has no ``.grad``, since Dynamo creates no leaves inside a graph. Two limits: a compiled function that
     only makes its argument viewless and returns it gets a view from Inductor; and a new leaf inside a compiled
     ``torch.func.jvp`` or ``vmap`` raises, like every autograd.Function in these transforms.

@@ -49,7 +49,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """True if there are no failures."""
+        """True if nothing has failed."""
         return not self.failures
 
     def note(self, where: str, errors: precision.Errors) -> None:
@@ -92,7 +92,7 @@ def _operator(op: str, device: torch.device, quick: bool) -> Iterator[Row]:
         except Exception as e:
             rows[sample.dtype].failures.append(f"{sample}: {type(e).__name__}: {e}")
             continue
-        for row in rows.values():  # a gradient's dtype may differ from the result's
+        for row in rows.values():  # a gradient's dtype may differ from the result's dtype
             row.note(str(sample), errors)
     for sample in (*samples(op, device, core=True), *backward_samples(op, device, core=True)):
         rows[sample.dtype].opchecks += 1

@@ -53,7 +53,7 @@ class Sample:
 
     @property
     def overload(self) -> torch._ops.OpOverload:
-        """torch.ops.fused.<op>.default."""
+        """The operator's overload, torch.ops.fused.<op>.default."""
         overload: torch._ops.OpOverload = getattr(torch.ops.fused, self.op).default
         return overload
 

@@ -95,7 +95,7 @@ def mask_at(counter: Tensor, lane: Tensor, seed: Tensor, p: float) -> Tensor | N
 
 
 def is_random(p: float) -> bool:
-    """True if p rounds to neither 0 nor 1."""
+    """Return True if p rounds to neither 0 nor 1."""
     return 0 < keep_threshold(p) < 2**32
 
 

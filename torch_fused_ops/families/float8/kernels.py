@@ -177,7 +177,7 @@ def _to_fp8(x, NATIVE: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2⁻⁶ float8's spacing is 2⁻⁹. From 2¹⁴ on (0x46800000) so is float32's: adding 2¹⁴ rounds.
+        # Below 2⁻⁶ float8's spacing is 2⁻⁹, as in float32 from 2¹⁴ (0x46800000) on. So adding 2¹⁴ rounds.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7F))
         return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -723,7 +723,7 @@ _COLUMNS_OF_A_PART = 2048
 
 
 def _ptx(device: torch.device) -> bool:
-    """True if kernels may use sm_90's instructions, which convert or compare two numbers at once.
+    """Return True if kernels may use sm_90's instructions, which convert or compare two numbers at once.
 
     On other targets (sm_80, Triton's interpreter) the kernels compute with bits.
 
@@ -741,7 +741,7 @@ def _ptx(device: torch.device) -> bool:
 
 
 def _wide(*strides: int) -> bool:
-    """True if an offset within a tile needs 64 bits. Offsets of tiles always have 64 bits."""
+    """Return True if an offset within a tile needs 64 bits. Offsets of tiles always have 64 bits."""
     return BLOCK * max(strides) * 2 > INT32_MAX
 
 
@@ -789,7 +789,7 @@ def _run_quantize(
 
 
 def _is_turned(t: Tensor) -> bool:
-    """True if a matrix, or each matrix in a stack, has contiguous columns."""
+    """Return True if a matrix, or each matrix in a stack, has contiguous columns."""
     return t.stride(-2) == 1 and t.stride(-1) != 1
 
 
@@ -908,7 +908,7 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
 
     Args:
         op: bias_act, glu or bias_glu.
-        grad: the result's gradient (rows, n). n is a multiple of 128; with blocks of 32, rows is too.
+        grad: the result's gradient (rows, n). n is a multiple of 128; with blocks of 32, so is rows.
         args: the operator's data, its scalars, and optionally the columns of a block, 128 or 32.
 
     Raises:

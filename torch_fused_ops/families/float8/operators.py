@@ -367,7 +367,7 @@ def linear(
     dtype: torch.dtype | None = None,
     recipe: str = "fp8",
 ) -> Tensor:
-    """``fused::linear_fp8``: see ``functional.linear_fp8``."""
+    """Compute ``fused::linear_fp8``: see ``functional.linear_fp8``."""
     dtype = dtype or input.dtype
     one_of("recipe", tuple(RECIPES)).check(recipe)
     _check_linear(input, weight, bias, dtype, recipe)
@@ -387,7 +387,7 @@ define(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """A linear layer for each expert, on rows sorted by expert. Each row, and each weight column, has a scale."""
+    """A linear layer for each expert, on rows sorted by expert. Forward has a scale per row and per weight column."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -437,7 +437,7 @@ def _check_grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: s
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str = "fp8-rowwise") -> Tensor:
-    """``fused::grouped_linear_fp8``: see ``functional.grouped_linear_fp8``."""
+    """Compute ``fused::grouped_linear_fp8``: see ``functional.grouped_linear_fp8``."""
     _check_grouped_linear(input, weight, ends, recipe)
     out: Tensor = _GroupedLinear.apply(input, weight, ends)  # type: ignore[no-untyped-call]
     return out

@@ -77,7 +77,7 @@ def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def fake(*args: Any) -> Any:
         device = next(a for a in args if isinstance(a, Tensor)).device
-        # Every build of torch has the device "cpu", and fake tensors stay fake there.
+        # Every build of torch has the device "cpu", on which fake tensors remain fake.
         shapes = function(*(a.new_empty(a.shape, device="cpu") if isinstance(a, Tensor) else a for a in args))
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in shapes)
 

@@ -7,8 +7,8 @@ is false), the program reads it twice, first for a running maximum and sum.
 
 Every tensor has four axes (outer, heads, queries, keys) with four strides. A broadcast mask has stride 0 and is never
 expanded. Causality and the window need no mask: each row computes its first and last visible key, loads beyond them are
-disabled, and loops over a long row skip whole blocks. Loads are disabled in groups of 16 bytes (GROUP): disabled by
-single elements they would not be vectorized.
+disabled, and loops over a long row skip whole blocks. Loads are disabled in groups of 16 bytes (GROUP): if single
+elements were disabled, loads would not be vectorized.
 
 Exponentials have base 2: a score's exponent is (x − peak) · c with c = size · log2(e). The float64 c is an argument, so
 a new scale needs no new kernel. It is passed as bits, since Triton passes numbers in float32. There are no atomics.
