@@ -150,7 +150,7 @@ def pytorch_styles(rank, ranks, folder):
 
 
 def odds(rank, ranks, folder):
-    """Ranks' seeds may differ. Meta tensors, frozen weights, copies and micro-batches in flight are accepted."""
+    """Seeds may differ. Meta tensors, frozen weights, copies, micro-batches in flight work. Other arguments raise."""
     world, x = dist.group.WORLD, tokens(4, HIDDEN)
     unsharded = build(config())
     mlp = build(config(), world, seed=rank)

@@ -207,7 +207,7 @@ def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) ->
 
 
 def saving(check: Any) -> Any:
-    """Decorate a check to end, after it, the process that Megatron started for saving."""
+    """Decorate a check: afterwards, end the process that Megatron starts for saving and leaves running."""
 
     @functools.wraps(check)
     def wrapped(*arguments: Any) -> None:
@@ -371,7 +371,7 @@ def distributed_optimizer(rank: int, ranks: int, folder: Path) -> None:
 
 @saving
 def stages(rank: int, ranks: int, folder: Path) -> None:
-    """Megatron's schedule runs a layer on each of two stages; one process loads the checkpoint of both stages."""
+    """Megatron's schedule runs a layer on each of two stages. A model without stages loads the checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
