@@ -155,7 +155,7 @@ class _Storage:
                 continue
             memory = self.memory[argument]
             elements = math.prod(memory.shape)
-            examined = min(elements, max(1 << 20, 2 * len(stores.address)))  # a cut range has unwritten bytes
+            examined = min(elements, max(1 << 20, 2 * len(stores.address)))  # if cut, some of it is unwritten
             addresses = memory.addresses(self.unit, examined)
             missing = torch.unique(addresses[~torch.isin(addresses, stores.address)]) - memory.offset
             if not len(missing):

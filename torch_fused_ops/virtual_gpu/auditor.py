@@ -127,7 +127,7 @@ def audit(
             `triton.autotune` and `triton.heuristics` may wrap.
         *args: the hand-written kernel's arguments. Tensors may be on any device, including "meta". Tensors
             that share memory must share a storage.
-        gpu: the GPU to compile for; by default the program's GPU; for a hand-written kernel, an H200.
+        gpu: the GPU to compile for. The default is the program's GPU, or an H200 for a hand-written kernel.
         grid: the hand-written kernel's grid, as Triton accepts it.
         zeroed: names of the hand-written kernel's arguments that have values before the launch, such as zeros. The
             kernel need not write all of their bytes. Tensors on "meta" need not be named if `torch.zeros` or

@@ -69,7 +69,7 @@ def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] 
     """
     graph = copy.deepcopy(gm.graph)  # copies nodes and their dictionaries, but not the recorded values
     copied = fx.GraphModule(gm, graph, type(gm).__name__)
-    # AOTAutograd finds parameters, which stay alive anyway, by these attributes.
+    # AOTAutograd finds parameters, which stay alive anyway, by `_param_name_to_source`.
     copied.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copied._param_name_to_source = gm._param_name_to_source

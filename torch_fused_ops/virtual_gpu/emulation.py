@@ -165,7 +165,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _native_layer_norm(
     original: Callable[..., Any], input: Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute layer norm with mean and reciprocal deviation in float32. On the CPU, they have the input's dtype."""
+    """Compute layer norm with mean and reciprocal deviation in float32. On the CPU, both have the input's dtype."""
     from torch._refs import _normalize
 
     dims = list(range(input.dim() - len(normalized_shape), input.dim()))

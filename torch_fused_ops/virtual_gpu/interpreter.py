@@ -176,7 +176,7 @@ def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str,
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[Callable[[Any], Any]]:
-    """Switch Triton's language to the interpreter until exit. Yield a function that rewrites kernels to match."""
+    """Switch Triton's language to the interpreter until exit. Yield a function that rewrites kernels for it."""
     import_triton("numpy")
     import_triton("triton.compiler.code_generator")  # its import copies the language's min and max, so it comes first
     tl = import_triton("triton.language")

@@ -70,11 +70,11 @@ _SHEETS: Mapping[str, tuple[float, float, float]] = {
 
 
 # Rates that replace the H200's share of a data sheet. Two are fitted to Liger-Kernel's published measurements
-# (`docs/paper-and-devices.md`): the H100's memory to 25 forward passes of 0.7 and 0.8 (March and July 2026), and the
-# A100's FLOP to 32 rows of 0.2 (September 2024). The H100's launch was measured in a row of six kernels; a kernel that
-# runs alone takes 6.2 µs. Three are from other publications: the A100's memory (the share is 10 to 20 % above published
-# copies), the B200's fastest GEMM (1745, https://github.com/stas00/ml-engineering/tree/master/compute/accelerator), and
-# the faster of two GEMMs for the MI300X (668 at that address, 782 elsewhere; the share would be 1044).
+# (`docs/paper-and-devices.md`): the H100's memory to 25 forward passes of versions 0.7 and 0.8 (March, July 2026), and
+# the A100's FLOP to 32 rows of version 0.2 (September 2024). The H100's launch was measured in a row of six kernels; a
+# kernel alone takes 6.2 µs. Three are from other publications: the A100's memory (the share is 10 to 20 % above
+# published copies), the B200's fastest GEMM (1745, https://github.com/stas00/ml-engineering/tree/master/compute/accelerator),
+# and the faster of two GEMMs for the MI300X (668 at that address, 782 elsewhere; the share would be 1044).
 _FITTED: Mapping[str, Mapping[str, float]] = {
     "NVIDIA A100-SXM4-80GB": {"flop": 250e12, "nbytes": 1.66e12},
     "NVIDIA H100 80GB HBM3": {"nbytes": 3.08e12, "launch": 3.5e-6},

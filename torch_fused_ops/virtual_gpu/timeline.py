@@ -81,7 +81,7 @@ class Timeline:
 
         A tensor gets the smallest free piece that is large enough, or new memory. Adjacent free pieces are merged. A
         piece that is too small for all later tensors stays unused: deleted bf16 logits cannot hold float32 copies.
-        An earlier tensor counts only if it is freed between the two calls.
+        A tensor allocated earlier counts only if it is freed between the two calls.
         """
         pool = Pool()
         calls = [(key, nbytes) for call, key, nbytes in self.log if first <= call <= last]
