@@ -106,7 +106,6 @@ def tiling(analysis: GraphAnalysis, subgraph: Subgraph, requested: int, tiled: s
     if mlp.count == 1:
         size = "" if requested else f" of {tiles.MIN_TOKENS}"
         text = f"{count} tokens are too few for {requested or 'two'} tiles" + size
-        text = f"{count} tokens are too few for {requested or 'two'} tiles" + size
         raise Rejection(Kind.TILE_FEW, text)
     shared = next((node for node in mlp.calls if node in tiled), None)
     if shared is not None:
