@@ -136,8 +136,8 @@ def operators() -> str:
         signature = inspect.signature(fn.apply if isinstance(fn, type) else fn)
         plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         signature = signature.replace(parameters=plain, return_annotation=signature.empty)
-        shared = re.search("(?:Arguments|Otherwise) as `", _first_line(fn))  # another row has the arguments
-        text = re.sub(r" (?:Arguments|Otherwise) as `\w+`\.", "", _first_line(fn))
+        text = re.sub(r" (?:Arguments|Otherwise)\b.*", "", _first_line(fn))
+        shared = text != _first_line(fn)  # another row has the arguments
         lines.append(f"* `{called}{'(…)' if shared else signature}`: {text}")
     lines += [
         "",

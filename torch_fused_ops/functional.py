@@ -317,7 +317,7 @@ def gelu(input: Tensor, approximate: str = "none", *, memory: str = "free") -> T
 
 
 def silu(input: Tensor, *, memory: str = "free") -> Tensor:
-    """``input · sigmoid(input)``, as ``torch.nn.functional.silu``."""
+    """``input · sigmoid(input)`` (arXiv:1702.03118), as ``torch.nn.functional.silu``."""
     return bias_act(input, activation="silu", memory=memory)
 
 
