@@ -6,8 +6,8 @@ second copy under another name would register every lowering and pass twice.
 
 if __name__ != "torch_fused_ops.lowerings":
     raise ImportError(
-        f"this package is imported as torch_fused_ops.lowerings, not as {__name__!r}: install the project "
-        "(`pip install -e .`) and import it by that name"
+        f"import this package as torch_fused_ops.lowerings, not as {__name__!r}: first install the project "
+        "(`pip install -e .`)"
     )
 
 from importlib import import_module
@@ -28,7 +28,7 @@ def register() -> None:
     """Register the fused operators with Inductor and its partitioner, and tag cache keys. Idempotent.
 
     The first import of ``torch._inductor.lowering`` calls this (see ``torch_fused_ops/__init__.py``). If this torch
-    lacks a name of ``internals``, the fusion passes are off, and Inductor calls the operators like all other operators.
+    lacks a name of ``internals``, the fusion passes are off, and Inductor calls the operators as opaque kernels.
     """
     global _registered
     me = get_ident()

@@ -28,7 +28,7 @@ DATA: dict[Any, tuple[int, ...]] = {
     for first, signature in enumerate((op.forward, op.backward))
 }
 
-# Calls that change only the shape or dtype of a tensor.
+# Calls that only view or cast a tensor.
 SAME_ELEMENTS = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -100,7 +100,7 @@ class SavedTensors:
         return [node for node in self.returned()[self.outputs :] if isinstance(node, Node)]
 
     def saved_source(self, node: Any) -> Node | None:
-        """Return the saved tensor with ``node``'s elements; None if that is an input or a result, in memory anyway."""
+        """Return the saved tensor with ``node``'s elements; None if not saved, or if it is an input or a result."""
         user, saved = self.returned()[: self.outputs], self.saved()
         while isinstance(node, Node) and node not in saved:
             node = node.args[0] if node.target in SAME_ELEMENTS else None
@@ -178,7 +178,7 @@ class SavedTensors:
             self.in_backward[old] = result
 
     def put_unchecked_last(self) -> None:
-        """Save tensors without a version check after all others: AOTAutograd counts them from the end."""
+        """Save the tensors that have no version check last: AOTAutograd counts them from the end."""
         tensors = [node for node in self.saved() if _kind(node) is torch.Tensor]
         ordered = sorted(tensors, key=lambda node: bool(node.meta.get(_UNCHECKED)))
         if ordered == tensors:
@@ -232,7 +232,7 @@ class SavedTensors:
     def check(self) -> None:
         """Assert that backward computes with forward's values, in time linear in the graphs.
 
-        * Forward saves each of backward's inputs exactly once, except gradients, and as the same value.
+        * Each input of backward, except gradients, is saved exactly once, as the same value.
         * Recomputed values are the same function of the same values as in forward.
         * No saved input changes before backward reads it.
         * Rounded values have no reader that would see the rounding.
@@ -255,7 +255,7 @@ class SavedTensors:
                 raise UnsoundGraphs(f"backward's {copied.format_node()} is not forward's {node.format_node()}")
         for node in self.saved():
             if base(node) in self.overwritten and self.in_backward[node].users:
-                raise UnsoundGraphs(f"backward reads {node}, but forward writes {base(node)} after it has read it")
+                raise UnsoundGraphs(f"backward reads {node}, but forward has overwritten {base(node)}")
         for node in self.rounded:
             reader = self.reader_of_rounding(node)
             if reader is not None:

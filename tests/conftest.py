@@ -22,8 +22,8 @@ import torch
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torch_fused_ops_tests_")
 
-# Otherwise every process that compiles C++ tests which vector instructions the compiler and the system support. That
-# takes 8 s of processor time. The value "" runs that test, and "0" disables vector instructions.
+# Do not check, in each process that compiles C++, which vector instructions are supported. That takes 8 s of processor
+# time. The value "" runs the check, and "0" disables vector instructions.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Without a GPU, do not start Inductor's pool of processes for GPU kernels. It takes 4 s of processor time.
@@ -53,7 +53,7 @@ if not torch.accelerator.is_available():
     torch.random._manual_seed_impl = lambda seed: torch.default_generator.manual_seed(int(seed))
 
 # Torch formats records for TORCH_TRACE only if their logger has a handler. Pytest would add one, since this logger does
-# not propagate, and the records would take a twentieth of the compile time. Torch has added its own handler already.
+# not propagate, and the records would take a twentieth of the compile time. Torch's own handler, added earlier, stays.
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
@@ -61,8 +61,8 @@ logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ig
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the whole suite (``pytest`` without arguments) in up to four processes.
 
-    All tests of a file run in one process, so that they share compiled estimates. On a GPU, a free process takes the
-    next test. The processes divide the GPU's memory and the processors that compile its kernels.
+    On a CPU, all tests of a file run in one process, so that they share compiled estimates. On a GPU, a free process
+    takes the next test. The processes divide the GPU's memory and the processors that compile its kernels.
     """
     is_whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if is_whole_suite and config.pluginmanager.hasplugin("xdist") and config.getoption("numprocesses") is None:
@@ -79,7 +79,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that CONTRIBUTING.md explains."""
-    parser.addoption("--record-compatibility", action="store_true", help="write what passes to docs/compatibility.json")
+    parser.addoption("--record-compatibility", action="store_true", help="write test counts to docs/compatibility.json")
     parser.addoption("--processor-time", metavar="FILE", help="write each test's processor time in seconds to FILE")
 
 
@@ -138,7 +138,7 @@ def only_new_garbage() -> None:
 def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run all of Inductor's passes and lowerings. With "interpreted", torch runs the graph instead of generated code.
 
-    Interpreting takes 0.1 s per graph, a C++ compiler 1.5 to 4 s, but generated code's values are not tested. Tests
+    Interpreting takes 0.1 s per graph, a C++ compiler 1.5 to 4 s, but it does not test generated code. Tests
     marked ``codegen_is_slow`` run both ways, with generated code under ``-m slow``.
     """
     if getattr(request, "param", "generated") == "generated":
@@ -203,7 +203,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Mark as slow the cases that ``covering(n, *names)`` and ``covering(every=n)`` do not select.
 
-    ``covering(n)`` selects cases that cover every combination of n values of the parameters (``names``, or all). n = 2
+    ``covering(n)`` selects cases that cover every combination of n parameters' values (``names``, or all). n = 2
     is pairwise testing; n = 1 covers every value. ``every=n`` selects one case in n by a hash of its id, so adding a
     case replaces at most one selected case.
     """
@@ -287,6 +287,6 @@ def fresh() -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield
-    compiled.FEWEST = sys.maxsize  # `check` lowers it
+    compiled.FEWEST = sys.maxsize  # the command ``check`` lowers it
     if "torch_fused_ops.lowerings.passes" in sys.modules:
         torch_fused_ops.disable()

@@ -3,12 +3,12 @@
 ``rewrite`` is the algorithm. ``canonical`` converts the graph to an easier form and back. ``graph`` gives each function
 one name. ``subgraph`` finds an activation's calls and checks that replacing them is sound. ``symbolic`` and ``prove``
 name the activation; ``autograd_functions`` reads custom functions for them. ``rewrite.py`` edits the graph. ``gemms``
-handles the linear layers of an MLP, ``dropout`` the dropouts of their results, and ``tiles`` an MLP in tiles of tokens.
+handles an MLP's linear layers, and ``dropout`` the dropouts of their results. ``tiles`` splits an MLP's tokens.
 ``per_row_scale`` moves a factor of the rows through a GEMM. ``report`` and ``unread`` describe the result for people.
 
 A proof is about more than the formula. *Derivatives*: torch's functions have different derivatives at a kink (at 0, the
-derivative of relu is 0, of maximum 1/2), so each kink carries its derivative if a gradient is needed. *Rounding*: a sum
-in which large terms cancel computes its own rounding error, so it is rejected. *Memory*: pre-grad graphs write in
+derivative of relu is 0, of maximum 1/2), so each kink carries its derivative if a gradient is needed. *Rounding*: if
+large terms of a sum cancel, mostly rounding error remains, so the sum is rejected. *Memory*: pre-grad graphs write in
 place. So every value must equal the formula when it is read, and until backward if the operator saves it. A call
 without a schema is assumed to write every argument.
 """
@@ -47,7 +47,7 @@ __all__ = ["rewrite", "unread"]
 def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[Site, ...]:
     """Find the graph's MLP activations, and replace proved activations by fused operators, in place.
 
-    Only this graph is read: Inductor calls its pre-grad passes for the subgraphs of higher-order operators itself
+    Subgraphs of higher-order operators are not read: Inductor calls its pre-grad passes for them
     (``torch._inductor.compile_fx._recursive_pre_grad_passes``, 2.11 to 2.15).
 
     Args:
@@ -62,25 +62,24 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         Exception: any failure of the recognizer. The graph is then unchanged.
     """
     calls = {_call_of(node) for node in graph.nodes if node.op != "placeholder"}
-    sites = _rewrite(graph, policy, apply)
     unsplit = compat.split_from(graph)
-    if unsplit is not None:
-        calls -= {call for call, site in sites if site.is_mlp}
-        cut = {call: site for call, site in _sites_before_split(unsplit, policy) if call in calls}
-        sites = [(call, site) for call, site in sites if call not in cut] + list(cut.items())
-    return tuple(site for _, site in sites)
+    before_split = [] if unsplit is None else _sites_before_split(unsplit, policy)  # may raise: the graph is unchanged
+    sites = _rewrite(graph, policy, apply)
+    calls -= {call for call, site in sites if site.is_mlp}
+    cut = {call: site for call, site in before_split if call in calls}
+    return (*(site for call, site in sites if call not in cut), *cut.values())
 
 
 _unsplit_sites: WeakKeyDictionary[GraphModule, list[tuple[Any, Site]]] = WeakKeyDictionary()
 
 
 def _call_of(node: Node) -> Any:
-    """Return the identity of a captured call, which copies of the graph share. (Copies rename nodes.)"""
+    """Return a captured call's identity. Copies of the graph share it, but rename nodes."""
     return id(node.meta.get("example_value")), node.target
 
 
 def _sites_before_split(unsplit: GraphModule, policy: FusionPolicy) -> list[tuple[Any, Site]]:
-    """Return the MLPs of a graph that DDPOptimizer splits, with their calls, as if the split cut each MLP."""
+    """Return (call, site) for each MLP of a graph before DDPOptimizer's split, refused as if the split cut it."""
     if unsplit not in _unsplit_sites:
         reason = Reason(Kind.DDP_BUCKET, "a boundary of DDP's buckets lies in the MLP, and torch.compile splits there")
         _unsplit_sites[unsplit] = [
@@ -192,8 +191,7 @@ def _check_freezing(subgraph: Subgraph) -> None:
 def _drop_shared(candidates: list[Candidate]) -> None:
     """Reject the subgraphs whose inner values other nodes read, since these values would be computed anyway.
 
-    Another fused subgraph may read an inner value, if the value belongs to it (two multiplications by one activation)
-    or is its output.
+    Readers in fused subgraphs (two multiplications by one activation) and values that are outputs are exempt.
     """
     while True:
         subgraphs = [candidate.subgraph for candidate in candidates if candidate.subgraph]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.operators.reference import CLAMP_KEEPS_BOUNDS
 
-# ((atom, power), …) sorted by atom; () is 1. Atoms are numbers of an Algebra's list.
+# ((atom, power), …) sorted by atom; () is 1. An atom is its index in ``Algebra.atoms``.
 Monomial: TypeAlias = tuple[tuple[int, int], ...]
 Poly: TypeAlias = dict[Monomial, float]
 Operand: TypeAlias = "Poly | float"
@@ -89,7 +89,7 @@ class Algebra:
         return p.keys() == q.keys() and all(math.isclose(c, q[m], rel_tol=tolerance) for m, c in p.items())
 
     def rounds(self, step: int, p: Poly) -> bool:
-        """Return True if a step's value is p only in real numbers, because larger or nearly equal terms cancel."""
+        """Return True if a step's value is p only without rounding: large terms cancel, or atoms are nearly equal."""
         return self.inexact or self.lost[step] > 8 * max(map(abs, p.values()), default=0.0)
 
     @staticmethod
@@ -503,7 +503,7 @@ RULES: dict[str, Rule] = {
     # Functions without identities: two calls are equal if their arguments are equal.
     **{name: _opaque(name) for name in ("sin", "cos", "tan", "asin", "acos", "atan", "asinh", "acosh", "atanh")},
     **{name: _opaque(name) for name in ("lgamma", "erfinv", "sinc", "i0", "ndtr", "log_ndtr", "digamma")},
-    # Pointwise functions that no activation of the table contains. With a rule, a reason can name them.
+    # Pointwise functions that no activation of the table contains. Their rules let a reason name them.
     # A comparison is not relu: relu(NaN) is NaN, and where(NaN > 0, x, 0) is 0.
     **dict.fromkeys(
         ("gt", "ge", "lt", "le", "eq", "ne"),
@@ -540,7 +540,7 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
     """Compute every step's value.
 
     Raises:
-        Unprovable: a function has no rule, or its rule does not read the arguments.
+        Unprovable: a rule rejects the call, or the proof exceeds a limit.
     """
     values: list[Poly] = []
     if len(steps) > MAX_STEPS:
@@ -568,7 +568,7 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
 
 
 def _lost(name: str, args: Sequence[Any], value: Poly, before: Sequence[float]) -> float:
-    """Return the largest term that vanished in a sum so far, with its later scale. The result may be its rounding.
+    """Return the largest term that vanished in a sum so far, scaled by later steps. Its rounding may be the result.
 
     ``(x + 2**23·1.5) - 2**23·1.5`` rounds x to integers, ``c = 4097·x; c - (c - x)`` to half its digits, and
     ``x·1e-45·1e45`` is 0. In the algebra all three are x.

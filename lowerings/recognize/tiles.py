@@ -6,8 +6,8 @@ concatenated. All values of a tile except its result are marked ``MUST_RECOMPUTE
 checkpoint's body. The partitioner recomputes them when backward reaches that tile, one tile after the other.
 
 The pieces of the input stay unmarked: they are views, so saving them is free. The results also stay
-unmarked: the partitioner assumes that marked values are free, so it would recompute the residual stream from them, with
-a GEMM for each tile.
+unmarked: the partitioner assumes that recomputing marked values is free, so it would recompute the residual stream
+from them, with a GEMM for each tile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Tiling:
         last: the linear layer that reads the activation.
         count: the number of tiles.
         calls: the calls of a tile, in graph order; ends with ``last``.
-        data: maps each argument that differs from tile to tile to the call (or ``source``) of which it is a view.
+        data: maps each argument that varies by tile to the call (or ``source``) of which it is a view.
         linears: input, weight, bias of the linear layers among the calls, and True if the weight is (in, out).
         constants: weights, biases and factors, which are the same for every tile.
         rows: masks and factors with a row for each token. Each tile reads its rows. The value is True if PyTorch also
@@ -169,7 +169,7 @@ def _viewed(analysis: GraphAnalysis, mlp: Tiling, node: Node, passed: set[Node])
 
 
 def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
-    """Return the arguments of a call that differ from tile to tile."""
+    """Return a call's arguments that vary by tile; record the others."""
     call, subgraph = analysis.calls[node], mlp.subgraph
     if node is subgraph.output:
         return [subgraph.packed[0]] if subgraph.packed else subgraph.inputs

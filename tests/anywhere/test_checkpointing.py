@@ -1,4 +1,4 @@
-"""Checkpoints, offloading and other users of saved tensors around every operator: repeated calls and saved bytes."""
+"""Every operator inside checkpoints, offloading and other saved-tensor hooks: repeated calls, saved bytes."""
 
 import functools
 import inspect
@@ -98,14 +98,14 @@ def checkpoint_variants(fn: Fn, operator: Any) -> dict[str, Fn]:
 
 
 def gradient(y: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient from backward(): reentrant checkpoints do not support other calls."""
+    """Return the gradient from backward(): reentrant checkpoints do not support autograd.grad."""
     x.grad = None
     y.square().sum().backward()
     assert x.grad is not None
     return x.grad
 
 
-# Number of calls of the operator in backward. A nested outer checkpoint stops when it has the inner checkpoint's input.
+# Number of calls of the operator in backward. In "nested", the outer one stops when it has the inner one's input.
 AGAIN = {"none": 0, "reentrant": 1, "not reentrant": 1, "nested": 1, "reentrant around": 2}
 
 
@@ -263,7 +263,7 @@ def test_bytes_saved_by_compiled_checkpoints(way: str, backend: str) -> None:
     for given in (x, w, v):
         saved.pop(given.untyped_storage()._cdata, None)
     middle = ROWS * 64 * 4
-    # Without a checkpoint, the activation's input and its result, which v's gradient reads.
+    # "none" saves the activation's input, and its result, which v's gradient reads.
     assert sum(saved.values()) == {"none": 2 * middle, "not reentrant": 0, "nested": 0}.get(way, middle)
     expected = torch.autograd.grad(spelled(x).square().sum(), [x, v])
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [x, v]), expected, rtol=1e-4, atol=1e-4)

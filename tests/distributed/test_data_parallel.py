@@ -70,7 +70,7 @@ def fused(report):
 
 
 def ddp(rank, ranks, folder, optimize_too=(True,), options=None):
-    """Train a model that Dynamo's DDPOptimizer splits between buckets."""
+    """Train a compiled DDP model; with True in ``optimize_too``, DDPOptimizer splits it."""
     expected = truth()
     for optimize in optimize_too:
         torch._dynamo.reset()
@@ -159,7 +159,7 @@ def modules(rank, ranks, folder):
 
 
 def in_tiles(rank, ranks, folder):
-    """A tiled MLP computes each parameter's gradient once per step, so the gradient is reduced once."""
+    """A tiled MLP computes each parameter's gradient once per backward, so the gradient is reduced once."""
     ddp(rank, ranks, folder, (False,), TILED)
     fsdp(rank, ranks, folder, options=TILED)
 

@@ -25,7 +25,7 @@ REASONS = json.loads((Path(__file__).parents[2] / "docs" / "reasons.json").read_
 
 
 class EagerFails(Exception):
-    """The function itself raises, so it has no result to compare with."""
+    """The function raises without fusion, so it has no result to compare with."""
 
 
 def fits(kind: Kind, text: str) -> bool:
@@ -40,7 +40,7 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
     Args:
         fn: the function.
         way: "eager" runs Dynamo's graph, "aot_eager" runs it through AOTAutograd, and a memory level runs it after all
-            of Inductor's passes, without code.
+            of Inductor's passes, without code generation.
         sites: receives the sites of Dynamo's graphs and their subgraphs, except with memory levels.
     """
 
@@ -128,7 +128,7 @@ def check_equal(expected: Any, actual: Any, place: str, dtype: torch.dtype | Non
         assert (isinstance(expected, Tensor), expected is None) == (isinstance(actual, Tensor), actual is None), place
         return
     assert (expected.shape, expected.dtype) == (actual.shape, actual.dtype), (
-        f"{place}: {actual.shape} {actual.dtype} for {expected.shape}"
+        f"{place}: {actual.shape} {actual.dtype} for {expected.shape} {expected.dtype}"
     )
     assert expected.requires_grad == actual.requires_grad, f"{place}: requires_grad is {actual.requires_grad}"
     assert strides(expected) == strides(actual), f"{place}: strides {actual.stride()} for {expected.stride()}"
@@ -174,7 +174,7 @@ def compare(
 
 
 def _equal(expected: Any, actual: Any, way: str, dtype: torch.dtype | None) -> None:
-    # In eager mode exp(x)/(1 + exp(x)) overflows, for example.
+    # If eager mode overflows, as in exp(x)/(1 + exp(x)), gradients are not compared.
     overflows = any(isinstance(t, Tensor) and not t.isfinite().all() for t in expected[0])
     for kind, expected_values, actual_values in zip(("result", "gradient", "argument"), expected, actual, strict=True):
         assert len(expected_values) == len(actual_values), kind

@@ -588,7 +588,7 @@ def test_scales_become_multiplications(name):
     assert site.op and site.reason.endswith(f", as {function}"), site.reason
 
 
-# A factor that depends on no GEMM stays after the operator.
+# A factor without h and u stays after the operator.
 FACTORS: dict[str, tuple[Case, str]] = {
     "mask": (lambda h, u, p, w, m: F.linear(F.gelu(h) * (m > 0), w), "gelu"),
     "an input as the up": (lambda h, u, p, w, m: F.linear(m * F.gelu(h), w), "gelu"),
@@ -741,7 +741,7 @@ HOOKS: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_are_preserved(name):
-    """Hooks are preserved. Depending on Dynamo's version, the site is missing or rejected."""
+    """Except "on the input", the site is missing or rejected, by Dynamo's version."""
     hooked_sites = sites(HOOKS[name], name)
     assert all(site.op is None for site in hooked_sites) or name == "on the input"
 

@@ -215,8 +215,6 @@ def test_errors_have_the_same_text_under_compile() -> None:
 @pytest.mark.codegen_is_slow
 def test_programs_evaluate_each_step_once() -> None:
     """A formula of n steps becomes n Inductor ops. Nested loaders would repeat steps whose values are used often."""
-    from torch._inductor.virtualized import V  # noqa: F401 - the program cache is filled by compiling
-
     check(lambda x: fused.bias_act(x, None, None, "gelu"), [leaf(8, 8)])
     from torch_fused_ops.operators.activation import bias_act
 
@@ -226,7 +224,7 @@ def test_programs_evaluate_each_step_once() -> None:
 
 
 def test_cpus_use_fma() -> None:
-    """Inductor's flags forbid the C++ compiler to fuse products and sums. Masks would be written to memory and read."""
+    """Inductor's flags forbid the C++ compiler to fuse products and sums. A select's mask would pass through memory."""
     (code,) = cpp(lambda x: fused.bias_act(x, None, None, "gelu"), leaf(8, 64, grad=False))
     assert code.count("fma") >= 7 and "blendv" not in code and " ? " not in code
 
@@ -247,7 +245,7 @@ def test_integers_do_not_use_fma() -> None:
 
 
 def test_a_loop_reads_only_its_results_inputs() -> None:
-    """The gradient of up is grad · silu(gate). If the loop also listed up, Inductor could not reuse up's buffer."""
+    """The gradient of up is grad · silu(gate). If the loop also listed ``up``, Inductor could not reuse its buffer."""
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
     def of_up(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def status() -> str:
         return f"formulas in plain PyTorch: {reason}"
     if _failure:
         return f"formulas in plain PyTorch: {_failure}"
-    return f"compiled by Inductor for calls on {FEWEST:,} elements or more; {len({*_KERNELS.values()})} loaded"
+    return f"compiled by Inductor for calls on {FEWEST:,} elements or more; {len({*_KERNELS.values()} - {None})} loaded"
 
 
 def kernel(signature: Signature, formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def _build(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
         return _compile(signature, key)
     except Exception as error:
         broken = getattr(error, "path", None)  # an ImportError has the path of the library that cannot be loaded
-        log.info("compiling %s again, as Inductor's cache folder failed: %s", signature.name, error)
+        log.info("compiling %s again, because it failed: %s", signature.name, error)
         with suppress(OSError):
             if broken:
                 Path(broken).unlink()

@@ -1,4 +1,4 @@
-"""Run pointwise operators that have no kernel in eager mode: plain torch, on a block of rows at a time.
+"""Run pointwise operators eagerly without a kernel: in plain torch, a block of rows at a time.
 
 A formula has about ten elementwise steps. On large tensors each step is a pass over memory with a temporary of the
 tensor's size. On blocks that fit the cache, only arguments and results are large.
@@ -24,7 +24,7 @@ _FEWEST_BLOCKS = 4  # up to this number, whole temporaries cost less than copyin
 
 
 def block() -> int:
-    """Return the elements per block: a grain per thread, at least 4 grains. A call costs 2 µs, or 10,000 elements."""
+    """Return the elements per block: a grain per thread, at least 4 grains. A call takes 2 µs, like 10,000 elements."""
     return _GRAIN * max(4, torch.get_num_threads())
 
 

@@ -33,7 +33,7 @@ class GroupedLinearInterface(Protocol):
 class GroupedLinearBuilder(Protocol):
     """A builder of the experts' linears.
 
-    ``groups_and_stride`` has tp_group and ep_group, or the MLP's pg_collection; also the MLP's name, if it has one. The
+    ``groups_and_stride`` has tp_group, ep_group, pg_collection and the linear's name, as far as the MLP got them. The
     first linear's builder also gets ``stride``, as in ``LinearFc1Builder``.
     """
 
@@ -93,13 +93,13 @@ class GroupedMLP(_Block):
             complete output. With Megatron's config each returns a summand, and Megatron's token dispatchers add them.
         ep_group: the processes among which the experts are distributed. This process's first expert has the number
             rank · num_local_experts. The caller sends rows to the ranks of their experts. With the same seed on all
-            ranks, the weights equal one process's weights. Checkpoints number experts across all ranks.
+            ranks, the experts start as they would in one process. Checkpoints number experts across all ranks.
         gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16" is the parameters' dtype, "fp8-rowwise" is
             float8 (``functional.grouped_linear_fp8``). Float8 needs bfloat16 rows and weights (autocast may cast them),
             sizes that are multiples of 16, and experts that are not sharded.
 
     Raises:
-        ValueError, TypeError: the flags are incompatible; the message gives the reason. ``forward`` never raises them.
+        ValueError, TypeError: the flags are incompatible; the message says why. ``forward`` does not check flags.
 
     Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``. Its parameters are weight0, weight1, …, which
     ``load_state_dict`` here also accepts.
@@ -154,8 +154,8 @@ class GroupedMLP(_Block):
         Args:
             permuted_local_hidden_states: (T, h), sorted by expert.
             tokens_per_expert: rows per expert, as a tensor (num_local_experts,) or a sequence of integers. The sum must
-                be T. A tensor's sum is checked on a CPU, not on a GPU (the host does not read it) or in compiled code:
-                rows beyond the sum then have an output of 0 and gradients of 0.
+                be T. A tensor's sum is checked only on a CPU in eager mode. Otherwise, rows beyond the sum have an
+                output of 0 and gradients of 0.
             permuted_probs: (T,), a probability for each row; None means 1.
 
         Raises:

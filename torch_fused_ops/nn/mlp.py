@@ -186,7 +186,7 @@ class _Block(nn.Module):
         fc1 = self.linear_fc1
         parallel = fc1.parallel if isinstance(fc1, Linear) else None
         entered: dict[str, Any] = {}
-        if parallel is not None:  # not in ``first``: backward would gather a second time
+        if parallel is not None:  # if ``first`` did this, backward might gather again
             x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
 
         level = self._memory
@@ -242,7 +242,7 @@ class _Block(nn.Module):
             sharded_offsets: (axis, index, size) for each axis that the checkpoint has in front of the parameters' axes.
                 For example, ((0, layer, layers),) stacks the parameters of all layers.
             metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``. Megatron's
-                layers pass {"dp_cp_group": group}. The tensors then belong to Megatron's ``dist_checkpointing``, and a
+                layers pass {"dp_cp_group": group}. The result is then for Megatron's ``dist_checkpointing``, and a
                 ``GroupedMLP`` has Megatron's keys: ``{prefix}experts.linear_fc1…``.
 
         Raises:
@@ -268,7 +268,7 @@ class _Block(nn.Module):
 class MLP(_Block):
     """fc2(act(fc1(x) + bias1) · scale): Megatron core's MLP block.
 
-    Hidden states (..., h) → (output (..., h), bias that the caller must add or None). With ``gated_linear_unit`` fc1 is
+    Hidden states (..., h) → (output (..., h), bias for the caller to add, or None). With ``gated_linear_unit`` fc1 is
     twice as wide, and its output is [gate | up]. If the activation is supported, forward and backward each run
     one kernel for bias, activation and scale. ``config.bias_activation_fusion`` does not change the formula.
 
@@ -277,7 +277,7 @@ class MLP(_Block):
         submodules: builders of the linears; by default the linears of ``torch_fused_ops.nn``.
         is_expert: True for a mixture's expert, whose sizes are ``moe_ffn_hidden_size`` and ``moe_latent_size``. See
             ``ColumnParallelLinear`` for an expert with a tp_group and Megatron's config.
-        input_size: size of the input; by default ``config.hidden_size``.
+        input_size: size of the input; by default ``config.hidden_size``; ``moe_latent_size`` overrides it.
         ffn_hidden_size: size between the linears; by default ``config.ffn_hidden_size``.
         tp_group: the processes that shard the weights (``distributed.tensor_parallel``). Each has rows of fc1's weight
             (gate rows and up rows if gated) and columns of fc2's weight, as plain parameters, sliced from one process's
@@ -289,7 +289,7 @@ class MLP(_Block):
             a single process, and sizes that ``functional.linear_fp8`` accepts.
 
     Raises:
-        ValueError, TypeError: the flags are incompatible; the message gives the reason. ``forward`` never raises them.
+        ValueError, TypeError: the flags are incompatible; the message says why. ``forward`` does not check flags.
 
     Source: ``megatron.core.transformer.mlp.MLP``. In Megatron fc2 ignores ``ffn_hidden_size``, fused GELU is the tanh
     form, unfused GELU is the erf form, and some configurations raise only in ``forward``.
@@ -334,7 +334,7 @@ class MLP(_Block):
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (output, bias that the caller must add or None).
+        """Return (output, bias for the caller to add, or None).
 
         Args:
             hidden_states: (..., input_size).
@@ -373,7 +373,7 @@ def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size
         )
     if ffn is None and is_expert:
         raise ValueError(
-            "moe_ffn_hidden_size=None is not accepted of an expert: config.ffn_hidden_size is for dense MLPs. Give "
+            "moe_ffn_hidden_size=None is not accepted for an expert: config.ffn_hidden_size is for dense MLPs. Give "
             "config.moe_ffn_hidden_size, or MLP's ffn_hidden_size"
         )
     return latent or checked("input_size", input_size) or hidden, ffn or 4 * hidden, latent or hidden

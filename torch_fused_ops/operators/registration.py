@@ -100,8 +100,8 @@ def register_pointwise(op: PointwiseOperator) -> None:
 def _native(input: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Any:
     """Return ``Activation.native`` if the call has neither bias nor scale, else None.
 
-    PyTorch's function and the operator save equal tensors for backward. So ``torch.utils.checkpoint`` accepts that
-    forward calls the function, and the recomputation, under a mode, calls the operator.
+    PyTorch's function and the operator save equal tensors for backward. So ``torch.utils.checkpoint`` works
+    if a mode is active in only one pass, and only that pass calls the operator.
     """
     return activations.get(activation).native if bias is None and scale is None else None
 

@@ -39,7 +39,7 @@ class LargestRow:
     size: int  # the largest size that fits; 0 if no size fits
     peak: int  # the peak at this size, with parameters and optimizer state
     seconds: float  # the least time of forward and backward at this size
-    over: int  # bytes beyond the limit at the next size; 0 if the model does not run with the next size
+    over: int  # bytes beyond the limit at the next size; 0 if the next size did not run or was not tried
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def resized(args: Any, dimension: str, size: int) -> Any:
 
 
 def step_of(size: int, dimension: str) -> int:
-    """Return the step of sizes: 1 for batches; for tokens, the largest power of 2 that divides ``size``, up to 128."""
+    """Return the spacing of sizes: 1 for batches; for tokens, the largest power of 2 in ``size``, up to 128."""
     return 1 if dimension == "batch" else min(size & -size, 128)
 
 
@@ -234,7 +234,7 @@ def _guess(seen: Sequence[Sample], available: int, low: int, high: int, step: in
 def crossing(a: Sample, b: Sample, *, available: int) -> float:
     """Return the smallest size at which a call reaches ``available`` bytes; infinity if bytes do not grow.
 
-    Assumes that each call's bytes are affine in the size, or that peaks are if the two steps have different calls.
+    Assumes that each call's bytes are affine in the size; if the numbers of calls differ, that peaks are.
     """
     same = len(a.points) == len(b.points)
     pairs = zip(a.points, b.points, strict=True) if same else [(a.peak, b.peak)]

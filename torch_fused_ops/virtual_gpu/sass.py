@@ -1,7 +1,8 @@
 """Disassemble NVIDIA's machine code on first use, all waiting kernels in one call.
 
-nvdisasm takes 0.2 to 0.3 s to start and some 4 ms per kernel. A step has dozens of kernels, and a reduction is compared
-in several configurations. So the code of all waiting kernels is disassembled as one image, and the listing is split.
+nvdisasm takes 0.2 to 0.3 s to start and some 4 ms per kernel. A step has dozens of kernels, and each reduction is
+compiled in several configurations. So the code of all waiting kernels is disassembled as one image, and the listing is
+split.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _functions(cubin: bytes) -> list[bytes]:
 
 
 def _relative(instruction: str, start: int) -> str:
-    """Subtract a kernel's start from the address of a jump."""
+    """Make a jump's target relative to its kernel's start."""
     return _JUMP.sub(lambda jump: f"{jump[1]}{int(jump[2], 16) - start:x}", instruction)
 
 

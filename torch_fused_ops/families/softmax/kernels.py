@@ -5,13 +5,14 @@ There is one kernel forward and one backward; PyTorch sums the rows' terms of th
 rows: several short rows, or a single row, which it reads once, into registers. If a row does not fit registers (WHOLE
 is false), the program reads it twice, first for a running maximum and sum.
 
-Every tensor has four axes (outer, heads, queries, keys) with four strides. A broadcast mask has stride 0 and is never
-expanded. Causality and the window need no mask: each row computes its first and last visible key, loads beyond them are
-disabled, and loops over a long row skip whole blocks. Loads are disabled in groups of 16 bytes (GROUP): if single
-elements were disabled, loads would not be vectorized.
+Every tensor has four axes (outer, heads, queries, keys) with four strides. A broadcast mask has stride 0; its last two
+axes are never expanded. Causality and the window need no mask: each row computes its first and last visible key, loads
+beyond them are disabled, and loops over a long row skip whole blocks. Loads are disabled in groups of 16 bytes (GROUP):
+if single elements were disabled, loads would not be vectorized.
 
-Exponentials have base 2: a score's exponent is (x − peak) · c with c = size · log2(e). The float64 c is an argument, so
-a new scale needs no new kernel. It is passed as bits, since Triton passes numbers in float32. There are no atomics.
+Exponentials have base 2: a score's exponent is (x − peak) · c with c = size · log2(e) (``split_scale``). The float64 c
+is an argument, so a new scale needs no new kernel. It is passed as bits, since Triton passes numbers in float32. There
+are no atomics.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _rows(WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _float64(bits):
-    """Reinterpret bits as float64. Triton may pass them as a shorter integer, such as 0."""
+    """Reinterpret bits as float64. Triton passes small integers, such as 0, as int32."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
@@ -147,7 +148,7 @@ def _forward(
 ):  # fmt: skip
     """Compute out, the softmax of the rows' scores. LOWEST is COMPUTE's lowest finite number.
 
-    ``columns`` and all strides except column strides arrive divided by UNIT.
+    ``columns`` and the outer, head and row strides arrive divided by UNIT.
     """
     columns, x_outer, x_head, x_row = columns * UNIT, x_outer * UNIT, x_head * UNIT, x_row * UNIT
     mask_outer, mask_head, mask_row = mask_outer * UNIT, mask_head * UNIT, mask_row * UNIT
@@ -267,9 +268,9 @@ def _backward(
 
 _LEAST_TILE = 1024  # elements per program with short rows
 _WARPS, _MOST_WARPS = 4, 16
-_NUMBERS = 16  # 4-byte registers per thread for a row of all tensors together; the widest rows use 2 · 16
+_NUMBERS = 16  # 4-byte registers per thread for a row's elements in all tensors; the widest rows use 2 · 16
 _WIDEST_ROW = 32 * _MOST_WARPS * 2 * _NUMBERS
-_LONG_BLOCK = 4096  # elements per block of a row that is read twice
+_LONG_BLOCK = 4096  # registers per block of a row that is read twice
 _GROUP_BYTES = 16
 
 
@@ -342,7 +343,7 @@ def _plan(shape: tuple[int, ...], views: tuple[_View, ...], itemsize: int, numbe
 
 
 def _bits(number: float) -> int:
-    """Return a float64's bits as an integer, since Triton passes numbers as float32."""
+    """Return a float64's bits as an integer, since Triton passes floats as float32."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
 
@@ -390,7 +391,7 @@ def scaled_masked_softmax_backward(
     sink_dtype: torch.dtype | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return scaled_masked_softmax's gradients for (input, sink), in one pass; None if not requested."""
+    """Return scaled_masked_softmax's gradients for (input, sink); None if not requested."""
     shape = tuple(output.shape)
     d_input = output.new_empty(shape) if output_mask[0] else None
     if not any(output_mask):
