@@ -28,12 +28,12 @@ def register() -> None:
     """Register the fused operators with Inductor and its partitioner, and tag cache keys. Idempotent.
 
     The first import of ``torch._inductor.lowering`` calls this (see ``torch_fused_ops/__init__.py``). If this torch
-    lacks a name of ``internals``, the fusion passes are off, and Inductor calls the operators as opaque kernels.
+    lacks a name in ``internals``, the fusion passes are off, and Inductor calls the operators as opaque kernels.
     """
     global _registered
     me = get_ident()
-    # Importing the module ``operators`` registers lowerings. If that first imports Inductor, this function runs
-    # while ``operators`` is partly imported. Other threads wait for the import locks, so a lock here could deadlock.
+    # Importing ``operators`` registers lowerings. If it is first to import Inductor, this function runs while
+    # it is partly imported. Other threads wait for the import locks, so a lock here could deadlock.
     if _registered or me in _registering:
         return
     _registering.add(me)

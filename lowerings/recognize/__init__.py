@@ -56,7 +56,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         apply: False leaves the graph unchanged and only returns the sites.
 
     Returns:
-        Every site in graph order, fused or not; then the MLPs that DDPOptimizer's split cuts and that end here.
+        The sites in graph order, fused or not; then MLPs cut by DDPOptimizer whose activation ends here.
 
     Raises:
         Exception: any failure of the recognizer. The graph is then unchanged.

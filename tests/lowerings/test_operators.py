@@ -224,7 +224,7 @@ def test_programs_evaluate_each_step_once() -> None:
 
 
 def test_cpus_use_fma() -> None:
-    """Inductor's flags forbid the C++ compiler to fuse products and sums. A select's mask would pass through memory."""
+    """Kernels call fma, as Inductor's flags forbid fusing, and no selects, whose masks go through memory."""
     (code,) = cpp(lambda x: fused.bias_act(x, None, None, "gelu"), leaf(8, 64, grad=False))
     assert code.count("fma") >= 7 and "blendv" not in code and " ? " not in code
 
@@ -257,7 +257,7 @@ def test_a_loop_reads_only_its_results_inputs() -> None:
 
 
 ROWS, N = 8192, 16384
-NUMBERS, SCALES = ROWS * N, 4 * ROWS  # a float8 tensor of the result's size, and its scales; bytes
+NUMBERS, SCALES = ROWS * N, 4 * ROWS  # bytes of a float8 tensor of the result's size, and of its scales
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ NUMBERS, SCALES = ROWS * N, 4 * ROWS  # a float8 tensor of the result's size, an
         pytest.param(FF.gelu, [N], (1, 1), 2 + 2 + 1, 2 + 1 + 2, id="bias_act"),
         pytest.param(FF.swiglu, [N, N], (1, 1), 4 + 2 + 2, 2 + 2 + 4, id="glu"),
         pytest.param(FF.bias_swiglu, [2 * N], (1, 1), 4 + 2 + 2, 2 + 2 + 4, id="halves"),
-        # The scale runs over pairs and the result does not: the input is read twice.
+        # Only the scale's loop runs over pairs, so the input is read twice.
         pytest.param(
             functools.partial(FF.bias_swiglu, layout="interleaved"),
             [2 * N],

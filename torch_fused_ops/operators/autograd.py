@@ -43,24 +43,24 @@ COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # overload -> 
 
 
 def define(
-    name: str, schema: str, kernel: Callable[..., Any], in_aten: Callable[..., Any] | None = None
+    name: str, schema: str, kernel: Callable[..., Any], decomposition: Callable[..., Any] | None = None
 ) -> torch._ops.OpOverload:
     """Define ``fused::name`` in terms of other operators, as CompositeImplicitAutograd.
 
     Args:
         name, schema: the operator's name and schema.
         kernel: calls the other operators.
-        in_aten: the function in the table of ``decompositions()``; None if that is ``kernel``.
+        decomposition: the function in the table of ``decompositions()``; None if that is ``kernel``.
     """
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, kernel, "CompositeImplicitAutograd")
     overload: torch._ops.OpOverload = getattr(torch.ops.fused, name).default
-    COMPOSITES[overload] = in_aten or kernel
+    COMPOSITES[overload] = decomposition or kernel
     return overload
 
 
 # Keys of layouts without a kernel. They get a kernel that raises: torch's error suggests that the operator is missing.
-_NOT_DENSE = (
+_UNSUPPORTED_LAYOUT_KEYS = (
     "SparseCPU",
     "SparseCUDA",
     "SparseCsrCPU",
@@ -150,7 +150,7 @@ def register(
     batched = batching.kernel(op, signature, plain)  # checks see one example: a batch axis would make them lenient
     for key, kernel in {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu), "FuncTorchBatched": batched}.items():
         library.impl(op, checked(kernel, check), key)
-    for key in _NOT_DENSE:
+    for key in _UNSUPPORTED_LAYOUT_KEYS:
         library.impl(op, _refuses_layout(op), key)
     return op
 

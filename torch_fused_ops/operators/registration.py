@@ -54,7 +54,7 @@ def register_pair(
 
     Args:
         signatures: signatures of the operator and of its backward operator.
-        forward, backward: their kernels, which do not check arguments.
+        forward, backward: their kernels; only ``fake`` checks arguments.
         check: raises for arguments that the operator does not accept.
         keep, native: see ``differentiate``.
         adapt: wraps the backward operator or its kernel, to return a gradient or None for each tensor of the operator.
@@ -101,7 +101,7 @@ def _native(input: Tensor, bias: Tensor | None, scale: Tensor | None, activation
     """Return ``Activation.native`` if the call has neither bias nor scale, else None.
 
     PyTorch's function and the operator save equal tensors for backward. So ``torch.utils.checkpoint`` works
-    if a mode is active in only one pass, and only that pass calls the operator.
+    even if only one pass calls the operator, because a mode is active in it.
     """
     return activations.get(activation).native if bias is None and scale is None else None
 

@@ -44,15 +44,15 @@ def _make_viewless(input: Tensor) -> Tensor:
         and not torch._C._dispatch_keys(input).has(torch._C.DispatchKey.Python)
         and not torch._is_functional_tensor(input)
     )
-    return _Alias.apply(input) if is_eager else in_aten(input)  # type: ignore[no-untyped-call]
+    return _Alias.apply(input) if is_eager else decomposition(input)  # type: ignore[no-untyped-call]
 
 
-def in_aten(input: Tensor) -> Tensor:
+def decomposition(input: Tensor) -> Tensor:
     """Return the operator's result in aten, for transforms, modes and compilers."""
     return torch.ops.aten._unsafe_view(input, input.shape)  # type: ignore[no-any-return]
 
 
-_OP = define("make_viewless", "(Tensor input) -> Tensor", _make_viewless, in_aten)
+_OP = define("make_viewless", "(Tensor input) -> Tensor", _make_viewless, decomposition)
 # Without a rule vmap loops over the examples and warns.
 torch.library.register_vmap("fused::make_viewless", lambda _, dims, input: (_OP(input), dims[0]), lib=library)
 

@@ -43,7 +43,7 @@ class Sample:
         op: the operator's name after ``fused::``.
         name: the special feature of this call; unique for the operator.
         args: all arguments of the schema, positionally, the tensors first.
-        core: True if it is in the short list that covers every feature once (opcheck takes about a second per sample).
+        core: True if the sample is in the short list of main features (opcheck takes about a second per sample).
     """
 
     op: str
@@ -235,7 +235,7 @@ def built(op: Operator, cases: Iterable[Case], device: torch.device, core: bool)
 
 
 def family(op: str) -> ModuleType | None:
-    """Return the module with an operator's samples and measure; None for activations."""
+    """Return the module with an operator's samples and measure; None for pointwise operators."""
     name = _FAMILIES.get(op)
     return None if name is None else importlib.import_module(f"torch_fused_ops.testing.{name}")
 
@@ -246,7 +246,7 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     Args:
         op: a name in ``OPERATORS``.
         device: the tensors' device. Values are created on the CPU, so they are equal on all devices.
-        core: 24 to 35 samples instead of 51 to 109; they cover every feature.
+        core: True yields 24 to 35 samples instead of 51 to 109.
 
     Raises:
         ValueError: op is not known.
