@@ -593,7 +593,7 @@ def test_saved_views_of_overwritten_inputs_are_rejected(reads: bool) -> None:
 
     pair = trace_pair(forward, lambda part, grad: grad * part if reads else grad * 2, [(2, 3), (6,)], [(6,), (6,)])
     if reads:
-        raises(UnsoundGraphs, "but forward writes state_1", pair.check)
+        raises(UnsoundGraphs, "but forward has overwritten state_1", pair.check)
     else:
         pair.check()
 
