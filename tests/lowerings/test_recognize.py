@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops.graphs.sites import Site
-from torch_fused_ops.lowerings import passes, recognize
+from torch_fused_ops.lowerings import compat, passes, recognize
 from torch_fused_ops.lowerings.recognize import prove, rewrite, symbolic
 from torch_fused_ops.policy import FusionPolicy
 
@@ -519,6 +519,16 @@ def test_equivalent_graphs_are_fused(name):
     torch.testing.assert_close(
         torch.autograd.grad(result.sum(), (x, w1, w)), torch.autograd.grad(expected.sum(), (x, w1, w))
     )
+
+
+def test_graph_is_unchanged_if_the_graph_before_ddps_split_cannot_be_read(monkeypatch):
+    monkeypatch.setattr(compat, "split_from", lambda graph: torch.fx.GraphModule({}, graph))
+    monkeypatch.setattr(recognize, "_sites_before_split", mock.Mock(side_effect=RuntimeError("unreadable")))
+    graph = traced(lambda x, w1, w2: F.linear(F.gelu(F.linear(x, w1)), w2), X, V1, V2)
+    before = str(graph)
+    with pytest.raises(RuntimeError, match="unreadable"):
+        rewrite(graph, POLICY)
+    assert str(graph) == before
 
 
 def test_a_glu_that_is_not_fused_stays_a_call():
