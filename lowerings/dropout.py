@@ -94,9 +94,8 @@ def _dropout_add_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Box | None, ...]:
     d_input = d_bias = None
-    shows_zeros = (
-        torch.finfo(dtype).tiny <= torch.finfo(grad.get_dtype()).tiny
-    )  # rounding to dtype does not make a gradient 0
+    # Rounding to dtype then does not make a gradient 0.
+    shows_zeros = torch.finfo(dtype).tiny <= torch.finfo(grad.get_dtype()).tiny
     if torch.float64 in (dtype, bias_dtype):
         grad = to_dtype(grad, torch.float64)
     e = operators._Elementwise(grad.get_size(), (grad, operators._element_index), masks=[_mask(grad, seed, p)])

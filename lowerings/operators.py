@@ -379,11 +379,9 @@ def _loads(
         n = V.graph.sizevars.simplify(FloorDiv(n, 2))
         to_index = [_packed(layout, n, up) for up in (0, 1)]
         data = [(tensors[0], a) for a in to_index]
-    biases = (
-        []
-        if op.bias_index is None
-        else [(tensors[op.bias_index], lambda index, a=a: _column(a(index))) for a in to_index]
-    )
+    biases = []
+    if op.bias_index is not None:
+        biases = [(tensors[op.bias_index], lambda index, a=a: _column(a(index))) for a in to_index]
     scales = [] if op.scale_index is None else [(tensors[op.scale_index], _row)]
     return [*rows, n], [*data, *biases, *scales]
 

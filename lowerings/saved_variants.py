@@ -95,7 +95,6 @@ class AttentionSites(Partitioner):
 
 def _settings(policy: FusionPolicy) -> Iterator[tuple[str, FusionPolicy]]:
     """Yield the policy itself as "", then policies that save fewer bytes, named by the fields that differ."""
-    policy = replace(policy, strict=False)
     yield "", policy
     memory = policy.memory.partition(":")[0] if isinstance(policy.memory, str) else "off"
     for level in MEMORY[MEMORY.index(memory) + 1 : MEMORY.index("tiled")]:

@@ -315,9 +315,8 @@ def test_levels_without_an_advantage_are_not_mixed(keeps: float, slower: float, 
     assert search.useful(step, (*LEVELS, "tiled")) == [*LEVELS, *["tiled"] * offered]
     candidates = search.candidates(step, (*LEVELS, "tiled"))
     tiled_candidates = [candidate for candidate in candidates if "tiled" in candidate.levels.values()]
-    assert offered or (
-        candidates[-1:] == tiled_candidates and not tiled_candidates[0].is_mixed
-    )  # "tiled" is listed, but never chosen
+    # If "tiled" is not offered, it is listed, but never chosen.
+    assert offered or (candidates[-1:] == tiled_candidates and not tiled_candidates[0].is_mixed)
     best = search.best(candidates, min(candidate.summary.peak for candidate in candidates))
     assert best is not None and ("tiled" in best.levels.values()) == offered
 

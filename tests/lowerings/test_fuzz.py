@@ -756,9 +756,8 @@ def agree(e: Expression, f: Expression, variables: dict[str, Tensor], tolerance:
     agreeing, known = True, 0
     for power, (a, b) in enumerate(zip(*results, strict=True)):
         size = largest[0] ** (2 if power else 1)  # a quotient's derivative divides by the square
-        finite = (
-            a.isfinite() & b.isfinite() & (largest[0] < 1e8)
-        )  # larger values cancel, and only rounding errors remain
+        # Larger values cancel, and only rounding errors remain.
+        finite = a.isfinite() & b.isfinite() & (largest[0] < 1e8)
         agreeing &= bool(((a - b).abs()[finite] < tolerance * size[finite]).all())
         known = known or int(finite.sum())
     return agreeing, known

@@ -177,9 +177,8 @@ def test_raises_inside_an_except_block() -> None:
 
 
 def test_a_recompiled_part_is_not_judged_alone() -> None:
-    pieces = broken(
-        normed, lambda s, x: mlp(s, x[:2])
-    )  # the shape of the second part is constant, so it is compiled once
+    # The shape of the second part is constant, so it is compiled once.
+    pieces = broken(normed, lambda s, x: mlp(s, x[:2]))
     model = torch.compile(Body(pieces), backend="fused", options={"policy": STRICT})
     for rows in (4, 5, 6):
         model(torch.randn(rows, 8))

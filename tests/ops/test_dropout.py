@@ -155,9 +155,8 @@ def test_special_values_equal_torchs(value, p):
 
 def test_results_are_rounded_once():
     x, b, r = (torch.randn(64, 64).bfloat16() for _ in range(3))
-    exact = (
-        r.double() + (x.double() + b[0].double()) * mask((64, 64), SEED, 0.5) * 2
-    )  # float32 rounds this sum only slightly
+    # float32 rounds this sum only slightly.
+    exact = r.double() + (x.double() + b[0].double()) * mask((64, 64), SEED, 0.5) * 2
     assert torch.equal(fused.dropout_add(x, b[0], r, SEED, 0.5), exact.float().bfloat16())
 
 

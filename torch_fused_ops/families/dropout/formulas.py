@@ -118,9 +118,8 @@ def dropout_add_element(
 
 def row_major(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (counter, lane) for each element of a tensor with this shape."""
-    index = torch.arange(math.prod(shape), device=device).view(
-        tuple(shape)
-    )  # torch.Size would turn symbols into numbers
+    sizes = tuple(shape)  # torch.Size would turn symbols into numbers
+    index = torch.arange(math.prod(sizes), device=device).view(sizes)
     return index >> 2, index
 
 

@@ -180,9 +180,8 @@ def dropout_add_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dropout_add's gradients for (input, bias), in one pass; None if not requested by output_mask."""
     d_input = grad.new_empty(grad.shape, dtype=dtype) if output_mask[0] else None
-    bias = (
-        grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
-    )  # only its shape and dtype are read
+    # Only the shape and dtype of ``bias`` are read.
+    bias = grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
     if grad.numel() == 0 or not any(output_mask):
         return d_input, _zeros(bias)
     columns, wide = grad.shape[-1], formulas.dropout_backward_dtype(grad, dtype, bias_dtype)
