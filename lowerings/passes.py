@@ -258,9 +258,6 @@ class Partitioner(Pass, CustomPartitionerFn):
 
     name = "partitioner"
 
-    def on_edit(self, edit: memory_levels.Edit, nbytes: int, reason: str) -> None:
-        """Called for each edit that a memory level requests (``apply_levels``). Reports override it."""
-
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_to_run()
         if policy is None:
@@ -283,7 +280,7 @@ class Partitioner(Pass, CustomPartitionerFn):
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
         edits: list[Callable[[partition.Graphs], partition.Graphs]] = [merged]
         if applies_levels:
-            edits.insert(0, lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static, self.on_edit))
+            edits.insert(0, lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static))
         if free:
             edits.insert(0, lambda graphs: memory_levels.recompute_linear_inputs(graphs, outputs, static))
         for edit in edits:

@@ -242,7 +242,7 @@ WARNINGS = {"warnings.warn", "internals.warn", "log.warning"}
 LAST_NAMES = {name.rpartition(".")[2] for name in WITH_A_CURE | WARNINGS}
 INSIDE = {
     "torch_fused_ops/testing/check.py",  # output of `python -m torch_fused_ops check`
-    "torch_fused_ops/reports/figures.py",  # the compiler's message, passed on
+    "torch_fused_ops/reports/captures.py",  # the compiler's message, passed on
 }
 
 

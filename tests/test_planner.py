@@ -33,7 +33,7 @@ import torch_fused_ops.planner.step as step_module
 from torch_fused_ops.benchmarks import models
 from torch_fused_ops.planner import max_batch, report, search
 from torch_fused_ops.planner.fsdp import FullyShard, Group
-from torch_fused_ops.planner.model import CapturedModel, captured_model, cross_entropy, loss_of, weights_as
+from torch_fused_ops.planner.model import CapturedModel, captured_model, cross_entropy, layers_of, loss_of, weights_as
 from torch_fused_ops.planner.pieces import divided
 from torch_fused_ops.planner.plan import LevelRow
 from torch_fused_ops.planner.setup import ACCEPTED, GPUS, Setup, bytes_of
@@ -178,6 +178,23 @@ def fake_captured_model(*units: str, names: Sequence[str] = ()) -> Any:
         parameter=lambda graph, number: names[number],
         unread=0,
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [
+        ("model.layers.3.mlp.up", "model.layers.3"),
+        ("model.layers.3", "model.layers.3"),
+        ("model.norm", "model.norm"),
+        ("encoder.norm.inner.weight", "encoder.norm"),
+        ("mlp.0", "mlp"),
+        ("0", "(other)"),
+        ("", "(other)"),
+    ],
+)
+def test_modules_map_to_layers(path: str, layer: str) -> None:
+    paths = ["model.layers.3.mlp.up", "mlp.0", "mlp.1"]
+    assert layers_of([path, *paths])[path] == layer
 
 
 @pytest.mark.parametrize("backward", ["cba", "acb", "cab"])

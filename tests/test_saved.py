@@ -16,7 +16,7 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.graphs.listing import SavedRow
-from torch_fused_ops.reports.figures import on_paper
+from torch_fused_ops.reports.captures import on_paper
 from torch_fused_ops.reports.saved import Saved
 from torch_fused_ops.virtual_gpu import H200
 
@@ -90,7 +90,7 @@ SLOW = {"llama, off", "llama, fp8", "gpt2"}
 )
 def test_saved_tensors_equal_those_of_a_compilation(make: Callable[[], nn.Module], policy: FusionPolicy) -> None:
     report = explained(make(), policy)
-    paper, _ = on_paper(report._captures[0], H200, policy)
+    paper = on_paper(report._captures[0], H200, policy)
     assert report.saved.nbytes == paper.saved_bytes() > 0 and not report.saved.skipped
     assert by_shape(report.saved) == Counter(
         (t.shape, str(t.dtype).removeprefix("torch.")) for t in paper.saved if not t.is_parameter

@@ -100,7 +100,7 @@ def test_the_tour_prints_its_committed_output(cache: Path, tmp_path: Path) -> No
     printed = re.split(r"^cell \d+\n", run(tmp_path, cache, "tour.py"), flags=re.M)[1:]
     for cell, text in zip(cells(), printed, strict=True):
         expected = "".join("".join(output.get("text", "")) for output in cell["outputs"])
-        for line in (r"sites fused.*", r"^chosen: .*", r"^ok: .*", r"^saved for backward .*"):
+        for line in (r"sites fused.*", r"^chosen: .*", r"^ok: .*", r"^saved for backward.*"):
             assert re.findall(line, expected, re.M) == re.findall(line, text, re.M)
 
 

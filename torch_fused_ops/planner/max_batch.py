@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.planner.setup import LEVELS
 from torch_fused_ops.planner.step import Step, clock, compiled_timeline, cut, policy_at
-from torch_fused_ops.reports.figures import said
+from torch_fused_ops.reports.captures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.timeline import Timeline
 

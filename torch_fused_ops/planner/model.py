@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch_fused_ops.graphs.modules import is_parameter, module_stack, source_na
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.planner.setup import check
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.figures import Capture, beside_loss, graphs_of, layers_of, said, sites_of
-from torch_fused_ops.reports.figures import capture as set_aside
+from torch_fused_ops.reports.captures import Capture, beside_loss, graphs_of, said, sites_of
+from torch_fused_ops.reports.captures import capture as set_aside
 from torch_fused_ops.virtual_gpu.captured import copy_graph
 
 # Units that are not modules: a loss outside the model, and the parts before and after the layers.
@@ -285,3 +285,22 @@ def captured_model(
     arguments = {key: nbytes for key, nbytes in _storages((args, kwargs)).items() if key not in read}
     unread = sum(arguments.values())
     return CapturedModel(tuple(graphs), links, tuple(units), of_mlps, layers, unregistered, unread)
+
+
+def layers_of(paths: Iterable[str]) -> dict[str, str]:
+    """Map each module to its layer.
+
+    A layer is an item of a module list: ``model.layers.0.mlp.up`` is in ``model.layers.0``. Outside of lists, the
+    first two names are the layer: ``encoder.norm.weight`` is in ``encoder.norm``. A single operator in an
+    ``nn.Sequential`` (``mlp.0``) is not a layer: it is in ``mlp``.
+    """
+    paths = list(paths)
+    inner = {path.rsplit(".", i)[0] for path in paths for i in range(1, path.count(".") + 1)}
+    layers = {}
+    for path in paths:
+        names = path.split(".")
+        number = next((i for i, name in enumerate(names) if name.isdigit()), len(names))
+        item = ".".join(names[: number + 1])
+        in_list = number < len(names) and item in inner
+        layers[path] = (item if in_list else ".".join(names[:number][:2])) or "(other)"
+    return layers

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.planner.model import LOSS, CapturedModel, returned
-from torch_fused_ops.reports.figures import Capture
+from torch_fused_ops.reports.captures import Capture
 from torch_fused_ops.virtual_gpu import GPU, CapturedGraph
 from torch_fused_ops.virtual_gpu.captured import concrete
 from torch_fused_ops.virtual_gpu.compile import emulated

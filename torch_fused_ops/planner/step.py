@@ -23,7 +23,7 @@ from torch_fused_ops.planner.pieces import signature
 from torch_fused_ops.planner.segments import PlacedSegment, Segment
 from torch_fused_ops.planner.setup import WITH_ATTENTION
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.figures import on_paper
+from torch_fused_ops.reports.captures import on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
 from torch_fused_ops.virtual_gpu.eager import EagerGraph
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
@@ -210,7 +210,7 @@ def compiled_timeline(
             )
         if key not in known:
             is_eager = graph is not None and i in model.eager
-            known[key] = EagerGraph(graph, gpu) if graph and is_eager else on_paper(captured, gpu, piece_policy)[0]
+            known[key] = EagerGraph(graph, gpu) if graph and is_eager else on_paper(captured, gpu, piece_policy)
         programs.append(known[key])
     papers = tuple(paper for paper in programs if isinstance(paper, PaperCompilation))
     if all(paper.backward is None for paper in papers) and not model.eager:

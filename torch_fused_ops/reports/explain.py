@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch_fused_ops.graphs.capture import check_model, name_of, run_captured
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default, unmatched
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
-from torch_fused_ops.reports.figures import beside_loss, capture, sites_of
+from torch_fused_ops.reports.captures import beside_loss, capture, sites_of
 from torch_fused_ops.reports.report import Report, not_sites
 from torch_fused_ops.reports.text import size
 
@@ -29,7 +29,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
         **kwargs: its keyword arguments.
 
     Returns:
-        A ``Report``. Print it, read its ``sites``, or call ``measure`` to estimate the savings.
+        A ``Report``. Print it, read its ``sites``, or list the tensors saved for backward: ``saved``.
 
     Raises:
         TypeError: model is not callable, or is a class; or policy is not a FusionPolicy.
@@ -41,7 +41,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     from torch_fused_ops import lowerings
 
     lowerings.require()
-    report = Report((), 0, title=name_of(model))
+    report = Report((), 0, policies=(policy,), title=name_of(model))
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         add_graph(report, gm, policy)

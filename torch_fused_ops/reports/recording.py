@@ -23,14 +23,13 @@ from torch_fused_ops.graphs.fusion_events import observed_by, process_wide
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import FusionPolicy, unmatched
 from torch_fused_ops.reports.breaks import Break, break_of
-from torch_fused_ops.reports.figures import Capture, capture
 from torch_fused_ops.reports.report import Report, not_sites
 
 log = logging.getLogger("torch_fused_ops")
 
 
 @contextmanager
-def record(*, figures: bool = False) -> Iterator[Report]:
+def record() -> Iterator[Report]:
     """Record the compilations with fusion in this block and this thread (or async context).
 
     ::
@@ -41,9 +40,6 @@ def record(*, figures: bool = False) -> Iterator[Report]:
 
     It records ``backend="fused"``, ``enable()``, ``enabled()`` and ``compile_options()``, also if the code comes from a
     compile cache. Blocks may be nested; each records all compilations inside it.
-
-    Args:
-        figures: True to call ``report.measure()`` after the block: it estimates memory, traffic and kernels.
 
     Yields:
         A report, empty at first. If the block raises, the exception propagates, and the report stays valid.
@@ -58,8 +54,6 @@ def record(*, figures: bool = False) -> Iterator[Report]:
             yield recorder.report
     finally:
         recorder.report._other_graphs = max(0, captured_graphs() - before - len(recorder.graphs))
-    if figures and recorder.report.graphs:
-        recorder.report.measure()
 
 
 def report_at_exit(file: Path) -> None:
@@ -96,7 +90,7 @@ class _Graph:
     """A graph in the fusion pass, finished or in progress."""
 
     graph: weakref.ref[Graph]
-    capture: Capture
+    policy: FusionPolicy
     title: str
     sites: tuple[Site, ...]  # sites of its subgraphs (checkpoint bodies) first
     unread: tuple[Site, ...]
@@ -130,12 +124,10 @@ class _Recorder:
                 if compilation is None or entry.compilation is not compilation or entry.attempt == attempt
             ]
             parts = [entry for entry in current if entry.graph() in inner]
-            copies = {part.graph(): part.capture.graph.gm for part in parts if part.capture.graph}
             sites = tuple(site for part in parts for site in part.sites)
             unread = recognize.unread(graph)  # including its subgraphs
-            captured = capture(gm, policy, copies)
             title, broken, code = title_of(graph), break_of(gm), _code_of(graph, compilation)
-            new = _Graph(weakref.ref(graph), captured, title, sites, unread, broken, compilation, attempt, code)
+            new = _Graph(weakref.ref(graph), policy, title, sites, unread, broken, compilation, attempt, code)
             self.graphs = [*(entry for entry in current if entry not in parts), new]
             self.update()
 
@@ -159,15 +151,11 @@ class _Recorder:
         report.unread = not_sites((site for entry in graphs for site in entry.unread), report.sites)
         report.breaks = tuple(entry.broken for entry in graphs if entry.broken is not None)
         report.title = ", ".join(dict.fromkeys(entry.title for entry in graphs if entry.title))
-        report.figures, report.figures_missing = None, ""
-        vars(report).pop("saved", None)
-        report._captures = [entry.capture for entry in graphs]
+        report.policies = tuple(dict.fromkeys(entry.policy for entry in graphs))
         notes = (
             note
             for policy in report.policies
-            for note in unmatched(
-                policy, [s for entry in graphs if entry.capture.policy == policy for s in entry.sites]
-            )
+            for note in unmatched(policy, [s for entry in graphs if entry.policy == policy for s in entry.sites])
         )
         report.notes = (*dict.fromkeys(notes), *self.failures)
 

@@ -1,36 +1,29 @@
-"""``Report``: a model's MLP sites, fused or not, with reasons and estimated savings."""
+"""``Report``: a model's MLP sites, fused or not, with reasons."""
 
 from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torch_fused_ops.graphs import listing
 from torch_fused_ops.graphs.fusion_events import unobserved
-from torch_fused_ops.graphs.listing import AttentionSite, grouped, sites_table, unread_lines
+from torch_fused_ops.graphs.listing import grouped, sites_table, unread_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports import figures, text
 from torch_fused_ops.reports.breaks import Break
-from torch_fused_ops.reports.figures import Capture, Figures, measure
+from torch_fused_ops.reports.captures import Capture
 from torch_fused_ops.reports.page import template
-from torch_fused_ops.reports.saved import Saved, attention_sites, saved
-from torch_fused_ops.reports.text import breaks_text, size
+from torch_fused_ops.reports.saved import Saved, saved
+from torch_fused_ops.reports.text import breaks_text
 from torch_fused_ops.settings.environment import writable
-
-if TYPE_CHECKING:
-    from torch_fused_ops.virtual_gpu import GPU
-
-log = logging.getLogger("torch_fused_ops")
 
 NOTHING_CAPTURED = "Dynamo captured no graph of the model"
 
@@ -52,8 +45,7 @@ class Report:
         graphs: the number of graphs that Dynamo captured; for ``record``, only graphs compiled with fusion.
         recompilations: the number of recompilations for other sizes, which do not add sites.
         breaks: the graph breaks that end these graphs, in order, including repeats.
-        figures: memory, traffic and kernels before and after; None before ``measure`` is called, or if it failed.
-        figures_missing: the reason if ``measure`` failed; otherwise "".
+        policies: the graphs' different fusion policies: one, unless a ``record`` block saw several.
         title: the name of the model or function.
         notes: further remarks, one sentence each.
     """
@@ -63,17 +55,11 @@ class Report:
     unread: tuple[Site, ...] = ()
     recompilations: int = 0
     breaks: tuple[Break, ...] = ()
-    figures: Figures | None = None
-    figures_missing: str = ""
+    policies: tuple[FusionPolicy, ...] = ()
     title: str = ""
     notes: tuple[str, ...] = ()
-    _captures: list[Capture] = field(default_factory=list)
+    _captures: list[Capture] = field(default_factory=list)  # only in ``explain``'s reports
     _other_graphs: int | None = None  # number that other backends captured in a ``record`` block; else None
-
-    @property
-    def policies(self) -> tuple[FusionPolicy, ...]:
-        """The graphs' different fusion policies: one, unless a ``record`` block saw several."""
-        return tuple(dict.fromkeys(capture.policy for capture in self._captures))
 
     @property
     def summary(self) -> str:
@@ -97,59 +83,22 @@ class Report:
             parts.append(f"{other_sites} not MLPs")
         return "; note: ".join((f"{', '.join(parts)} ({graphs})", *self.notes))
 
-    def measure(self, gpu: str | GPU = "H200") -> Figures | None:
-        """Estimate the savings: bytes saved for backward, bytes moved, kernels, before and after fusion.
-
-        The captured graphs are compiled for a target GPU, with and without fusion, with their captured sizes, grad mode
-        and autocast, under Inductor's current settings. This takes seconds for each graph and layer, runs nothing, and
-        needs Triton but no GPU. No other thread may compile meanwhile.
-
-        Args:
-            gpu: "A100", "H100", "H200", "B200", "MI300X", or a described ``GPU``.
-
-        Returns:
-            The figures, also in ``figures``. If they are not available, return None, set ``figures_missing`` to the
-            reason, and log a warning.
-
-        Raises:
-            ValueError: gpu is not known.
-        """
-        from torch_fused_ops.virtual_gpu import by_name
-
-        described = by_name(gpu, "gpu")
-        if self.figures is None or self.figures.target != described.name:
-            self.figures, self.figures_missing = None, ""
-            try:
-                with unobserved():
-                    self.figures = measure(tuple(self._captures), described)
-            except Exception as error:
-                self.figures_missing = str(error) or type(error).__name__
-                log.warning("figures are not available: %s", self.figures_missing)
-                log.debug("figures are not available", exc_info=True)
-        return self.figures
-
     @functools.cached_property
     def saved(self) -> Saved:
         """The tensors that the graphs save for backward under their policy, one by one; computed at first access.
 
         The graphs are partitioned for an H200, but not compiled. This takes seconds, and needs Triton, but not a GPU.
         No other thread may compile meanwhile.
+
+        Raises:
+            ValueError: ``record`` made the report, and keeps no graphs.
         """
         from torch_fused_ops.virtual_gpu import H200
 
+        if self._other_graphs is not None:
+            raise ValueError("record keeps no graphs: read torch_fused_ops.explain(model, *args).saved")
         with unobserved():
             return saved(self._captures, self.sites, H200)
-
-    @functools.cached_property
-    def attention(self) -> tuple[AttentionSite, ...]:
-        """The attention calls for which the policy requests a level, with the level's effect; computed like ``saved``.
-
-        Empty at ``attention="off"``, or if no graph has a backward.
-        """
-        from torch_fused_ops.virtual_gpu import H200
-
-        with unobserved():
-            return attention_sites(self._captures, H200)
 
     def __repr__(self) -> str:
         return str(self)
@@ -160,13 +109,8 @@ class Report:
         if all(site.op is None and site.activation == DROPOUT for site in self.sites):
             parts.append(self.nothing)
         parts += unread_lines(grouped(self.unread))
-        parts += [f'attention="input" saves {size(site.nbytes)} less in {site.text}' for site in self.attention]
         if self.breaks:
             parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
-        if self.figures is not None:
-            parts += ["", str(self.figures)]
-        elif self.figures_missing:
-            parts.append(f"figures are not available: {self.figures_missing}")
         if "saved" in vars(self):
             parts += ["", str(self.saved)]
         return "\n".join(parts)
@@ -208,14 +152,12 @@ class Report:
         """Convert the report to JSON.
 
         ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
-        "figures", "figures_missing", "notes", "attention", "saved"}``. Entries have the attributes of ``Site``
-        (``kind`` by name), ``Break`` and ``AttentionSite``. "figures" has the attributes of ``Figures``
-        and the totals ``before`` and ``after``; "saved" has the attributes of ``Saved``. Both are null unless computed.
+        "notes", "saved"}``. Entries have the attributes of ``Site`` (``kind`` by name) and ``Break``. "saved" has the
+        attributes of ``Saved``, and is null unless computed.
         """
-        names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "figures")
-        report = {name: getattr(self, name) for name in (*names, "figures_missing", "notes", "attention")}
-        report["saved"] = vars(self).get("saved")
-        plain: dict[type, Any] = {Kind: lambda kind: kind.name, Figures: Figures.as_dict, Saved: Saved.as_dict}
+        names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "notes")
+        report = {name: getattr(self, name) for name in names} | {"saved": vars(self).get("saved")}
+        plain: dict[type, Any] = {Kind: lambda kind: kind.name, Saved: Saved.as_dict}
         return json.dumps(report, indent=2, ensure_ascii=False, default=lambda v: plain.get(type(v), asdict)(v))
 
     def to_html(self, path: str | Path) -> Path:
@@ -231,14 +173,11 @@ class Report:
     def _page(self) -> str:
         """Render ``page.html``. Text from the model is escaped."""
         groups, mlps = grouped(self.sites), [site for site in self.sites if site.is_mlp]
-        return template("reports/page.html", vars(listing) | vars(text) | vars(figures)).render(
+        return template("reports/page.html", vars(listing)).render(
             report=self,
-            figures=self.figures,
             mlps=len(mlps),
             mlps_fused=sum(site.op is not None for site in mlps),
-            totals=figures.rows_of(self.figures) if self.figures else [],
             torch_version=torch.__version__.partition("+")[0],
-            devices=", ".join(dict.fromkeys(kind for capture in self._captures for kind in capture.devices)),
             fused=[group for group in groups if group.sites[0].op],
             missed=[group for group in groups if not group.sites[0].op and group.sites[0].is_mlp],
             others=[group for group in groups if not group.sites[0].is_mlp],

@@ -139,10 +139,6 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "spec": _SPEC,
         **_POLICY,
         "--train": {**_FLAG, "help": "training mode with gradients; by default evaluation mode without"},
-        "--figures": {
-            "metavar": "GPU", "nargs": "?", "const": "H200",
-            "help": "estimate saved bytes, bytes moved and kernels before and after fusion on a GPU (default H200)",
-        },
         "--saved": {**_FLAG, "help": "with --train: list tensors saved for backward, and settings that remove them"},
         "--json": {"metavar": "FILE", "help": "also write the report as JSON"},
         "--html": {"metavar": "FILE", "help": "also write the report as a page"},

@@ -189,19 +189,13 @@ def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
 def _explain(arguments: argparse.Namespace) -> tuple[tfo.Report, bool]:
     if arguments.saved and not arguments.train:
         raise _UsageError("--saved needs --train: without a backward nothing is saved")
-    if arguments.figures or arguments.saved:  # report missing requirements before slow work
+    if arguments.saved:  # report missing Triton before slow work
         gpus.import_triton()
-        with _usage_errors(ValueError):
-            gpus.by_name(arguments.figures or "H200", "--figures")
     model, args, kwargs = _load(arguments, training=arguments.train)
-    policy = _policy(arguments)
-    with _progress("torch_fused_ops.reports"):
-        with torch.set_grad_enabled(arguments.train):
-            report = tfo.explain(model, *args, policy=policy, **kwargs)
-        if arguments.figures:
-            report.measure(arguments.figures)
-        if arguments.saved:
-            report.saved  # noqa: B018, computed here
+    with torch.set_grad_enabled(arguments.train):
+        report = tfo.explain(model, *args, policy=_policy(arguments), **kwargs)
+    if arguments.saved:
+        report.saved  # noqa: B018, computed here
     return report, True
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch_fused_ops.graphs.capture import arguments_checked, call_model, check_model, name_of, throwaway, unchanged
 from torch_fused_ops.graphs.fusion_events import unobserved
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
-from torch_fused_ops.reports.figures import said
+from torch_fused_ops.reports.captures import said
 from torch_fused_ops.reports.recording import record
 
 progress = logging.getLogger("torch_fused_ops.verify")

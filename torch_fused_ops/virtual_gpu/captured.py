@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +38,8 @@ class CapturedGraph:
         return self.training and any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
-def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> CapturedGraph:
-    """Copy a graph that Dynamo passes to its backend or to a pre-grad pass. Cheap; `gm` is not changed.
-
-    Args:
-        gm: the graph.
-        subgraphs: maps subgraphs (checkpoint bodies) to copies to use for them. Inductor runs its passes on subgraphs
-            before it runs them on the calling graph.
+def set_aside(gm: fx.GraphModule) -> CapturedGraph:
+    """Copy a graph that Dynamo passes to its backend. Cheap; `gm` is not changed.
 
     Returns:
         The argument of `compile_graph_on_paper`. The only real tensors it references are constants inside the graph.
@@ -57,16 +51,11 @@ def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] |
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     parameters = tuple(map(is_parameter, placeholders))
     paths = tuple(tensor_path(source_name(node)) if is_parameter(node) else "" for node in placeholders)
-    return CapturedGraph(copy_graph(gm, subgraphs), parameters, torch.is_grad_enabled(), autocast, paths)
+    return CapturedGraph(copy_graph(gm), parameters, torch.is_grad_enabled(), autocast, paths)
 
 
-def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> fx.GraphModule:
-    """Copy a graph and its subgraphs. The copies share attributes and recorded values.
-
-    Args:
-        gm: the graph.
-        subgraphs: as for `set_aside`.
-    """
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy a graph and its subgraphs. The copies share attributes and recorded values."""
     graph = copy.deepcopy(gm.graph)  # copies nodes and their dictionaries, but not the recorded values
     copied = fx.GraphModule(gm, graph, type(gm).__name__)
     # AOTAutograd finds parameters, which stay alive anyway, by `_param_name_to_source`.
@@ -79,7 +68,7 @@ def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] 
         new.meta.pop("grapharg", None)  # holds the real input
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule):
-            setattr(copied, name, (subgraphs or {}).get(child.graph) or copy_graph(child, subgraphs))
+            setattr(copied, name, copy_graph(child))
     return copied
 
 

@@ -1,0 +1,108 @@
+"""Copy captured graphs, to fuse, partition or compile the copies later without a device.
+
+This allocates and runs nothing, and does not affect the process's own compilations.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_fused_ops.policy import FusionPolicy
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+    from torch_fused_ops.graphs.sites import Site
+    from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
+
+log = logging.getLogger("torch_fused_ops")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A copy of a captured graph before fusion, and its policy. ``graph`` is None if copying failed for ``reason``."""
+
+    graph: CapturedGraph | None
+    policy: FusionPolicy
+    reason: str = field(default="", compare=False)
+
+
+def capture(gm: GraphModule, policy: FusionPolicy) -> Capture:
+    """Copy a graph from Dynamo before its fusion. Never raises: a report lists sites even if copying fails."""
+    try:
+        from torch_fused_ops.virtual_gpu import set_aside
+
+        return Capture(set_aside(gm), policy)
+    except Exception as error:
+        log.debug("a graph could not be set aside", exc_info=True)
+        return Capture(None, policy, said(error))
+
+
+def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
+    """Yield the bodies of called higher-order operators (checkpoints, …), then the graph, in Inductor's order."""
+    called = {node.target for node in gm.graph.find_nodes(op="get_attr")}
+    for name, child in gm.named_children():
+        if name in called and isinstance(child, torch.fx.GraphModule):
+            yield from graphs_of(child)
+    yield gm
+
+
+def beside_loss(gm: GraphModule) -> list[Node]:
+    """List the tensors with a gradient that a graph returns in addition to its loss; [] unless it returns one loss.
+
+    Backward begins with a gradient of zeros for each, of the tensor's size (pytorch#131794).
+    """
+    values = {node: node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes}
+    trained = {node: value for node, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    beside = [node for node, value in trained.items() if value.dim()]
+    return beside if len(beside) == len(trained) - 1 else []
+
+
+def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
+    """Yield the sites of a graph from Dynamo, and of its operators' bodies, without editing these graphs."""
+    from torch_fused_ops.lowerings import recognize
+
+    for module in graphs_of(gm):
+        yield from recognize.rewrite(module.graph, policy, apply=False)
+
+
+def said(error: Exception) -> str:
+    """Shorten an exception to one line, because compilers wrap errors and append pages of advice."""
+    lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy) -> PaperCompilation:
+    """Fuse a captured graph by a policy, and compile it without a device."""
+    from torch_fused_ops.lowerings import passes
+    from torch_fused_ops.virtual_gpu import compile_graph_on_paper
+
+    graph, options = fused_graph(captured, gpu, policy), passes.compile_options(policy)
+    later = [name for name, kind in passes.SLOTS.items() if kind is not passes.PreGradPass]  # which has already run
+    slots = passes.options_without_us() | {name: options[name] for name in later}
+    return compile_graph_on_paper(graph, gpu=gpu, config=slots)
+
+
+def fused_graph(captured: Capture, gpu: GPU, policy: FusionPolicy) -> CapturedGraph:
+    """Fuse a copy of a captured graph for a GPU.
+
+    Raises:
+        RuntimeError: the graph could not be copied when it was captured.
+    """
+    from torch_fused_ops.lowerings.recognize import rewrite
+    from torch_fused_ops.virtual_gpu import copy_graph
+    from torch_fused_ops.virtual_gpu.emulation import emulating
+
+    graph = captured.graph
+    if graph is None:
+        raise RuntimeError(captured.reason)
+    graph = replace(graph, gm=copy_graph(graph.gm))
+    with emulating(gpu), torch.set_grad_enabled(graph.training):
+        for module in graphs_of(graph.gm):
+            rewrite(module.graph, policy)
+    return graph
