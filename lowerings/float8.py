@@ -101,8 +101,7 @@ def _inlined(function: Callable[..., Any], *args: Any) -> Any:
         sizes = [number for t in tensors for number in (t.ndim, *t.shape, *t.stride())]
         known = all(isinstance(number, int) for number in sizes)
         constants = ("box" if isinstance(a, ir.TensorBox) else a for a in args)
-        # Compiled without a device, "cuda" may be any GPU: its float8 dtype is part of the key.
-        types = ((t.dtype, t.device, float8.dtype_of(t.device)) for t in tensors)
+        types = ((t.dtype, t.device) for t in tensors)
         key = (function, config.fallback_random, *constants, *types, *sizes) if known else ()
         if (traced := _traces.get(key)) is None:
             traced = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)

@@ -41,7 +41,7 @@ def softmaxes() -> Iterator[tuple[Any, ...]]:
 def float8s() -> Iterator[tuple[Any, ...]]:
     for make, *_ in test_float8_machine_code.CALLS.values():
         yield make()
-    yield from test_float8_machine_code.IN_ROWS.values()
+    yield test_float8_machine_code.ROW
     for rows, columns in ((256, 512), (144, 272)):
         for block in (128, 32):
             yield float8.quantize, meta(rows, columns), 1, block
@@ -60,7 +60,7 @@ FAMILIES: dict[str, Callable[[], Iterator[tuple[Any, ...]]]] = {
 @pytest.mark.parametrize("gpu", [virtual_gpu.H100, virtual_gpu.B200], ids=lambda gpu: gpu.arch)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_kernel_has_a_finding(family: str, gpu: virtual_gpu.GPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "_of_device", lambda t: {"PTX": True, "FNUZ": False})
+    monkeypatch.setattr(float8, "_converts", lambda t: True)
     monkeypatch.setattr(float8, "_ptx", lambda device: True)
     launches, audits = 0, {}
     for call in FAMILIES[family]():

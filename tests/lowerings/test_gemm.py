@@ -436,7 +436,7 @@ DEVICES: tuple[tuple[tuple[int, int] | str, str, str, str, str], ...] = (
     ((10, 0), "12.6", "sm_100", "", "CUDA 12.6"),
     ((12, 0), "12.9", "sm_120", "", "sm_120"),
     ((8, 0), "12.9", "sm_80", "sm_80", "sm_80"),
-    ("gfx942:sramecc+:xnack-", "7.0", "ROCm, gfx942", "", "ROCm, gfx942"),
+    ("gfx942:sramecc+:xnack-", "7.0", "ROCm, gfx942", "ROCm, gfx942", "ROCm, gfx942"),
     ("gfx950", "7.0", "ROCm, gfx950", "", "ROCm, gfx950"),
     ("gfx90a", "7.0", "ROCm, gfx90a", "ROCm, gfx90a", "ROCm, gfx90a"),
 )

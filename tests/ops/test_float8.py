@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,47 +170,6 @@ def test_a_scale_that_is_known_gives_the_same_values() -> None:
             actual = fused.quantize_by(operand, known)
             assert actual.is_contiguous() and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
     assert fused.dequantize(fused.quantize_by(x, scale * math.nan), scale * math.nan, 48, torch.float32).isnan().all()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_on_gfx942_the_numbers_are_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float8_e4m3fnuz has e4m3fn's bytes, except that −0 would be NaN. Its scales are doubled."""
-    x, w = wide_matrix(9, 256), wide_matrix(128, 256) / 16
-    x[0], x[1], x[2, 5], x[3, 7] = 0.0, -1e-40, math.nan, -1e-30
-    scaling = RECIPES[recipe].scaling
-    blocks = [
-        (x, scaling.data.sizes_in(x.shape)),
-        (w, scaling.weight.sizes_in(w.shape)),
-        (w.t(), scaling.weight_t.sizes_in(w.t().shape)),
-    ]
-
-    def results() -> list[Any]:
-        stored = [fused.quantize(t, *sizes) for t, sizes in blocks]
-        y = FF.linear_fp8(x.requires_grad_(), w.requires_grad_(), recipe=recipe)
-        return [*stored, [y.detach(), *torch.autograd.grad(y.sum(), (x, w))]]
-
-    usual = results()
-    monkeypatch.setattr(float8, "dtype_of", lambda device: float8.FNUZ)
-    for (values, scales), (fnuz, fnuz_scales) in zip(usual[:-1], (fnuz_results := results())[:-1], strict=True):
-        numbers = values.float().isfinite()
-        assert fnuz.dtype == torch.float8_e4m3fnuz and fnuz.view(torch.uint8)[numbers].ne(0x80).all()
-        assert (
-            torch.equal(fnuz.float()[numbers] * 2, values.float()[numbers]) and fnuz.float()[numbers].abs().max() <= 224
-        )
-        torch.testing.assert_close(fnuz_scales, scales * 2, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(fnuz_results[-1], usual[-1], rtol=0, atol=0, equal_nan=True)
-
-
-def test_float8_dtype_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
-    assert float8.dtype_of(torch.device("cpu")) == float8.dtype_of(torch.device("meta")) == torch.float8_e4m3fn
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert float8.dtype_of(gpu) == torch.float8_e4m3fn
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    for arch, dtype in (("gfx942:sramecc+:xnack-", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)):
-        properties = SimpleNamespace(gcnArchName=arch)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
-        assert float8.dtype_of(gpu) == dtype
 
 
 def product_bound(a: Tensor, b: Tensor, a_block: Block, b_block: Block) -> Tensor:

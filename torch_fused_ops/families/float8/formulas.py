@@ -5,10 +5,6 @@ A matrix is stored in float8, in blocks along its last axis, over which the GEMM
 exponents and rounds to 4 significant bits. Storing the same numbers in other blocks does not round them twice, except
 numbers below float8's smallest normal number, 2⁻⁶ of the scale. e4m3's largest number is 2¹⁴·⁸ times that number.
 
-All devices use the values of float8_e4m3fn. gfx942 (MI300) has float8_e4m3fnuz instead, where the same byte has half
-the value and the byte of −0 is NaN. Scales are doubled there, and −0 becomes 0. e4m3fn's largest byte is 224
-in e4m3fnuz; larger e4m3fnuz values, up to 240, are not used. So a recipe multiplies the same numbers on every device.
-
 The oracle, the CPU kernels, the lowerings and the float64 tests share these formulas. GPU kernels implement them again.
 """
 
@@ -22,21 +18,12 @@ from torch import Tensor
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.formulas import FP8
 
-FNUZ = torch.float8_e4m3fnuz
-DTYPES = (FP8, FNUZ)
 # Constants for float32 numbers read as integers. float8_e4m3fn's largest number is 448 = 1.75·2⁸.
 _MANTISSA_BITS, _ABOVE_1_75, _LOG2_LARGEST = 23, 0x1FFFFF, 8
 _WITHOUT_SIGN, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def dtype_of(device: torch.device) -> torch.dtype:
-    """Return float8_e4m3fnuz on gfx942, whose GEMMs accept only this float8 type; otherwise float8_e4m3fn."""
-    if device.type != "cuda" or torch.version.hip is None:
-        return FP8
-    return FNUZ if torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942") else FP8
 
 
 def padded(size: int, multiple: int = BLOCK) -> int:
@@ -71,8 +58,7 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
     """Return (values, scales) of a tensor (r, c) in blocks of (rows, columns).
 
     scale = 2^⌈log₂(amax(|block|) / 448)⌉, at least 2⁻¹²⁶; value = block / scale, at most 448. A block with an infinity
-    or a NaN has the scale NaN, so all of its elements load as NaN. float64 is converted to float32 first. With
-    float8_e4m3fnuz (``dtype_of``) the scale is doubled.
+    or a NaN has the scale NaN, so all of its elements load as NaN. float64 is converted to float32 first.
 
     Args:
         input: (r, c), any strides; r is a multiple of ``rows``.
@@ -83,13 +69,13 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
         values, float8: (r, c'). If ``columns`` is 128 or 32, zeros pad c to a multiple c'; otherwise c' = c. scales,
         float32: (c' / columns, r) for rows=1, otherwise (r / rows, c' / columns).
     """
-    (r, c), dtype, columns = input.shape, dtype_of(input.device), columns or BLOCK
+    (r, c), columns = input.shape, columns or BLOCK
     width = stored_columns(c, columns)
     wide = torch.nn.functional.pad(input.to(torch.float32), (0, width - c))
     blocks = wide.reshape(r // rows, rows, width // columns, columns)
-    scales, inverse = _scales(_magnitudes(blocks).amax((1, 3)), dtype)
+    scales, inverse = _scales(_magnitudes(blocks).amax((1, 3)))
     # Round before the reshape, so that even torch 2.11's Inductor computes scales and values in one kernel.
-    values = (blocks * inverse[:, None, :, None]).to(dtype, memory_format=torch.contiguous_format)
+    values = (blocks * inverse[:, None, :, None]).to(FP8, memory_format=torch.contiguous_format)
     values = values.reshape(r, width)
     return values, scales.t().clone(memory_format=torch.contiguous_format) if rows == 1 else scales
 
@@ -99,10 +85,9 @@ def _magnitudes(wide: Tensor) -> Tensor:
     return wide.view(torch.int32) & _WITHOUT_SIGN
 
 
-def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Return (scale, 1 / scale) of blocks, given their largest magnitudes."""
     exponent = (((largest + _ABOVE_1_75) >> _MANTISSA_BITS) - _LOG2_LARGEST).clamp(min=1)
-    exponent = exponent + 1 if dtype == FNUZ else exponent
     not_a_number = (largest >= _INFINITY).to(torch.int32) * _NAN
     scales = ((exponent << _MANTISSA_BITS) | not_a_number).view(torch.float32)
     return scales, ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
@@ -113,10 +98,10 @@ def quantize_halves(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tens
 
     A compiler generates one loop over both, which a ``cat`` would prevent.
     """
-    dtype, halves = dtype_of(first.device), (first.to(torch.float32), second.to(torch.float32))
+    halves = first.to(torch.float32), second.to(torch.float32)
     largest = torch.maximum(*map(_magnitudes, halves)).amax(1, keepdim=True)
-    scales, inverse = _scales(largest, dtype)
-    left, right = ((half * inverse).to(dtype, memory_format=torch.contiguous_format) for half in halves)
+    scales, inverse = _scales(largest)
+    left, right = ((half * inverse).to(FP8, memory_format=torch.contiguous_format) for half in halves)
     return left, right, scales.reshape(1, -1)
 
 
@@ -131,7 +116,7 @@ def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
     exponent = scales.contiguous().view(torch.int32) >> _MANTISSA_BITS
     inverse = ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
     values = input.to(torch.float32) * inverse.transpose(-2, -1)
-    return values.to(dtype_of(input.device), memory_format=torch.contiguous_format)
+    return values.to(FP8, memory_format=torch.contiguous_format)
 
 
 def tiled_size(blocks: int, rows: int) -> int:

@@ -204,16 +204,7 @@ def _scale(largest):
 
 
 @triton.jit
-def _code(x, PTX: tl.constexpr, FNUZ: tl.constexpr):
-    """Convert a number of at most 448 to float8, and return the byte. FNUZ: −0, which e4m3fnuz lacks, becomes 0."""
-    code = _to_fp8(x, PTX)
-    if FNUZ:
-        code = tl.where(code == 0x80, 0, code).to(tl.uint8)
-    return code
-
-
-@triton.jit
-def _four(a, b, c, d, PTX: tl.constexpr, FNUZ: tl.constexpr):
+def _four(a, b, c, d, PTX: tl.constexpr):
     """Return four numbers of at most 448 as float8 in one word."""
     if PTX:
         return tl.inline_asm_elementwise(
@@ -224,8 +215,8 @@ def _four(a, b, c, d, PTX: tl.constexpr, FNUZ: tl.constexpr):
             "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        low = _code(a, False, FNUZ).to(tl.uint32) | (_code(b, False, FNUZ).to(tl.uint32) << 8)
-        high = _code(c, False, FNUZ).to(tl.uint32) | (_code(d, False, FNUZ).to(tl.uint32) << 8)
+        low = _to_fp8(a, False).to(tl.uint32) | (_to_fp8(b, False).to(tl.uint32) << 8)
+        high = _to_fp8(c, False).to(tl.uint32) | (_to_fp8(d, False).to(tl.uint32) << 8)
         return (low | (high << 16)).to(tl.int32, bitcast=True)
 
 
@@ -263,13 +254,10 @@ def _store_sums(s, sums):
 
 
 @triton.jit
-def _store_transposed(
-    s, inverse, values, stride, columns_left, WIDE: tl.constexpr, PTX: tl.constexpr,
-    words_left=None, FNUZ: tl.constexpr = False,
-):  # fmt: skip
+def _store_transposed(s, inverse, values, stride, columns_left, WIDE: tl.constexpr, PTX: tl.constexpr, words_left=None):
     """Store the transpose of 8 strips · inverse. ``values``, ``stride`` and ``words_left`` (in a row) count words."""
-    low = _four(s[0] * inverse, s[1] * inverse, s[2] * inverse, s[3] * inverse, PTX, FNUZ)
-    high = _four(s[4] * inverse, s[5] * inverse, s[6] * inverse, s[7] * inverse, PTX, FNUZ)
+    low = _four(s[0] * inverse, s[1] * inverse, s[2] * inverse, s[3] * inverse, PTX)
+    high = _four(s[4] * inverse, s[5] * inverse, s[6] * inverse, s[7] * inverse, PTX)
     words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (SIDE, SIDE // 4))
     c = _anew((_places(SIDE, WIDE),), PTX)[0]  # otherwise the addresses would stay in registers after their first use
     word = tl.arange(0, SIDE // 4)[None, :]
@@ -472,78 +460,25 @@ def _quantize(
 
 
 @triton.jit
-def _inverse(scale, FNUZ: tl.constexpr):
-    """Return 1 / scale. FNUZ: 2 / scale, because e4m3fnuz reads an e4m3fn byte (``_code``) as half its value."""
-    bits = -scale.to(tl.int32, bitcast=True) + INVERSE
-    return (bits + LEAST_SCALE if FNUZ else bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _quantize_rows(
-    input, values, scales, rows, columns, input_one, input_row, input_column, scale_one, scale_row,
-    PLACES: tl.constexpr, KNOWN: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
-):  # fmt: skip
-    """Compute ``float8.quantize`` of rows with up to PLACES columns; if KNOWN, ``float8.quantize_by`` of any width.
-
-    Each program processes PLACES elements of a row, in one matrix of a stack.
-    """
+def _quantize_rows(input, values, scales, columns, input_row, input_column, PLACES: tl.constexpr, PTX: tl.constexpr):
+    """Compute ``float8.quantize`` of rows with up to PLACES columns. Each program processes a row."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
-    if KNOWN:
-        index = tl.program_id(2).to(tl.int64)
-        place += tl.program_id(1) * PLACES
-        input += index * input_one
-        values += index * rows * columns
-        scales += index * scale_one
     places = input + row * input_row + place.to(tl.int64) * input_column
     x = tl.load(places, mask=place < columns, other=0.0).to(tl.float32)
-    if KNOWN:
-        inverse = _inverse(tl.load(scales + row * scale_row), FNUZ)
-    else:
-        scale, inverse = _scale(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True))
-        tl.store(scales + row, scale * 2 if FNUZ else scale)
-    tl.store(values + row * columns + place, _code(x * inverse, PTX, FNUZ), mask=place < columns)
-
-
-@triton.jit
-def _quantize_turned(
-    input, scales, values_t, rows, columns, column_blocks, input_one, input_row, input_column,
-    scale_one, scale_column, values_t_row,
-    WIDE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
-):  # fmt: skip
-    """Compute ``float8.quantize_by`` of inputᵀ. values_t (columns, values_t_row) has four values per word.
-
-    Each program processes a tile, in one matrix of a stack.
-    """
-    index = tl.program_id(1).to(tl.int64)
-    input += index * input_one
-    scales += index * scale_one
-    values_t += index * columns * values_t_row
-    r, c = _tile_of(column_blocks)
-    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
-    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
-    input += r * SIDE * input_row + c * SIDE * input_column
-    strips = ()
-    for i in tl.static_range(STRIPS):
-        mask = (first + i < rows_left)[:, None] & (place < columns_left)[None, :]
-        strips = strips + (_strip(input, first + i, place, input_row, input_column, mask),)
-    scale = tl.load(scales + (c * SIDE + place) * scale_column, mask=place < columns_left, other=1.0)
-    values_t += c * SIDE * values_t_row + r * (SIDE // 4)
-    words_left = values_t_row - r * (SIDE // 4)
-    inverse = _inverse(scale, FNUZ)[None, :]
-    _store_transposed(strips, inverse, values_t, values_t_row, columns_left, WIDE, PTX, words_left, FNUZ)
+    scale, inverse = _scale(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True))
+    tl.store(scales + row, scale)
+    tl.store(values + row * columns + place, _to_fp8(x * inverse, PTX), mask=place < columns)
 
 
 @triton.jit
 def _dequantize_rows(
-    out, values, scales, columns, scale_row,
-    LARGEST: tl.constexpr, PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
-):  # fmt: skip
+    out, values, scales, columns, scale_row, LARGEST: tl.constexpr, PLACES: tl.constexpr, PTX: tl.constexpr
+):
     """Compute ``float8.dequantize`` for rows or one block, PLACES elements a program; out and values are contiguous."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     scale = tl.load(scales + row * scale_row)
     code = tl.load(values + row * columns + place, mask=place < columns, other=0)
-    x = _from_fp8(code, PTX) * (scale * 0.5 if FNUZ else scale)
-    tl.store(out + row * columns + place, _clamp(x, LARGEST), mask=place < columns)
+    tl.store(out + row * columns + place, _clamp(_from_fp8(code, PTX) * scale, LARGEST), mask=place < columns)
 
 
 @triton.jit
@@ -719,7 +654,7 @@ def _gradients(
 _WARPS = 8  # 64 elements per thread: a strip is one load of 16 bytes per thread
 _REGISTERS = 128  # two programs fit a multiprocessor with 64 Ki registers
 _COLUMNS_AT_ONCE = 32768  # largest row that fits registers: 32 warps with 32 elements per thread
-_COLUMNS_OF_A_PART = 2048
+_COLUMNS_OF_A_WARP, _COLUMNS_OF_A_PART = 1024, 2048
 
 
 def _ptx(device: torch.device) -> bool:
@@ -728,14 +663,12 @@ def _ptx(device: torch.device) -> bool:
     On other targets (sm_80, Triton's interpreter) the kernels compute with bits.
 
     Raises:
-        NotImplementedError: on AMD GPUs. gfx942 has float8_e4m3fnuz instead of e4m3fn, and its libraries have no
-            GEMM with these blocks.
+        NotImplementedError: on AMD GPUs, whose libraries have no GEMM with these blocks.
     """
     if torch.version.hip is not None:
         raise NotImplementedError(
-            "float8 linear layers are not accepted on AMD GPUs: gfx942 has float8_e4m3fnuz, these layers use "
-            "float8_e4m3fn with a scale for each block; accepted: NVIDIA GPUs (the GEMMs need sm_90), or "
-            'recipe="fp8-rowwise"'
+            "float8 linear layers with a scale for each block are not accepted on AMD GPUs; accepted: NVIDIA GPUs "
+            '(the GEMMs need sm_90), or recipe="fp8-rowwise"'
         )
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -789,81 +722,39 @@ def _run_quantize(
 
 
 def _is_turned(t: Tensor) -> bool:
-    """Return True if a matrix, or each matrix in a stack, has contiguous columns."""
-    return t.stride(-2) == 1 and t.stride(-1) != 1
+    """Return True if a matrix has contiguous columns."""
+    return t.stride(0) == 1 and t.stride(1) != 1
 
 
-def _values_of(input: Tensor) -> Tensor:
-    """Allocate the float8 values of a tensor, in its device's float8 dtype."""
-    return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
-
-
-def _of_device(t: Tensor) -> dict[str, Any]:
-    """Return the device-dependent constants of row kernels. Triton converts float8_e4m3fn from sm_89 on."""
+def _converts(t: Tensor) -> bool:
+    """Return True if Triton converts to float8_e4m3fn in hardware: from sm_89 on."""
     on_nvidia = t.device.type == "cuda" and torch.version.hip is None
-    native = on_nvidia and torch.cuda.get_device_capability(t.device) >= (8, 9)
-    return {"PTX": native, "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
-
-
-def _in_rows(input: Tensor, scales: Tensor, known: bool) -> Tensor:
-    """Quantize rows: ``float8.quantize_by`` if the scales are ``known``, else ``float8.quantize``, which stores them.
-
-    Input and scales may be stacks. A row with an unknown scale must fit registers: up to 32768 columns.
-    """
-    (r, c), values = input.shape[-2:], _values_of(input)
-    places, warps = (_COLUMNS_OF_A_PART, 4) if known else (power_of_2(c), max(power_of_2(c) // 1024, 1))
-    if values.numel():
-        launching.launch(
-            _quantize_rows, (r, blocks(c, places), input.shape[:-2].numel()), input.device,
-            (input, _as(torch.uint8, values), scales),
-            (r, c, *_strides(input), *_strides_of_scales(scales)),
-            {"PLACES": places, "KNOWN": known, **_of_device(input), "num_warps": warps, **OPTIONS},
-        )  # fmt: skip
-    return values
-
-
-def _strides(t: Tensor) -> tuple[int, ...]:
-    """Return the strides of matrices, rows and columns; a single matrix counts as a stack of one."""
-    return t.stride() if t.ndim == 3 else (0, *t.stride())
-
-
-def _strides_of_scales(scales: Tensor) -> tuple[int, int]:
-    """Return the scales' strides from matrix to matrix and from row to row. A single block's rows share a scale."""
-    return scales.shape[-1], int(scales.shape[-1] > 1)
-
-
-def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
-    """Compute ``float8.quantize_by`` in one kernel, which reads and writes along contiguous axes."""
-    r, c = input.shape[-2:]
-    if not (_is_turned(input) and c % 4 == 0 and input.numel()):
-        return _in_rows(input, scales.contiguous(), known=True)
-    values = _values_of(input)
-    matrix_stride, row, column = _strides(input)
-    launching.launch(
-        _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), input.shape[:-2].numel(), 1), input.device,
-        (input, scales.contiguous(), _as(torch.int32, values)),
-        (c, r, blocks(r, BLOCK), matrix_stride, column, row, *_strides_of_scales(scales), c // 4),
-        {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
-    )  # fmt: skip
-    return values
+    return on_nvidia and torch.cuda.get_device_capability(t.device) >= (8, 9)
 
 
 def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Compute ``float8.quantize`` in one kernel, which reads and writes along contiguous axes.
 
-    For a single block, and for rows that are too long or not contiguous, torch finds the largest elements first.
+    A single block, and rows that are too long or not contiguous, are quantized in plain torch.
     """
     (r, c), turned = input.shape, _is_turned(input)
     if rows == 1 and 0 < columns == c <= _COLUMNS_AT_ONCE and not turned:
-        scales = input.new_empty((1, r), dtype=torch.float32)
-        return _in_rows(input, scales, known=False), scales
+        values, scales = input.new_empty((r, c), dtype=FP8), input.new_empty((1, r), dtype=torch.float32)
+        if r:
+            launching.launch(
+                _quantize_rows, (r, 1, 1), input.device,
+                (input, _as(torch.uint8, values), scales), (c, *input.stride()),
+                {
+                    "PLACES": power_of_2(c), "PTX": _converts(input),
+                    "num_warps": max(power_of_2(c) // _COLUMNS_OF_A_WARP, 1), **OPTIONS,
+                },
+            )  # fmt: skip
+        return values, scales
     if columns in (0, BLOCK, MX_BLOCK):
         matrix, straight, across = (input.t(), None, rows) if turned else (input, rows, None)
         values, scales = _run_quantize(matrix, straight, across, columns or BLOCK)
         return values, scales
-    largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
-    scales = float8.quantize(largest, 1, 1)[1]
-    return quantize_by(input, scales), scales
+    return float8.quantize(input, rows, columns)
 
 
 def quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
@@ -892,10 +783,11 @@ def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
     if out.numel():
         launching.launch(
             _dequantize_rows, (r, blocks(c, _COLUMNS_OF_A_PART), 1), values.device,
-            (out, _as(torch.uint8, values.contiguous()), scales), (c, _strides_of_scales(scales)[1]),
+            (out, _as(torch.uint8, values.contiguous()), scales),
+            (c, int(scales.shape[1] > 1)),  # a single block's rows share a scale
             {
-                "LARGEST": float8.largest(dtype), "PLACES": _COLUMNS_OF_A_PART, **_of_device(values), "num_warps": 4,
-                **OPTIONS,
+                "LARGEST": float8.largest(dtype), "PLACES": _COLUMNS_OF_A_PART, "PTX": _converts(values),
+                "num_warps": 4, **OPTIONS,
             },
         )  # fmt: skip
     return out
@@ -975,6 +867,8 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
 
 def launch_of(name: str) -> Callable[..., Any]:
     """Return the function that computes ``fused::name`` on a GPU."""
+    if name == "quantize_by":
+        return float8.quantize_by
     operator = name.removesuffix("_backward_quantized")
     if operator == name:
         return globals()[name]  # type: ignore[no-any-return]

@@ -83,7 +83,7 @@ def _check_scales(name: str, scales: Tensor, matrix: Tensor) -> None:
 
 
 def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
-    _check_matrix(name, values, float8.dtype_of(values.device))
+    _check_matrix(name, values, FP8)
     _check_matrix(f"{name}'s scales", scales, torch.float32)
     columns = float8.columns_of(values, scales, rows)
     if columns == values.shape[1]:
@@ -171,7 +171,7 @@ def _check_ends(ends: Tensor, weight: Tensor) -> None:
 
 def _fake_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
     r, c = input.shape
-    values = input.new_empty((r, float8.stored_columns(c, columns)), dtype=float8.dtype_of(input.device))
+    values = input.new_empty((r, float8.stored_columns(c, columns)), dtype=FP8)
     return values, input.new_empty(float8.scales_shape(values.shape, rows, columns), dtype=torch.float32)
 
 
@@ -222,7 +222,7 @@ _quantize_by = register_plain(
         "The values of quantize, in rows or in a single block, with scales that are known.",
     ),
     float8.quantize_by,
-    lambda input, scales: input.new_empty(input.shape, dtype=float8.dtype_of(input.device)),
+    lambda input, scales: input.new_empty(input.shape, dtype=FP8),
     _check_quantize_by,
 )
 _dequantize = register_plain(

@@ -76,7 +76,7 @@ ROWS = Scaling(
     multiple=16,
     sm=((8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
     cuda=(12, 0),
-    amd=("gfx942", "gfx950"),
+    amd=("gfx950",),
     grouped=((9, 0),),  # by CUTLASS (ATen's ScaledGroupMM.cu)
 )
 # The Open Compute Project's MXFP8 (Microscaling Formats, version 1.0). A scale's 8 bits are the exponent of a power of
