@@ -663,7 +663,7 @@ def command_line() -> str:
 
     every = [row for _, command in commands(parser()).values() for row in rows(command)]
     shared = list(dict.fromkeys(row for row in every if every.count(row) > 1))
-    scope = "`explain`, `verify`, `audit` and `run` accept these; `plan` accepts MODULE:CALLABLE."
+    scope = "`explain`, `verify`, `audit` and `run` accept a policy. All but `run` accept MODULE:CALLABLE and `--json`."
     lines += ["## Shared options", "", scope, "", *shared, ""]
     for name, (text, command) in commands(parser()).items():
         lines += [f"## {name}", "", f"{text[:1].upper()}{text[1:]}.", ""]

@@ -24,9 +24,9 @@ if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split("
     # Torch takes 2 s to import; --help, --version and usage errors do not need it.
     if _module == __name__:
         from torch_fused_ops.settings import environment
-        from torch_fused_ops.tools.arguments import parser
+        from torch_fused_ops.tools.arguments import parse
 
-        _arguments = parser().parse_args(sys.argv[1:])
+        _arguments = parse(sys.argv[1:])
         if _arguments.command == "run":  # run() replaces this process
             environment.run(_arguments)
     # Hide torch's warning: this package does not need NumPy, and `info` reports a missing NumPy.

@@ -61,31 +61,20 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
     ``os.execve`` of the same interpreter, so Python itself sets up the script. The new process writes the report.
     """
-    error = arguments.command_parser.error
-    if not arguments.program:
-        error("SCRIPT is missing: give the path of a Python program, or -m and a module's name")
-    name = arguments.program[0]
-    package = name.partition(".")[0]
-    if not ((package and find_spec(package)) if arguments.module else Path(name).exists()):
-        kind = "module" if arguments.module else "SCRIPT"
-        error(f"{kind} {name!r} does not exist: give the path of a Python program, or -m and a module's name")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
-        error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: `import torch` then loads no plug-in, this one included")
-    fields = [f"{name}={getattr(arguments, name)}" for name in ("memory", "gemm", "attention")]
-    fields.append(f"strict={arguments.strict}".lower())
-    text = ",".join((*fields, *(f"exclude={pattern}" for pattern in arguments.exclude)))
-    environ = {**os.environ, NAME: text}
-    try:
-        FusionPolicy.parse(text)
-        if arguments.report and os.environ.get("RANK", "0") == "0":
+        arguments.error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: `import torch` loads no plug-in, this one included")
+    environ = {**os.environ, NAME: arguments.policy}
+    if arguments.report and os.environ.get("RANK", "0") == "0":
+        try:
             file = writable(f"--report {arguments.report}", arguments.report)
-            environ[REPORT_NAME] = str(file.resolve())  # the program may change its folder
-    except ValueError as e:
-        error(str(e))
+        except ValueError as e:
+            arguments.error(str(e))
+        environ[REPORT_NAME] = str(file.resolve())  # the program may change its folder
     flags = [*subprocess._args_from_interpreter_flags(), *(["-m"] if arguments.module else [])]  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *flags, *arguments.program], environ)
+    program = [sys.executable, *flags, arguments.script, *arguments.program_arguments]
+    os.execve(sys.executable, program, environ)
 
 
 # ---- checked GPUs ----------------------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch_fused_ops._version import __version__
 from torch_fused_ops.benchmarks.variants import MEANINGS
 from torch_fused_ops.planner import setup
 from torch_fused_ops.policy import ATTENTION, GEMM, LEVELS, FusionPolicy
+from torch_fused_ops.settings.environment import writable
 
 _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"help": "cpu, cuda, cuda:1, …; by default a GPU, if there is one"},
@@ -54,52 +53,21 @@ def _ways(benchmark: str) -> str:
     return "\n".join(["variants:", *(f"  {names}\n      {text}" for names, text in variants)]) if variants else ""
 
 
-def _checked(check: Callable[[Any], object], convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """Return a function that converts and checks an option's text. An error in ``check`` is a usage error."""
-
-    def checked(text: str) -> Any:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = text
-        try:
-            check(value)
-        except (TypeError, ValueError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return value
-
-    return checked
-
-
-def _field(name: str) -> Callable[[str], str]:
-    """Return a function that checks a policy field, and returns its text for ``FusionPolicy.parse``."""
-    return _checked(lambda text: FusionPolicy.parse(f"{name}={text}"))
-
-
-def _checked_setting(option: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Add ``plan``'s check to an option, so that the check runs before torch is imported."""
-    if "action" in settings:
-        return settings
-    name = settings.get("dest", option.removeprefix("--").replace("-", "_"))
-    convert = settings.get("type", int if isinstance(settings.get("default"), int) else str)
-    return {**settings, "type": _checked(lambda value: setup.check(name, value), convert)}
-
-
 _SPEC: dict[str, Any] = {
     "metavar": "MODULE:CALLABLE",
     "help": "CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
 }
 _POLICY: dict[str, dict[str, Any]] = {
     "--memory": {
-        "type": _field("memory"), "default": "free", "metavar": "LEVEL",
+        "default": "free", "metavar": "LEVEL",
         "help": f"{LEVELS}; or PATTERN=LEVEL,… for some MLPs: '*.layers.[0-3].*=input,*=fp8'; free by default",
     },
     "--gemm": {
-        "type": _field("gemm"), "default": "bf16", "metavar": "RECIPE",
+        "default": "bf16", "metavar": "RECIPE",
         "help": f"{', '.join(GEMM)}; or PATTERN=RECIPE,…; bf16 by default",
     },
     "--attention": {
-        "type": _field("attention"), "default": "off", "metavar": "LEVEL",
+        "default": "off", "metavar": "LEVEL",
         "help": f"{', '.join(ATTENTION)}; or PATTERN=LEVEL,…; off by default",
     },
     "--exclude": {"metavar": "PATTERN", "action": "append", "default": [], "help": "MLPs not to fuse; may be repeated"},
@@ -117,17 +85,21 @@ _PLAN: dict[str, dict[str, Any]] = {
     "--max": {"dest": "maximum", "metavar": "WHAT", "help": "batch or tokens: find the largest; takes minutes"},
     "--loss": {"help": "of a model that returns logits: eager or compiled, the cross entropy of a float32 copy"},
     "--keep-logits": {**_FLAG, "help": "the training loop holds the logits to the end of the step"},
-    "--dp": {"default": 1, "help": "GPUs over which FSDP2 shards the layers; figures are per GPU"},
+    "--dp": {"type": int, "default": 1, "help": "GPUs over which FSDP2 shards the layers; figures are per GPU"},
     "--parallel": {"default": "fsdp2", "help": "with --dp: fsdp2 (default) or ddp"},
     "--mixed-precision": {**_FLAG, "help": "FSDP2 gathers in bf16, reduces in float32; shards and state are float32"},
     "--root": {"default": "with", "help": "apart: embedding, and norm with head, are separate FSDP2 groups"},
     "--reshard": {"default": "always", "help": "FSDP2 frees after forward: always, not-last or never"},
     "--master-weights": {"help": "float32: float32 weights and state under bf16 autocast (Trainer's bf16=True)"},
-    "--accumulate": {"default": 1, "help": "micro-batches for each step of the optimizer"},
+    "--accumulate": {"type": int, "default": 1, "help": "micro-batches for each step of the optimizer"},
     "--compile": {"dest": "compiled", "default": "model", "help": "the compiled part: model (default), layers or none"},
     "--expandable-segments": {**_FLAG, "help": "the allocator's setting: PyTorch reserves less"},
 }  # fmt: skip
 PLAN = tuple(settings.get("dest", option[2:].replace("-", "_")) for option, settings in _PLAN.items())
+_FILES = {
+    "--json": {"metavar": "FILE", "help": "also write the result as JSON"},
+    "--html": {"metavar": "FILE", "help": "also write the result as a page"},
+}
 # Descriptions and arguments of the other commands.
 _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "info": ("print versions, devices and active settings", {}),
@@ -139,23 +111,21 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "spec": _SPEC,
         **_POLICY,
         "--train": {**_FLAG, "help": "training mode with gradients; by default evaluation mode without"},
-        "--saved": {**_FLAG, "help": "with --train: list tensors saved for backward, and settings that remove them"},
-        "--json": {"metavar": "FILE", "help": "also write the report as JSON"},
-        "--html": {"metavar": "FILE", "help": "also write the report as a page"},
+        "--saved": {**_FLAG, "help": "--train, and list tensors saved for backward with settings that remove them"},
+        **_FILES,
     }),
     "plan": ("fit a training step into a GPU's memory; exit code 1 if it does not fit", {
         "spec": _SPEC,
-        **{option: _checked_setting(option, settings) for option, settings in _PLAN.items()},
+        **_PLAN,
         "--meta": {**_FLAG, "help": "create the model on the meta device, without data"},
-        "--json": {"metavar": "FILE", "help": "also write the plan as JSON"},
-        "--html": {"metavar": "FILE", "help": "also write the plan as a page, with the step's live-bytes timeline"},
+        **_FILES,
     }),
     "verify": ("compare a training step of a model in eager mode, compiled and fused", {
         "spec": _SPEC,
         **_POLICY,
         "--eval": {**_FLAG, "help": "evaluation mode; by default training mode"},
         "--compiled": {**_FLAG, "help": "generate code; by default the compiled graphs are run call by call"},
-        "--json": {"metavar": "FILE", "help": "also write all comparisons as JSON"},
+        "--json": _FILES["--json"],
     }),
     "audit": ("look for races and other faults in a model's GPU kernels; exit code 1 if there are any", {
         "spec": _SPEC,
@@ -163,51 +133,57 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "--plain": {**_FLAG, "help": "the kernels of plain torch.compile, without fusion"},
         "--eval": {**_FLAG, "help": "evaluation mode; by default forward and backward"},
         "--gpu": {"default": "H100", "help": "A100, H100 (default), H200, B200 or MI300X"},
-        "--json": {"metavar": "FILE", "help": "also write the findings as JSON"},
+        "--json": _FILES["--json"],
     }),
     "run": ("run a Python program with fusion in every torch.compile", {
         **_POLICY,
         "--strict": {**_FLAG, "help": "raise an error if an MLP is not fused"},
         "--report": {"metavar": "FILE", "help": "write a report (of rank 0) at exit: .json, .html, or text"},
         "-m": {**_FLAG, "dest": "module", "help": "SCRIPT is a module's name"},
-        "program": {"nargs": argparse.REMAINDER, "metavar": "SCRIPT [ARGUMENT ...]"},
+        "script": {"metavar": "SCRIPT"},
+        "program_arguments": {"nargs": argparse.REMAINDER, "metavar": "ARGUMENT"},
     }),
 }  # fmt: skip
-_USAGE = {"run": "python -m torch_fused_ops run [OPTIONS] SCRIPT [ARGUMENT ...]"}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Rejects unknown options with their command's usage, and suggests known options."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        arguments, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            known = arguments.command_parser._option_string_actions
-            matches = [difflib.get_close_matches(option.partition("=")[0], known, 1) for option in unknown]
-            suggestions = ", ".join(name for names in matches for name in names)
-            hint = f"; did you mean {suggestions}?" if suggestions else ""
-            arguments.command_parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        if not (arguments.command and getattr(arguments, "benchmark", True)):  # the command is missing
-            arguments.command_parser.print_help(sys.stderr)
-            sys.exit(2)
-        return arguments
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``python -m torch_fused_ops``. It sets ``command``, and ``benchmark`` for ``bench``."""
-    main = _Parser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
+    main = argparse.ArgumentParser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
     main.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
-    commands = main.add_subparsers(metavar="COMMAND", dest="command")
+    commands = main.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, (text, options) in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, usage=_USAGE.get(name))
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(error=command.error)
         for option, settings in options.items():
             command.add_argument(option, **settings)
     bench = commands.add_parser("bench", help="benchmark this library against PyTorch")
-    names = bench.add_subparsers(metavar="NAME", dest="benchmark")
+    names = bench.add_subparsers(metavar="NAME", dest="benchmark", required=True)
     formatter = argparse.RawDescriptionHelpFormatter
     for name, text in BENCHMARKS.items():
         benchmark = names.add_parser(name, help=text, description=text, epilog=_ways(name), formatter_class=formatter)
         add_bench_options(benchmark, tuple(_BENCH_OPTIONS))
-    for command in (main, *commands.choices.values(), *names.choices.values()):
-        command.set_defaults(command_parser=command)
     return main
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse and check the arguments of ``python -m torch_fused_ops``, by default the process's.
+
+    Invalid arguments exit with code 2. The namespace has the policy as text in ``policy``, for ``FusionPolicy.parse``.
+    """
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.command == "plan":
+            for name in PLAN:
+                setup.check(name, getattr(arguments, name))
+            setup.Setup(**{name: getattr(arguments, name) for name in setup.Setup.__dataclass_fields__})
+        elif hasattr(arguments, "gemm"):
+            fields = [name for name in ("memory", "gemm", "attention", "strict") if hasattr(arguments, name)]
+            pairs = [f"{name}={getattr(arguments, name)}" for name in fields]
+            arguments.policy = ",".join((*pairs, *(f"exclude={pattern}" for pattern in arguments.exclude)))
+            FusionPolicy.parse(arguments.policy)
+        for option in ("json", "html"):
+            if file := getattr(arguments, option, None):
+                writable(f"--{option} {file}", file)
+    except (TypeError, ValueError) as error:
+        arguments.error(str(error))
+    return arguments

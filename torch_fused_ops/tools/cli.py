@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import functools
-import importlib
 import logging
 import os
+import pkgutil
 import platform
 import shutil
 import sys
@@ -22,10 +20,9 @@ import torch
 
 import torch_fused_ops as tfo
 from torch_fused_ops.families.float8.recipes import RECIPES
-from torch_fused_ops.planner.setup import Setup
 from torch_fused_ops.settings import environment
 from torch_fused_ops.settings.environment import version_of
-from torch_fused_ops.tools.arguments import PLAN, parser
+from torch_fused_ops.tools.arguments import PLAN, parse
 from torch_fused_ops.virtual_gpu import gpus
 
 
@@ -62,9 +59,8 @@ def _works() -> Iterator[tuple[str, str]]:
 
 def _info(arguments: argparse.Namespace) -> int:
     import torch._dynamo
-    import torch._inductor.lowering as inductor
 
-    from torch_fused_ops import activations, lowerings
+    from torch_fused_ops import lowerings
     from torch_fused_ops.kernels import compiled
     from torch_fused_ops.settings import switches
 
@@ -74,11 +70,6 @@ def _info(arguments: argparse.Namespace) -> int:
         return 1
     from torch_fused_ops.lowerings import compat
 
-    forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
-    overloads = [getattr(torch.ops.fused, n).default for n in forward]
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    traced = [op for op in overloads if not op.has_kernel_for_dispatch_key(composite)]  # the rest decompose to aten
-    lowered = [op for op in traced if op in inductor.lowerings]
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
     devices = [f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"]
@@ -93,20 +84,13 @@ def _info(arguments: argparse.Namespace) -> int:
         *((package, [version_of(package) or "not installed"]) for package in ("triton", "numpy")),
         ("devices", devices),
         ("checked", environment.checked_gpus() or ["no GPU yet: python -m torch_fused_ops check"]),
-        ("operators", [", ".join(f"fused::{n}" for n in forward if "_backward" not in n)]),
         ("turned off", [", ".join(switches.WITHOUT) or f"nothing; {switches.NAME} takes {', '.join(switches.PARTS)}"]),
         ("eager on CPUs", [compiled.status()]),
-        ("activations", [", ".join(activations.names())]),
-        ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
         ("backend 'fused'", [backend]),
         ("policy", [repr(policy) if policy else "none: plain torch.compile fuses no MLPs before enable()"]),
         ("works here", [f"{feature}: {status}" for feature, status in _works()]),
         ("torch features", [f"{name}: {'yes' if present else 'no'}" for name, present in compat.features().items()]),
-        (
-            "upstream faults",
-            [f"{f.package}: {f.effect} ({f.link})" for f in faults] or ["none known"],
-        ),
-        ("identity", [passes.identity()]),
+        ("upstream faults", [f"{f.package}: {f.effect} ({f.link})" for f in faults] or ["none known"]),
     ]
     for title, lines in sections:
         for i, text in enumerate(lines):
@@ -145,92 +129,80 @@ def _check(arguments: argparse.Namespace) -> int:
 def _load(arguments: argparse.Namespace, training: bool) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Load the model, in training or evaluation mode, and its arguments."""
     spec: str = arguments.spec
-    name, colon, attribute = spec.rpartition(":")
-    if not (name and colon and attribute):
+    name, _, attribute = spec.rpartition(":")
+    if not (name and attribute):
         raise _UsageError(f"{spec!r} is not of the form module:callable, e.g. mypackage.models:example")
     folder, path = os.getcwd(), Path(name)
     if path.suffix == ".py":  # like `python file.py`: it can import modules from its folder
-        if not path.is_file():
-            raise _UsageError(f"{name!r} does not exist: give a module's name or the path of a .py file")
-        folder = str(path.parent.resolve())
+        folder, name = str(path.parent.resolve()), path.stem
     sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(path.stem if path.suffix == ".py" else name)
-    except ModuleNotFoundError as e:
-        raise _UsageError(f"module {name!r} cannot be imported: {e}") from None
-    try:
-        make = functools.reduce(getattr, attribute.split("."), module)
-    except AttributeError:
-        raise _UsageError(f"{name} has no {attribute!r}") from None
-    accepted = "it must return (model, args) or (model, args, kwargs), args a tuple such as (x,)"
-    if not callable(make):
-        raise _UsageError(f"{spec} is a {type(make).__name__}, not callable; {accepted}")
-    if isinstance(make, torch.nn.Module):
-        raise _UsageError(f"{spec} is a model; it must be a function that returns (model, args)")
-    example = make()
-    if not isinstance(example, (tuple, list)) or len(example) not in (2, 3) or not callable(example[0]):
-        raise _UsageError(f"{spec} returned a {type(example).__name__}; {accepted}")
-    model, args, kwargs = (*example, {})[:3]
-    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
-        raise _UsageError(f"{spec}: args is a {type(args).__name__}, kwargs a {type(kwargs).__name__}; {accepted}")
+    with _usage_errors(ImportError):
+        make = pkgutil.resolve_name(f"{name}:{attribute}")
+    is_function = callable(make) and not isinstance(make, torch.nn.Module)
+    match make() if is_function else make:
+        case (model, (tuple() | list()) as args, *rest) if is_function and callable(model) and len(rest) <= 1:
+            kwargs: dict[str, Any] = rest[0] if rest else {}
+        case _:
+            accepted = "(model, args) or (model, args, kwargs), args a tuple such as (x,)"
+            raise _UsageError(f"{spec} is not accepted: it must be a function that returns {accepted}")
     if isinstance(model, torch.nn.Module):
         model.train(training)
     return model, tuple(args), kwargs
 
 
-def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
-    with _usage_errors(ValueError):
-        policy = tfo.FusionPolicy.parse(
-            f"memory={arguments.memory},gemm={arguments.gemm},attention={arguments.attention}"
-        )
-        return dataclasses.replace(policy, exclude=arguments.exclude)
+def _output(arguments: argparse.Namespace, result: Any, ok: bool = True) -> int:
+    """Print a result, and write it to the requested files. Return the exit code."""
+    print(result)
+    if arguments.json:
+        Path(arguments.json).write_text(result.to_json(), encoding="utf-8")
+    if getattr(arguments, "html", None):
+        result.to_html(arguments.html)
+    return 0 if ok else 1
 
 
-def _explain(arguments: argparse.Namespace) -> tuple[tfo.Report, bool]:
-    if arguments.saved and not arguments.train:
-        raise _UsageError("--saved needs --train: without a backward nothing is saved")
+def _explain(arguments: argparse.Namespace) -> int:
     if arguments.saved:  # report missing Triton before slow work
         gpus.import_triton()
-    model, args, kwargs = _load(arguments, training=arguments.train)
-    with torch.set_grad_enabled(arguments.train):
-        report = tfo.explain(model, *args, policy=_policy(arguments), **kwargs)
+    training = arguments.train or arguments.saved
+    model, args, kwargs = _load(arguments, training)
+    with torch.set_grad_enabled(training):
+        report = tfo.explain(model, *args, policy=tfo.FusionPolicy.parse(arguments.policy), **kwargs)
     if arguments.saved:
         report.saved  # noqa: B018, computed here
-    return report, True
+    return _output(arguments, report)
 
 
-def _plan(arguments: argparse.Namespace) -> tuple[tfo.Plan, bool]:
-    settings = {name: getattr(arguments, name) for name in PLAN}
-    with _usage_errors(ValueError):
-        Setup(**{name: settings[name] for name in Setup.__dataclass_fields__})
+def _plan(arguments: argparse.Namespace) -> int:
     with torch.device("meta") if arguments.meta else contextlib.nullcontext():
         model, args, kwargs = _load(arguments, training=True)
+    settings = {name: getattr(arguments, name) for name in PLAN}
     with _usage_errors(ValueError), _progress("torch_fused_ops.planner"):
         plan = tfo.plan(model, *args, **settings, **kwargs)
-    return plan, plan.fits
+    return _output(arguments, plan, plan.fits)
 
 
-def _verify(arguments: argparse.Namespace) -> tuple[tfo.Verification, bool]:
-    policy = _policy(arguments)
+def _verify(arguments: argparse.Namespace) -> int:
     model, args, kwargs = _load(arguments, training=not arguments.eval)
+    policy = tfo.FusionPolicy.parse(arguments.policy)
     with _progress("torch_fused_ops.verify"):
         verification = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
-    return verification, verification.ok
+    return _output(arguments, verification, verification.ok)
 
 
-def _audit(arguments: argparse.Namespace) -> tuple[Any, bool]:
+def _audit(arguments: argparse.Namespace) -> int:
     from torch_fused_ops import virtual_gpu
 
     gpus.import_triton()
     training = not arguments.eval
     model, args, kwargs = _load(arguments, training)
-    config = None if arguments.plain else tfo.compile_options(policy=_policy(arguments))
+    policy = tfo.FusionPolicy.parse(arguments.policy)
+    config = None if arguments.plain else tfo.compile_options(policy=policy)
     with _usage_errors(ValueError, torch._dynamo.exc.Unsupported):
         gpu = gpus.by_name(arguments.gpu, "--gpu")
         with torch.set_grad_enabled(training):
             paper = virtual_gpu.compile_on_paper(model, *args, gpu=gpu, training=training, config=config, **kwargs)
         audit = virtual_gpu.audit(paper)
-    return audit, audit.ok
+    return _output(arguments, audit, audit.ok)
 
 
 @contextlib.contextmanager
@@ -256,36 +228,17 @@ def _bench(arguments: argparse.Namespace) -> int:
         return bench(arguments)
 
 
-# _COMMANDS return an exit code. _RESULTS return a result to print, and True to exit with code 0, or False for 1.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "info": _info, "check": _check, "run": environment.run, "bench": _bench
+    "info": _info, "check": _check, "run": environment.run, "bench": _bench,
+    "explain": _explain, "plan": _plan, "verify": _verify, "audit": _audit,
 }  # fmt: skip
-_RESULTS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
-    "explain": _explain, "plan": _plan, "verify": _verify, "audit": _audit
-}  # fmt: skip
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    if arguments.command in _COMMANDS:
-        return _COMMANDS[arguments.command](arguments)
-    files = {option: file for option in ("json", "html") if (file := getattr(arguments, option, None))}
-    with _usage_errors(ValueError):
-        for option, file in files.items():
-            environment.writable(f"--{option} {file}", file)
-    result, ok = _RESULTS[arguments.command](arguments)
-    print(result)
-    if "json" in files:
-        Path(files["json"]).write_text(result.to_json(), encoding="utf-8")
-    if "html" in files:
-        result.to_html(files["html"])
-    return 0 if ok else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
-    arguments = parser().parse_args(argv)
+    arguments = parse(argv)
     try:
-        return _run(arguments)
+        return _COMMANDS[arguments.command](arguments)
     except Exception as e:
         message = str(e)
         if not isinstance(e, _UsageError) and getattr(e, "name", "") != "triton":
