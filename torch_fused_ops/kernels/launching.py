@@ -18,7 +18,6 @@ from torch_fused_ops import formulas
 try:
     import triton
     import triton.language as tl
-    from triton.compiler import CompiledKernel
     from triton.language.extra import libdevice
 except ImportError as error:
     raise ImportError(
@@ -36,14 +35,6 @@ GRID_LIMIT = 65535  # largest size of the grid's second and third axes on all ve
 OPTIONS = {"enable_fp_fusion": True}
 
 
-# Compiled kernels by the properties of their launches. Triton derives its own key in Python from each argument at every
-# launch. With an emulated driver, a launch of 27 or 37 arguments takes 9.5 or 11.7 µs through Triton, and 5.8 or 6.2
-# with this table: 4.0 in Triton's ``CompiledKernel``, the rest for the key and its look-up (AMD EPYC with AVX-512,
-# processor time).
-_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-_MOST_COMPILED = 4096  # entries of 1 KB; a full table is cleared
-
-
 def launch(
     kernel: Any,
     grid: tuple[int, int, int],
@@ -54,51 +45,22 @@ def launch(
 ) -> None:
     """Launch a kernel on the tensors' device, which may differ from the current one. All launches go through here.
 
-    Triton specializes a kernel on its constants and, for each argument, on its type, whether it is None or 1, and
-    whether 16 divides it. The key here has the integers themselves (from shapes and strides), the tensors' dtypes and
-    alignment, and everything else that Triton's ``JITFunction.run`` reads, so a kernel never serves a launch that needs
-    another specialization. The first launch of a shape goes through Triton. So do launches that the key does not
-    identify: kernels with pre-run hooks, under Triton's interpreter, and on GPUs whose backends specialize on more
-    than a tensor's alignment (AMD's backend: on its size).
-
     Args:
         kernel: a kernel with arguments ``tensors``, ``integers``, ``constants``, in this order.
         grid: the number of programs along each axis.
         device: the tensors' device.
         tensors, integers: the kernel's positional arguments.
-        constants: ``tl.constexpr`` arguments and Triton's options, by name, in one order for all launches of a kernel.
+        constants: ``tl.constexpr`` arguments and Triton's options, by name.
     """
     with torch.accelerator.device_index(device.index):
-        key = (
-            id(kernel),  # unique, as an entry references its kernel
-            device.index,
-            integers,
-            *[None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors],
-            *constants.values(),
-            triton.knobs.runtime.debug,
-            triton.knobs.compilation.instrumentation_mode,
-        )
-        entry = _COMPILED.get(key)
-        if entry is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
-            try:
-                compiled = kernel[grid](*tensors, *integers, **constants)
-            except Exception as error:
-                raise RuntimeError(
-                    f"the kernel {kernel.__name__} of torch_fused_ops cannot be compiled or launched on {device}: "
-                    f"{error}\nWith TORCH_FUSED_OPS_WITHOUT=kernels in the environment operators run as plain PyTorch. "
-                    "Please report it."
-                ) from error
-            if not isinstance(compiled, CompiledKernel):  # interpreted, or a hook prevented compilation
-                return
-            backend = kernel.device_caches[triton.runtime.driver.active.get_current_device()][3]
-            if backend.supports_native_tensor_specialization:
-                if len(_COMPILED) >= _MOST_COMPILED:
-                    _COMPILED.clear()
-                names = kernel.arg_names[len(tensors) + len(integers) :]
-                _COMPILED[key] = compiled, tuple(constants[name] for name in names)
-        else:
-            compiled, values = entry
-            compiled[grid](*tensors, *integers, *values)
+        try:
+            kernel[grid](*tensors, *integers, **constants)
+        except Exception as error:
+            raise RuntimeError(
+                f"the kernel {kernel.__name__} of torch_fused_ops cannot be compiled or launched on {device}: {error}\n"
+                "With TORCH_FUSED_OPS_WITHOUT=kernels in the environment operators run as plain PyTorch. "
+                "Please report it."
+            ) from error
 
 
 class Launch(NamedTuple):
