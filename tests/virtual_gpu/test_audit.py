@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import faulty_kernels as kernels
-import triton
 from torch import nn
 
 import torch_fused_ops as tfo
 from torch_fused_ops import virtual_gpu
-from torch_fused_ops.virtual_gpu.registers import unwritten
 
 N = 4096
 
@@ -86,73 +82,6 @@ def test_overflows_of_32_bit_indices_are_found(wide: bool) -> None:
     assert kinds(audit) == ([] if wide else ["overflow"] * 2), str(audit)
 
 
-def test_column_reads_are_uncoalesced() -> None:
-    audit = audited(kernels.reads_columns, bf16(N, N), meta(N), N, N, grid=(N,), XBLOCK=1024)
-    assert kinds(audit) == ["uncoalesced"] and "moves 16 × its bytes" in audit.findings[0].evidence
-    assert audited(kernels.reads_columns, bf16(N, 16), meta(16), N, 16, grid=(16,), XBLOCK=1024).ok, "small"
-
-
-def test_spills_and_low_occupancy_are_found() -> None:
-    large = meta(1 << 22), meta(1 << 22)
-    assert kinds(audited(kernels.spills, *large, grid=(N,), XBLOCK=1024, TERMS=24, maxnreg=24)) == ["spills"]
-    rows = meta(N, 20000), meta(N, 20000), 20000
-    audit = audited(kernels.has_one_large_block, *rows, grid=(N,), XBLOCK=32768, num_warps=32)
-    assert kinds(audit) == ["occupancy"] and audit.findings[0].where == "1 block a multiprocessor"
-    rows = meta(N, 1000), meta(N, 1000), 1000
-    assert audited(kernels.has_one_large_block, *rows, grid=(N,), XBLOCK=1024, num_warps=4).ok
-
-
-def test_ptxas_miscompiled_float8_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ptxas 12.8 and 12.9, in Triton 3.7 and 3.8, miscompile a transposed float8 store (triton#11111)."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "upstream")
-    example = importlib.import_module("ptxas_fp8")
-    miscompiled = triton.__version__.startswith(("3.7.", "3.8."))
-    assert kinds(example.audit_in(YBLOCK=128, XBLOCK=64, num_warps=8)) == ["register"] * miscompiled
-    assert example.audit_in(YBLOCK=64, XBLOCK=64, num_warps=4).ok
-
-
-TID, NEXT = "S2R R0, SR_TID.X", "IADD3 R3, R2, 0x1, RZ"
-START = f"{TID}; ISETP.GE.AND P0, PT, R0, 0x4, PT"
-CLEAR, CLEAR_TWO = (f"LOP3.LUT R2, R2, 0xfffff{digit}ff, RZ, 0xc0, !PT" for digit in "b3")
-SPILL = "LDC R1, c[0x0][0x28]; STL [R1+0x8], R2; LDL R2, [R1+0x8]"
-PAIR = f"{TID}; IMAD.U32 R3, RZ, RZ, UR4; F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R3, R0, RZ"
-# The instructions before EXIT, and the unwritten registers that they read.
-LISTINGS: dict[str, tuple[str, str]] = {
-    "written": ("LDC R1, c[0x0][0x28]; IADD3 R2, R1, 0x1, RZ", ""),
-    "not written": ("IADD3 R2, R1, 0x1, RZ", "R1"),
-    "wide": ("LDC.64 R2, c[0x0][0x210]; LDG.E.128 R4, desc[UR4][R2.64]; STG.E.128 desc[UR4][R2.64], R4", "UR4 UR4"),
-    "half of an address": ("LDC R2, c[0x0][0x210]; LDG.E R4, [R2.64]", "R3"),
-    "half of a value": ("CS2R R2, SRZ; CS2R R4, SRZ; STG.E.128 [R2.64], R4", "R6 R7"),
-    "predicates": (f"{START}; @P0 MOV R2, 0x1; @!P0 {NEXT}", "R2"),
-    "same predicate": (f"{START}; @P0 MOV R2, 0x1; @P0 {NEXT}", ""),
-    "predicate": (f"{TID}; SEL R2, R0, RZ, P1", "P1"),
-    "new predicate": (f"{START}; @P0 MOV R2, 0x1; ISETP.GE.AND P0, PT, R0, 0x4, PT; @!P0 {NEXT}", ""),
-    "uniform": ("UMOV UR4, 0x1; UIADD3 UR5, UR4, UR6, URZ", "UR6"),
-    "one way": (f"{START}; @P0 BRA 0x40; MOV R2, 0x1; {NEXT}", ""),
-    "no way": (f"{TID}; BRA 0x30; MOV R2, 0x1; {NEXT}", "R2"),
-    "loop": (f"{TID}; {NEXT}; ISETP.GE.AND P0, PT, R0, 0x4, PT; MOV R2, 0x1; @P0 BRA 0x10", ""),
-    "barrier": (f"{START}; BSSY B0, 0x60; @P0 BRA 0x50; MOV R2, 0x1; BSYNC B0; {NEXT}", ""),
-    "before the same barrier": (f"BSSY B0, 0x20; BSYNC B0; {NEXT}; BSSY B0, 0x60; MOV R2, 0x1; BSYNC B0", "R2"),
-    "bytes": ("PRMT R2, R0, 0x7632, R2", "R0"),
-    "paired": (f"{TID}; FADD2 R2, R0.F32, R0.F32; FMUL2 R4, R2.F32x2.HI_LO, R6.F32x2.HI_LO", "R6 R7"),
-    "packed predicates": (f"{START}; P2R R2, PR, R2, 0x1; R2P PR, R2, 0x1; @P0 EXIT", ""),
-    "one bit": (f"{START}; {CLEAR}; @P0 LOP3.LUT R2, R2, 0x400, RZ, 0xfc, !PT; {CLEAR_TWO}", ""),
-    "two bits": (f"{CLEAR_TWO}; LOP3.LUT R2, R2, 0x7fffffff, RZ, 0xc0, !PT", "R2"),
-    "sign": ("LOP3.LUT R2, R2, 0x7fffffff, RZ, 0xc0, !PT", "R2"),
-    "spilled": (f"{SPILL}; PRMT R2, RZ, 0x7632, R2", ""),
-    "spilled and read": (f"{SPILL}; {NEXT}", "R2"),
-    "padding": (f"{PAIR}; STG.E.U8 [R0], R4", ""),
-    "no padding": (f"{PAIR}; STG.E.U16 [R0], R4", "the upper byte of R4"),
-}
-
-
-@pytest.mark.parametrize("name", LISTINGS)
-def test_reads_of_unwritten_registers_are_found(name: str) -> None:
-    instructions, registers = LISTINGS[name]
-    lines = [f"        /*{16 * i:04x}*/  {text} ;" for i, text in enumerate([*instructions.split("; "), "EXIT"])]
-    assert " ".join(register for _, register in unwritten("\n".join(lines))) == registers
-
-
 def test_audits_convert_to_text_and_json() -> None:
     audit = audited(
         kernels.reads_another_program, meta(N), bf16(N), N, grid=lambda meta: (N // meta["XBLOCK"],), XBLOCK=512
@@ -165,15 +94,6 @@ def test_audits_convert_to_text_and_json() -> None:
         audited(kernels.correct, meta(N), bf16(N), meta(N), grid=64, XBLOCK=512)
     with pytest.raises(TypeError, match="got int"):
         audited(3, grid=(1,))
-
-
-def test_autotuned_kernels_are_audited_in_every_configuration() -> None:
-    configs = [triton.Config({"XBLOCK": 64}), triton.Config({"XBLOCK": 1024}, num_warps=8)]
-    tuned = triton.autotune(configs, key=[])(kernels.has_copies)
-    audit = audited(tuned, meta(N), meta(N // 64), grid=lambda meta: (N // meta["XBLOCK"],))
-    assert audit.configurations == 2 and [f.configuration for f in audit.findings if f.kind == "race"] == [
-        "XBLOCK 64, 4 warps"
-    ]
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

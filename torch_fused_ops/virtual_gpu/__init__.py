@@ -5,7 +5,7 @@
     assemble            machine code of a kernel: instructions, registers, spills
     interpret           run a kernel's arithmetic on CPU tensors
     interpret_step      run a whole program, forward and backward, on CPU tensors
-    audit               races, registers read before they are written, wrong addresses, slow code
+    audit               races and wrong addresses
 
 Only torch and Triton are needed; no device, driver or toolkit. `docs/virtual-gpu.md` has examples and limits.
 """

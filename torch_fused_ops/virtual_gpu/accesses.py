@@ -63,7 +63,7 @@ def faults(
     memory: Mapping[str, Memory],
     grid: Grid,
     complete: bool,
-    filled: Collection[str] = (),
+    zeroed: Collection[str] = (),
 ) -> Iterator[Fault]:
     """Yield a launch's faults: races, accesses out of bounds, overflows, bytes written twice or not at all.
 
@@ -72,7 +72,7 @@ def faults(
         memory: the arguments' memory by name.
         grid: the launch's programs.
         complete: True if all programs were evaluated.
-        filled: names of arguments that have values before the launch; the kernel need not write all of their bytes.
+        zeroed: names of arguments that have values before the launch; the kernel need not write all of their bytes.
     """
     by_storage: dict[int, list[Access]] = defaultdict(list)
     with torch.device("cpu"):
@@ -86,7 +86,7 @@ def faults(
             stores = storage.records("store")
             if len(stores.address):
                 yield from storage.written(stores)
-                yield from storage.unwritten(stores, filled) if complete else ()
+                yield from storage.unwritten(stores, zeroed) if complete else ()
                 yield from storage.races(storage.records("load"), stores)
 
 
@@ -147,11 +147,12 @@ class _Storage:
             evidence += f"; {int(twice.sum()) * self.unit:,} bytes in all"
             yield "written twice", str(self.accesses[access[row]]), evidence
 
-    def unwritten(self, stores: _Records, filled: Collection[str]) -> Iterator[Fault]:
+    def unwritten(self, stores: _Records, zeroed: Collection[str]) -> Iterator[Fault]:
         """Yield a fault for each result (an argument that is only stored) with bytes that no program writes."""
         for argument in dict.fromkeys(access.argument for access in self.accesses):
             accesses = [access for access in self.accesses if access.argument == argument]
-            if argument in filled or any(access.kind != "store" or not access.mask_known for access in accesses):
+            known = (access.kind == "store" and access.mask_known and not access.in_part for access in accesses)
+            if argument in zeroed or not all(known):
                 continue
             memory = self.memory[argument]
             elements = math.prod(memory.shape)

@@ -1,7 +1,7 @@
 """Audit kernels without a GPU, to find faults that tests on a GPU see only sometimes.
 
-Each kernel is compiled in every configuration that Inductor would time. Addresses are evaluated in TTGIR, registers in
-the machine code. `docs/audit.md` lists the kinds of fault.
+Each kernel is compiled in every configuration that Inductor would time, and its addresses are evaluated in TTGIR.
+`docs/audit.md` lists the kinds of fault.
 """
 
 from __future__ import annotations
@@ -17,24 +17,17 @@ from typing import Any
 
 from torch import Tensor
 
-from . import filled
-from .accesses import Memory, faults, traffic
+from .accesses import Memory, faults
 from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, load
-from .machine_code import MachineCode, assemble_configuration, bind_arguments, cost, specialization, with_signature
-from .registers import unwritten
+from .machine_code import assemble_configuration, bind_arguments, specialization, with_signature
 from .timeline import PaperCompilation, timeline_of
-from .ttgir import Grid, NotAnalyzed, evaluate_sample
-from .work import LANE_INSTRUCTIONS
-
-_MANY_BYTES = 8 << 20  # moving fewer bytes takes less time than the launch itself, some 2 µs
-_UNCOALESCED = 4  # ratio of bytes moved to bytes used
-_SPILLED = 0.25  # ratio of spilled bytes to the bytes that a thread loads and stores
+from .ttgir import Grid, NotAnalyzed, evaluate_launch
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault in one configuration of a kernel: its kind, the accesses or instruction, and the evidence."""
+    """A fault in one configuration of a kernel: its kind, the accesses, and the evidence."""
 
     kernel: str  # "backward: triton_red_fused_sum_0"
     configuration: str  # "XBLOCK 64, R0_BLOCK 8, 4 warps"
@@ -45,14 +38,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The result of `audit`. `notes`: parts that were not analyzed; `sampled`: launches evaluated in part."""
+    """The result of `audit`. `notes`: parts that were not analyzed."""
 
     gpu: str
     kernels: int
     configurations: int
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
-    sampled: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -70,8 +62,7 @@ class Audit:
             suffix = f", and {len(same) - 1} more" if len(same) > 1 else ""
             lines += ["", f"{kind}: {kernel} ({same[0].configuration}{suffix})"]
             lines += [f"    {same[0].where}", f"    {same[0].evidence}"]
-        for title, texts in (("not analyzed:", self.notes), ("evaluated in part:", self.sampled)):
-            lines += ["", title, *(f"    {text}" for text in texts)] if texts else []
+        lines += ["", "not analyzed:", *(f"    {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
 
     def print(self) -> None:
@@ -79,7 +70,7 @@ class Audit:
         print(self)
 
     def to_json(self) -> str:
-        """Convert to JSON: "gpu", "kernels", "configurations", "ok", "findings", "notes", "sampled"."""
+        """Convert to JSON: "gpu", "kernels", "configurations", "ok", "findings", "notes"."""
         return json.dumps({**asdict(self), "ok": self.ok}, indent=1)
 
 
@@ -93,7 +84,7 @@ class _Launch:
     kernel: Kernel
     arguments: Mapping[str, Any]
     sizes: Callable[[Configuration], Sequence[int]]  # grid sizes in a configuration
-    filled: Collection[str] = ()  # names of arguments whose memory has values before the launch
+    zeroed: Collection[str] = ()  # names of arguments whose memory has values before the launch
 
     @functools.cached_property
     def memory(self) -> dict[str, Memory]:
@@ -119,19 +110,16 @@ def audit(
 ) -> Audit:
     """Look for faults in the kernels of a program, or in one hand-written kernel, without a device.
 
-    A small launch is evaluated completely, a large launch in part. Slow code (uncoalesced, spills,
-    occupancy) is reported for a kernel's best configuration only, other faults for every configuration.
+    A small launch is evaluated completely, a large launch in part (`ttgir.evaluate_launch`).
 
     Args:
-        paper_or_kernel: the result of `compile_on_paper`, or a hand-written kernel: a `triton.jit` function, which
-            `triton.autotune` and `triton.heuristics` may wrap.
+        paper_or_kernel: the result of `compile_on_paper`, or a hand-written kernel: a `triton.jit` function.
         *args: the hand-written kernel's arguments. Tensors may be on any device, including "meta". Tensors
             that share memory must share a storage.
         gpu: the GPU to compile for. The default is the program's GPU, or an H200 for a hand-written kernel.
         grid: the hand-written kernel's grid, as Triton accepts it.
         zeroed: names of the hand-written kernel's arguments that have values before the launch, such as zeros. The
-            kernel need not write all of their bytes. Tensors on "meta" need not be named if `torch.zeros` or
-            `torch.ones` made them after this module was imported, or if they were written in place.
+            kernel need not write all of their bytes.
         **constexprs: the hand-written kernel's remaining arguments, `num_warps` and `num_stages`, by name.
 
     Returns:
@@ -189,45 +177,14 @@ def _hand_written(
         if not isinstance(values.get(name), Tensor):
             tensors = [argument for argument, value in values.items() if isinstance(value, Tensor)]
             raise ValueError(f"zeroed: got {name!r}, expected names of tensors among {', '.join(tensors)}")
-    configurations = _configurations(function, values, options)
-    first = configurations[0]
-    compiled = specialization(kernel.jit, (), {**values, **options, **first.block})
+    compiled = specialization(kernel.jit, args, options)
     constants = compiled["constants"]
     kernel = with_signature(kernel, compiled["signature"], constants, compiled["divisible_by_16"])
-    extra: dict[str, Any] = {name: options[name] for name in ("maxnreg", "enable_fp_fusion") if name in options}
-    kernel = replace(kernel, configurations=configurations, options={**kernel.options, **extra}, constants=constants)
+    configuration = Configuration({}, options.get("num_warps", 4), options.get("num_stages"))
+    kernel = replace(kernel, configurations=(configuration,))
     named = {name: value for name, value in values.items() if name in compiled["signature"]}
-    is_filled = [name for name, value in named.items() if isinstance(value, Tensor) and filled.known(value)]
-
-    def sizes(configuration: Configuration) -> Sequence[int]:
-        blocks: Sequence[int] = grid({**values, **constants, **configuration.block}) if callable(grid) else grid
-        return blocks
-
-    return _Launch(kernel.jit.__name__, kernel, named, sizes, {*zeroed, *is_filled})
-
-
-def _configurations(function: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Configuration, ...]:
-    """Return the configurations of `triton.autotune`, with the values that `triton.heuristics` computes for each."""
-    requested = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
-    configurations = [{**requested}]
-    while hasattr(getattr(function, "fn", None), "fn"):  # the wrappers, outermost first
-        if hasattr(function, "configs"):
-            tuned = [config.all_kwargs() for config in function.configs]
-            configurations = [{**before, **config} for before in configurations for config in tuned]
-        elif hasattr(function, "values"):
-            for configuration in configurations:
-                for name, heuristic in function.values.items():
-                    configuration[name] = heuristic({**values, **configuration})
-        function = function.fn
-    names = load(function).jit.arg_names
-    return tuple(
-        Configuration(
-            {name: value for name, value in settings.items() if name in names and name not in requested},
-            settings.get("num_warps", 4),
-            settings.get("num_stages"),
-        )
-        for settings in configurations
-    )
+    sizes: Sequence[int] = grid({**values, **constants}) if callable(grid) else grid
+    return _Launch(kernel.jit.__name__, kernel, named, lambda _: sizes, zeroed)
 
 
 # ---- the audit -------------------------------------------------------------------------------------------------------
@@ -240,20 +197,14 @@ class _Auditor:
         self.gpu = gpu
         self.findings: list[Finding] = []
         self.notes: Counter[str] = Counter()
-        self.sampled: dict[str, str] = {}  # launch's name -> the part of it that was evaluated
         self.seen: set[Any] = set()
-        self.codes: dict[Any, tuple[_Launch, list[tuple[MachineCode, Configuration]]]] = {}  # by kernel
+        self.codes: dict[Any, list[tuple[str, Configuration]]] = {}  # TTGIR in each configuration, by kernel
 
     def result(self) -> Audit:
-        """Examine the machine code, all disassembled together, and return the audit of all launches so far."""
-        for launch, compiled in self.codes.values():
-            for code, configuration in compiled:
-                self.registers(launch, configuration, code)
-            self.speed(launch, *min(compiled, key=lambda pair: cost(pair[0], launch.kernel)))
-        configurations = sum(len(compiled) for _, compiled in self.codes.values())
+        """Return the audit of all launches so far."""
+        configurations = sum(map(len, self.codes.values()))
         notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
-        sampled = tuple(f"{name}: {part}" for name, part in self.sampled.items())
-        return Audit(self.gpu.name, len(self.codes), configurations, tuple(self.findings), notes, sampled)
+        return Audit(self.gpu.name, len(self.codes), configurations, tuple(self.findings), notes)
 
     def launch(self, launch: _Launch) -> None:
         """Examine one launch in all configurations."""
@@ -264,10 +215,9 @@ class _Auditor:
             return
         self.seen.add(launched)
         if key not in self.codes:
-            compiled = [(assemble_configuration(kernel, self.gpu, c), c) for c in kernel.configurations]
-            self.codes[key] = launch, compiled
-        for code, configuration in self.codes[key][1]:
-            self.addresses(launch, configuration, code.ttgir)
+            self.codes[key] = [(assemble_configuration(kernel, self.gpu, c).ttgir, c) for c in kernel.configurations]
+        for ttgir, configuration in self.codes[key]:
+            self.addresses(launch, configuration, ttgir)
 
     def add(self, launch: _Launch, configuration: Configuration, kind: str, where: str, evidence: str) -> None:
         blocks = [f"{name} {size}" for name, size in configuration.block.items()]
@@ -278,58 +228,16 @@ class _Auditor:
         """Evaluate the addresses of a launch in one configuration, and add the faults."""
         grid = launch.grid(configuration, self.gpu)
         try:
-            accesses, part = evaluate_sample(text, launch.integers, grid) if math.prod(grid.sizes) else ([], "")
+            accesses, complete = evaluate_launch(text, launch.integers, grid) if math.prod(grid.sizes) else ([], True)
         except NotAnalyzed as reason:
             self.notes[f"{launch.name}: {reason}"] += 1
             return
-        if part:
-            self.sampled.setdefault(launch.name, part)
         for name in {access.name for access in accesses if not access.argument}:
             self.notes[f"{launch.name}: the address of {name} depends on data or on an operation not evaluated"] += 1
         for name in {access.name for access in accesses if access.argument and not access.mask_known}:
             self.notes[f"{launch.name}: the mask of {name} depends on data or on an operation not evaluated"] += 1
         distinct: dict[tuple[str, str], str] = {}  # an access in a loop is reported once
-        for kind, where, evidence in faults(accesses, launch.memory, grid, complete=not part, filled=launch.filled):
+        for kind, where, evidence in faults(accesses, launch.memory, grid, complete, launch.zeroed):
             distinct.setdefault((kind, where), evidence)
         for (kind, where), evidence in distinct.items():
             self.add(launch, configuration, kind, where, evidence)
-
-    def registers(self, launch: _Launch, configuration: Configuration, code: MachineCode) -> None:
-        reads = [] if self.gpu.is_amd else unwritten(code.asm)
-        if reads:
-            evidence = f"nothing writes {reads[0][1]} on any path before this read; {len(reads)} such reads in all"
-            self.add(launch, configuration, "register", reads[0][0], evidence)
-
-    def speed(self, launch: _Launch, code: MachineCode, configuration: Configuration) -> None:
-        """Look for slow code in a kernel's best configuration, if the launch moves many bytes."""
-        grid, add = launch.grid(configuration, self.gpu), functools.partial(self.add, launch, configuration)
-        count = math.prod(grid.sizes)
-        try:
-            evaluated, part = evaluate_sample(code.ttgir, launch.integers, grid, first=True)
-        except NotAnalyzed:
-            return
-        accesses = list(traffic(evaluated))
-        nbytes = sum(access.in_sectors for access in accesses)
-        if nbytes * count < _MANY_BYTES and not part:
-            return
-        slow = [access for access in accesses if access.in_sectors >= _UNCOALESCED * max(1, access.used)]
-        slow_bytes = sum(access.in_sectors for access in slow)
-        for access in slow:  # skip accesses that move few of the slow bytes
-            if slow_bytes > nbytes / 2 and 2 * len(slow) * access.in_sectors >= slow_bytes:
-                times = access.in_sectors / max(1, access.used)
-                evidence = f"moves {times:.0f} × its bytes: {access.in_sectors:,} bytes in sectors for {access.used:,}"
-                add("uncoalesced", str(access.access), evidence)
-        if code.spills > _SPILLED * max(1, code.bytes_accessed):
-            evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"
-            add("spills", f"{code.registers} registers", evidence)
-        _, roofline, instructions = cost(code, launch.kernel)
-        gpu, threads, shared = self.gpu, code.threads, code.shared
-        registers = -(-max(1, code.registers) // 8) * 8 * threads // (2 if gpu.is_amd else 1)
-        blocks = min(  # the system reserves 1024 bytes of shared memory per block
-            gpu.max_threads_per_multi_processor // threads,
-            gpu.regs_per_multiprocessor // registers,
-            (gpu.shared_memory_per_block_optin + 1024) // (shared + 1024),
-        )
-        if blocks < 2 and count > gpu.multi_processor_count and roofline > instructions / LANE_INSTRUCTIONS:
-            evidence = f"{code.registers} registers of {threads} threads, {shared:,} bytes of shared memory"
-            add("occupancy", f"{blocks} block a multiprocessor", evidence)

@@ -104,15 +104,12 @@ def load(kernel: Any, gpu: GPU = H200) -> Kernel:
         kernel = kernel.source
     if isinstance(kernel, str):
         return _load(_for_gpu(kernel, gpu), gpu)
-    jit = kernel
-    while hasattr(getattr(jit, "fn", None), "fn"):  # autotune and heuristics wrap the function
-        jit = jit.fn
     JITFunction = import_triton("triton.runtime.jit").JITFunction
-    if not isinstance(jit, JITFunction):
-        if type(jit).__name__ == "InterpretedFunction":  # decorated under TRITON_INTERPRET=1
-            return Kernel(JITFunction(jit.fn))
+    if type(kernel).__name__ == "InterpretedFunction":  # decorated under TRITON_INTERPRET=1
+        return Kernel(JITFunction(kernel.fn))
+    if not isinstance(kernel, JITFunction):
         raise TypeError(f"kernel: got {type(kernel).__name__}, expected a GeneratedKernel or a triton.jit function")
-    return Kernel(jit)
+    return Kernel(kernel)
 
 
 def _for_gpu(source: str, gpu: GPU) -> str:

@@ -159,7 +159,8 @@ def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
     """
     program, grid = torch.zeros(1, dtype=torch.int64, device="cpu"), Grid((1, 1, 1), code.threads, code.gpu.warp_size)
     try:
-        accesses = list(traffic(evaluate(code.ttgir, written_sizes(kernel.jit.src), program, grid, max_iterations=4)))
+        evaluated, _ = evaluate(code.ttgir, written_sizes(kernel.jit.src), program, grid, max_iterations=4)
+        accesses = list(traffic(evaluated))
     except NotAnalyzed:
         accesses = []  # assume that each access moves only the bytes it uses
     sectors = sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0

@@ -24,33 +24,6 @@ class NotAnalyzed(Exception):
     """A kernel has an operation that cannot be evaluated. The message is a sentence about the kernel."""
 
 
-class TooLarge(Exception):
-    """The evaluation exceeds its budget."""
-
-
-@dataclass
-class Budget:
-    """Limits of an evaluation, which raises `TooLarge` when it exceeds a limit.
-
-    Attributes:
-        operations: executed operations; bounds the time.
-        elements: computed elements of 8 bytes; bounds the memory.
-        accessed: elements of all accesses together.
-    """
-
-    operations: int = 30_000
-    elements: int = 1 << 26
-    accessed: int = 1 << 21
-
-    def spend(self, *, operations: int = 0, elements: int = 0, accessed: int = 0) -> None:
-        """Subtract an operation's cost before it runs."""
-        self.operations -= operations
-        self.elements -= elements
-        self.accessed -= accessed
-        if min(self.operations, self.elements, self.accessed) < 0:
-            raise TooLarge
-
-
 class _Divergent(Exception):
     """Programs take different branches. The argument holds each program's condition."""
 
@@ -120,6 +93,7 @@ class Access(NamedTuple):
     overflowed: Tensor | None  # mask of addresses that an overflow has reached, or None
     programs: Tensor  # program numbers
     barriers: int  # number of barriers before the access
+    in_part: bool  # iterations of an enclosing loop were skipped
     crosses_threads: bool = False  # a reduction or a layout conversion passes the loaded value to other threads
 
     def __str__(self) -> str:
@@ -215,13 +189,8 @@ _BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "ttg.local_load"
 
 
 def evaluate(
-    text: str,
-    integers: Mapping[str, int],
-    programs: Tensor,
-    grid: Grid,
-    max_iterations: int | None = None,
-    budget: Budget | None = None,
-) -> list[Access]:
+    text: str, integers: Mapping[str, int], programs: Tensor, grid: Grid, max_iterations: int
+) -> tuple[list[Access], int]:
     """Evaluate a kernel in TTGIR for some programs. Programs on different paths have separate accesses.
 
     Args:
@@ -229,59 +198,54 @@ def evaluate(
         integers: the values of integer arguments by name.
         programs: the numbers of the programs to evaluate.
         grid: the whole launch.
-        max_iterations: how many iterations to evaluate at each loop's start, and again at its end; None: all. Those at
-            the end are skipped if the loop carries an integer to which it does not add a constant.
-        budget: the limits; this call's costs are subtracted from it.
+        max_iterations: how many iterations to evaluate at each loop's start, and again at its end. Those at the end
+            are skipped if the loop carries an integer to which it does not add a constant.
+
+    Returns:
+        The accesses, and the number of evaluated programs: fewer than requested if they take many paths.
 
     Raises:
         NotAnalyzed: control flow depends on data, or there is a while loop or a function that is not inlined.
-        TooLarge: the budget is exceeded.
     """
-    budget = budget or Budget()
     with torch.device("cpu"):
         try:
-            return _Evaluation(text, integers, programs, grid, max_iterations, budget).run()
+            return _Evaluation(text, integers, programs, grid, max_iterations).run(), len(programs)
         except _Divergent as divergence:
             (values,) = divergence.args
     same_path = [programs[values == value] for value in torch.unique(values)]
-    return [access for group in same_path for access in evaluate(text, integers, group, grid, max_iterations, budget)]
+    if len(same_path) > 2 * _FEW_PATHS:
+        same_path = same_path[:_FEW_PATHS] + same_path[-_FEW_PATHS:]
+    parts = [evaluate(text, integers, group, grid, max_iterations) for group in same_path]
+    return [access for accesses, _ in parts for access in accesses], sum(count for _, count in parts)
 
 
-def evaluate_sample(
-    text: str, integers: Mapping[str, int], grid: Grid, first: bool = False
-) -> tuple[list[Access], str]:
-    """Evaluate as much of a launch as bounded memory and time allow; with ``first``, only its first program.
+def evaluate_launch(text: str, integers: Mapping[str, int], grid: Grid) -> tuple[list[Access], bool]:
+    """Evaluate a small launch completely, and some programs of a large one: the first, the last, pairs of neighbors.
+
+    Long loops are evaluated in part (`Access.in_part`), so time and memory are bounded.
 
     Returns:
-        The accesses, and the evaluated part of the launch, "12 of 4,096 programs"; "" for the whole launch.
+        The accesses, and True if all programs were evaluated.
 
     Raises:
-        NotAnalyzed: as for `evaluate`, or a single program is too large.
+        NotAnalyzed: as for `evaluate`.
     """
-    count = 1 if first else math.prod(grid.sizes)
+    count = math.prod(grid.sizes)
     shapes = re.findall(r"tensor<((?:\d+x)+)!tt\.ptr", text)
     largest = max((math.prod(map(int, shape.split("x")[:-1])) for shape in shapes), default=1)
-    is_small = count * largest <= _MAX_ELEMENTS or count <= _FEW_PROGRAMS
-    generator = torch.Generator("cpu").manual_seed(0)
-    for few, iterations in (((count, None),) if is_small else _SAMPLES[:1]) + _SAMPLES[1:]:
-        with torch.device("cpu"):
-            programs = torch.arange(min(count, few))
-            if count > few:  # the first, the last, and random pairs of neighbors
-                inner = torch.randint(count - 1, (max(0, few // 2 - 1),), generator=generator)
-                programs = torch.unique(torch.cat([torch.tensor([0, count - 1]), inner, inner + 1]))[:few]
-        try:
-            accesses = evaluate(text, integers, programs, grid, iterations, Budget())
-        except TooLarge:
-            continue
-        parts = [f"{len(programs):,} of {count:,} programs"] if len(programs) < count else []
-        parts += [f"at most the first and the last {iterations} iterations of each loop"] if iterations else []
-        return accesses, ", ".join(parts)
-    raise NotAnalyzed("one program has too many addresses to evaluate")
+    with torch.device("cpu"):
+        programs = torch.arange(count)
+        if count > _FEW_PROGRAMS and count * largest > _MAX_ELEMENTS:
+            inner = torch.randint(count - 1, (_FEW_PROGRAMS // 2 - 1,), generator=torch.Generator().manual_seed(0))
+            programs = torch.unique(torch.cat([torch.tensor([0, count - 1]), inner, inner + 1]))
+    max_iterations = min(16, max(2, 2 * _MAX_ELEMENTS // (len(programs) * largest)))
+    accesses, evaluated = evaluate(text, integers, programs, grid, max_iterations)
+    return accesses, evaluated == count
 
 
 _MAX_ELEMENTS = 1 << 18  # in launches with at most this many elements, all programs are evaluated
 _FEW_PROGRAMS = 12  # number of programs evaluated in a larger launch
-_SAMPLES: tuple[tuple[int, int | None], ...] = ((_FEW_PROGRAMS, None), (_FEW_PROGRAMS, 8), (4, 4), (1, 2))
+_FEW_PATHS = 8  # number of paths evaluated at each end, if programs take more
 
 
 class _Evaluation:
@@ -291,10 +255,9 @@ class _Evaluation:
         integers: Mapping[str, int],
         programs: Tensor,
         grid: Grid,
-        max_iterations: int | None,
-        budget: Budget,
+        max_iterations: int,
     ) -> None:
-        self.programs, self.grid, self.max_iterations, self.budget = programs, grid, max_iterations, budget
+        self.programs, self.grid, self.max_iterations, self.in_part = programs, grid, max_iterations, False
         self.values: dict[str, Value] = {}
         self.order = self.barriers = 0
         self.accesses: list[Access] = []
@@ -326,7 +289,6 @@ class _Evaluation:
     def block(self, ops: list[Op]) -> Op | None:
         for op in ops:
             self.order += 1
-            self.budget.spend(operations=1)
             if op.name.startswith("cf."):
                 return op
             values = [self.values.get(operand, Value()) for operand in op.operands]
@@ -337,8 +299,6 @@ class _Evaluation:
             else:
                 loads = frozenset[str]().union(*(value.loads for value in values))
                 result = self.operation(op, values, loads)
-                if result.data is not None:
-                    self.budget.spend(elements=result.data.untyped_storage().nbytes() // result.data.itemsize)
                 self.values |= dict.fromkeys(op.results, result._replace(loads=loads | result.loads))
         return None
 
@@ -440,7 +400,6 @@ class _Evaluation:
         """Record an access. For a load, return a value with the load's name."""
         kind = "store" if op.name == "tt.store" else "atomic" if "atomic" in op.name else "load"
         (shape, itemsize, encoding, _), pointer = op.types[0], values[0]
-        self.budget.spend(accessed=len(self.programs) * math.prod(shape) * max(1, itemsize // 4))
         unknown = torch.ones([1] * (1 + len(shape)), dtype=torch.int64)
         mask_at = 1 if op.name == "tt.load" else 2
         mask = values[mask_at].data if len(values) > mask_at else unknown
@@ -465,6 +424,7 @@ class _Evaluation:
                 None if pointer.overflowed is None else expanded(pointer.overflowed),
                 self.programs,
                 self.barriers,
+                self.in_part,
             )
         )
         return Value(loads=result)
@@ -474,8 +434,9 @@ class _Evaluation:
         iterations = range(*(self.uniform(name, op) for name in (first, *op.operands[2:4])))
         names = [name for name, _ in carried]
         self.values |= {name: self.values.get(start, Value()) for name, start in carried}
-        most = self.max_iterations or len(iterations)
+        most, outside = self.max_iterations, self.in_part
         few = len(iterations) > 2 * most
+        self.in_part |= few
         before: list[Value] = []
         for i in [*range(most), *range(len(iterations) - most, len(iterations))] if few else range(len(iterations)):
             if few and i == len(iterations) - most:  # add the effect of the skipped iterations
@@ -492,6 +453,7 @@ class _Evaluation:
             self.values[counter] = Value(torch.tensor([iterations[i]]))
             self.block(op.regions[0])
             self.values |= zip(names, self.yielded, strict=False)
+        self.in_part = outside
         self.values |= {result: self.values[name] for result, name in zip(op.results, names, strict=False)}
 
     def branch(self, op: Op) -> None:
