@@ -27,7 +27,7 @@ GIVEN = {
     "migrate.md": """
         from types import SimpleNamespace
         layer = SimpleNamespace(submodules=SimpleNamespace())
-        ModuleSpec, moe_submodules, groups = SimpleNamespace, SimpleNamespace(), None
+        ModuleSpec, groups = SimpleNamespace, None
     """,
     "README.md": """
         import torch

@@ -102,8 +102,6 @@ def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:
             check_plain(tensor_node)
         check_float8(value_of(experts[1]), value_of(node).dtype, recipe)
         return
-    if name_of(node.target) == "fused_nn::grouped_mm":  # nn.GroupedMLP calls it if torch's grouped GEMMs do not run
-        check_float8(value_of(node.all_input_nodes[1]), value_of(node).dtype, recipe)
     _, weight, bias, transposed = arguments_of(analysis, node)
     for tensor_node in (node, weight, *node.all_input_nodes):
         if not (hasattr(value_of(tensor_node), "device_mesh") and RECIPES[recipe].scaling.takes_shards):

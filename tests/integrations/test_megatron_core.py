@@ -1,6 +1,6 @@
-"""Megatron core's GPT with our MLP and experts instead of its own. The tests compare outputs, gradients, marks and
-checkpoints (of models and optimizers, in both directions), also with DistributedOptimizer and pipeline stages.
-They need megatron-core, and psutil for saving. ``on_cpus`` replaces code that needs a GPU.
+"""Megatron core's GPT with our MLP instead of its own. The tests compare outputs, gradients, marks and checkpoints (of
+models and optimizers, in both directions), also with DistributedOptimizer. They need megatron-core, and psutil for
+saving. ``on_cpus`` replaces code that needs a GPU.
 """
 
 import contextlib
@@ -55,22 +55,19 @@ def with_steps(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
 def on_cpus() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils
 
     warnings.simplefilter("ignore")
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda *_: None
         torch.cuda.current_device = lambda: "cpu"  # device of new tensors
     CudaRNGStatesTracker.fork = lambda self, *_: contextlib.nullcontext()
-    # Without TransformerEngine, 0.16 lacks a name that it reads, and cannot load the state of torch's Adam.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    # Without TransformerEngine, 0.16 cannot load the state of torch's Adam.
     if DistributedOptimizer._set_main_param_and_optimizer_states is not with_steps:
         with_steps.load = DistributedOptimizer._set_main_param_and_optimizer_states
         DistributedOptimizer._set_main_param_and_optimizer_states = with_steps
 
 
-def setting(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -> tuple[Any, Any]:
+def setting(tp: int = 1, **flags: Any) -> tuple[Any, Any]:
     """Return (Megatron's configuration, its process groups)."""
     on_cpus()
     from megatron.core import parallel_state
@@ -78,14 +75,11 @@ def setting(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.destroy_model_parallel()
-    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    sizes |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-    parallel_state.initialize_model_parallel(**sizes)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, gated_linear_unit=True,
         activation_func=F.silu, use_cpu_initialization=True, gradient_accumulation_fusion=False, hidden_dropout=0.0,
-        attention_dropout=0.0, pipeline_dtype=torch.float32, deallocate_pipeline_outputs=True, **sizes,
-        **{"bias_activation_fusion": False, **flags},
+        attention_dropout=0.0, tensor_model_parallel_size=tp, **{"bias_activation_fusion": False, **flags},
     )  # fmt: skip
     return config, ProcessGroupCollection.use_mpu_process_groups()
 
@@ -96,29 +90,18 @@ def model(config: Any, groups: Any, use_ours: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    mlp = spec.submodules.mlp
-    released = isinstance(mlp, ModuleSpec)  # up to 0.16 a ModuleSpec, later its builder
-    if use_ours and config.num_moe_experts is None:
+    spec = get_gpt_layer_local_spec()
+    released = isinstance(spec.submodules.mlp, ModuleSpec)  # up to 0.16 a ModuleSpec, later its builder
+    if use_ours:
         spec.submodules.mlp = ModuleSpec(module=fnn.MLP, params={"pg_collection": groups}) if released else fnn.MLP
-    elif use_ours:
-        moe_submodules = mlp.submodules if released else mlp.keywords["submodules"]
-        moe_submodules.experts = ModuleSpec(module=fnn.GroupedMLP) if released else fnn.GroupedMLP
     torch.manual_seed(3)
-    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
-    sizes = {"vocab_size": 64, "max_sequence_length": 16}
-    return GPTModel(config, spec, pre_process=first, post_process=last, pg_collection=groups, **sizes)
-
-
-def losses_of(gpt: Any, seed: int = 0) -> Any:
-    """Return each token's loss, or, on a stage that is not the last, the next stage's input."""
-    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
-    mask = torch.triu(torch.ones(1, 1, 16, 16), 1).bool()
-    return gpt(ids, torch.arange(16).expand(2, 16), mask, labels=ids)
+    return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, pg_collection=groups)
 
 
 def loss_of(gpt: Any, seed: int = 0) -> Any:
-    return losses_of(gpt, seed).mean()
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
+    mask = torch.triu(torch.ones(1, 1, 16, 16), 1).bool()
+    return gpt(ids, torch.arange(16).expand(2, 16), mask, labels=ids).mean()
 
 
 def state_of(gpt: Any, optimizer: Any, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +143,7 @@ def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) ->
     from megatron.core import dist_checkpointing
 
     reference, fused = (model(config, groups, use_ours) for use_ours in (False, True))
-    kind = fnn.MLP if config.num_moe_experts is None else fnn.GroupedMLP
-    assert sum(isinstance(module, kind) for module in fused.modules()) == 2
+    assert sum(isinstance(module, fnn.MLP) for module in fused.modules()) == 2
 
     for separate_keys in (False, True):
         metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": separate_keys}
@@ -176,10 +158,9 @@ def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) ->
             loss.backward()
         fused_parameters = {name: p for name, p in fused.named_parameters()}
         for name, p in reference.named_parameters():
-            if name in fused_parameters:  # SequentialMLP names its parameters differently
-                torch.testing.assert_close(fused_parameters[name].grad, p.grad, rtol=1e-4, atol=1e-7, msg=name)
-                for mark in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
-                    assert getattr(fused_parameters[name], mark, None) == getattr(p, mark, None), (name, mark)
+            torch.testing.assert_close(fused_parameters[name].grad, p.grad, rtol=1e-4, atol=1e-7, msg=name)
+            for mark in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
+                assert getattr(fused_parameters[name], mark, None) == getattr(p, mark, None), (name, mark)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -244,22 +225,6 @@ def keeps(rank: int, ranks: int, folder: Path) -> None:
     actual = test_tools.row("megatron-core")[2]
     expected = f"{reference} → {fused_kib}, in eager mode; its own fused activation: {reference_fused}"
     assert actual == expected, f"the page has {actual!r}, and it is {expected!r}"
-
-
-@saving
-def experts(rank: int, ranks: int, folder: Path) -> None:
-    """Each rank has all experts, half of the experts, or half of each expert."""
-    shared = [{}, {"ep": 2}, {"etp": 2}]
-    for i, flags in enumerate(shared if ranks == 2 else shared[:1]):
-        config, groups = setting(
-            num_moe_experts=4,
-            moe_ffn_hidden_size=64,
-            moe_token_dispatcher_type="allgather",
-            moe_router_load_balancing_type="none",
-            add_bias_linear=False,
-            **flags,
-        )
-        trains_saves_and_loads(rank, create(rank, folder / f"experts{i}"), config, groups)
 
 
 @saving
@@ -342,76 +307,32 @@ def distributed_optimizer(rank: int, ranks: int, folder: Path) -> None:
     """Each rank has its own batches, and its part of the optimizer state."""
     from megatron.core import dist_checkpointing
 
-    mixture = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_router_load_balancing_type": "none"}
-    for i, flags in enumerate(({}, {"ep": ranks, "moe_token_dispatcher_type": "allgather", **mixture})):
-        config, groups = setting(add_bias_linear=False, **flags)
-        with OnCpus():
-            gpts = [model(config, groups, use_ours) for use_ours in (False, True)]
-            load_from_reference(rank, folder / f"weights{i}", {"dp_cp_group": groups.dp_cp}, *gpts)
-            reference, fused = map(Trained, gpts)
-            for step in range(3):
-                torch.testing.assert_close(
-                    fused.step(2 * step + rank), reference.step(2 * step + rank), rtol=1e-4, atol=0
-                )
-            # load into a fresh reference and a fresh fused model
-            saved_to = create(rank, folder / f"optimizer{i}")
-            dist_checkpointing.save(fused.state(groups), saved_to)
-            fresh = [Trained(model(config, groups, use_ours)) for use_ours in (False, True)]
-            for trained in fresh:
-                trained.step(7)  # creates the state to load into
-                loaded = dist_checkpointing.load(trained.state(groups, is_loading=True), saved_to)
-                trained.ddp.module.load_state_dict(loaded["model"])
-                trained.optimizer.load_state_dict(loaded["optimizer"])
-            expected = [
-                fused.step(seed + rank) for seed in (6, 8)
-            ]  # the first step uses the loaded state, the second step's loss depends on it
-            for trained in fresh:
-                torch.testing.assert_close([trained.step(seed + rank) for seed in (6, 8)], expected, rtol=1e-4, atol=0)
-
-
-@saving
-def stages(rank: int, ranks: int, folder: Path) -> None:
-    """Megatron's schedule runs a layer on each of two stages. A model without stages loads the checkpoint."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    def forward(batches: Any, gpt: Any) -> Any:
-        return losses_of(gpt, next(batches)), lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
-
-    config, groups = setting(pp=ranks, add_bias_linear=False)
-    gpts = [model(config, groups, use_ours) for use_ours in (False, True)]
-    reference, fused = gpts
-    load_from_reference(rank, folder / "weights", {"dp_cp_group": groups.dp_cp}, reference, fused)
-    losses_per_model: list[list[Any]] = []
-    for gpt in gpts:
-        with OnCpus():
-            schedule = {"seq_length": 16, "micro_batch_size": 2, "num_microbatches": 4, "forward_only": False}
-            losses = get_forward_backward_func()(
-                forward_step_func=forward, data_iterator=iter(range(4)), model=gpt, **schedule
-            )
-        losses_per_model.append([batch_loss["loss"] for batch_loss in losses])
-    assert len(losses_per_model[0]) == (4 if rank == ranks - 1 else 0)
-    torch.testing.assert_close(losses_per_model[1], losses_per_model[0], rtol=1e-6, atol=0)
-    named = dict(fused.named_parameters())
-    for name, p in reference.named_parameters():
-        torch.testing.assert_close(named[name].grad, p.grad, rtol=1e-4, atol=1e-7, msg=name)
-
-    saved_to = create(rank, folder / "stages")
-    dist_checkpointing.save({"model": fused.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})}, saved_to)
     config, groups = setting(add_bias_linear=False)
-    for use_ours in (False, True):
-        whole_model = model(config, groups, use_ours)
-        state = {"model": whole_model.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})}
-        whole_model.load_state_dict(dist_checkpointing.load(state, saved_to)["model"])
-        losses = [loss_of(whole_model, seed).detach() for seed in range(4)]
-        if rank == ranks - 1:
-            torch.testing.assert_close(losses, losses_per_model[1], rtol=1e-5, atol=0)
+    with OnCpus():
+        gpts = [model(config, groups, use_ours) for use_ours in (False, True)]
+        load_from_reference(rank, folder / "weights", {"dp_cp_group": groups.dp_cp}, *gpts)
+        reference, fused = map(Trained, gpts)
+        for step in range(3):
+            torch.testing.assert_close(fused.step(2 * step + rank), reference.step(2 * step + rank), rtol=1e-4, atol=0)
+        # load into a fresh reference and a fresh fused model
+        saved_to = create(rank, folder / "optimizer")
+        dist_checkpointing.save(fused.state(groups), saved_to)
+        fresh = [Trained(model(config, groups, use_ours)) for use_ours in (False, True)]
+        for trained in fresh:
+            trained.step(7)  # creates the state to load into
+            loaded = dist_checkpointing.load(trained.state(groups, is_loading=True), saved_to)
+            trained.ddp.module.load_state_dict(loaded["model"])
+            trained.optimizer.load_state_dict(loaded["optimizer"])
+        # the first step uses the loaded state, the second step's loss depends on it
+        expected = [fused.step(seed + rank) for seed in (6, 8)]
+        for trained in fresh:
+            torch.testing.assert_close([trained.step(seed + rank) for seed in (6, 8)], expected, rtol=1e-4, atol=0)
 
 
 GROUPS = {
-    "one": [keeps, dense, experts, mixed_linears],
-    "two": [mixed_linears, dense, experts],
-    "training": [distributed_optimizer, stages],
+    "one": [keeps, dense, mixed_linears],
+    "two": [mixed_linears, dense],
+    "training": [distributed_optimizer],
 }
 
 

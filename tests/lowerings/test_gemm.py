@@ -296,12 +296,6 @@ def test_unsupported_experts_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
 # ---- models that call fused operators --------------------------------------------------------------------------------
 
 
-def grouped(gemm: str = "bf16", **changes: Any) -> fnn.GroupedMLP:
-    torch.manual_seed(0)
-    flags = {"gated_linear_unit": True, "activation_func": F.silu, "params_dtype": torch.bfloat16} | changes
-    return fnn.GroupedMLP(3, fnn.MLPConfig(48, moe_ffn_hidden_size=80, **flags), gemm=gemm)
-
-
 def model_with_fused_calls() -> Any:
     """A model that calls this library: a function, a module with a dropout, and a module that requests float8."""
 
@@ -311,26 +305,6 @@ def model_with_fused_calls() -> Any:
 
     fused = fnn.FusedMLP(HIDDEN, FFN, gated=True, dropout=0.1), fnn.FusedMLP(HIDDEN, FFN, gemm="fp8-wgrad-bf16")
     return harness.Net(body, up=nn.Linear(HIDDEN, FFN), down=nn.Linear(FFN, HIDDEN), mlp=fused[0], float8=fused[1])
-
-
-@pytest.mark.slow
-@pytest.mark.codegen_is_slow
-@pytest.mark.parametrize("bias", (False, pytest.param(True, marks=pytest.mark.slow)))
-def test_grouped_mlps_follow_the_policy(bias: bool) -> None:
-    """Experts compute the same whether the policy or the module requests float8."""
-    module, rowwise = grouped(add_bias_linear=bias), grouped("fp8-rowwise", add_bias_linear=bias)
-    rowwise.load_state_dict(module.state_dict())
-    args = torch.randn(21, 48).bfloat16(), torch.tensor((5, 0, 16)), torch.rand(21)
-    eager, plain = (step(lambda *a, m=m: m(*a)[0], m, *args) for m in (rowwise, module))
-    by_policy = compiled(module, gemm="fp8-rowwise", strict=True)
-    torch._dynamo.reset()
-    by_itself = torch.compile(rowwise, backend="fused", fullgraph=True)
-    for fn, reference in ((by_policy, module), (by_itself, rowwise)):
-        got = step(lambda *a, f=fn: f(*a)[0], reference, *args)
-        assert max(map(distance, got, eager)) < 0.03
-        differences = sorted(map(distance, got, plain))
-        exact = differences[: int(bias)]  # no GEMM computes the gradient of the last bias
-        assert exact == [0.0] * bias and 1e-3 < differences[bias] <= differences[-1] < 0.12
 
 
 def test_called_operators_are_sites_if_float8_is_requested() -> None:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -182,17 +181,9 @@ def test_wrapped_hooked_and_parametrized_linears_are_called():
 @pytest.mark.parametrize(
     "arguments, error, words",
     [
-        ({"hidden": 0}, ValueError, "hidden=0 is not accepted"),
-        ({"ffn": 2.5}, TypeError, "ffn=2.5 is not accepted: it must be an integer from 1 on"),
-        ({"ffn": True}, TypeError, "ffn=True is not accepted"),
-        ({"hidden": None}, TypeError, "hidden=None is not accepted"),
         ({"activation": "mish"}, ValueError, "activation='mish'"),
         ({"activation": "swiglu"}, ValueError, "activation='swiglu' is not known: it is 'silu', gated (gated=True"),
         ({"activation": F.mish}, TypeError, "gelu_tanh"),
-        ({"gated": 1}, TypeError, "gated=1 is not accepted"),
-        ({"bias": None}, TypeError, "bias=None is not accepted"),
-        ({"dropout": 1.5}, ValueError, "dropout=1.5 is not accepted"),
-        ({"dropout": "x"}, TypeError, "dropout='x' is not accepted"),
         ({"memory": "tiled:4"}, ValueError, 'torch.nn.Linear in torch.compile(model, backend="fused"'),
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
     ],
@@ -201,14 +192,8 @@ def test_constructor_rejects_wrong_arguments(arguments, error, words):
     raises(error, re.escape(words), FusedMLP, **{"hidden": 8, "ffn": 16, **arguments})
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_wrong_widths_are_rejected(compiled):
+def test_one_graph_serves_any_number_of_tokens():
     mlp = FusedMLP(8, 16)
-    called = torch.compile(mlp, backend="eager", dynamic=False) if compiled else mlp
-    for shape in ((2, 7), (7,), (), (2, 3, 16)):
-        words = re.escape(f"x of shape {shape} is not accepted: it must be (..., 8)")
-        raises((ValueError, torch._dynamo.exc.TorchRuntimeError), words, called, torch.randn(shape))
-    raises(TypeError, "x of type list is not accepted: it must be a tensor", called, [1.0])
     dynamic = torch.compile(mlp, backend="eager", fullgraph=True, dynamic=True)
     for x in (torch.randn(3, 8), torch.randn(8), torch.randn(0, 8), torch.randn(2, 5, 8)):
         torch.testing.assert_close(dynamic(x), mlp(x))
@@ -223,11 +208,6 @@ def test_accepted_width_follows_the_weight_and_hooks():
     pruned = FusedMLP(8, 16)
     pruned.fc1.weight = nn.Parameter(pruned.fc1.weight[:, :6].detach())
     assert pruned(x[:, :6]).shape == (3, 8)
-
-
-def test_numpys_integers_are_sizes():
-    mlp = FusedMLP(np.int64(4), np.int32(8))
-    assert type(mlp.hidden) is type(mlp.ffn) is int and mlp(torch.randn(2, 4)).shape == (2, 4)
 
 
 def test_names_of_activations():

@@ -21,17 +21,16 @@ import torch.nn.functional as F
 from harness import raises
 
 from torch_fused_ops import distributed
-from torch_fused_ops.nn import MLP, ColumnParallelLinear, GroupedColumnParallelLinear, GroupedMLP, MLPSubmodules
-from torch_fused_ops.nn import RowParallelLinear as Row
+from torch_fused_ops.nn import MLP, ColumnParallelLinear, MLPSubmodules, RowParallelLinear
 
-HIDDEN, FFN, EXPERTS = 8, 12, 4
+HIDDEN, FFN = 8, 12
 KINDS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
 
 
 def config(**flags: Any) -> Any:
     """Return the attributes of Megatron's ``TransformerConfig`` that our modules read."""
-    attributes = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN, "activation_func": F.silu}
-    attributes |= {"gated_linear_unit": True, "add_bias_linear": True, "params_dtype": torch.float32}
+    attributes = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "activation_func": F.silu, "gated_linear_unit": True}
+    attributes |= {"add_bias_linear": True, "params_dtype": torch.float32}
     sizes = ("tensor_model_parallel_size", "expert_tensor_parallel_size", "expert_model_parallel_size")
     return SimpleNamespace(**{**attributes, **dict.fromkeys(sizes, 1), **flags})
 
@@ -40,15 +39,17 @@ def group(size: int, rank: int) -> Any:
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
-def collection(ep: tuple[int, int] = (1, 0)) -> Any:
-    single = group(1, 0)
-    return SimpleNamespace(tp=single, expt_tp=single, ep=group(*ep), expt_dp=single, dp_cp=single)
+def expert(**flags: Any) -> MLP:
+    return MLP(config(**flags), is_expert=True, ffn_hidden_size=FFN)
+
+
+GROUPS = SimpleNamespace(tp=group(1, 0))
 
 
 def test_transformer_layers_can_build_an_mlp() -> None:
     """``TransformerLayer`` calls a partial of ``as_mlp_submodule``, or the class itself."""
     for build in (partial(MLP.as_mlp_submodule, submodules=MLPSubmodules()), MLP):
-        mlp = build(config=config(), pg_collection=collection(), is_mtp_layer=False, name="decoder.0.mlp")
+        mlp = build(config=config(), pg_collection=GROUPS, is_mtp_layer=False, name="decoder.0.mlp")
         assert mlp(torch.randn(3, 2, HIDDEN))[0].shape == (3, 2, HIDDEN)
 
 
@@ -60,37 +61,27 @@ def test_custom_linears_get_name_and_groups() -> None:
             received["fc1"] = arguments["name"], arguments["pg_collection"]
             super().__init__(*sizes, **arguments)
 
-    class Grouped(GroupedColumnParallelLinear):
-        def __init__(self, *sizes: int, **arguments: Any) -> None:
-            received["grouped"] = arguments["name"], arguments["pg_collection"], "tp_group" in arguments
-            super().__init__(*sizes, **arguments)
-
-    groups = collection()
-    MLP(config(), MLPSubmodules(linear_fc1=First), name="mlp", pg_collection=groups)
-    submodules = SimpleNamespace(linear_fc1=Grouped, linear_fc2=Grouped, activation_func=None)
-    GroupedMLP(EXPERTS, config(), submodules, groups, "experts")  # MoELayer passes both by position, or by keyword
-    GroupedMLP(EXPERTS, config(), submodules, pg_collection=groups, name="experts")
-    assert received == {"fc1": ("mlp.linear_fc1", groups), "grouped": ("experts.linear_fc2", groups, False)}
+    MLP(config(), MLPSubmodules(linear_fc1=First), name="mlp", pg_collection=GROUPS)
+    assert received == {"fc1": ("mlp.linear_fc1", GROUPS)}
 
 
 @pytest.mark.parametrize(
-    ("build", "error", "words"),
+    ("build", "words"),
     [
-        (lambda: MLP(config(tensor_model_parallel_size=2)), ValueError, "tensor_model_parallel_size=2 .* tp_group"),
-        (lambda: GroupedMLP(2, config(expert_model_parallel_size=2)), ValueError, "expert_model_parallel_size=2 .* ep"),
-        (lambda: GroupedMLP(2, config(expert_tensor_parallel_size=2)), ValueError, "expert_tensor_parallel_size=2"),
-        (lambda: Row(4, 4, config=config(tensor_model_parallel_size=2)), ValueError, "tensor_model_parallel_size=2"),
-        (lambda: MLP(config(), pg_collection=3), TypeError, "pg_collection=3 is not accepted: .* process group tp"),
-        (lambda: GroupedMLP(2, config(), None, group(1, 0)), TypeError, "must have the process group expt_tp"),
-        (lambda: MLP(config(), name=3), TypeError, "name=3 is not accepted: it must be a string"),
+        (lambda: MLP(config(tensor_model_parallel_size=2)), "tensor_model_parallel_size=2 .* tp_group"),
+        (lambda: RowParallelLinear(4, 4, config=config(tensor_model_parallel_size=2)), "parallel_size=2"),
+        (lambda: MLP(config(), is_expert=True), "ffn_hidden_size=None is not accepted for an expert"),
+        (lambda: expert(moe_mlp_glu_interleave_size=32), "moe_mlp_glu_interleave_size=32 is not accepted"),
+        (lambda: expert(expert_model_parallel_size=2), "is_expert=True .* expert_model_parallel_size=2"),
+        (lambda: expert(expert_tensor_parallel_size=2), "is_expert=True .* expert_tensor_parallel_size=2"),
     ],
 )
-def test_missing_groups_and_wrong_arguments_are_rejected(build: Any, error: type, words: str) -> None:
-    raises(error, words, build)
+def test_missing_groups_and_unsupported_experts_are_rejected(build: Any, words: str) -> None:
+    raises(ValueError, words, build)
 
 
 def test_parameters_have_megatrons_marks() -> None:
-    """Clipping counts a parameter without ``tensor_model_parallel`` once; DDP reduces experts separately."""
+    """Clipping counts a parameter without ``tensor_model_parallel`` once."""
     mlp = MLP(config())
     marks = {name: [getattr(p, kind, None) for kind in KINDS] for name, p in mlp.named_parameters()}
     assert marks == {
@@ -99,28 +90,16 @@ def test_parameters_have_megatrons_marks() -> None:
         "linear_fc2.weight": [True, 1, 1, True],
         "linear_fc2.bias": [None, None, None, True],
     }
-    for flags, allreduce in (({}, True), ({"expert_model_parallel_size": 2}, False)):
-        experts = GroupedMLP(2, config(**flags), None, collection((2, 0)))
-        assert {p.allreduce for p in experts.parameters()} == {allreduce}
-        assert experts.linear_fc2.weight.partition_dim == 2
 
 
 def test_state_dicts_of_megatron_load() -> None:
-    """Megatron's state dict has an ``_extra_state`` per linear, and a weight and a bias per expert."""
-    mlp, experts = MLP(config()), GroupedMLP(EXPERTS, config())
+    """Megatron's state dict has an ``_extra_state`` per linear."""
+    mlp = MLP(config())
     megatron_state = {f"decoder.{name}": torch.randn_like(p) for name, p in mlp.named_parameters()}
     megatron_state |= {"decoder.linear_fc1._extra_state": None, "decoder.linear_fc2._extra_state": b""}
     outer = torch.nn.ModuleDict({"decoder": mlp})
     outer.load_state_dict(megatron_state)
     assert all(torch.equal(p, megatron_state[f"decoder.{name}"]) for name, p in mlp.named_parameters())
-
-    stacked = {name: torch.randn_like(p) for name, p in experts.named_parameters()}
-    megatron_state = {f"{name}{i}": t[i] for name, t in stacked.items() for i in range(EXPERTS)}
-    megatron_state |= {f"linear_fc1._extra_state{i or ''}": None for i in range(EXPERTS)}
-    experts.load_state_dict(megatron_state)
-    assert all(torch.equal(p, stacked[name]) for name, p in experts.named_parameters())
-    del megatron_state["linear_fc1.weight2"]
-    raises(RuntimeError, r"Missing key.*linear_fc1.weight", experts.load_state_dict, megatron_state)
 
 
 def numbered(shape: tuple[int, ...], start: int) -> torch.Tensor:
@@ -128,28 +107,26 @@ def numbered(shape: tuple[int, ...], start: int) -> torch.Tensor:
 
 
 def test_checkpoints_in_megatrons_format_load(tmp_path: Path) -> None:
-    """Megatron stacks layers and experts, and stores [gate; up] with all gate rows first.
+    """Megatron stacks layers, and stores [gate; up] with all gate rows first.
 
-    ``TransformerBlock``, ``MLP`` and ``TEGroupedMLP`` of Megatron core write these keys and shapes. A checkpoint also
-    has ``common_state`` and extra states.
+    ``TransformerBlock`` and ``MLP`` of Megatron core write these keys and shapes. A checkpoint also has
+    ``common_state`` and extra states.
     """
-    layers, layer = 3, 1
-    mlp, experts = "decoder.layers.mlp.", "decoder.layers.mlp.experts.experts."
+    layers, layer, prefix = 3, 1, "decoder.layers.mlp."
     page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text(encoding="utf-8")
-    assert f'mlp.sharded_state_dict("{mlp}", ((0, layer, layers),))' in page and f'`"{experts}"`' in page
+    assert f'mlp.sharded_state_dict("{prefix}", ((0, layer, layers),))' in page
     shapes = {"linear_fc1.weight": (2 * FFN, HIDDEN), "linear_fc1.bias": (2 * FFN,)}
     shapes |= {"linear_fc2.weight": (HIDDEN, FFN), "linear_fc2.bias": (HIDDEN,)}
     written: dict[str, torch.Tensor] = {}
     for key, shape in shapes.items():
-        for prefix, stacked in ((mlp, (layers,)), (experts, (layers, EXPERTS))):
-            written[prefix + key] = numbered((*stacked, *shape), 10**6 * len(written))
-    other_entries = {"common_state/shard_0_1": {"args": 1}, f"{mlp}linear_fc1._extra_state/shard_1_3": b""}
+        written[prefix + key] = numbered((layers, *shape), 10**6 * len(written))
+    other_entries = {"common_state/shard_0_1": {"args": 1}, f"{prefix}linear_fc1._extra_state/shard_1_3": b""}
     dcp.save({**written, **other_entries}, checkpoint_id=tmp_path)
 
-    for module, prefix in ((MLP(config()), mlp), (GroupedMLP(EXPERTS, config()), experts)):
-        dcp.load(module.sharded_state_dict(prefix, ((0, layer, layers),)), checkpoint_id=tmp_path)
-        for name, p in module.named_parameters():
-            assert torch.equal(p, written[prefix + name][layer])
+    mlp = MLP(config())
+    dcp.load(mlp.sharded_state_dict(prefix, ((0, layer, layers),)), checkpoint_id=tmp_path)
+    for name, p in mlp.named_parameters():
+        assert torch.equal(p, written[prefix + name][layer])
 
 
 @dataclass
@@ -289,74 +266,8 @@ def test_sharded_entries_of_an_mlp_cover_it_once(
                 assert torch.equal(entry.merge_fn([piece.data for piece in entry.build()]), entry.data)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("separate_keys", [False, True])
-@pytest.mark.parametrize("offsets", [(), ((0, 2, 5),)], ids=["alone", "layers"])
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_sharded_entries_of_experts_cover_them_once(
-    megatron: None, gated: bool, separate_keys: bool, offsets: Any, tp: int, ep: int
-) -> None:
-    """``TEGroupedMLP`` writes the same entries: with an expert axis after the layer axis, or a key per expert."""
-    mlp_config = config(gated_linear_unit=gated)
-    all_experts, shards = GroupedMLP(EXPERTS, mlp_config), []
-    num_local = EXPERTS // ep
-    for rank in range(ep):
-        local_experts = GroupedMLP(num_local, mlp_config, None, collection((ep, rank)))
-        local_experts.load_state_dict(
-            {k: t[rank * num_local : (rank + 1) * num_local] for k, t in all_experts.state_dict().items()}
-        )
-        shards += [shard_of(local_experts, tp, i) for i in range(tp)]
-    replicas = group(3, 2)  # belongs to the dense layers
-    metadata = {"dp_cp_group": replicas, "singleton_local_shards": separate_keys}
-    states = [module.sharded_state_dict("mlp.experts.", offsets, metadata) for module in shards]
-    actual, objects = written_by(states)
-    expected, states_of = {}, set()
-    for name, p in all_experts.named_parameters():
-        linear = name.split(".")[0]
-        halves = [("_w", 0), ("_v", 1)] if gated and separate_keys and linear == "linear_fc1" else [("", None)]
-        for suffix, half in halves:
-            for e in range(EXPERTS) if separate_keys else [None]:
-                number = "" if e is None else f"{e}."
-                t = p.detach() if e is None else p.detach()[e]
-                expected[f"mlp.experts.experts.{number}{name}{suffix}"] = t if half is None else t.chunk(2)[half]
-        for e in range(EXPERTS):
-            places = [place[1:] for place in offsets] + ([] if separate_keys else [(e, EXPERTS)])
-            places = places or [(0, 1)]
-            number = f"{e}." if separate_keys else ""
-            states_of.add(
-                f"mlp.experts.experts.{number}{linear}._extra_state {tuple(i for i, _ in places)} of "
-                f"{tuple(n for _, n in places)}"
-            )
-    assert actual.keys() == expected.keys() and objects == dict.fromkeys(states_of, 1)
-    for key, t in actual.items():
-        assert torch.equal(t[2] if offsets else t, expected[key]), key
-    for module, state in zip(shards, states, strict=True):
-        assert all(f"mlp.experts.{name}" in state for name, _ in module.named_parameters())
-        for name, p in module.named_parameters():
-            entry = state[f"mlp.experts.{name}"]
-            assert entry.data is p
-            if isinstance(entry, Factory):
-                assert torch.equal(entry.merge_fn([piece.data for piece in entry.build()]), p)
-
-
-def test_grouped_linears_save_an_entry_per_expert(megatron: None) -> None:
-    """``TEGroupedMLP`` needs an entry per expert from its linears, weight0, weight1, …, and splits it itself."""
-    linear = GroupedColumnParallelLinear(2, HIDDEN, FFN, config=config(), pg_collection=collection((2, 1)))
-    state = linear.sharded_state_dict("linear_fc1.", ((0, 1, 3),), {"dp_cp_group": group(1, 0)})
-    names = {"weight0", "weight1", "bias0", "bias1", "_extra_state", "_extra_state1"}
-    assert state.keys() == {f"linear_fc1.{name}" for name in names}
-    entry = state["linear_fc1.weight1"]
-    assert entry.key == "linear_fc1.weight" and torch.equal(entry.data, linear.weight[1])
-    assert entry.global_shape == (3, 4, FFN, HIDDEN) and entry.global_offset == (1, 3, 0, 0)
-    metadata = {"dp_cp_group": group(1, 0), "singleton_local_shards": True}
-    state = linear.sharded_state_dict("linear_fc1.", (), metadata)
-    assert [state[f"linear_fc1.weight{i}"].key for i in (0, 1)] == ["2.linear_fc1.weight", "3.linear_fc1.weight"]
-
-
 def test_unsupported_state_is_rejected(megatron: None) -> None:
     metadata = {"dp_cp_group": group(1, 0)}
-    experts = GroupedMLP(2, config(), ep_group=group(2, 0))
-    raises(ValueError, r"an ep_group alone .* pg_collection.expt_dp", experts.sharded_state_dict, "", (), metadata)
     entry = MLP(config()).linear_fc1.sharded_state_dict("", (), metadata)["weight"]
     with pytest.raises(TypeError, match=r"original_sh_ten of type .*Sharded is not accepted"):
         distributed.apply_swiglu_sharded_factory(entry, ())

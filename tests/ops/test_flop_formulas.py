@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from torch_fused_ops import functional
 from torch_fused_ops.families.float8.recipes import RECIPES
-from torch_fused_ops.nn import GroupedMLP, MLPConfig
 from torch_fused_ops.operators import flop_formulas
 from torch_fused_ops.virtual_gpu import work
 
@@ -44,13 +43,6 @@ def test_experts() -> None:
     product = 2 * M * N * K
     of_torch = product if torch.ops.aten._grouped_mm in flop_registry else 0
     assert counted(lambda: functional.grouped_linear_fp8(x, w, ends)) == (product, 2 * product + of_torch)
-
-
-def test_this_library_s_experts() -> None:
-    mlp = GroupedMLP(3, MLPConfig(K, moe_ffn_hidden_size=N, add_bias_linear=False))
-    x = torch.randn(M, K, requires_grad=True)
-    layer = 2 * M * N * K
-    assert counted(lambda: mlp(x, torch.tensor([100, 0, 156]))[0]) == (2 * layer, 6 * layer)
 
 
 def test_float8_counts_less_in_times() -> None:

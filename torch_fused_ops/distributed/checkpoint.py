@@ -54,7 +54,7 @@ class Layout:
         shape: shape of the whole tensor.
         axis: the sharded axis.
         runs: the rows of the whole tensor that make up the rank's shard, in the shard's order.
-        start: offset of the local tensor in that shard, by axis. It is 0 unless FSDP or expert parallelism shards it.
+        start: offset of the local tensor in that shard, by axis. It is 0 unless FSDP shards it.
         offsets: axes that the checkpoint has in front of the axes of ``shape``.
     """
 
@@ -93,13 +93,8 @@ class ShardedTensor(Tensor):
         spec: ShardSpec | None = None,
         parallel: TensorParallel | None = None,
         offsets: Offsets = (),
-        experts: tuple[int, int] | None = None,
     ) -> ShardedTensor:
-        """Wrap a parameter that the ranks of ``parallel`` shard.
-
-        Args:
-            experts: (this rank's first expert, number of all experts) if the first axis stacks experts, otherwise None.
-        """
+        """Wrap a parameter that the ranks of ``parallel`` shard."""
         spec, local = spec or ShardSpec(None), parameter.detach()
         shard_shape, start = local.shape, (0,) * local.ndim
         if isinstance(local, DTensor):
@@ -108,9 +103,6 @@ class ShardedTensor(Tensor):
                 raise ValueError(f"a DTensor placed as {placements} is not accepted: it must come from FSDP")
             _, start = compute_local_shape_and_global_offset(shard_shape, local.device_mesh, placements)
             local = local.to_local()
-        if experts is not None:
-            start = (start[0] + experts[0], *start[1:])
-            shard_shape = torch.Size((experts[1], *shard_shape[1:]))
         ranks, rank = (1, 0) if parallel is None or spec.axis is None else (parallel.size, parallel.rank)
         axis = spec.axis or 0
         shape = torch.Size(n * ranks if i == axis else n for i, n in enumerate(shard_shape))
@@ -169,8 +161,7 @@ def apply_swiglu_sharded_factory(
     """Return a packed [gate; up] parameter's shards by key, so that the whole tensor has all gate rows first.
 
     Args:
-        original_sh_ten: an entry of ``Linear.sharded_state_dict``, sharded along its first axis (the second if experts
-            are stacked). Each rank's shard is [gate_r; up_r].
+        original_sh_ten: an entry of ``ColumnParallelLinear.sharded_state_dict``. Each rank's shard is [gate_r; up_r].
         sharded_offsets: axes that the checkpoint has in front of the parameter's axes.
         singleton_local_shards: save gate and up as two tensors, ``{key}_w`` and ``{key}_v``.
 

@@ -34,18 +34,15 @@ class TensorParallel:
     Args:
         group: the processes.
         sequence_parallel: True if each rank's input and output have only its own tokens, sharded along the first axis.
-        summed_outside: if True, communicate nothing, since the caller sums the outputs and input gradients over ranks.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, *, sequence_parallel: bool = False, summed_outside: bool = False
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         available = {"cpu", accelerator.type if accelerator is not None else "cpu"}
         kinds = [device.type for device in group._device_types if device.type in available]
         self.meshes = {kind: DeviceMesh.from_group(group, kind) for kind in kinds}
         self.size, self.rank = group.size(), group.rank()
-        self.sequence_parallel, self.summed_outside = sequence_parallel, summed_outside
+        self.sequence_parallel = sequence_parallel
         self._outside: Any = Shard(0) if sequence_parallel else Replicate()
 
     def _any_mesh(self, t: Tensor) -> DeviceMesh:
@@ -59,11 +56,11 @@ class TensorParallel:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return x for all tokens, gathered if tokens are sharded. Backward sums the ranks' gradients."""
-        return x if self.summed_outside else self._redistribute(x, self._outside, Replicate(), [Partial()])
+        return self._redistribute(x, self._outside, Replicate(), [Partial()])
 
     def leave(self, y: Tensor) -> Tensor:
         """Sum y over ranks. If tokens are sharded, each rank gets the sum for its own tokens."""
-        return y if self.summed_outside else self._redistribute(y, Partial(), self._outside)
+        return self._redistribute(y, Partial(), self._outside)
 
     def _redistribute(self, local: Tensor, before: Any, after: Any, grad_placements: Any = None) -> Tensor:
         t = DTensor.from_local(local, self.meshes[local.device.type], [before], run_check=False)

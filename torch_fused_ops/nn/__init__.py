@@ -1,20 +1,9 @@
-"""Modules (Megatron core's MLP and experts, and a plain MLP), and ``replace_mlps`` for existing models."""
+"""Modules (Megatron core's MLP, and a plain MLP), and ``replace_mlps`` for existing models."""
 
 from torch_fused_ops.nn.config import MLPConfig
-from torch_fused_ops.nn.experts import (
-    GroupedLinearBuilder,
-    GroupedLinearInterface,
-    GroupedMLP,
-    GroupedMLPSubmodules,
-    Permuted,
-    permute,
-    unpermute,
-)
 from torch_fused_ops.nn.fused_mlp import FusedMLP
 from torch_fused_ops.nn.linear import (
     ColumnParallelLinear,
-    GroupedColumnParallelLinear,
-    GroupedRowParallelLinear,
     RowParallelLinear,
 )
 from torch_fused_ops.nn.mlp import (
@@ -33,24 +22,15 @@ __all__ = [
     "MLP",
     "ColumnParallelLinear",
     "FusedMLP",
-    "GroupedColumnParallelLinear",
-    "GroupedLinearBuilder",
-    "GroupedLinearInterface",
-    "GroupedMLP",
-    "GroupedMLPSubmodules",
-    "GroupedRowParallelLinear",
     "LinearFc1Builder",
     "LinearFc1Interface",
     "LinearFc2Builder",
     "LinearFc2Interface",
     "MLPConfig",
     "MLPSubmodules",
-    "Permuted",
     "Replacements",
     "RowParallelLinear",
     "TEActivationFunctionBuilder",
     "TEActivationFunctionInterface",
-    "permute",
     "replace_mlps",
-    "unpermute",
 ]

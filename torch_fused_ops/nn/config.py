@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -32,14 +30,8 @@ class MLPConfig:
             torch.nn module for such a function, a supported activation's name, or any other callable on tensors.
         activation_func_clamp_value: the upper bound of gate, and the bound of up on both sides. GLUs only.
         glu_linear_offset: added to up. GLUs only.
-        bias_activation_fusion: ignored. In Megatron it changes gelu (fused: tanh form, unfused: erf form); here
-            ``F.gelu`` is always the erf form.
         activation_func_fp8_input_store: the same as ``memory="fp8"``: save the activation's input in float8.
         use_te_activation_func: use the activation module that ``MLPSubmodules.activation_func`` builds.
-        moe_ffn_hidden_size: the default of an expert's ffn_hidden_size.
-        moe_latent_size: input and output size of an expert; None means hidden_size.
-        moe_apply_probs_on_input: ``GroupedMLP`` multiplies its input, not the activation, by the probabilities.
-        moe_router_topk: experts per token; must be 1 with moe_apply_probs_on_input.
         delay_wgrad_compute: backward computes only input gradients; ``backward_dw()`` computes the weight gradients.
         sequence_parallel: with a tp_group, the MLP's input and output are sharded by tokens, along the first axis.
         init_method, output_layer_init_method: functions that fill the first and the second weight in place; if
@@ -56,13 +48,8 @@ class MLPConfig:
     activation_func: Callable[[Tensor], Tensor] | str = F.gelu
     activation_func_clamp_value: float | None = None
     glu_linear_offset: float = 0.0
-    bias_activation_fusion: bool = True
     activation_func_fp8_input_store: bool = False
     use_te_activation_func: bool = False
-    moe_ffn_hidden_size: int | None = None
-    moe_latent_size: int | None = None
-    moe_apply_probs_on_input: bool = False
-    moe_router_topk: int = 2
     delay_wgrad_compute: bool = False
     sequence_parallel: bool = False
     init_method: Callable[[Tensor], Any] | None = None
@@ -100,128 +87,34 @@ def activation_name(activation: Any, argument: str = "activation") -> str | None
         return None
 
 
-class _Accepted(NamedTuple):
-    is_accepted: Callable[[Any], bool]
-    description: str
-
-
-def _index(value: Any) -> int | None:
-    try:
-        return operator.index(value)  # accepts numpy's integer types
-    except TypeError:
-        return None
-
-
-def _has(*names: str) -> Callable[[Any], bool]:
-    return lambda value: all(hasattr(value, name) for name in names)
-
-
-_SIZE = _Accepted(lambda v: not isinstance(v, bool) and _index(v) is not None, "an integer from 1 on")
-_FLAG = _Accepted(lambda v: _index(v) in (0, 1), "True or False")
-_NUMBER = _Accepted(lambda v: not isinstance(v, bool) and isinstance(v, numbers.Real), "a number")
-_FILL = _Accepted(callable, "a function that fills a tensor in place")
-_GROUP = _Accepted(_has("size", "rank"), "a torch.distributed.ProcessGroup; mesh.get_group() gives one")
-
-_OF_TYPE = {"int": _SIZE, "bool": _FLAG, "float": _NUMBER}
-# Checks of config attributes and module arguments, by name. ``checked`` accepts any value for other names.
-_ACCEPTED = {
-    **{f.name: _OF_TYPE[kind] for f in fields(MLPConfig) if (kind := str(f.type).removesuffix(" | None")) in _OF_TYPE},
-    "config": _Accepted(_has("hidden_size"), "an MLPConfig, or an object with its attributes, hidden_size at least"),
-    "submodules": _Accepted(
-        _has("linear_fc1", "linear_fc2", "activation_func"), "an object with the attributes of MLPSubmodules"
-    ),
-    "activation_func": _Accepted(lambda v: isinstance(v, str) or callable(v), "a function, a module or a name"),
-    "params_dtype": _Accepted(lambda v: isinstance(v, torch.dtype), "a torch.dtype"),
-    **dict.fromkeys(("init_method", "output_layer_init_method"), _FILL),
-    **dict.fromkeys(("tp_group", "ep_group"), _GROUP),
-    "name": _Accepted(lambda v: isinstance(v, str), "a string"),
-    "is_expert": _FLAG,
-    **dict.fromkeys(("input_size", "output_size", "num_local_experts", "hidden", "ffn"), _SIZE),
-}
-
-
-def checked(name: str, value: Any, required: bool = False) -> Any:
-    """Check the value of an attribute or argument; return sizes as int, flags as bool. Unless required, it may be None.
-
-    Raises:
-        TypeError, ValueError: the value is not accepted, or is a size below 1.
-    """
-    accepted = _ACCEPTED.get(name)
-    if accepted is None or (value is None and not required):
-        return value
-    if not accepted.is_accepted(value):
-        raise TypeError(f"{name}={value!r} is not accepted: it must be {accepted.description}")
-    if accepted is _FLAG:
-        return bool(value)
-    if accepted is not _SIZE:
-        return value
-    if (size := operator.index(value)) < 1:
-        raise ValueError(f"{name}={value!r} is not accepted: it must be {accepted.description}")
-    return size
-
-
 _DEFAULTS = {f.name: f.default for f in fields(MLPConfig)}
 
 
 def read(config: Any, name: str) -> Any:
-    """Return an attribute of our or Megatron's config, or its default if it is missing or None.
-
-    Raises:
-        TypeError, ValueError: ``checked`` does not accept the value.
-    """
-    value = checked(name, getattr(config, name, None))
+    """Return an attribute of our or Megatron's config, or its default if it is missing or None."""
+    value = getattr(config, name, None)
     return _DEFAULTS[name] if value is None else value
 
 
-class ParallelGroups(NamedTuple):
-    """The process groups of a module.
-
-    Attributes:
-        tp: tensor parallelism: the processes that shard a weight, or an expert's weight.
-        ep: expert parallelism: the processes among which experts are distributed.
-        expt_dp: data parallelism of experts: the processes with replicas of the same experts.
-    """
-
-    tp: torch.distributed.ProcessGroup | None = None
-    ep: torch.distributed.ProcessGroup | None = None
-    expt_dp: torch.distributed.ProcessGroup | None = None
-
-
-def read_groups(
-    config: Any,
-    is_expert: bool,
-    tp_group: torch.distributed.ProcessGroup | None = None,
-    ep_group: torch.distributed.ProcessGroup | None = None,
-    pg_collection: Any = None,
-    grouped: bool = False,
-) -> ParallelGroups:
-    """Read a module's groups from its arguments, or from Megatron's ``ProcessGroupCollection``.
-
-    Args:
-        grouped: True if the module has several experts, and so may have an ep group.
+def read_group(
+    config: Any, is_expert: bool, tp_group: torch.distributed.ProcessGroup | None, pg_collection: Any
+) -> torch.distributed.ProcessGroup | None:
+    """Return the processes that shard a weight, from the argument or from Megatron's ``ProcessGroupCollection``.
 
     Raises:
-        TypeError: an argument is not a group, or pg_collection lacks a group.
-        ValueError: the config sets a parallel size above 1, but the group is missing.
+        ValueError: the config sets a parallel size above 1, but the group is missing; or it shards experts.
     """
-    groups = {"tp": checked("tp_group", tp_group), "ep": checked("ep_group", ep_group)}
-    names = {"tp": ("expt_tp", "expert_tensor_parallel_size") if is_expert else ("tp", "tensor_model_parallel_size")}
-    if grouped:
-        names["ep"] = "ep", "expert_model_parallel_size"
-    for kind, (name, flag) in names.items():
-        if pg_collection is not None:
-            if groups[kind] is None and not hasattr(pg_collection, name):
-                raise TypeError(
-                    f"pg_collection={pg_collection!r} is not accepted: it must have the process group {name}, as "
-                    "Megatron's ProcessGroupCollection has it"
-                )
-            groups[kind] = groups[kind] or checked(f"{kind}_group", getattr(pg_collection, name, None))
-        size = getattr(config, flag, None) or 1
-        if size > 1 and groups[kind] is None:
+    group = pg_collection.tp if tp_group is None and pg_collection is not None else tp_group
+    for kind in ("tensor_model", "expert_tensor", "expert_model"):
+        size = getattr(config, f"{kind}_parallel_size", None) or 1
+        if size > 1 and is_expert:
+            raise ValueError(f"is_expert=True is not accepted with {kind}_parallel_size={size}: it must be 1")
+        if size > 1 and kind == "tensor_model" and group is None:
             raise ValueError(
-                f"{flag}={size} is not accepted without {kind}_group or pg_collection: global state is not read"
+                f"{kind}_parallel_size={size} is not accepted without tp_group or pg_collection: global state is not "
+                "read"
             )
-    return ParallelGroups(**groups, expt_dp=getattr(pg_collection, "expt_dp", None))
+    return group
 
 
 class Activation(NamedTuple):
@@ -307,16 +200,10 @@ def read_memory(config: Any, fused: bool) -> str:
     return str(memory)
 
 
-# Megatron's flags that set precisions, with the value of each that is accepted; unset flags always are.
-_PRECISION = {"fp8": None, "fp4": None, "quant_recipe": None}
-_PRECISION_OF_EXPERTS = {**_PRECISION, "moe_dispatch_fwd_dtype": "bf16", "moe_combine_bwd_dtype": "bf16"}
-
-
-def check_precision(config: Any, experts: bool) -> None:
-    """Raise ValueError if the config sets one of Megatron's precision flags to a value that is not accepted."""
-    for flag, accepted in (_PRECISION_OF_EXPERTS if experts else _PRECISION).items():
-        value = getattr(config, flag, None)
-        if value and value != accepted:
+def check_precision(config: Any) -> None:
+    """Raise ValueError if the config sets one of Megatron's precision flags."""
+    for flag in ("fp8", "fp4", "quant_recipe"):
+        if value := getattr(config, flag, None):
             raise ValueError(
                 f"{flag}={value!r} is not accepted: GEMMs run in the tensors' dtypes, or in autocast's dtype. "
                 "memory='fp8' saves activations in float8"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -10,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import activations, functional
-from torch_fused_ops.nn._gemms import check_gemm, check_shape, linear
+from torch_fused_ops.nn._gemms import check_gemm, linear
 from torch_fused_ops.nn._memory import run_at_level
-from torch_fused_ops.nn.config import Activation, activation_name, check_memory, checked
+from torch_fused_ops.nn.config import Activation, activation_name, check_memory
 
 
 def untouched(module: nn.Module) -> bool:
@@ -67,14 +66,6 @@ class FusedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        hidden, ffn = checked("hidden", hidden, required=True), checked("ffn", ffn, required=True)
-        for name, flag in (("gated", gated), ("bias", bias)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}={flag!r} is not accepted: it must be True or False")
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
-            raise TypeError(f"dropout={dropout!r} is not accepted: it must be a number from 0 to 1")
-        if not (math.isfinite(dropout) and 0 <= dropout <= 1):
-            raise ValueError(f"dropout={dropout!r} is not accepted: it must be from 0 to 1")
         check_memory(memory)
         check_gemm(gemm, hidden=hidden, ffn=ffn)
         known = activation_name(activation)
@@ -106,7 +97,6 @@ class FusedMLP(nn.Module):
         first: Callable[[Tensor], Tensor] = fc1
         if type(fc1) is nn.Linear and untouched(fc1):
             weight, bias = fc1.weight, fc1.bias  # read now: functional_call restores its module before backward
-            check_shape("x", x, weight.shape[1:], "...")
             first = lambda x: linear(self.gemm, x, weight)  # noqa: E731
         elif memory == "input":
             memory = "free"

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops.nn._gemms import DENSE, check_gemm, check_shape
+from torch_fused_ops.nn._gemms import check_gemm
 from torch_fused_ops.nn._memory import run_at_level
 from torch_fused_ops.nn.config import (
     check_precision,
-    checked,
     read,
     read_activation,
-    read_groups,
+    read_group,
     read_memory,
 )
 from torch_fused_ops.nn.fused_mlp import untouched
-from torch_fused_ops.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, bias_for_caller
+from torch_fused_ops.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear, bias_for_caller
 
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.checkpoint import Offsets
@@ -115,176 +114,25 @@ class MLPSubmodules:
     activation_func: TEActivationFunctionBuilder | None = None
 
 
-class _Block(nn.Module):
-    """Base class of ``MLP`` and ``GroupedMLP``: two linears and the activation between them, built from a config."""
-
-    linear_fc1: Any
-    linear_fc2: Any
-    activation_func: Any
-    num_local_experts: int
-    _grouped = False
-
-    def __init__(self, config: Any, experts: bool) -> None:
-        super().__init__()
-        checked("config", config, required=True)
-        check_precision(config, experts)
-        self.config = config
-        self._activation = read_activation(config)
-
-    def _build(
-        self, submodules: Any, sizes: tuple[int, int, int], first: dict[str, Any], second: dict[str, Any], gemm: str
-    ) -> None:
-        """Build the linears and the activation module, and read the memory level.
-
-        Args:
-            sizes: (input size, ffn size, output size).
-            first, second: further arguments for the builders of the first and the second linear.
-            gemm: precision of both linears, which ``check_gemm`` has accepted.
-        """
-        config, (input_size, ffn, output_size) = self.config, sizes
-        of_experts = (self.num_local_experts,) if self._grouped else ()
-        gated = self._activation.gated
-        self.linear_fc1 = submodules.linear_fc1(
-            *of_experts,
-            input_size,
-            ffn * 2 if gated else ffn,
-            init_method=read(config, "init_method"),
-            tp_comm_buffer_name="fc1",
-            stride=2 if gated else 1,
-            **first,
-        )
-        self.activation_func = None
-        if read(config, "use_te_activation_func"):
-            builder, where = submodules.activation_func, "GroupedMLPSubmodules" if self._grouped else "MLPSubmodules"
-            if builder is None:
-                raise ValueError(
-                    f"use_te_activation_func=True is not accepted without {where}.activation_func, its builder"
-                )
-            self.activation_func = builder(config=config)
-        self._memory = read_memory(config, self._activation.name is not None and self.activation_func is None)
-        self.linear_fc2 = submodules.linear_fc2(
-            *of_experts,
-            ffn,
-            output_size,
-            init_method=read(config, "output_layer_init_method"),
-            tp_comm_buffer_name="fc2",
-            **second,
-        )
-        self.gemm = gemm
-        for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
-            if isinstance(linear, Linear):
-                linear.set_gemm(gemm)
-            elif gemm != "bf16":
-                raise ValueError(
-                    f"gemm={gemm!r} is not accepted with a {child} of type {type(linear).__name__}: it must be a "
-                    "linear of torch_fused_ops.nn"
-                )
-
-    def _run(self, x: Tensor, scale: Tensor | None, *groups: Any) -> tuple[Tensor, Tensor | None]:
-        """Return fc2's result, and the bias that the caller must add. Both linears get ``groups`` as arguments."""
-        biases: dict[str, Tensor | None] = {}
-        fc1 = self.linear_fc1
-        parallel = fc1.parallel if isinstance(fc1, Linear) else None
-        entered: dict[str, Any] = {}
-        if parallel is not None:  # if ``first`` did this, backward might gather again
-            x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
-
-        level = self._memory
-        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # FSDP2's hooks gather parameters at every call
-        if level == "input" and not (untouched(fc1) or by_fsdp):
-            level = "free"  # a hook may do something else when backward calls it
-        in_forward = dict(fc1.named_parameters()) if level == "input" and not by_fsdp else {}
-
-        def first(x: Tensor) -> Tensor:
-            h: Tensor
-            # Backward recomputes after a functional_call around this module has ended, so pass forward's parameters.
-            if in_forward and any(p is not in_forward[name] for name, p in fc1.named_parameters()):
-                h, biases["fc1"] = torch.func.functional_call(fc1, in_forward, (x, *groups), entered)
-            else:
-                h, biases["fc1"] = fc1(x, *groups, **entered)
-            return h
-
-        def activate(h: Tensor) -> Tensor:
-            if self.activation_func is None:
-                return self._activation(h, biases["fc1"], scale)
-            y: Tensor = self.activation_func(h if biases["fc1"] is None else h + biases["fc1"])
-            return y if scale is None else (y * scale.unsqueeze(-1)).to(y.dtype)
-
-        def second(a: Tensor) -> Tensor:
-            y: Tensor
-            y, biases["fc2"] = self.linear_fc2(a, *groups)
-            return y
-
-        def reads() -> Iterator[tuple[str, Tensor | None]]:
-            yield "per_token_scale", scale
-            yield from fc1.named_parameters("linear_fc1")
-            yield from () if self.activation_func is None else self.activation_func.named_parameters("activation_func")
-
-        unknown = self.activation_func is not None or self._activation.name is None
-        return run_at_level(x, first, activate, second, level, reads, unknown), biases["fc2"]
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2 first."""
-        self.linear_fc2.backward_dw()
-        self.linear_fc1.backward_dw()
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return this rank's shards of the parameters, which ``torch.distributed.checkpoint`` saves or loads in place.
-
-        The checkpoint does not depend on the number of ranks: fc1's weight is [gate; up], (2n, h), as in one process's
-        ``state_dict``. A ``GroupedMLP`` adds a first axis for the experts of all ranks in ``ep_group``. One ``MLP`` per
-        expert, each with sharded_offsets=((0, expert, experts),), saves the same checkpoint.
-
-        Args:
-            prefix: prefix of all keys.
-            sharded_offsets: (axis, index, size) for each axis that the checkpoint has in front of the parameters' axes.
-                For example, ((0, layer, layers),) stacks the parameters of all layers.
-            metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``. Megatron's
-                layers pass {"dp_cp_group": group}. The result is then for Megatron's ``dist_checkpointing``, and a
-                ``GroupedMLP`` has Megatron's keys: ``{prefix}experts.linear_fc1…``.
-
-        Raises:
-            ValueError: a linear comes from Megatron, and metadata has no dp_cp_group.
-        """
-        from torch_fused_ops.distributed import megatron_checkpoint
-        from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
-
-        separate_keys = bool((metadata or {}).get("singleton_local_shards", False))
-        packed = ("linear_fc1",) if self._activation.gated else ()
-        if metadata is not None and megatron_checkpoint.is_megatron_call(metadata):
-            return megatron_checkpoint.mlp_state(self, prefix, sharded_offsets, metadata, packed, self._grouped)
-        megatron_checkpoint.check_linears(self)
-        state: dict[str, Any] = {}
-        for name, module in self.named_children():
-            shards = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
-            for key, shard in shards.items():
-                halves = name in packed
-                state |= apply_swiglu_sharded_factory(shard, sharded_offsets, separate_keys) if halves else {key: shard}
-        return state
-
-
-class MLP(_Block):
+class MLP(nn.Module):
     """fc2(act(fc1(x) + bias1) · scale): Megatron core's MLP block.
 
     Hidden states (..., h) → (output (..., h), bias for the caller to add, or None). With ``gated_linear_unit`` fc1 is
     twice as wide, and its output is [gate | up]. If the activation is supported, forward and backward each run
-    one kernel for bias, activation and scale. ``config.bias_activation_fusion`` does not change the formula.
+    one kernel for bias, activation and scale.
 
     Args:
         config: an ``MLPConfig``, or any object with ``hidden_size`` and possibly other attributes of ``MLPConfig``.
         submodules: builders of the linears; by default the linears of ``torch_fused_ops.nn``.
-        is_expert: True for a mixture's expert, whose sizes are ``moe_ffn_hidden_size`` and ``moe_latent_size``. See
-            ``ColumnParallelLinear`` for an expert with a tp_group and Megatron's config.
-        input_size: size of the input; by default ``config.hidden_size``; ``moe_latent_size`` overrides it.
+        is_expert: True for a mixture's expert. It needs ``ffn_hidden_size``, and a config that does not shard experts.
+        input_size: size of the input; by default ``config.hidden_size``.
         ffn_hidden_size: size between the linears; by default ``config.ffn_hidden_size``.
         tp_group: the processes that shard the weights (``distributed.tensor_parallel``). Each has rows of fc1's weight
             (gate rows and up rows if gated) and columns of fc2's weight, as plain parameters, sliced from one process's
             initial weights. Every rank returns the complete output; with ``config.sequence_parallel``, for its tokens.
         name, is_mtp_layer: accepted because Megatron's ``TransformerLayer`` passes them. The linears get the name.
-        pg_collection: Megatron's ``ProcessGroupCollection``. Its ``tp`` (for an expert ``expt_tp``) is the default
-            tp_group. The linears also get the collection.
+        pg_collection: Megatron's ``ProcessGroupCollection``. Its ``tp`` is the default tp_group. The linears also get
+            the collection.
         gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16" is the parameters' dtype. Float8 recipes need
             a single process, and sizes that ``functional.linear_fp8`` accepts.
 
@@ -308,20 +156,60 @@ class MLP(_Block):
         is_mtp_layer: bool = False,
         gemm: str = "bf16",
     ) -> None:
-        is_expert = checked("is_expert", is_expert, required=True)
-        super().__init__(config, is_expert)
-        submodules = checked("submodules", submodules) or MLPSubmodules()
-        self.is_expert = is_expert
-        self.input_size, ffn, output_size = _sizes(config, is_expert, input_size, ffn_hidden_size)
-        self.ffn_hidden_size = ffn
-        tp_group = read_groups(config, is_expert, tp_group, pg_collection=pg_collection).tp
-        _check_divides(ffn, tp_group)
-        check_gemm(gemm, input_size=self.input_size, ffn_hidden_size=ffn, hidden_size=output_size)
+        super().__init__()
+        check_precision(config)
+        if is_expert:
+            _check_expert(config, ffn_hidden_size)
+        submodules = submodules or MLPSubmodules()
+        self.config, self.is_expert, self.gemm = config, is_expert, gemm
+        self._activation = read_activation(config)
+        hidden = config.hidden_size
+        self.input_size = input_size or hidden
+        self.ffn_hidden_size = ffn = ffn_hidden_size or read(config, "ffn_hidden_size") or 4 * hidden
+        group = read_group(config, is_expert, tp_group, pg_collection)
+        if group is not None and ffn % group.size():
+            raise ValueError(
+                f"ffn_hidden_size={ffn} is not accepted with a tp_group of {group.size()}: it does not divide evenly"
+            )
+        check_gemm(gemm, input_size=self.input_size, ffn_hidden_size=ffn, hidden_size=hidden)
         common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "skip_bias_add": True}
-        common |= {"is_expert": is_expert, "tp_group": tp_group}
-        first = {"gather_output": False, **common, **_from_megatron(name, "linear_fc1", pg_collection)}
-        second = {"input_is_parallel": True, **common, **_from_megatron(name, "linear_fc2", pg_collection)}
-        self._build(submodules, (self.input_size, ffn, output_size), first, second, gemm)
+        common |= {"is_expert": is_expert, "tp_group": group}
+        packed = 2 if self._activation.gated else 1
+        self.linear_fc1: Any = submodules.linear_fc1(
+            self.input_size,
+            ffn * packed,
+            init_method=read(config, "init_method"),
+            tp_comm_buffer_name="fc1",
+            gather_output=False,
+            stride=packed,
+            **common,
+            **_from_megatron(name, "linear_fc1", pg_collection),
+        )
+        self.activation_func: Any = None
+        if read(config, "use_te_activation_func"):
+            if submodules.activation_func is None:
+                raise ValueError(
+                    "use_te_activation_func=True is not accepted without MLPSubmodules.activation_func, its builder"
+                )
+            self.activation_func = submodules.activation_func(config=config)
+        self._memory = read_memory(config, self._activation.name is not None and self.activation_func is None)
+        self.linear_fc2: Any = submodules.linear_fc2(
+            ffn,
+            hidden,
+            init_method=read(config, "output_layer_init_method"),
+            tp_comm_buffer_name="fc2",
+            input_is_parallel=True,
+            **common,
+            **_from_megatron(name, "linear_fc2", pg_collection),
+        )
+        for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+            if isinstance(linear, ParallelLinear):
+                linear.set_gemm(gemm)
+            elif gemm != "bf16":
+                raise ValueError(
+                    f"gemm={gemm!r} is not accepted with a {child} of type {type(linear).__name__}: it must be a "
+                    "linear of torch_fused_ops.nn"
+                )
 
     @classmethod
     def as_mlp_submodule(cls, submodules: MLPSubmodules | None = None, **arguments: Any) -> MLP:
@@ -343,44 +231,112 @@ class MLP(_Block):
             **kwargs: ignored; Megatron's layers pass further arguments.
 
         Raises:
-            TypeError, ValueError: an argument is not a tensor, or has another shape.
+            ValueError: per_token_scale has another shape.
         """
-        check_shape("hidden_states", hidden_states, (self.input_size,), "...")
-        if per_token_scale is not None:
-            check_shape("per_token_scale", per_token_scale, hidden_states.shape[:-1])
+        if per_token_scale is not None and per_token_scale.shape != hidden_states.shape[:-1]:
+            raise ValueError(
+                f"per_token_scale of shape {tuple(per_token_scale.shape)} is not accepted: it must be "
+                f"{tuple(hidden_states.shape[:-1])}"
+            )
         output, bias = self._run(hidden_states, per_token_scale)
         if per_token_scale is not None and bias is not None:
-            return DENSE.add(output, bias, per_token_scale), None
+            return output + (bias * per_token_scale.unsqueeze(-1)).to(output.dtype), None
         return output, bias if bias is None else bias_for_caller(self, bias)
+
+    def _run(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return fc2's result, and the bias that the caller must add."""
+        biases: dict[str, Tensor | None] = {}
+        fc1 = self.linear_fc1
+        parallel = fc1.parallel if isinstance(fc1, ParallelLinear) else None
+        entered: dict[str, Any] = {}
+        if parallel is not None:  # if ``first`` did this, backward might gather again
+            x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
+
+        level = self._memory
+        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # FSDP2's hooks gather parameters at every call
+        if level == "input" and not (untouched(fc1) or by_fsdp):
+            level = "free"  # a hook may do something else when backward calls it
+        in_forward = dict(fc1.named_parameters()) if level == "input" and not by_fsdp else {}
+
+        def first(x: Tensor) -> Tensor:
+            h: Tensor
+            # Backward recomputes after a functional_call around this module has ended, so pass forward's parameters.
+            if in_forward and any(p is not in_forward[name] for name, p in fc1.named_parameters()):
+                h, biases["fc1"] = torch.func.functional_call(fc1, in_forward, (x,), entered)
+            else:
+                h, biases["fc1"] = fc1(x, **entered)
+            return h
+
+        def activate(h: Tensor) -> Tensor:
+            if self.activation_func is None:
+                return self._activation(h, biases["fc1"], scale)
+            y: Tensor = self.activation_func(h if biases["fc1"] is None else h + biases["fc1"])
+            return y if scale is None else (y * scale.unsqueeze(-1)).to(y.dtype)
+
+        def second(a: Tensor) -> Tensor:
+            y: Tensor
+            y, biases["fc2"] = self.linear_fc2(a)
+            return y
+
+        def reads() -> Iterator[tuple[str, Tensor | None]]:
+            yield "per_token_scale", scale
+            yield from fc1.named_parameters("linear_fc1")
+            yield from () if self.activation_func is None else self.activation_func.named_parameters("activation_func")
+
+        unknown = self.activation_func is not None or self._activation.name is None
+        return run_at_level(x, first, activate, second, level, reads, unknown), biases["fc2"]
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2 first."""
+        self.linear_fc2.backward_dw()
+        self.linear_fc1.backward_dw()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return this rank's shards of the parameters, which ``torch.distributed.checkpoint`` saves or loads in place.
+
+        The checkpoint does not depend on the number of ranks: fc1's weight is [gate; up], (2n, h), as in one process's
+        ``state_dict``.
+
+        Args:
+            prefix: prefix of all keys.
+            sharded_offsets: (axis, index, size) for each axis that the checkpoint has in front of the parameters' axes.
+                For example, ((0, layer, layers),) stacks the parameters of all layers.
+            metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``. Megatron's
+                layers pass {"dp_cp_group": group}. The result is then for Megatron's ``dist_checkpointing``.
+
+        Raises:
+            ValueError: a linear comes from Megatron, and metadata has no dp_cp_group.
+        """
+        from torch_fused_ops.distributed import megatron_checkpoint
+        from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
+
+        separate_keys = bool((metadata or {}).get("singleton_local_shards", False))
+        packed = ("linear_fc1",) if self._activation.gated else ()
+        if metadata is not None and megatron_checkpoint.is_megatron_call(metadata):
+            return megatron_checkpoint.mlp_state(self, prefix, sharded_offsets, metadata, packed)
+        megatron_checkpoint.check_linears(self)
+        state: dict[str, Any] = {}
+        for name, module in self.named_children():
+            shards = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            for key, shard in shards.items():
+                halves = name in packed
+                state |= apply_swiglu_sharded_factory(shard, sharded_offsets, separate_keys) if halves else {key: shard}
+        return state
 
 
 def _from_megatron(name: str | None, child: str, pg_collection: Any) -> dict[str, Any]:
     """Return a linear's arguments name and pg_collection. Older releases of Megatron lack them, so omit None."""
-    arguments = {"name": checked("name", name) and f"{name}.{child}", "pg_collection": pg_collection}
+    arguments = {"name": name and f"{name}.{child}", "pg_collection": pg_collection}
     return {argument: value for argument, value in arguments.items() if value is not None}
 
 
-def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size: int | None) -> tuple[int, int, int]:
-    """Return (input size, ffn_hidden_size, output size)."""
-    hidden = checked("hidden_size", config.hidden_size, required=True)
-    latent = read(config, "moe_latent_size") if is_expert else None
-    ffn = checked("ffn_hidden_size", ffn_hidden_size)
-    ffn = ffn or read(config, "moe_ffn_hidden_size" if is_expert else "ffn_hidden_size")
-    if is_expert and (blocks := getattr(config, "moe_mlp_glu_interleave_size", None)) is not None:
+def _check_expert(config: Any, ffn_hidden_size: int | None) -> None:
+    if ffn_hidden_size is None:
+        raise ValueError("ffn_hidden_size=None is not accepted for an expert: the config's is for dense MLPs")
+    if (blocks := getattr(config, "moe_mlp_glu_interleave_size", None)) is not None:
         raise ValueError(
             f"moe_mlp_glu_interleave_size={blocks!r} is not accepted: fc1's rows are [gate; up]. "
             'functional.convert_glu_layout(weight, size, "halves", dim=-2) converts a weight'
-        )
-    if ffn is None and is_expert:
-        raise ValueError(
-            "moe_ffn_hidden_size=None is not accepted for an expert: config.ffn_hidden_size is for dense MLPs. Give "
-            "config.moe_ffn_hidden_size, or MLP's ffn_hidden_size"
-        )
-    return latent or checked("input_size", input_size) or hidden, ffn or 4 * hidden, latent or hidden
-
-
-def _check_divides(ffn: int, tp_group: torch.distributed.ProcessGroup | None) -> None:
-    if tp_group is not None and ffn % checked("tp_group", tp_group).size():
-        raise ValueError(
-            f"ffn_hidden_size={ffn} is not accepted with a tp_group of {tp_group.size()}: it does not divide evenly"
         )
