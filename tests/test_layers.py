@@ -69,7 +69,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "names": (("functional", "ops", "families", "megatron", "slapo"), ("core", "operators", *FAMILIES)),
     "distributed": (("distributed",), ("core",)),
     "reports": (("reports",), (*WORDS, "virtual_gpu", "plug-in")),
-    # replace_mlps returns a report; nn.MLP takes Megatron's functions and checkpoints.
+    # replace_mlps finds sites as reports do; nn.MLP takes Megatron's functions and checkpoints.
     "nn": (("nn",), (*WORDS, "operators", "float8", "names", "distributed", "plug-in", "reports")),
     "tools": (
         ("planner", "integrations", "tools", "benchmarks.variants"),

@@ -27,7 +27,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -173,22 +172,6 @@ def swiglu(y: Tensor) -> Tensor:
     return _glu("silu", y)
 
 
-def _marked_for_offloading(requested: bool) -> AbstractContextManager[Any]:
-    """If requested, set ``activation_offloading = True`` on saved tensors before the enclosing hooks get them."""
-    hooks = None
-    if requested and not torch.compiler.is_compiling():
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return nullcontext()
-    pack, unpack = hooks
-
-    def mark(t: Tensor) -> Any:
-        t.activation_offloading = True  # type: ignore[attr-defined]
-        return pack(t)
-
-    return torch.autograd.graph.saved_tensors_hooks(mark, unpack)
-
-
 def bias_swiglu_impl(
     input: Tensor,
     bias: Tensor | None,
@@ -201,17 +184,15 @@ def bias_swiglu_impl(
     Args:
         input: (…, 2n). bias: (2n,) or None.
         fp8_input_store: save the input in 8 bits for backward.
-        cpu_offload_input: set ``activation_offloading = True`` on saved tensors, as upstream, for the saved-tensor
-            hooks that do the offloading (in TransformerEngine, or your own). It has no effect without hooks or under
-            ``torch.compile``.
+        cpu_offload_input: no effect. Upstream marks the saved tensors that TransformerEngine's hooks then move; use
+            ``torch.autograd.graph.save_on_cpu`` instead.
         clamp_value: c, above 0; None and 0 do not clamp.
 
     Upstream's ``bias_swiglu_impl`` accepts only 2 or 3 axes that ``view`` can flatten. It ignores a clamp_value below
     0, which raises here. At a bound, upstream's derivative is 1. Here it equals the derivative of ``torch.clamp``: 1
     before torch 2.15, and 0 from 2.15 on.
     """
-    with _marked_for_offloading(cpu_offload_input):
-        return _glu("silu", input, bias, clamp=clamp_value or None, fp8=fp8_input_store)
+    return _glu("silu", input, bias, clamp=clamp_value or None, fp8=fp8_input_store)
 
 
 def weighted_bias_swiglu_impl(
@@ -367,22 +348,6 @@ def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Ten
     return attention_scores.masked_fill(hidden, torch.finfo(attention_scores.dtype).min)
 
 
-def get_default_causal_mask(sq: int, device: torch.device | str | None = None) -> Tensor:
-    """Return (sq, sq), True above the diagonal, on ``device`` or the default device. Upstream always uses "cuda"."""
-    return torch.ones(sq, sq, dtype=torch.bool, device=device).triu(1)
-
-
-def get_sliding_window_causal_mask(
-    sq: int, skv: int, window_size: Sequence[int], device: torch.device | str | None = None
-) -> Tensor:
-    """Return (sq, skv), False if ``−left ≤ j − i − (skv − sq) ≤ right``. −1 means unbounded (upstream: a bound)."""
-    left, right = _window(window_size)
-    distance = torch.arange(skv, device=device) - torch.arange(sq, device=device)[:, None] - (skv - sq)
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    visible = visible if left < 0 else visible & (distance >= -left)
-    return ~(visible if right < 0 else visible & (distance <= right))
-
-
 def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
     if window_size is None:
         return -1, -1
@@ -391,36 +356,6 @@ def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
             f"window_size={window_size!r} is not accepted: it must be (left, right), each at least -1, or None"
         )
     return window_size[0], window_size[1]
-
-
-class SoftmaxOne(nn.Module):
-    """``exp(x) / (d + Σ exp(x))`` over the last axis (https://www.evanmiller.org/attention-is-off-by-one.html).
-
-    Args:
-        dim: None or the last axis. Upstream accepts any axis, but always uses the last axis.
-        denominator_offset: a number is d itself; 0 gives softmax. A tensor (heads,) has log(d) for each head (axis −3
-            of x), so zeros mean d = 1, as upstream. Upstream crashes on numbers, including its default.
-    """
-
-    def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 1.0) -> None:
-        super().__init__()
-        if not isinstance(denominator_offset, Tensor) and not denominator_offset >= 0:
-            raise ValueError(
-                f"denominator_offset={denominator_offset!r} is not accepted: it must be at least 0, or a tensor"
-            )
-        self.dim = dim
-        self.denominator_offset = denominator_offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply to x (…, heads, sq, sk). If denominator_offset is a number, x may have fewer axes."""
-        if self.dim not in (None, -1, x.ndim - 1):
-            raise ValueError(f"dim={self.dim} is not accepted: it must be None, -1 or {x.ndim - 1}, x's last axis")
-        offset = self.denominator_offset
-        shape = x.shape
-        if not isinstance(offset, Tensor):
-            x = x[(None,) * max(0, 3 - x.ndim)]
-            offset = x.new_full(x.shape[-3:-2], math.log(offset) if offset else -math.inf)
-        return functional.scaled_masked_softmax(x, None, offset).reshape(shape)
 
 
 class FusedScaleMaskSoftmax(nn.Module):

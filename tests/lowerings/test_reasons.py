@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from differential import REASONS, fits, traced
 from functions import StraightThrough, first, within
-from harness import GEMMS, MLP, Net, raises, selective
+from harness import GEMMS, MLP, raises, selective
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -28,7 +28,6 @@ from torch_fused_ops.graphs.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.lowerings import compat, memory_levels, recognize
 from torch_fused_ops.lowerings.passes import PreGradPass
 from torch_fused_ops.lowerings.recognize import gemms
-from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.reports import breaks
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.tools.verify import interpreted
@@ -152,27 +151,6 @@ def cut_by_ddp(patch: Patch) -> Site:
         return explain(model, torch.randn(4, 256)).sites[-1]
     finally:
         dist.destroy_process_group()
-
-
-# ---- modules ---------------------------------------------------------------------------------------------------------
-
-
-class Broken(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return self.body(x)  # type: ignore[no-any-return]
-
-
-@program
-def module(patch: Patch, make: Callable[[], nn.Module]) -> Site:
-    with pytest.warns(UserWarning, match="compiled no module"):
-        return only_site(replace_mlps(make(), torch.randn(4, 8)))
-
-
-def compiled() -> nn.Module:
-    model = MLP(8, 16)
-    model.compile(backend="eager")
-    return model
 
 
 def rejection(call: Callable[..., Any], *args: Any) -> Reason:
@@ -361,8 +339,6 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.EXCLUDED: mlp(lambda h, u, m: F.silu(h), FusionPolicy(exclude=("",))),
     Kind.FREEZING: freezing,
     Kind.EAGER_ROUNDING: emulated,
-    Kind.COMPILED: module(compiled),
-    Kind.UNPLACED: module(lambda: nn.Sequential(Broken(Net(lambda s, x: F.linear(F.gelu(F.linear(x, UP)), DOWN))))),
     Kind.GEMM_DEVICE: linear_layer(two_linears(F.gelu), *blocks(), no_scaled_products=lambda *_: "sm_80"),
     Kind.GEMM_EXPERTS: linear_layer(
         lambda x, w, d: F.grouped_mm(

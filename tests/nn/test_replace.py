@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import torch_fused_ops as tfo
-from torch_fused_ops import FusionPolicy, UnfusedError
 from torch_fused_ops.nn import replace_mlps
-from torch_fused_ops.nn.replace import policy_within
 
 pytestmark = pytest.mark.codegen_is_slow
 
@@ -30,14 +27,8 @@ def nothing_counted() -> None:
     counters.clear()
 
 
-class Mlp(MLP):
-    def __init__(self, act: Callable[[Tensor], Tensor] = F.gelu, number: int | None = None) -> None:
-        super().__init__(H, N, act)
-        self.number = number
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if self.number is None else y + self.number
+def Mlp(act: Callable[[Tensor], Tensor] = F.gelu) -> MLP:
+    return MLP(H, N, act)
 
 
 class Block(nn.Module):
@@ -58,8 +49,8 @@ def Model(*layers: nn.Module) -> Any:
     return Stack(layers, end=nn.Linear(H, 4))
 
 
-def sequential(act: nn.Module | None = None) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(H, N), nn.GELU() if act is None else act, nn.Linear(N, H))
+def sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(H, N), nn.GELU(), nn.Linear(N, H))
 
 
 def rows(**options: Any) -> Tensor:
@@ -91,7 +82,7 @@ def test_compiled_module_saves_and_computes_what_the_policy_says(memory: str, el
     model, x = Model(Block(Mlp())), rows()
     reference = copy.deepcopy(model)
     report = replace_mlps(model, x, memory=memory)
-    assert list(report.replaced) == ["layers.0.mlp"] and report.summary == "1 of 1 MLPs compiled in place"
+    assert list(report.replaced) == ["layers.0.mlp"]
     assert_alike(model, reference, x)
     assert saved_elements(model.layers[0].mlp, x) == elements and saved_elements(reference.layers[0].mlp, x) == EAGER
     report.restore()
@@ -121,7 +112,7 @@ def test_more_activations_than_dynamo_compiles_of_one_code() -> None:
     """By default Dynamo compiles the same code eight times and then runs it eagerly."""
     model, x = Model(*(Block(Mlp(act)) for act in ACTS)), rows()
     reference = copy.deepcopy(model)
-    assert replace_mlps(model, x).summary == "12 of 12 MLPs compiled in place"
+    assert len(replace_mlps(model, x).replaced) == 12
     with tfo.record() as report:
         assert_alike(model, reference, x)
     assert report.summary == "12 of 12 MLP sites fused (12 graphs)"
@@ -133,10 +124,7 @@ def test_layers_behind_graph_breaks() -> None:
     memory = {"layers.1": "input"}
     report = replace_mlps(model, x, memory=memory)
     assert list(report.replaced) == [f"layers.{i}.mlp" for i in range(4)]
-    assert sorted(site.module for site in report.sites) == list(report.replaced)
     assert [saved_elements(layer.mlp, x) for layer in model.layers] == [FREE, INPUT, FREE, FREE]
-    report.restore()
-    assert list(replace_mlps(model, x, exclude=("layers.0", "layers.3.*")).replaced) == ["layers.1.mlp", "layers.2.mlp"]
 
 
 # ---- which module, and its policy ------------------------------------------------------------------------------------
@@ -172,39 +160,13 @@ def test_innermost_module_around_each_mlp_is_compiled(make: Callable[[], nn.Modu
     assert [path for path, module in model.named_modules() if module._compiled_call_impl is not None] == expected
 
 
-@pytest.mark.parametrize(
-    "fields, paths, expected",
-    [
-        ({"memory": "fp8", "gemm": "fp8"}, ["layers.0.mlp"], {"memory": "fp8", "gemm": "fp8"}),
-        ({"memory": {"layers.0.*": "input", "*": "fp8"}}, ["layers.0.mlp"], {"memory": "input"}),
-        ({"memory": {"layers.0.*": "input", "*": "fp8"}}, ["layers.1.mlp"], {"memory": "fp8"}),
-        ({"memory": {"layers.0": "input"}}, ["layers.1.mlp"], {"memory": {}}),
-        ({"memory": {"*.up": "input", "*": "fp8"}}, ["a"], {"memory": {"up": "input", "*": "fp8"}}),
-        ({"memory": {"up": "input"}}, [""], {"memory": "free"}),
-        ({"gemm": {"b": "fp8", "a": "mxfp8"}}, ["a", "b"], {"gemm": "fp8"}),
-        ({"exclude": ("x", "a.fc.1")}, ["a"], {"exclude": ("fc.1",)}),
-        ({"exclude": ("a",)}, ["a"], {"exclude": ("*",)}),
-    ],
-)
-def test_a_policy_within_a_module(fields: dict[str, Any], paths: list[str], expected: dict[str, Any]) -> None:
-    if paths == [""]:
-        expected = {"memory": {"up": "input"}}
-    assert policy_within(FusionPolicy(**fields), paths, Inline()) == FusionPolicy(**expected)
-
-
-def test_patterns_fit_paths_of_the_model() -> None:
+def test_patterns_match_paths_of_the_model() -> None:
+    """The first pattern that matches a compiled module, by any of its paths, or one around it decides."""
     shared = Mlp()
-    model, x = Model(Block(Mlp()), Block(shared), Block(Inline())), rows()
+    model, x = Model(Block(Mlp()), Block(shared), Block(Mlp()), Block(Mlp())), rows()
     model.again = shared
-    report = replace_mlps(
-        model,
-        x,
-        memory={"layers.0.*": "input", "end": "fp8", "again": "input", "layers.2.mlp.up": "input"},
-        exclude=("layers.2.mlp.fc.1",),
-    )
-    assert report.notes == ("memory='end' matches no site's modules; the sites' modules are layers.0…2.mlp",)
-    assert [saved_elements(layer.mlp, x) for layer in model.layers][:2] == [INPUT, INPUT]
-    assert [site.op for site in report.sites] == ["fused::bias_act"] * 2 + [None, "fused::bias_act"]
+    replace_mlps(model, x, memory={"layers.0.*": "input", "again": "input", "layers.2": "input"})
+    assert [saved_elements(layer.mlp, x) for layer in model.layers] == [INPUT, INPUT, INPUT, FREE]
 
 
 # ---- the handle ------------------------------------------------------------------------------------------------------
@@ -217,15 +179,12 @@ def test_compiled_modules_are_not_compiled_again() -> None:
     model.layers[2].mlp.up.compile(backend="eager")
     calls_before = [module._compiled_call_impl for module in model.modules()]
     report = replace_mlps(model, x)
-    assert list(report.replaced) == ["layers.3.mlp"] and report.summary == "1 of 4 MLPs compiled in place"
-    assert [site.reason for site in report.sites if site.op is None] == [
-        f"layers.{path} is compiled already" for path in ("0.mlp", "1", "2.mlp.up")
-    ]
-    with pytest.warns(UserWarning, match=r"compiled no module: .*layers.0.mlp: layers.0.mlp is compiled already"):
+    assert list(report.replaced) == ["layers.3.mlp"]
+    with pytest.warns(UserWarning, match="compiled no module"):
         replace_mlps(model, x)
     report.restore()
     assert [module._compiled_call_impl for module in model.modules()] == calls_before
-    with pytest.warns(UserWarning, match="the model is compiled already"):
+    with pytest.warns(UserWarning, match="compiled no module"):
         assert not replace_mlps(torch.compile(Mlp(), backend="eager"), x).replaced  # type: ignore[arg-type]
 
 
@@ -281,13 +240,6 @@ def test_works_with_checkpoint_compile_and_export() -> None:
 # ---- the call itself -------------------------------------------------------------------------------------------------
 
 
-def test_report() -> None:
-    report = replace_mlps(nn.Sequential(sequential(), sequential(), sequential(nn.Mish())), rows())
-    text = str(report)
-    assert text in (Path(__file__).parents[2] / "docs" / "modules.md").read_text()
-    assert "2 of 3 MLPs compiled in place" in text and '"summary": "2 of 3 MLPs' in report.to_json()
-
-
 @pytest.mark.parametrize(
     "arguments, error, words",
     [
@@ -295,15 +247,8 @@ def test_report() -> None:
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
         ({"memory": {"up": "off"}}, ValueError, "'off' is for a whole model only"),
         ({"gemm": "int8"}, ValueError, "gemm='int8' is not known"),
-        ({"exclude": "encoder"}, TypeError, "exclude='encoder' is not accepted"),
-        (
-            {"exclude": ("u",)},
-            ValueError,
-            "exclude='u' matches no site's modules; the sites' modules are the model itself; did you mean 'up'?",
-        ),
-        ({"memory": {"dwn": "fp8"}}, ValueError, "memory='dwn' matches no site's modules"),
+        ({"memory": {"dwn": "fp8"}}, ValueError, "memory='dwn' matches none of the compiled modules"),
         ({"memory": {"[0": "fp8"}}, ValueError, "'[0' has a [ without a ]"),
-        ({"args": ()}, TypeError, "replace_mlps needs example inputs, as in replace_mlps(model, x)"),
         ({"args": (torch.randn(3, H + 1),)}, RuntimeError, "mat1 and mat2|size"),
         ({"memroy": "fp8"}, TypeError, "did you mean FusionPolicy's memory?"),
     ],
@@ -316,27 +261,9 @@ def test_wrong_arguments_are_rejected(arguments: dict[str, Any], error: type[Exc
     assert not isinstance(model, nn.Module) or is_as_it_was(model)
 
 
-@pytest.mark.parametrize(
-    "acts, strict, words",
-    [
-        ((F.mish,), False, r"compiled no module: harness.py:\d+ in 0: mish\(x\) .* is not a supported"),
-        ((), False, "compiled no module: A site is a GEMM that reads"),
-        (
-            (F.mish, F.gelu),
-            True,
-            r"(?s)not compiled:\noperator .*harness.py:\d+ in 0 +linear +mish\(x\) .* is not a supported",
-        ),
-        ((), True, "not compiled:\nA site is a GEMM that reads"),
-    ],
-)
-def test_warns_or_raises_if_no_mlp_is_compiled(acts: tuple[Any, ...], strict: bool, words: str) -> None:
+@pytest.mark.parametrize("acts, stance", [((F.mish,), "default"), ((), "default"), ((F.gelu,), "force_eager")])
+def test_warns_if_no_mlp_is_compiled(acts: tuple[Any, ...], stance: str) -> None:
     model = nn.Sequential(*(Mlp(act) for act in acts), nn.Linear(H, H))
-    raised: Any = pytest.raises(UnfusedError, match=words) if strict else pytest.warns(UserWarning, match=words)
-    with raised:
-        assert replace_mlps(model, rows(), strict=strict).replaced == {}
+    with torch.compiler.set_stance(stance), pytest.warns(UserWarning, match="compiled no module; .*explain has the"):
+        assert replace_mlps(model, rows()).replaced == {}
     assert is_as_it_was(model)
-
-
-def test_without_a_compiler() -> None:
-    with torch.compiler.set_stance("force_eager"), pytest.warns(UserWarning, match="Dynamo captured no graph"):
-        assert not replace_mlps(Mlp(), rows()).replaced

@@ -21,7 +21,6 @@ class Category(Enum):
     FUNCTION = auto()  # not a supported activation
     SOUNDNESS = auto()  # fusing it would change results
     CHOICE = auto()  # a setting of the user or of Inductor
-    MODULE = auto()  # modules that replace_mlps does not compile
     GEMM = auto()  # linear layers that stay in the model's dtype
     TILES = auto()  # MLPs that are not cut into tiles
     MEMORY = auto()  # tensors that a memory level does not change
@@ -128,12 +127,6 @@ class Kind(Enum):
     )
     FREEZING = Category.CHOICE
     EAGER_ROUNDING = Category.CHOICE, "Exclude the module, or compile without the setting."
-
-    COMPILED = (
-        Category.MODULE,
-        'Call `restore()` of the earlier report, or compile the model with `backend="fused"` alone.',
-    )
-    UNPLACED = Category.MODULE
 
     GEMM_DEVICE = (
         Category.GEMM,
