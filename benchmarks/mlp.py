@@ -38,7 +38,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def gelu_tanh_operators(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    return F.linear(FF.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+    return F.linear(FF.bias_gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
 
 
 def swiglu_operators(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

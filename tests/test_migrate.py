@@ -132,4 +132,4 @@ def test_every_name_on_the_page_exists():
     for page in ("Liger Kernel", "TransformerEngine"):  # test_functional.py tests the right columns
         text = PAGE.partition(f"\n## From {page}\n")[2].partition("\n## ")[0]
         calls = re.findall(r"`(\w+)\([^`]*\)`[^|]*\|$", text, re.M)
-        assert {"swiglu", "bias_swiglu"} & {*calls} and {*calls} - {"compile"} <= set(functional.__all__), calls
+        assert {"swiglu", "bias_glu"} & {*calls} and {*calls} - {"compile"} <= set(functional.__all__), calls

@@ -27,8 +27,7 @@ All functions share these conventions:
   gradients. Bias and token_scale are saved exactly. Differentiating a backward pass raises; ``torch.func`` transforms
   are exact, to any order.
 * ``layout`` of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``,
-  ``"swapped"`` is ``[up | gate]``, as in ``F.glu``. A number b, which must divide n, means b gate features, then b up
-  features, and so on. The activation is applied to the *gate*. ``convert_glu_layout`` converts tensors.
+  ``"swapped"`` is ``[up | gate]``, as in ``F.glu``. The activation is applied to the *gate*.
 """
 
 from __future__ import annotations
@@ -51,23 +50,15 @@ __all__ = [
     "MakeViewlessTensor",
     "bias_act",
     "bias_dropout_add",
-    "bias_geglu",
     "bias_gelu",
     "bias_glu",
-    "bias_swiglu",
-    "convert_glu_layout",
     "dropout_add",
-    "geglu",
-    "gelu",
     "glu",
     "grouped_linear_fp8",
     "linear_fp8",
     "make_viewless_tensor",
-    "quick_gelu",
     "scaled_masked_softmax",
     "shard_seed",
-    "silu",
-    "squared_relu",
     "swiglu",
 ]
 
@@ -105,16 +96,6 @@ def _check_number(name: str, value: object, accepted: str, *kinds: type) -> None
 def _check_activation(activation: object) -> None:
     if not isinstance(activation, str):
         _refuse("activation", activation, f"a string, one of {', '.join(activations.names())}")
-
-
-def _check_block(name: str, block: Any, size: int) -> Any:
-    """Check a block size, the number of adjacent gate features in a packed axis of ``size``, and return it."""
-    _check_number(name, block, "'halves', 'interleaved', 'swapped' or a number of features", int)
-    if block < 1 or size % (2 * block):
-        raise ValueError(
-            f"{name}={block!r} is not accepted: it must be from 1 on, and twice it must divide the packed axis, {size}"
-        )
-    return block
 
 
 def _check_glu_scalars(up_offset: object, clamp: object) -> None:
@@ -164,8 +145,6 @@ def bias_act(
     _check_optional("bias", bias)
     _check_optional("token_scale", token_scale)
     _check_activation(activation)
-    if bias is token_scale is None and isinstance(input, Tensor) and input.ndim == 0:  # operators need an axis
-        return bias_act(input.unsqueeze(0), activation=activation, memory=memory).squeeze(0)
     if memory != "free":
         marked = _marked(memory, input, bias, token_scale)
         # ReLU saves only its result, which the next linear saves anyway.
@@ -201,9 +180,6 @@ def glu(
     _check_optional("token_scale", token_scale)
     _check_activation(activation)
     _check_glu_scalars(up_offset, clamp)
-    if token_scale is None and isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.ndim == up.ndim == 0:
-        options: dict[str, Any] = {"up_offset": up_offset, "clamp": clamp, "memory": memory}
-        return glu(gate.unsqueeze(0), up.unsqueeze(0), activation=activation, **options).squeeze(0)
     if memory != "free":
         gate = _marked(memory, gate, up, token_scale)
     out: Tensor = torch.ops.fused.glu(gate, up, token_scale, activation, up_offset, clamp)
@@ -216,7 +192,7 @@ def bias_glu(
     token_scale: Tensor | None = None,
     *,
     activation: str,
-    layout: str | int = "halves",
+    layout: str = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
     memory: str = "free",
@@ -227,8 +203,7 @@ def bias_glu(
         input: (..., 2n), gate and up packed in ``layout``.
         bias: (2n,), packed in the same layout, added before clamping.
         token_scale: (...).
-        layout: "halves", "interleaved", "swapped", or a block size b. With blocks, the bias is added separately and the
-            sum rounded to input's dtype; ``memory="fp8"`` stores a scale per 2b features. Blocks are not copied.
+        layout: "halves", "interleaved" or "swapped".
 
     Returns:
         (..., n), in input's dtype.
@@ -241,16 +216,7 @@ def bias_glu(
     _check_optional("token_scale", token_scale)
     _check_activation(activation)
     if not isinstance(layout, str):
-        block = _check_block("layout", layout, input.shape[-1] if input.ndim else 0)
-        layout = "interleaved" if block == 1 else "halves"
-        if block > 1:
-            # Each block of 2b features becomes a row with halves.
-            h = input if bias is None else (input + bias).to(input.dtype)
-            blocks = h.unflatten(-1, (-1, 2 * block))
-            scales = token_scale if token_scale is None else token_scale.unsqueeze(-1).expand(blocks.shape[:-1])
-            flags: Any = {"activation": activation, "up_offset": up_offset, "clamp": clamp, "memory": memory}
-            rows_of_blocks: Tensor = bias_glu(blocks, None, scales, **flags)
-            return rows_of_blocks.flatten(-2)
+        _refuse("layout", layout, "'halves', 'interleaved' or 'swapped'")
     _check_glu_scalars(up_offset, clamp)
     if memory != "free":
         input = _marked(memory, input, bias, token_scale)
@@ -258,42 +224,7 @@ def bias_glu(
     return out
 
 
-def convert_glu_layout(packed: Tensor, source: str | int, target: str | int, dim: int = -1) -> Tensor:
-    """Convert an axis between layouts, e.g. ``[gate | up] → g0 … g31 u0 … u31 g32 …``: weights, biases, results.
-
-        weight = convert_glu_layout(weight, "halves", 32, dim=0)
-
-    Args:
-        packed: a tensor whose axis ``dim`` has size 2n.
-        source, target: layouts as in ``bias_glu``: "halves", "interleaved", "swapped", or a number that divides n.
-
-    Returns:
-        A contiguous tensor of packed's shape, with gradients; or packed itself if the layouts are equal.
-
-    Raises:
-        TypeError, ValueError: a layout is unknown, or a block size does not divide n.
-    """
-    _check_tensor("packed", packed)
-    if not -packed.ndim <= dim < packed.ndim:
-        raise ValueError(f"dim={dim!r} is not accepted: packed has {packed.ndim} axes")
-    size, dim = packed.shape[dim], dim % packed.ndim
-    half = max(size // 2, 1)
-    before, after = (
-        _check_block(name, 1 if layout == "interleaved" else half if layout in ("halves", "swapped") else layout, size)
-        for name, layout in (("source", source), ("target", target))
-    )
-    swapped, swap = source == "swapped", target == "swapped"
-    if (before, swapped) == (after, swap):
-        return packed
-    pairs = packed.unflatten(dim, (-1, 2, before))
-    if swapped != swap:
-        pairs = pairs.flip(dim + 1)
-    halves = pairs.transpose(dim, dim + 1).flatten(dim + 1, dim + 2)  # (2, n)
-    converted: Tensor = halves.unflatten(dim + 1, (-1, after)).transpose(dim, dim + 1).contiguous()
-    return converted.flatten(dim, dim + 2)
-
-
-# ---- activations, with a bias or without -----------------------------------------------------------------------------
+# ---- common uses -----------------------------------------------------------------------------------------------------
 
 
 def bias_gelu(
@@ -311,29 +242,6 @@ def bias_gelu(
     return bias_act(input, bias, token_scale, activation=_gelu_name(approximate), memory=memory)
 
 
-def gelu(input: Tensor, approximate: str = "none", *, memory: str = "free") -> Tensor:
-    """``input · Φ(input)``, or its tanh form: ``torch.nn.functional.gelu`` with an accurate negative tail."""
-    return bias_act(input, activation=_gelu_name(approximate), memory=memory)
-
-
-def silu(input: Tensor, *, memory: str = "free") -> Tensor:
-    """``input · sigmoid(input)`` (arXiv:1702.03118), as ``torch.nn.functional.silu``."""
-    return bias_act(input, activation="silu", memory=memory)
-
-
-def quick_gelu(input: Tensor, *, memory: str = "free") -> Tensor:
-    """``input · sigmoid(1.702 input)`` (CLIP's GELU)."""
-    return bias_act(input, activation="quick_gelu", memory=memory)
-
-
-def squared_relu(input: Tensor, *, memory: str = "free") -> Tensor:
-    """``max(input, 0)²`` (Primer, arXiv:2109.08668)."""
-    return bias_act(input, activation="relu2", memory=memory)
-
-
-# ---- gated linear units: gate and up in two tensors ------------------------------------------------------------------
-
-
 def swiglu(
     gate: Tensor,
     up: Tensor,
@@ -345,59 +253,6 @@ def swiglu(
 ) -> Tensor:
     """``silu(gate) · up``: Llama's GLU (arXiv:2002.05202). Arguments are as in ``glu``."""
     return glu(gate, up, token_scale, activation="silu", up_offset=up_offset, clamp=clamp, memory=memory)
-
-
-def geglu(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None = None,
-    *,
-    approximate: str = "none",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
-) -> Tensor:
-    """``gelu(gate) · up`` (arXiv:2002.05202); T5 and Gemma use ``approximate="tanh"``. Arguments: see ``glu``."""
-    return glu(
-        gate, up, token_scale, activation=_gelu_name(approximate), up_offset=up_offset, clamp=clamp, memory=memory
-    )
-
-
-# ---- gated linear units: gate and up packed in one tensor ------------------------------------------------------------
-
-
-def bias_swiglu(
-    input: Tensor,
-    bias: Tensor | None = None,
-    token_scale: Tensor | None = None,
-    *,
-    layout: str | int = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
-) -> Tensor:
-    """``swiglu`` of the packed ``input + bias``. Arguments are as in ``bias_glu``."""
-    return bias_glu(
-        input, bias, token_scale, activation="silu", layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
-    )
-
-
-def bias_geglu(
-    input: Tensor,
-    bias: Tensor | None = None,
-    token_scale: Tensor | None = None,
-    *,
-    approximate: str = "none",
-    layout: str | int = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
-) -> Tensor:
-    """``geglu`` of the packed ``input + bias``. Arguments are as in ``bias_glu`` and ``geglu``."""
-    activation = _gelu_name(approximate)
-    return bias_glu(
-        input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
-    )
 
 
 # ---- dropout, bias and residual --------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ bias_gelu_impl = GeLUFunction.apply
 
 def fast_gelu(x: Tensor) -> Tensor:
     """``gelu_tanh(x)``: upstream's ``fast_gelu``, with an accurate negative tail."""
-    return functional.gelu(x, "tanh")
+    return functional.bias_gelu(x, None, "tanh")
 
 
 # ---- GEGLU and quick GEGLU (fused_bias_geglu) ------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class BiasGeGLUFunction:
 
 def quick_gelu(y: Tensor) -> Tensor:
     """``y · sigmoid(1.702 y)``: upstream's ``quick_gelu``."""
-    return functional.quick_gelu(y)
+    return functional.bias_act(y, activation="quick_gelu")
 
 
 def quick_geglu(y: Tensor, linear_offset: float = 0.0) -> Tensor:
@@ -211,7 +211,7 @@ def weighted_bias_swiglu_impl(
 
 def squared_relu(x: Tensor) -> Tensor:
     """``max(x, 0)²``: upstream's ``squared_relu``."""
-    return functional.squared_relu(x)
+    return functional.bias_act(x, activation="relu2")
 
 
 def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:

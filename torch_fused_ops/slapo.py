@@ -36,7 +36,7 @@ class BiasGeLUFunction:
 
 def new_gelu(inp: Tensor) -> Tensor:
     """``gelu_tanh(inp)`` in one pass: upstream's ``new_gelu``, with an accurate negative tail."""
-    return functional.gelu(inp, "tanh")
+    return functional.bias_gelu(inp, None, "tanh")
 
 
 def bias_new_gelu(inp: Tensor, bias: Tensor) -> Tensor:

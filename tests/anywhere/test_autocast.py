@@ -61,7 +61,7 @@ FORMULAS = {
     "quick_gelu": Formula(lambda x, b: FF.bias_act(x, b, activation="quick_gelu"), lambda x, b: quick_gelu(x + b)),
     "swiglu": Formula(FF.swiglu, lambda x, u: F.silu(x) * u, vector=False),
     "bias_geglu": Formula(
-        FF.bias_geglu, lambda x, b: (lambda z: F.gelu(z[..., : z.shape[-1] // 2]) * z[..., z.shape[-1] // 2 :])(x + b)
+        lambda x, b: FF.bias_glu(x, b, activation="gelu"), lambda x, b: harness.of_halves(F.gelu)(x + b)
     ),
     "bias_dropout_add": Formula(
         lambda x, r: FF.bias_dropout_add(x, None, r, 0.5, False), lambda x, r: r + F.dropout(x, 0.5, False), False, 1

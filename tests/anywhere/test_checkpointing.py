@@ -45,14 +45,14 @@ CASES = {
     "bias_act": Case(lambda h: FF.bias_gelu(h, BIAS), fused.bias_act, H),
     "relu": Case(lambda h: FF.bias_act(h, activation="relu"), fused.bias_act, 0),  # it saves its result
     "glu": Case(lambda h: FF.swiglu(h, h.detach(), SCALE), fused.glu, H),
-    "bias_glu": Case(lambda h: FF.bias_geglu(h, BIAS, clamp=0.5), fused.bias_glu, H),
+    "bias_glu": Case(lambda h: FF.bias_glu(h, BIAS, activation="gelu", clamp=0.5), fused.bias_glu, H),
     "dropout_add": Case(lambda h: FF.dropout_add(h, BIAS, h, seed=SEED, p=0.5), fused.dropout_add, 0),
     "softmax": Case(lambda h: FF.scaled_masked_softmax(h, scale=0.3, causal=True), fused.scaled_masked_softmax, 0),
     "bias_act fp8": Case(lambda h: FF.bias_gelu(h, BIAS, memory="fp8"), fused.bias_act, FP8),
     "bias and relu": Case(lambda h: FF.bias_act(h, BIAS, activation="relu"), fused.bias_act, 0),
     "relu fp8": Case(lambda h: FF.bias_act(h, activation="relu", memory="fp8"), fused.bias_act, 0),
     "glu fp8": Case(lambda h: FF.swiglu(h, h, memory="fp8"), fused.glu, 2 * FP8),
-    "bias_glu fp8": Case(lambda h: FF.bias_geglu(h, BIAS, memory="fp8"), fused.bias_glu, FP8),
+    "bias_glu fp8": Case(lambda h: FF.bias_glu(h, BIAS, activation="gelu", memory="fp8"), fused.bias_glu, FP8),
     "megatron swiglu": Case(lambda h: megatron.bias_swiglu_impl(h, BIAS), fused.bias_glu, H),
     "megatron weighted": Case(lambda h: megatron.weighted_bias_swiglu_impl(h, None, SCALE[:, None]), fused.bias_glu, H),
     "megatron dropout": Case(

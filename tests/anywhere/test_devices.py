@@ -22,7 +22,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         (torch.randn(4, 8), torch.randn(8), torch.randn(4)),
     ),
     "glu": (lambda g, u: FF.swiglu(g, u), (torch.randn(4, 8), torch.randn(4, 8))),
-    "bias_glu": (lambda x, b: FF.bias_swiglu(x, b), (torch.randn(4, 8), torch.randn(8))),
+    "bias_glu": (lambda x, b: FF.bias_glu(x, b, activation="silu"), (torch.randn(4, 8), torch.randn(8))),
     "bias_act, memory=fp8": (lambda x, b: FF.bias_gelu(x, b, memory="fp8"), (torch.randn(4, 8), torch.randn(8))),
     "dropout_add": (
         lambda x, b, r, seed: torch.ops.fused.dropout_add(x, b, r, seed, 0.5),

@@ -35,7 +35,7 @@ class Everything(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, seed: Tensor) -> Tensor:
         a = FF.bias_gelu(x, self.bias, memory=self.memory)
         b = FF.swiglu(a, x, x[..., 0].sigmoid(), memory=self.memory)
-        c = FF.bias_geglu(torch.cat((a, b), -1), self.packed, memory=self.memory)
+        c = FF.bias_glu(torch.cat((a, b), -1), self.packed, activation="gelu", memory=self.memory)
         d = FF.dropout_add(self.mlp(c), self.bias, residual, seed=seed, p=0.5)
         scores = d @ d.mT
         e = FF.scaled_masked_softmax(scores.expand(3, -1, -1), None, self.sink, scale=0.3, causal=True)

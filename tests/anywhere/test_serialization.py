@@ -156,7 +156,7 @@ from torch_fused_ops.nn import FusedMLP
 def step(x, seed):
     x = x.clone().requires_grad_()
     y = FF.dropout_add(FF.bias_gelu(x, x[0].detach()), residual=FF.swiglu(x, x), seed=seed, p=0.5)
-    y = FF.scaled_masked_softmax(y @ y.mT, causal=True) @ FF.bias_geglu(torch.cat((y, y), -1))
+    y = FF.scaled_masked_softmax(y @ y.mT, causal=True) @ FF.bias_glu(torch.cat((y, y), -1), activation="gelu")
     return [y.detach(), torch.autograd.grad(y.square().sum(), x)[0]]
 
 def spelled(x):
@@ -238,7 +238,7 @@ def first_use(i):
     from torch_fused_ops.nn import FusedMLP
     x = torch.linspace(-2, 2, 48).view(6, 8).requires_grad_()
     y = FF.dropout_add(FF.bias_gelu(x, memory="fp8"), residual=FF.swiglu(x, x), seed=torch.tensor([3]), p=0.5)
-    y = FF.scaled_masked_softmax(y @ y.mT, causal=True) @ FF.bias_geglu(torch.cat((y, y), -1))
+    y = FF.scaled_masked_softmax(y @ y.mT, causal=True) @ FF.bias_glu(torch.cat((y, y), -1), activation="gelu")
     outs[i] = [y.detach(), torch.autograd.grad(y.square().sum(), x)[0]]
     barrier.wait()
     if i % 2:

@@ -165,7 +165,7 @@ def test_zero_rows_are_accepted(name: str, level: str) -> None:
 @pytest.mark.parametrize("memory", ["free", "fp8"])
 def test_direct_calls_accept_zero_rows(memory: str) -> None:
     torch._dynamo.reset()
-    call = torch.compile(lambda x: FF.gelu(x, memory=memory), backend="aot_eager")
+    call = torch.compile(lambda x: FF.bias_gelu(x, memory=memory), backend="aot_eager")
     x = torch.empty(0, 96, requires_grad=True)
     assert [t.shape for t in step_of(call, [x])[0]] == [(0, 96), (0, 96)]
 
@@ -378,7 +378,9 @@ def test_values_with_other_readers_are_correct_at_free(fn: Any, least: int) -> N
 FP8_CALLS: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x, w, b, v: F.linear(FF.bias_gelu(F.linear(x, w), b, "tanh", memory="fp8"), v),
     "swiglu": lambda x, w, u, v: F.linear(FF.swiglu(F.linear(x, w), F.linear(x, u), memory="fp8"), v),
-    "packed": lambda x, w, b, v: F.linear(FF.bias_geglu(F.linear(x, w), b, layout="swapped", memory="fp8"), v),
+    "packed": lambda x, w, b, v: F.linear(
+        FF.bias_glu(F.linear(x, w), b, activation="gelu", layout="swapped", memory="fp8"), v
+    ),
 }
 
 

@@ -111,7 +111,7 @@ CASES: dict[str, Make] = {
 
 
 def fp8_swiglu(x: Tensor, bias: Tensor, **options: Any) -> Tensor:
-    return FF.bias_swiglu(x * 2, bias, memory="fp8", **options)
+    return FF.bias_glu(x * 2, bias, activation="silu", memory="fp8", **options)
 
 
 # Calls that save float8 tensors.
@@ -127,8 +127,8 @@ FP8: dict[str, Make] = {
     "bias_glu, bf16": lambda: (fp8_swiglu, [leaf(33, 48, dtype=BF16), leaf(48, dtype=BF16)]),
     "bias_glu, swapped": lambda: (functools.partial(fp8_swiglu, layout="swapped"), [leaf(33, 48), leaf(48)]),
     "bias_glu, interleaved": lambda: (functools.partial(fp8_swiglu, layout="interleaved"), [leaf(33, 48), leaf(48)]),
-    "one axis, float64": lambda: (lambda x: FF.gelu(x, memory="fp8"), [leaf(40, dtype=torch.float64)]),
-    "empty": lambda: (lambda x: FF.gelu(x * 2, memory="fp8"), [leaf(3, 0)]),
+    "one axis, float64": lambda: (lambda x: FF.bias_gelu(x, memory="fp8"), [leaf(40, dtype=torch.float64)]),
+    "empty": lambda: (lambda x: FF.bias_gelu(x * 2, memory="fp8"), [leaf(3, 0)]),
 }
 
 
@@ -265,12 +265,14 @@ NUMBERS, SCALES = ROWS * N, 4 * ROWS  # bytes of a float8 tensor of the result's
     [
         # bf16 has 2 bytes. Forward reads the input and writes the result, the float8 copy and scales. Backward reads
         # the gradient, the float8 copy and scales, and writes the input's gradient.
-        pytest.param(FF.gelu, [N], (1, 1), 2 + 2 + 1, 2 + 1 + 2, id="bias_act"),
+        pytest.param(FF.bias_gelu, [N], (1, 1), 2 + 2 + 1, 2 + 1 + 2, id="bias_act"),
         pytest.param(FF.swiglu, [N, N], (1, 1), 4 + 2 + 2, 2 + 2 + 4, id="glu"),
-        pytest.param(FF.bias_swiglu, [2 * N], (1, 1), 4 + 2 + 2, 2 + 2 + 4, id="halves"),
+        pytest.param(
+            functools.partial(FF.bias_glu, activation="silu"), [2 * N], (1, 1), 4 + 2 + 2, 2 + 2 + 4, id="halves"
+        ),
         # Only the scale's loop runs over pairs, so the input is read twice.
         pytest.param(
-            functools.partial(FF.bias_swiglu, layout="interleaved"),
+            functools.partial(FF.bias_glu, activation="silu", layout="interleaved"),
             [2 * N],
             (2, 1),
             4 + 2 + 4 + 2,

@@ -487,7 +487,8 @@ def test_recomputed_values_are_not_rounded_later() -> None:
     def part(fn: Callable[..., Tensor]) -> nn.Module:
         return Net(fn, up=nn.Linear(WIDTH, HIDDEN), end=nn.Linear(HIDDEN, WIDTH))
 
-    b, c = part(lambda s, x, a: s.end(FF.bias_gelu(s.up(x) + a, None))), part(lambda s, h: s.end(FF.silu(h)))
+    b = part(lambda s, x, a: s.end(FF.bias_gelu(s.up(x) + a, None)))
+    c = part(lambda s, h: s.end(FF.bias_act(h, activation="silu")))
     model = net(body, b=b, c=c)
     policy = FusionPolicy(memory={"b": "input", "c": "fp8"}, strict=True)
     expected, actual = step(model), step(model, interpreted(policy))

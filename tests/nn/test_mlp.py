@@ -12,7 +12,7 @@ from harness import GELU_TANH, Net, Ran, of_halves, output, quick_gelu, raises
 from mlp_figures import mlp_figures
 from torch import nn
 
-from torch_fused_ops import functional, megatron
+from torch_fused_ops import megatron
 from torch_fused_ops.nn import MLP, ColumnParallelLinear, MLPConfig, MLPSubmodules, RowParallelLinear
 
 HIDDEN, FFN = 16, 24
@@ -67,7 +67,7 @@ ACTIVATIONS = {  # name: (the config's activation_func, its formula)
     "silu": (F.silu, F.silu),
     "silu, module": (nn.SiLU(), F.silu),
     "relu": (F.relu, F.relu),
-    "squared relu": (functional.squared_relu, lambda x: F.relu(x).square()),
+    "squared relu": (megatron.squared_relu, lambda x: F.relu(x).square()),
     "quick gelu": (megatron.quick_gelu, quick_gelu),
     "sigmoid": (torch.sigmoid, torch.sigmoid),
     "custom": (F.mish, F.mish),

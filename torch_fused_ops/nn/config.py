@@ -61,10 +61,6 @@ class MLPConfig:
 # Maps functions and module classes to the names of the supported activations.
 _CALLABLES: dict[Any, str] = {
     **{fn: name for name in activations.names() for fn in activations.get(name).callables},
-    functional.gelu: "gelu",
-    functional.silu: "silu",
-    functional.quick_gelu: "quick_gelu",
-    functional.squared_relu: "relu2",
     megatron.quick_gelu: "quick_gelu",
     megatron.squared_relu: "relu2",
     megatron.fast_gelu: "gelu_tanh",

@@ -28,7 +28,6 @@ class FusedMLP(nn.Module):
     the second bias. ``memory`` sets eager mode's memory level; under ``torch.compile`` ``FusionPolicy.memory`` does.
 
     ``state_dict`` has ``fc1.weight`` (gate rows, then up rows), ``fc1.bias``, ``fc2.weight`` and ``fc2.bias``.
-    ``functional.convert_glu_layout`` packs gate and up from other checkpoints.
 
     Args:
         hidden: size of input and output.

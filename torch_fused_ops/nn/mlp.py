@@ -336,7 +336,4 @@ def _check_expert(config: Any, ffn_hidden_size: int | None) -> None:
     if ffn_hidden_size is None:
         raise ValueError("ffn_hidden_size=None is not accepted for an expert: the config's is for dense MLPs")
     if (blocks := getattr(config, "moe_mlp_glu_interleave_size", None)) is not None:
-        raise ValueError(
-            f"moe_mlp_glu_interleave_size={blocks!r} is not accepted: fc1's rows are [gate; up]. "
-            'functional.convert_glu_layout(weight, size, "halves", dim=-2) converts a weight'
-        )
+        raise ValueError(f"moe_mlp_glu_interleave_size={blocks!r} is not accepted: reorder fc1's rows to [gate; up]")
