@@ -64,7 +64,7 @@ def test_commands(
     monkeypatch.setitem(sys.modules, "their_module", module)
     # To save compilations, each plan has two levels. Plans of several architectures have each level.
     levels = ("free", LEVELS[[*ARCHITECTURES].index(name) % len(LEVELS)])
-    monkeypatch.setattr(search, "levels_for", lambda lossless: levels)
+    monkeypatch.setattr(search, "DEFAULT", levels)
     torch._dynamo.reset()
     first, *options = COMMANDS[command]
     code = main([first, "their_module:make_model", *options])

@@ -176,7 +176,6 @@ def fake_captured_model(*units: str, names: Sequence[str] = ()) -> Any:
         layers={unit: unit for unit in units},
         unit_of=lambda path: path if path in units else "",
         parameter=lambda graph, number: names[number],
-        unread=0,
     )
 
 
@@ -338,12 +337,6 @@ def test_levels_without_an_advantage_are_not_mixed(keeps: float, slower: float, 
     assert best is not None and ("tiled" in best.levels.values()) == offered
 
 
-def test_lossless_excludes_fp8() -> None:
-    assert search.levels_for(False) == ("free", "fp8", "fp8+attention", "input", "input+attention", "tiled")
-    assert search.levels_for(True) == ("free", "free+attention", "input", "input+attention", "tiled")
-    assert search.without_attention(search.levels_for(False)) == (*LEVELS, "tiled")
-
-
 def test_levels_become_a_policy() -> None:
     mlps = {"a.0": ("a.0.mlp",), "a.1": ("a.1.mlp", "a.1.other")}
     assert policy_of(mlps, {"a.0": "off", "a.1": "off"}) == FusionPolicy(memory="off")
@@ -380,13 +373,11 @@ def test_shards_are_padded_pieces_of_dimension_0() -> None:
         2 * (weight + bias) + head + 28,
         2 * weight + bias + head,
     )
-    assert (resident_bytes.state, resident_bytes.by_unit[""]) == (2 * resident_bytes.gradients, (head + 28, head))
+    assert resident_bytes.state == 2 * resident_bytes.gradients
     assert (
         resident_bytes.shards.gathered("layers.1") == 4 * (weight + bias)
         and resident_bytes.shards.reduced("layers.1") == 4 * weight
     )
-    layers = 3 * (weight + bias) + 3 * weight + 2 * bias  # each gathered twice; one frozen bias
-    assert resident_bytes.shards.sent == 3 * (layers + 2 * head)
     assert Resident.of(resident_tensors(model, unit_of), Setup()).parameters == 2 * 200 + 2 * 20 + 28
 
 
@@ -673,20 +664,22 @@ def test_attention_is_a_level_of_its_own(caplog: pytest.LogCaptureFixture) -> No
 # ---- the largest size ------------------------------------------------------------------------------------------------
 
 
-def sampler(points: Callable[[int], Sequence[int]], bound: int = 2**40) -> tuple[Callable[[int], Any], list[int]]:
-    """Return a function that samples a step with ``points`` bytes alive at each call, and the sampled sizes."""
+def sampler(
+    points: Callable[[int], Sequence[int]], bound: int = 2**40
+) -> tuple[Callable[[int], int | None], list[int]]:
+    """Return a function that computes the peak of a step with ``points`` bytes at each call, and its sampled sizes."""
     sizes: list[int] = []
 
-    def sample(size: int) -> max_batch.Sample | int:
+    def peak(size: int) -> int | None:
         sizes.append(size)
-        return max_batch.Sample(size, points(size)) if size <= bound else bound
+        return max(points(size)) if size <= bound else None
 
-    return sample, sizes
+    return peak, sizes
 
 
 def test_the_largest_of_all_levels_is_in_the_headline() -> None:
     def most(**sizes: int) -> str:
-        rows = tuple(max_batch.LargestRow(level, size, 0, 0.0, 0) for level, size in sizes.items())
+        rows = tuple(max_batch.LargestRow(level, size, 0, 0.0) for level, size in sizes.items())
         return report.most(max_batch.Largest("batch", 1, 1, rows))
 
     assert most(off=180, free=247, input=318, tiled=318) == 'batch: at most 318, every MLP at "input", 180 at "off"'
@@ -708,39 +701,29 @@ def test_the_largest_of_all_levels_is_in_the_headline() -> None:
     ],
 )
 def test_the_largest_size_fits_and_the_next_does_not(points: Any, limit: int, first: int) -> None:
-    sample, sizes = sampler(points)
-    fits, over = max_batch.bisected(sample, limit, sample(first), 1)
+    peak, sizes = sampler(points)
     expected = max((n for n in range(1, 1000) if max(points(n)) <= limit), default=0)
-    assert (fits.size if fits else 0) == expected and over is not None and over.size == expected + 1
-    assert {expected, expected + 1} - {0} <= set(sizes)
+    assert max_batch.bisected(peak, limit, first, 1) == expected
+    assert {expected, expected + 1} - {0} <= set(sizes) and len(sizes) == len(set(sizes)) <= 20
 
 
-def test_affine_bytes_need_four_samples() -> None:
-    sample, sizes = sampler(lambda n: (10**9 + 7 * n, 10**8 + 2 * 10**6 * n, 3))
-    fits, over = max_batch.bisected(sample, 10**10, sample(8), 1)
-    assert fits is not None and over is not None and (fits.size, over.size) == (4950, 4951) and len(sizes) == 4
+def test_an_affine_peak_needs_four_samples() -> None:
+    peak, sizes = sampler(lambda n: (10**9 + 7 * n, 10**8 + 2 * 10**6 * n, 3))
+    assert max_batch.bisected(peak, 10**10, 1000, 1) == 4950 and len(sizes) == 4
 
 
 def test_sizes_are_multiples_of_the_step() -> None:
-    sample, sizes = sampler(lambda n: (n,))
-    fits, over = max_batch.bisected(sample, 1000, sample(384), 128)
-    assert fits is not None and over is not None and (fits.size, over.size) == (896, 1024)
+    peak, sizes = sampler(lambda n: (n,))
+    assert max_batch.bisected(peak, 1000, 384, 128) == 896
     assert all(size % 128 == 0 for size in sizes)
     assert [max_batch.step_of(n, "tokens") for n in (4096, 96, 7)] == [128, 32, 1]
     assert max_batch.step_of(32, "batch") == 1
 
 
-def test_largest_size_ends_where_the_model_fails() -> None:
-    sample, _ = sampler(lambda n: (n,), bound=1024)
-    fits, over = max_batch.bisected(sample, 10**6, sample(128), 128)
-    assert fits is not None and fits.size == 1024 and over is None
-
-
-def test_crossing_interpolates_bytes_of_equal_calls() -> None:
-    a, b = (max_batch.Sample(n, (100 + n, 10 * n)) for n in (2, 4))
-    assert max_batch.crossing(a, b, available=200) == 20.0
-    flat = max_batch.Sample(4, (102, 20))
-    assert max_batch.crossing(a, flat, available=200) == float("inf")
+@pytest.mark.parametrize("limit", [10**6, 1500])
+def test_largest_size_ends_where_the_model_fails(limit: int) -> None:
+    peak, sizes = sampler(lambda n: (n,), bound=1024)
+    assert max_batch.bisected(peak, limit, 128, 128) == 1024 and len(sizes) <= 16
 
 
 def test_arguments_are_resized() -> None:
@@ -769,7 +752,7 @@ def on_meta(*layers: nn.Module) -> tuple[nn.Module, Tensor]:
 @functools.cache
 def two_mlps() -> tfo.Plan:
     model, x = on_meta(MLP(256, 1024), MLP(256, 1024))
-    return tfo.plan(model, x, memory="1GiB", gpu="H100", lossless=True)
+    return tfo.plan(model, x, memory="1GiB", gpu="H100", levels=["free", "input", "tiled"])
 
 
 def test_plan_chooses_the_cheapest_level_that_fits(inductor: Any) -> None:
@@ -782,9 +765,6 @@ def test_plan_chooses_the_cheapest_level_that_fits(inductor: Any) -> None:
     assert {"fp8"}.isdisjoint(rows)
     weights = 2 * 2 * (2 * 256 * 1024 + 256 + 1024)
     assert (rich.parameters, rich.gradients, rich.optimizer_state) == (weights, weights, 2 * weights)
-    assert sum(row.parameters for row in rich.layers) == weights
-    assert sum(row.saved for row in rich.layers) == rich.saved
-    assert sum(row.seconds for row in rich.layers) == pytest.approx(rich.seconds)
     free = rich.within(rows["free"].reserved)
     assert free.fits and free.policy == FusionPolicy(memory="free") and free.seconds > rich.seconds
     assert free.step_peak == rows["free"].peak
@@ -796,9 +776,9 @@ def test_missing_bytes_and_advice_are_printed() -> None:
     poor = rich.within(lowest - MiB)
     assert not poor.fits and poor.missing == MiB and poor.reserved_bytes == lowest
     assert poor.missing == min(row.missing for row in poor.levels if row.level != "checkpoint")
-    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time", "MiB for each ms")
+    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time")
     assert "  ".join((*columns, f"in {size(poor.limit)}")) in re.sub("  +", "  ", str(poor))
-    assert any("torch.utils.checkpoint" in line or "(dp=" in line for line in poor.help)
+    assert poor.help[-1] == "Otherwise use fewer tokens, or FSDP2 over more GPUs (dp=)."
     (said,) = [line for line in rich.within("1MiB").help if "torch.utils.checkpoint" in line]
     (row,) = [row for row in rich.within("1MiB").levels if row.level == "checkpoint"]
     assert said.endswith(f"; {size(row.missing)} are missing then, too.")
@@ -808,7 +788,6 @@ def test_missing_bytes_and_advice_are_printed() -> None:
     assert [row.missing for row in least.levels] == [row.reserved - MiB for row in least.levels]
     alone = f"The optimizer's step takes {size(least.optimizer_peak)} by itself, however few tokens there are"
     assert any(line.startswith(alone) for line in least.help) and not any("by itself" in line for line in poor.help)
-    assert least.help[-1].endswith("Besides them: fewer tokens.")
 
 
 def test_rows_miss_at_least_the_bytes_of_the_optimizer_step() -> None:
@@ -820,26 +799,6 @@ def test_rows_miss_at_least_the_bytes_of_the_optimizer_step() -> None:
     ]  # fmt: skip
     lacking = rich.within(rich.setup.reserved(rich.optimizer_peak) - 1)
     assert lacking.missing == min(row.missing for row in lacking.levels if row.level != "checkpoint")
-
-
-def test_advised_number_of_gpus_fits() -> None:
-    """A plan for one GPU advises the smallest number of GPUs at which a plan fits."""
-    rich, dp = two_mlps(), 4
-    limit = next(row.reserved for row in rich.within("1GiB", dp=dp).levels if row.level == "input")
-    poor = rich.within(limit)
-    assert not poor.fits and poor.help[-1].startswith(
-        f'FSDP2 over {dp} GPUs (dp={dp}), each with a batch as given: it fits, every MLP at "input", '
-    )
-    sharded, on_half = rich.within(limit, dp=dp), rich.within(limit, dp=dp // 2)
-    assert sharded.fits and not on_half.fits and (sharded.dp, on_half.dp) == (dp, dp // 2)
-    assert sharded.parameters == rich.parameters // dp and sharded.optimizer_state == rich.optimizer_state // dp
-    assert sharded.within("1GiB").dp == dp and sharded.within("1GiB", dp=1).step_peak == rich.step_peak
-    layer = rich.parameters // 2
-    sent = (dp - 1) * 3 * 2 * layer // dp
-    assert sharded.sent == sent and sharded.link_seconds == sent / 450e9
-    assert f"one of {dp}: fits" in str(sharded) and "each GPU sends" in str(sharded)
-    assert json.loads(sharded.to_json())["dp"] == dp
-    raises(ValueError, "dp=0 is not accepted", rich.within, limit, dp=0)
 
 
 def test_plan_is_written_as_json_and_html(tmp_path: Path) -> None:
@@ -875,9 +834,9 @@ def test_largest_batch_fits_and_the_next_does_not(inductor: Any) -> None:
     assert plan.largest is not None and (plan.largest.dimension, plan.largest.given) == ("batch", 4)
     (row,) = plan.largest.rows
     available = plan.setup.available(64 * MiB)
-    assert row.level == "free" and row.size > 4 and row.peak <= available and row.over > 0
+    assert row.level == "free" and row.size > 4 and row.peak <= available
     one_more = tfo.plan(model, x.new_empty(row.size + 1, 512, 256), memory="64MiB", **settings)
-    assert not one_more.fits and one_more.peak_bytes == available + row.over
+    assert not one_more.fits and one_more.peak_bytes > available
     assert plan.within("1GiB").largest is None
 
 
@@ -887,7 +846,7 @@ def test_longest_sequence_ends_where_the_model_fails(tmp_path: Path, inductor: A
     plan = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none", maximum="tokens")
     assert plan.largest is not None
     (row,) = plan.largest.rows
-    assert (row.size, row.over, plan.largest.step) == (2048, 0, 128)
+    assert (row.size, plan.largest.step) == (2048, 128)
     assert str(plan).splitlines()[0].endswith(': fits; tokens: at most 2048, every MLP at "free"')
     assert "the model does not run with tokens 2176: RuntimeError: Attempting to broadcast" in str(plan)
     assert json.loads(plan.to_json())["largest"]["rows"][0]["size"] == 2048
@@ -938,7 +897,6 @@ def test_missing_bytes_are_those_of_a_compiled_plan() -> None:
         poor = rich.within(limit)
         assert not poor.fits and poor.missing == lowest.reserved_bytes - limit
         assert recompiled_peak(poor) == poor.step_peak
-        assert all(row.saved >= 0 for row in poor.layers) and sum(row.saved for row in poor.layers) == poor.saved
 
 
 @pytest.mark.slow
@@ -1015,7 +973,7 @@ def test_captured_graph_contains_every_layer(kind: str) -> None:
 def check_peaks_are_not_underestimated(model: nn.Module, x: Tensor) -> None:
     """Compare a row, a plan between two rows, and a plan that does not fit with the recompiled model's peak."""
     with pytest.MonkeyPatch.context() as patch:  # to save minutes, compile two levels and one miss
-        patch.setattr(search, "levels_for", lambda lossless: ("free", "input"))
+        patch.setattr(search, "DEFAULT", ("free", "input"))
         patch.setattr(search, "MISSES", 1)
         plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
         rows = {row.level: row for row in plan.levels if row.level in ("off", "free", "input")}
@@ -1140,17 +1098,9 @@ def test_every_parameter_that_a_graph_reads_is_counted() -> None:
     assert (expected[0].parameters, expected[0].gradients, expected[0].state) == (4 * 136, 256, 512)
     for call in (lambda batch: model(batch), model.forward, Student(register=False)):
         actual = resident(call, batch)
-        assert actual[1] == expected[1] and replace(actual[0], by_unit={}) == replace(expected[0], by_unit={})
+        assert actual == expected
     other = nn.Linear(8, 8, bias=False)
     assert resident(lambda x: other(model.net(x)).sum(), x)[0].parameters == 512
-
-
-def test_arguments_that_no_graph_reads_are_alive_too() -> None:
-    batch = {"x": torch.randn(4, 8), "labels": torch.zeros(100)}
-    (_, without), (_, entry) = resident(Student(True), {"x": batch["x"]}), resident(Student(True), batch)
-    assert entry == without + 400
-    batch["labels"] = batch["x"][1:]  # shares x's storage
-    assert resident(Student(True), batch)[1] == without
 
 
 def test_unregistered_trained_parameters_are_rejected_with_shards() -> None:

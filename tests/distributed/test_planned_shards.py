@@ -1,4 +1,4 @@
-"""``plan(dp=…)``: its arithmetic for FSDP2, compared with FSDP2 itself in two processes.
+"""``plan(dp=…)``: its arithmetic for FSDP2 and DDP, compared with FSDP2 and DDP themselves in two processes.
 
 Both count the live bytes of all storages after each operator, in eager mode. One process runs the whole model. Its
 timeline is cut at the layers, and FSDP2's additional bytes are computed. Then two processes run FSDP2, and must have
@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import MLP, Stack
 from processes import in_processes, main
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import models
+from torch_fused_ops.planner.model import cross_entropy
 
 # An odd vocabulary: of its 97 rows a GPU has 49, one of which is padding.
 CONFIG = models.Config(layers=5, width=64, hidden=256, heads=4, context=128, vocabulary=97, kv_heads=2)
@@ -145,7 +148,6 @@ def predicted(model, tokens, setup):
         layers={unit: unit for unit in units},
         unit_of=unit_of,
         parameter=lambda graph, number: names[number],
-        unread=0,
     )
     parts = cut(Timeline(moments, entry, saved, end, gradients), captured, lambda call: 0.0)
     outer = {"token.weight": "(embedding)", "norm.weight": "(head)", "head.weight": "(head)"}
@@ -201,12 +203,61 @@ def planned(rank, ranks, folder):
         assert measured[:1] + measured[2:] == expected[:1] + expected[2:], case
 
 
-GROUPS = {"planned": (planned,)}
+def profiled_peak(model, x, wrap, accumulates):
+    """Return the most bytes that the profiler sees alive in a step, including parameters and buckets.
+
+    It is the least of several steps, since Gloo's threads may release sent buffers later.
+    """
+    with torch.profiler.profile(profile_memory=True) as profile:
+        model, x = wrap(copy.deepcopy(model)), x.clone()
+        for number in range(5):
+            if not accumulates:
+                model.zero_grad()
+            with torch.profiler.record_function(f"step {number}"):
+                cross_entropy(model(x)).backward()
+    live, peaks = 0, [0]
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peaks[-1] = max(peaks[-1], live)
+        elif event.name().startswith("step "):
+            peaks.append(live)
+    return min(peaks[2:])
+
+
+def profiled(rank, ranks, folder):
+    """A rank's planned peak, which the loss makes, equals the profiler's, to the byte."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def shard(model):
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        return model
+
+    model = Stack([MLP(64, 256) for _ in range(4)], residual=True, end=nn.Linear(64, 2000, bias=False))
+    common = {"memory": "1GiB", "gpu": "H100", "optimizer": "none", "loss": "eager", "compiled": "none", "dp": ranks}
+    for wrap, dtype, settings in (
+        (DistributedDataParallel, torch.float32, {"parallel": "ddp"}),
+        (shard, torch.bfloat16, {"mixed_precision": True}),
+    ):
+        x = torch.randn(2048, 64, dtype=dtype)
+        for accumulate in (1, 2):
+            plan = tfo.plan(model, x, accumulate=accumulate, **common, **settings)
+            measured = profiled_peak(model, x, wrap, accumulate > 1)
+            assert measured == plan.step_peak, (settings, accumulate, measured, plan.step_peak)
+
+
+GROUPS = {"planned": (planned,), "profiled": (profiled,)}
 
 
 @pytest.mark.slow
-def test_shards_as_planned(tmp_path: Path) -> None:
-    in_processes(__file__, "planned", 2, tmp_path)
+@pytest.mark.parametrize("group", GROUPS)
+def test_ranks_need_the_planned_bytes(group: str, tmp_path: Path) -> None:
+    in_processes(__file__, group, 2, tmp_path)
 
 
 if __name__ == "__main__":

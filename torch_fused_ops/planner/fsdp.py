@@ -82,17 +82,6 @@ class FullyShard:
         groups = [unit for unit in forward if unit not in ("", LOSS)]
         return frozenset({"always": [], "not-last": groups[-1:], "never": groups}[self.reshard])
 
-    @property
-    def sent(self) -> int:
-        """Bytes that each GPU sends in a step if collectives use rings: (dp - 1)/dp of each buffer.
-
-        The root and groups that stay gathered are gathered once, other groups before forward and before backward.
-        """
-        order = [*(unit for unit in self.groups if unit != HEAD), *(unit for unit in self.groups if unit == HEAD)]
-        once = {"", *self.stay_gathered(order)}
-        buffers = sum((2 - (unit in once)) * self.gathered(unit) + self.reduced(unit) for unit in self.groups)
-        return buffers * (self.dp - 1) // self.dp
-
     def around(self, pieces: Iterable[PlacedSegment], each_call: bool = False) -> Iterator[PlacedSegment]:
         """Add FSDP2's live bytes to a step's segments. At the end of a layer, its gradients become shards.
 

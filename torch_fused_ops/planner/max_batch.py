@@ -1,7 +1,7 @@
 """Find the largest batch or sequence with which a step fits, at each memory level.
 
-Bytes alive at a call are affine in the size as long as the compiler generates the same calls, so two compiled sizes
-predict the largest that fits. Compiling this size and the next confirms it: the first fits, the second does not.
+The peak is affine in the size as long as the compiler generates the same calls, so two compiled sizes
+predict the largest that fits. The search ends when this size fits, and the next does not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch_fused_ops.virtual_gpu.timeline import Timeline
 log = logging.getLogger("torch_fused_ops.planner")
 
 DIMENSIONS = {"batch": 0, "tokens": 1}  # dimensions of the argument tensors
-GUESSES = 6  # after this many samples, ``_guess`` halves the interval instead of assuming affine bytes
+GUESSES = 6  # after this many peaks, ``bisected`` halves the interval instead of assuming an affine peak
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class LargestRow:
     size: int  # the largest size that fits; 0 if no size fits
     peak: int  # the peak at this size, with parameters and optimizer state
     seconds: float  # the least time of forward and backward at this size
-    over: int  # bytes beyond the limit at the next size; 0 if the next size did not run or was not tried
 
 
 @dataclass(frozen=True)
@@ -50,19 +49,7 @@ class Largest:
     given: int  # the size that the model was called with
     step: int  # only its multiples are tried
     rows: tuple[LargestRow, ...]  # one for each level
-    stopped: str = ""  # the last size that failed, and its error; "" if every size ran
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A step at one size."""
-
-    size: int
-    points: Sequence[int]  # bytes alive at each call
-
-    @property
-    def peak(self) -> int:
-        return max(self.points)
+    stopped: str = ""  # the smallest size that failed, and its error; "" if every size ran
 
 
 def size_of(args: Any, dimension: str) -> int:
@@ -114,8 +101,7 @@ class Sizes:
     ) -> None:
         self.capture, self.dimension, self.given, self.gpu, self.step = capture, dimension, given, gpu, step
         self.between = step_of(given, dimension)
-        self.captured: dict[int, CapturedModel | None] = {}
-        self.bound, self.stopped = 0, ""  # the largest size with which the model runs; 0 if no size has failed
+        self.captured: dict[int, CapturedModel | str] = {}  # the error if the model fails at a size
         self.compiled = functools.cache(self._compiled)
 
     def largest(self, resident: int, available: int) -> Largest:
@@ -127,26 +113,29 @@ class Sizes:
         """
         rows = []
         for level in sorted(self.step.parts, key=LEVELS.index):
-            levels = dict.fromkeys(self.step.mlps, level)
-            first = Sample(self.given, self.step.points(levels))
-            sample = functools.partial(self.sample, level)
-            fits, over = bisected(sample, available, first, self.between) if available > 0 else (None, None)
-            row = LargestRow(level, 0, 0, 0.0, over.peak - available if over else 0)
-            if fits:
-                step = self.step if fits is first else self.step_at(level, fits.size, timed=True)
-                row = replace(row, size=fits.size, peak=resident + fits.peak, seconds=step.at_levels(levels).seconds)
+            peak = functools.partial(self.peak, level)
+            size = bisected(peak, available, self.given, self.between) if available > 0 else 0
+            row = LargestRow(level, size, 0, 0.0)
+            if size:
+                summary = self.step_at(level, size, timed=True).at_levels(dict.fromkeys(self.step.mlps, level))
+                row = LargestRow(level, size, resident + summary.peak, summary.seconds)
             rows.append(row)
-        return Largest(self.dimension, self.given, self.between, tuple(rows), self.stopped)
+        stopped = [f"{n}: {error}" for n, error in sorted(self.captured.items()) if isinstance(error, str)]
+        return Largest(self.dimension, self.given, self.between, tuple(rows), next(iter(stopped), ""))
 
-    def sample(self, level: str, size: int) -> Sample | int:
-        """Return the step at a size, with every MLP at a level. If the model fails, return the largest that works."""
-        if not self.runs(size):
-            return self.bound
-        step = self.step_at(level, size)
-        return Sample(size, step.points(dict.fromkeys(step.mlps, level)))
+    def peak(self, level: str, size: int) -> int | None:
+        """Return the peak at a size, with every MLP at a level; None if the model does not run at this size."""
+        if size != self.given:
+            if size not in self.captured:
+                self._capture(size)
+            if isinstance(self.captured[size], str):
+                return None
+        return self.step_at(level, size).at_levels(dict.fromkeys(self.step.mlps, level)).peak
 
     def step_at(self, level: str, size: int, timed: bool = False) -> Step:
         """Return the step at a size, with every MLP at a level. Times need machine code, and are 0 unless ``timed``."""
+        if size == self.given:
+            return self.step
         captured, timeline, papers = self.compiled(level, size)
         parts = cut(timeline, captured, clock(papers, self.gpu) if timed else lambda call: 0.0)
         return replace(self.step, units=captured.units, mlps=captured.mlps, parts={level: parts})
@@ -154,20 +143,10 @@ class Sizes:
     def _compiled(self, level: str, size: int) -> tuple[CapturedModel, Timeline, tuple[PaperCompilation, ...]]:
         log.info('compiling: %s %d, every MLP at "%s"', self.dimension, size, level)
         captured = self.captured[size]
-        assert captured is not None
+        assert not isinstance(captured, str)
         return captured, *compiled_timeline(captured, self.gpu, policy_at(level))
 
-    def runs(self, size: int) -> bool:
-        """Return True if the model runs at a size. If it fails, ``bound`` is then the largest size at which it runs."""
-        if size not in self.captured and not 0 < self.bound < size and not self._capture(size):
-            low, high = max((n for n in (self.given, *self.captured) if n < size), default=0), size
-            while high - low > self.between:
-                middle = _middle(low, high, self.between)
-                low, high = (middle, high) if self._capture(middle) else (low, middle)
-            self.bound = low
-        return self.captured.get(size) is not None
-
-    def _capture(self, size: int) -> bool:
+    def _capture(self, size: int) -> None:
         log.info("capturing: %s %d", self.dimension, size)
         tensors = logging.getLogger("torch._subclasses.fake_tensor")  # logs an error with its trace, then raises it
         level = tensors.level
@@ -176,67 +155,36 @@ class Sizes:
             self.captured[size] = self.capture(size)
         except Exception as error:  # from the model, whose positions, caches and masks have fixed sizes
             quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", str(error))  # Dynamo quotes the operator's error
-            self.captured[size] = None
-            self.stopped = f"{size}: {f'{quoted[1]}: {quoted[3]}' if quoted else said(error)}"
+            self.captured[size] = f"{quoted[1]}: {quoted[3]}" if quoted else said(error)
         finally:
             tensors.setLevel(level)
-        return self.captured[size] is not None
 
 
-def _middle(low: int, high: int, step: int) -> int:
-    return low + (high - low) // (2 * step) * step
-
-
-def bisected(
-    sample: Callable[[int], Sample | int], available: int, first: Sample, step: int
-) -> tuple[Sample | None, Sample | None]:
-    """Find the largest size whose step fits into ``available`` bytes, and the next size; sample both.
+def bisected(peak_at: Callable[[int], int | None], available: int, first: int, step: int) -> int:
+    """Return the largest size whose step fits into ``available`` bytes; 0 if no size fits.
 
     Args:
-        sample: returns the step at a size. If the model fails, it returns the largest size that works, an int.
+        peak_at: returns the step's peak at a size; None if the model fails at this size.
         available: bytes.
-        first: the first sample.
-        step: the step between sizes, which divides the first size.
-
-    Returns:
-        The largest sample that fits, or None; and the next size's sample, or None if the model fails at it.
+        first: the first size to try.
+        step: the spacing of sizes, which divides the first size.
     """
-    low, high = 0, 0  # low: the largest size that fits; high: the smallest that does not; 0 if unknown
-    seen = {first.size: first}
-    sampled: Sample | int = first
-    while True:
-        if isinstance(sampled, int):
-            high = sampled + step
-        elif sampled.peak <= available:
-            low = sampled.size
-        else:
-            high = sampled.size
-        if high and high - low == step:
-            return seen.get(low), seen.get(high)
-        size = _guess(list(seen.values()), available, low, high, step)
-        sampled = sample(size)
-        if isinstance(sampled, Sample):
-            seen[size] = sampled
+    low = high = 0  # low: the largest size that fits; high: the smallest that does not; 0 if unknown
+    size, peaks = first, dict[int, int]()
+    while not high or high - low > step:
+        peak = peak_at(size)
+        if peak is not None:
+            peaks[size] = peak
+        low, high = (size, high) if peak is not None and peak <= available else (low, size)
+        size = low + (high - low) // (2 * step) * step if high else 2 * low
+        guess = crossing(peaks, available) if len(peaks) <= GUESSES else math.inf
+        if guess < (high or math.inf):  # otherwise the model fails below the guess
+            guess = int(guess) // step * step
+            size = max(guess, low + step) if not high else min(max(guess, low + step), high - step)
+    return low
 
 
-def _guess(seen: Sequence[Sample], available: int, low: int, high: int, step: int) -> int:
-    """Return the next size to try: above ``low``, which fits, and below ``high``, which does not fit."""
-    halved = _middle(low, high, step) if high else 2 * low
-    if len(seen) > GUESSES:
-        return halved
-    guess = crossing(*seen[-2:], available=available) if len(seen) > 1 else seen[0].size * available / seen[0].peak
-    if guess == math.inf and not high:
-        return halved
-    least, most = low + step, high - step if high else math.inf
-    return int(min(max(guess // step * step if guess < math.inf else guess, least), most))
-
-
-def crossing(a: Sample, b: Sample, *, available: int) -> float:
-    """Return the smallest size at which a call reaches ``available`` bytes; infinity if bytes do not grow.
-
-    Assumes that each call's bytes are affine in the size; if the numbers of calls differ, that peaks are.
-    """
-    same = len(a.points) == len(b.points)
-    pairs = zip(a.points, b.points, strict=True) if same else [(a.peak, b.peak)]
-    slopes = [(x, (y - x) / (b.size - a.size)) for x, y in pairs]
-    return min((a.size + (available - x) / slope for x, slope in slopes if slope > 0), default=math.inf)
+def crossing(peaks: Mapping[int, int], available: int) -> float:
+    """Return the size at which the line through the last two peaks reaches ``available``; infinity if it falls."""
+    (a, at_a), (b, at_b) = ((0, 0), *peaks.items())[-2:]
+    return a + (available - at_a) * (b - a) / (at_b - at_a) if (at_b - at_a) * (b - a) > 0 else math.inf

@@ -6,7 +6,6 @@ A loss outside of the compiled model is a separate piece. Equal layers are equal
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -211,7 +210,7 @@ def signature(gm: fx.GraphModule) -> tuple[Any, ...]:
         if isinstance(value, fx.Node):
             body = getattr(gm, str(value.target), None) if value.op == "get_attr" else None
             return signature(body) if isinstance(body, fx.GraphModule) else ("node", numbers[value])
-        return value if isinstance(value, fx.Node) else repr(value)
+        return value
 
     rows = []
     for node in gm.graph.nodes:
@@ -219,10 +218,6 @@ def signature(gm: fx.GraphModule) -> tuple[Any, ...]:
         value = node.meta.get("example_value")
         sizes = (value.shape, value.stride(), value.dtype, value.requires_grad) if isinstance(value, Tensor) else ()
         target = node.target if node.op != "placeholder" and node.op != "get_attr" else ""
-        arguments = fx.node.map_aggregate((node.args, node.kwargs), functools.partial(_leaf, leaf_key))
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), leaf_key)
         rows.append((node.op, str(target), id(target) if callable(target) else 0, repr(arguments), sizes))
     return (*rows, repr(gm.meta.get("_checkpoint_context_fn")))
-
-
-def _leaf(leaf_key: Any, value: Any) -> Any:
-    return leaf_key(value) if isinstance(value, fx.Node) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,38 +18,16 @@ from torch_fused_ops.planner import model as models
 from torch_fused_ops.planner.estimate import CHUNKS, Estimates
 from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.planner.pieces import divided
-from torch_fused_ops.planner.report import LayerRow, LevelRow, PlanFigures
+from torch_fused_ops.planner.report import LevelRow, Plan
 from torch_fused_ops.planner.search import Candidate
-from torch_fused_ops.planner.setup import LEVELS, Setup, bytes_of, check
-from torch_fused_ops.planner.static_memory import Resident, ResidentTensor, check_dp, check_shards, resident_tensors
+from torch_fused_ops.planner.setup import LEVELS, WITH_ATTENTION, Setup, bytes_of, check
+from torch_fused_ops.planner.static_memory import Resident, check_shards, resident_tensors
 from torch_fused_ops.planner.step import OFF, SegmentedStep, Step, StepSummary, policy_at, policy_of, segmented_step
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
-from torch_fused_ops.virtual_gpu import GPU, gpus, roofline
+from torch_fused_ops.virtual_gpu import GPU, gpus
 
 log = logging.getLogger("torch_fused_ops.planner")
-
-DP = tuple(2**n for n in range(1, 11))  # numbers of GPUs to try if nothing fits
-
-
-@dataclass(frozen=True)
-class Plan(PlanFigures):
-    """The result of ``plan``: the chosen levels and their figures. ``within`` plans again for another limit."""
-
-    _planner: _Planner | None = field(default=None, repr=False, compare=False)
-    _chosen: Candidate | None = field(default=None, repr=False, compare=False)
-
-    def within(self, memory: str | int, dp: int | None = None) -> Plan:
-        """Plan again for another limit or number of GPUs, without ``largest``.
-
-        Mixed levels compile the whole model again. Other levels compile at most one layer of each kind.
-
-        Raises:
-            ValueError: ``plan`` would not accept this memory or dp.
-        """
-        assert self._planner is not None
-        limit = bytes_of(memory)
-        return self._planner.over(self.setup.dp if dp is None else dp).within(limit)
 
 
 def plan(
@@ -59,7 +36,6 @@ def plan(
     memory: str | int,
     gpu: str = "H200",
     optimizer: str = "adamw",
-    lossless: bool = False,
     levels: Sequence[str] | None = None,
     maximum: str | None = None,
     loss: str | Callable[[Any], Tensor] | None = None,
@@ -88,9 +64,8 @@ def plan(
         memory: the limit, "72GiB", "800MiB" or bytes. Leave room for the CUDA context, NCCL and libraries.
         gpu: "A100", "H100", "H200", "B200" or "MI300X".
         optimizer: PyTorch's "adamw", "adamw-fused" or "sgd", with default settings; or "none".
-        lossless: True to exclude levels that round gradients ("fp8").
         levels: the levels to choose among, from ``setup.LEVELS``. "input+attention" is ``memory="input",
-            attention="input"``. The default is all levels; "free+attention" is included only if ``lossless``.
+            attention="input"``. The default is all levels except "free+attention", since each level takes minutes.
         maximum: "batch" or "tokens": also find the largest size that fits at each level (``Plan.largest``). Resizes
             dimension 0 or 1 of all argument tensors that have the first tensor's size in it. Takes minutes; the logger
             "torch_fused_ops.planner" reports progress at level INFO.
@@ -133,8 +108,6 @@ def plan(
     first_size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
     gpus.import_triton()  # fail at once, not after capturing the model
     lowerings.require()
-    if setup.sharded:
-        check_dp(model, dp)
 
     def capture(at_size: int) -> CapturedModel:
         resized = max_batch.resized((args, kwargs), maximum, at_size) if maximum is not None else (args, kwargs)
@@ -151,18 +124,21 @@ def plan(
     if setup.sharded:
         check_shards(model, captured.unit_of, dp, captured.unregistered)  # raise errors before minutes of compiling
     fused = bool(captured.mlps) and compiled != "none"
-    known = search.levels_for(lossless) if levels is None else LEVELS
-    if levels is None and not captured.has_attention:
-        known = search.without_attention(known)
-    chosen_among = tuple(level for level in known if level != OFF and level in (levels or known)) or ("free",)
+    known = [level for level in search.DEFAULT if captured.has_attention or not level.endswith(WITH_ATTENTION)]
+    chosen_among = tuple(level for level in LEVELS if level != OFF and level in (levels or known)) or ("free",)
     estimates = Estimates(captured, described, loss_runs, keep_logits)
 
     def planner_of(ready: CapturedModel, parts: Mapping[str, SegmentedStep]) -> _Planner:
         step = Step(captured.units, captured.mlps if fused else {}, parts)
         trained = next(iter(parts.values())).trained.__contains__
         tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
+        resident = Resident.of(tensors, setup, ready.group_of)
+        ends = "layer" if ready.pieces and compiled != "model" else "step"
+        step = replace(step, shards=resident.shards, accumulates=ends if resident.accumulated else "")
+        gradients = 0 if resident.accumulated else resident.gradients
+        resident = replace(resident, batch=max(step.entry, step.at_levels({}).end - gradients))
         recapture = lambda: prepared(capture(first_size))  # noqa: E731
-        return _Planner(model, recapture, ready, step, tensors, described, chosen_among, setup, estimates)
+        return _Planner(model, recapture, ready, step, resident, described, chosen_among, setup, estimates)
 
     advice = []
     if compiled == "model":
@@ -190,13 +166,13 @@ def plan(
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans a compiled model's step for any limit, on one of ``dp`` GPUs."""
+    """Plans a compiled model's step for any limit."""
 
     model: Callable[..., Any]
     capture: Callable[[], CapturedModel]
     captured: CapturedModel
-    measured: Step  # the step at each level, without shards
-    tensors: Sequence[ResidentTensor]
+    step: Step  # at each level, with shards if FSDP2 shards the model
+    resident: Resident
     gpu: GPU
     levels: Sequence[str]  # the plainest first
     setup: Setup
@@ -248,37 +224,9 @@ class _Planner:
         pools = curve.pools - plain.pools + chunked.pools
         return None if small else replace(curve, peak=curve.peak - saving, pools=pools)
 
-    def over(self, dp: int) -> _Planner:
-        """Return this planner for another number of GPUs.
-
-        Raises:
-            ValueError: dp is not accepted, or ``check_shards`` raises.
-        """
-        check("dp", dp)
-        if self.setup.parallel != "ddp":
-            check_shards(self.model, self.captured.unit_of, dp, self.captured.unregistered)
-        return self if dp == self.setup.dp else replace(self, setup=replace(self.setup, dp=dp))
-
-    @cached_property
-    def resident(self) -> Resident:
-        """The memory that does not depend on levels."""
-        resident = Resident.of(self.tensors, self.setup, self.captured.group_of)
-        step = self._sharded(resident)
-        gradients = 0 if resident.accumulated else resident.gradients
-        return replace(resident, batch=max(step.entry, step.at_levels({}).end - gradients))
-
-    @cached_property
-    def step(self) -> Step:
-        """The step at each level, with shards if FSDP2 shards the model."""
-        return self._sharded(self.resident)
-
-    def _sharded(self, resident: Resident) -> Step:
-        ends = "layer" if self.captured.pieces and self.setup.compiled != "model" else "step"
-        return replace(self.measured, shards=resident.shards, accumulates=ends if resident.accumulated else "")
-
     @cached_property
     def candidates(self) -> list[Candidate]:
-
+        """The assignments of levels, the fastest first."""
         return search.candidates(self.step, self.levels)
 
     def recompiled(self, chosen: Candidate) -> Step:
@@ -345,13 +293,10 @@ class _Planner:
                 rows.append(LevelRow(level, peak, summary.seconds, reserved, max(0, reserved - limit)))
         reserved = self.setup.reserved(in_pools)
         missing = max(0, reserved - limit)
-        reduced = 2 * resident.buckets * (self.setup.dp - 1) // self.setup.dp  # sent by a ring all-reduce
-        sent = resident.shards.sent if resident.shards else reduced
         return Plan(
             title=name_of(self.model),
             gpu=self.gpu.name,
             limit=limit,
-            optimizer=self.setup.optimizer,
             fits=not missing,
             reserved_bytes=reserved,
             held_bytes=in_pools,
@@ -369,12 +314,9 @@ class _Planner:
             policy=policy_of(step.mlps, chosen.levels) if step.mlps else FusionPolicy(),
             choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
             levels=tuple(rows),
-            layers=tuple(_layers(exact, resident, chosen.levels)),
             missing=missing,
             help=(*self.advice, *self.help(curve, checkpointed, limit), *chunks),
             setup=self.setup,
-            sent=sent,
-            link_seconds=sent / roofline.link_rate(self.gpu),
             curve=tuple(resident.nbytes + point for point in exact.points(chosen.levels)),
             off_curve=tuple(resident.nbytes + point for point in step.points(off_levels)),
             _planner=self,
@@ -412,62 +354,8 @@ class _Planner:
         if resident.optimizer_peak > limit:  # independent of forward and backward
             alone = f"The optimizer's step takes {size(resident.optimizer_peak)} by itself"
             yield f"{alone}, however few tokens there are: shards, another optimizer, or fewer parameters."
-        yield self.sharding(limit, "fewer tokens" if checkpointed is not None else "fewer tokens, or checkpoints")
-
-    def sharding(self, limit: int, fewer: str) -> str:
-        """Return advice on FSDP2: the fewest GPUs, a power of two, on which the step fits at one level for all.
-
-        Args:
-            limit: bytes.
-            fewer: the advice if shards alone do not suffice.
-        """
-        need = 0
-        for dp in (n for n in DP if n > self.setup.dp):
-            try:
-                other = self.over(dp)
-            except ValueError as error:
-                return f"FSDP2 does not help: {error}."
-            uniform = [candidate.levels for candidate in self.candidates if not candidate.is_mixed]
-            resident, step = other.resident, other.step
-            needs = [max(resident.nbytes + step.at_levels(levels).pools, resident.optimizer_peak) for levels in uniform]
-            need = min(needs)
-            if need <= limit:
-                level = next(iter(uniform[needs.index(need)].values()), "")
-                where = f', every MLP at "{level}"' if level else ""
-                gpus = f"{dp} GPUs (dp={dp}), each with a batch as given"
-                return f"FSDP2 over {gpus}: it fits{where}, {size(self.setup.reserved(need))} reserved."
-        if not need:
-            return f"Use {fewer}."
-        least = size(self.setup.reserved(need))
-        return f"Shards by themselves do not help: over {DP[-1]} GPUs {least} are reserved. Besides them: {fewer}."
-
-
-def _layers(step: Step, resident: Resident, levels: Mapping[str, str]) -> list[LayerRow]:
-    """List a row for each run of neighboring layers with the same level, and a row for the remainder."""
-    factor = resident.state / resident.gradients if resident.gradients else 0.0
-    default = step.default(levels)
-    rows: list[LayerRow] = []
-    left = dict(resident.by_unit)
-
-    def alike(unit: str) -> tuple[str, str]:
-        return unit.rpartition(".")[0], levels.get(unit, default) if unit in step.mlps else ""
-
-    for (_, level), group in itertools.groupby(step.units, alike):
-        units = list(group)
-        segments = [
-            step.segment(graph, unit, levels.get(unit, default)) for graph in ("forward", "backward") for unit in units
-        ]
-        nbytes = [left.pop(unit, (0, 0)) for unit in units]
-        state = sum(round(factor * trained) for _, trained in nbytes)
-        total, trained = (sum(pair[i] for pair in nbytes) for i in (0, 1))
-        saved, seconds = sum(s.net for s in segments[: len(units)]), sum(s.seconds for s in segments)
-        name = f"{units[0]} to {units[-1].rpartition('.')[2]}" if len(units) > 1 else units[0]
-        rows.append(LayerRow(name, len(units), level, total, trained, state, saved, seconds))
-    curve = step.at_levels(levels)
-    total, trained = (sum(pair[i] for pair in left.values()) for i in (0, 1))
-    saved, seconds = curve.saved - sum(row.saved for row in rows), curve.seconds - sum(row.seconds for row in rows)
-    rows.append(LayerRow("(other)", 1, "", total, trained, round(factor * trained), saved, seconds))
-    return rows
+        others = "" if checkpointed is not None else ", checkpoints"
+        yield f"Otherwise use fewer tokens{others}, or FSDP2 over more GPUs (dp=)."
 
 
 def _unit_inputs(captured: CapturedModel) -> dict[str, int]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_fused_ops.planner.setup import FRAGMENTATION, Setup
+from torch_fused_ops.planner.setup import FRAGMENTATION, Setup, bytes_of
 from torch_fused_ops.reports.page import template
 from torch_fused_ops.reports.text import aligned, change, size
 from torch_fused_ops.settings.environment import writable
@@ -36,28 +36,13 @@ class LevelRow:
 
 
 @dataclass(frozen=True)
-class LayerRow:
-    """A layer of the model, or several neighboring layers with the same level, whose bytes are added."""
-
-    name: str  # its path, "layers.0"; "layers.0 to 15" for several; "(other)" for the remainder of the model
-    count: int  # the number of layers
-    level: str  # the memory level of its MLPs; "" if it has none
-    parameters: int  # bytes of parameters and buffers
-    gradients: int
-    optimizer_state: int
-    saved: int  # bytes saved for backward
-    seconds: float  # the least time of forward and backward
-
-
-@dataclass(frozen=True)
-class PlanFigures:
-    """The figures of a plan, which can be converted to text, JSON and a page.
+class Plan:
+    """The result of ``plan``: the chosen levels and their figures. ``within`` plans again for another limit.
 
     Attributes:
         title: the model's class.
         gpu: the GPU's name.
         limit: bytes that may be used.
-        optimizer: the optimizer's name.
         fits: True if the bytes that PyTorch reserves stay within the limit.
         reserved_bytes: about how many bytes PyTorch reserves: ``held_bytes`` and a margin for fragmentation.
         held_bytes: the largest sizes of the caching allocator's pools, added.
@@ -75,19 +60,15 @@ class PlanFigures:
         policy: the policy to compile with.
         choices: each MLP's level (``setup.LEVELS``), by module.
         levels: the whole step at each level.
-        layers: the bytes by layer.
         missing: reserved bytes beyond the limit; 0 if the step fits.
         help: advice to make the step fit, or cheaper.
         setup: how the model is trained. All bytes are per GPU, for one GPU's batch.
-        sent: bytes that each GPU sends in a step.
-        link_seconds: the time to send ``sent`` bytes by the GPU's data sheet, not included in ``seconds``.
         largest: the largest batch or sequence that fits; None unless ``maximum`` requests it.
     """
 
     title: str
     gpu: str
     limit: int
-    optimizer: str
     fits: bool
     reserved_bytes: int
     held_bytes: int
@@ -105,29 +86,31 @@ class PlanFigures:
     policy: FusionPolicy
     choices: Mapping[str, str]
     levels: tuple[LevelRow, ...]
-    layers: tuple[LayerRow, ...]
     missing: int
     help: tuple[str, ...]
     setup: Setup = field(default_factory=Setup)
-    sent: int = 0
-    link_seconds: float = 0.0
     largest: Largest | None = None
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
+    _planner: Any = field(default=None, repr=False, compare=False)
+    _chosen: Any = field(default=None, repr=False, compare=False)
 
-    @property
-    def dp(self) -> int:
-        """The number of GPUs."""
-        return self.setup.dp
+    def within(self, memory: str | int) -> Plan:
+        """Plan again for another limit, without ``largest``. Mixed levels compile the whole model again.
+
+        Raises:
+            ValueError: ``plan`` would not accept this memory.
+        """
+        again: Plan = self._planner.within(bytes_of(memory))
+        return again
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the attributes to plain types, without live-bytes timelines, and with the policy's levels."""
         left_out = {"policy", "curve", "off_curve", "_planner", "_chosen"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
-        rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
-        rows["levels"] = [{**asdict(row), "fits": row.fits} for row in self.levels]
+        rows: dict[str, Any] = {"levels": [{**asdict(row), "fits": row.fits} for row in self.levels]}
         rows["largest"] = asdict(self.largest) if self.largest else None
-        rows |= {"setup": asdict(self.setup), "dp": self.dp}
+        rows["setup"] = asdict(self.setup)
         for name in ("memory", "attention"):
             value = getattr(self.policy, name)
             rows[name] = value if isinstance(value, str) else dict(value)
@@ -163,10 +146,10 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def headline(plan: PlanFigures) -> str:
+def headline(plan: Plan) -> str:
     """Format the verdict in one line."""
     verdict = "fits" if plan.fits else f"does not fit: {size(plan.missing)} are missing"
-    group = f", one of {plan.dp}" if plan.dp > 1 else ""
+    group = f", one of {plan.setup.dp}" if plan.setup.dp > 1 else ""
     enlarged = f"; {most(plan.largest)}" if plan.largest else ""
     return f"{plan.title} in {size(plan.limit)} of an {plan.gpu}{group}: {verdict}{enlarged}"
 
@@ -180,69 +163,50 @@ def most(largest: Largest) -> str:
     return f'{largest.dimension}: at most {best.size}, every MLP at "{best.level}"{off}'
 
 
-def cost(plan: PlanFigures) -> str:
+def cost(plan: Plan) -> str:
     """Format the time that the levels cost: '+1.2 % beside "off"'."""
     changed = change(plan.off_seconds, plan.seconds)
     return 'as with "off"' if changed == "same" else f'{changed} beside "off"'
 
 
-def chosen(plan: PlanFigures) -> str:
+def chosen(plan: Plan) -> str:
     """Format the policy as code, with counts instead of a long mapping."""
     memory, attention = (x if isinstance(x, str) else dict(x) for x in (plan.policy.memory, plan.policy.attention))
     if isinstance(memory, str) or len(memory) <= 4:
         return f"FusionPolicy(memory={memory!r}{'' if attention == 'off' else f', attention={attention!r}'})"
     counted = ", ".join(f"{count} at {level!r}" for level, count in Counter(plan.choices.values()).items())
-    many = f"a level for each of {len(memory)} MLPs: {counted}"
+    many = f"a level for each of {len(plan.choices)} MLPs: {counted}"
     return f"FusionPolicy(memory={{…}}), {many} (all of it: plan.policy, --json)"
 
 
-def communication(plan: PlanFigures) -> str:
-    """Describe the bytes that each GPU sends; "" if it sends nothing."""
-    if not plan.sent:
-        return ""
-    how = "FSDP2" if plan.setup.sharded else "DDP"
-    return (
-        f"each GPU sends {size(plan.sent)} a step ({how}): {duration(plan.link_seconds)} within a node by the links' "
-        "data sheet, without overlap, not included in the least time; bytes and batch are per GPU"
-    )
-
-
-def level_rows(plan: PlanFigures) -> list[tuple[str, ...]]:
-    """List each level's peak, time, MiB saved for each additional ms, and missing bytes."""
-    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time", "MiB for each ms")
+def level_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """List each level's peak, reserved bytes, time, and missing bytes."""
+    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time")
     rows: list[tuple[str, ...]] = [(*columns, f"in {size(plan.limit)}")]
     for row in plan.levels:
         lacking = f"{size(row.missing)} missing"
         if row.reserved == plan.setup.reserved(plan.optimizer_peak):
             lacking += " for the optimizer's step"
-        bought, paid = (plan.off_peak - row.peak) / 2**20, 1000 * (row.seconds - plan.off_seconds)
-        price = f"{bought / paid:.0f}" if paid > 1e-5 * plan.off_seconds and bought > 0 else ""
-        figures = (size(row.peak), size(row.reserved), duration(row.seconds), price)
+        figures = (size(row.peak), size(row.reserved), duration(row.seconds))
         rows.append((row.level, *figures, "fits" if row.fits else lacking))
     return rows
 
 
 def largest_rows(largest: Largest) -> list[tuple[str, ...]]:
-    """List the largest size at each level, its peak, and the bytes by which the next size exceeds the limit."""
+    """List the largest size at each level, its peak and its time."""
     off = next((row.size for row in largest.rows if row.level == "off"), 0)
-    rows: list[tuple[str, ...]] = [
-        (
-            *("every MLP at", f"{largest.dimension}, at most", "beside off"),
-            *("peak", "one step more", "least time", "for each"),
-        )
-    ]
+    columns = ("every MLP at", f"{largest.dimension}, at most", "beside off", "peak", "least time", "for each")
+    rows: list[tuple[str, ...]] = [columns]
     for row in largest.rows:
-        excess = f"{size(row.over)} over" if row.over else ""
         if row.size:
             times = (duration(row.seconds), duration(row.seconds / row.size))
-            beside = f"{row.size / off:.2f}" if off else ""
-            rows.append((row.level, str(row.size), beside, size(row.peak), excess or "does not run", *times))
+            rows.append((row.level, str(row.size), f"{row.size / off:.2f}" if off else "", size(row.peak), *times))
         else:
-            rows.append((row.level, "none", "", "", excess, "", ""))
+            rows.append((row.level, "none", "", "", "", ""))
     return rows
 
 
-def notes(plan: PlanFigures) -> Iterator[str]:
+def notes(plan: Plan) -> Iterator[str]:
     """Yield remarks: the meaning of the figures, and costs that are not modeled."""
     margin = FRAGMENTATION[plan.setup.expandable_segments]
     kind = "with" if plan.setup.expandable_segments else "without"
@@ -258,12 +222,12 @@ def notes(plan: PlanFigures) -> Iterator[str]:
     )
 
 
-def sections(plan: PlanFigures) -> Iterator[Section]:
+def sections(plan: Plan) -> Iterator[Section]:
     """Yield the tables of a plan, for text and page."""
     shards = plan.setup.sharded
     parts = (
         ("parameters, in shards, and buffers" if shards else "parameters and buffers", plan.parameters),
-        (f"optimizer state ({plan.optimizer}{', in shards' if shards else ''})", plan.optimizer_state),
+        (f"optimizer state ({plan.setup.optimizer}{', in shards' if shards else ''})", plan.optimizer_state),
         ("saved for backward, the root gathered" if shards else "saved for backward", plan.saved),
         ("transient, gradients so far included", plan.transient),
         ("peak of forward and backward", plan.step_peak),
@@ -272,11 +236,6 @@ def sections(plan: PlanFigures) -> Iterator[Section]:
         ("reserved by PyTorch, about", plan.reserved_bytes),
     )
     yield Section("The peak", [("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts)])
-    layers: list[tuple[str, ...]] = [("layers", "level", "parameters", "gradients", "optimizer", "saved", "least time")]
-    for row in plan.layers:
-        nbytes = map(size, (row.parameters, row.gradients, row.optimizer_state, row.saved))
-        layers.append((row.name, row.level, *nbytes, duration(row.seconds)))
-    yield Section("Where the bytes are", layers)
     peaks = {row.level: row.peak for row in plan.levels}
     note = ""
     if "tiled" in peaks and peaks["tiled"] == peaks.get("input"):
@@ -291,7 +250,7 @@ def sections(plan: PlanFigures) -> Iterator[Section]:
         yield Section(f"{largest.dimension.capitalize()}, at most", largest_rows(largest), note)
 
 
-def text(plan: PlanFigures) -> str:
+def text(plan: Plan) -> str:
     """Format the plan as lines of text."""
     lines = [headline(plan), ""]
     for section in sections(plan):
@@ -299,11 +258,11 @@ def text(plan: PlanFigures) -> str:
     if plan.setup.compiled != "none":
         lines.append(f"chosen: {chosen(plan)}")
     lines.append(f"least time of forward and backward: {duration(plan.seconds)}, {cost(plan)}")
-    lines += [*filter(None, [communication(plan)]), *plan.help, "", *notes(plan)]
+    lines += [*plan.help, "", *notes(plan)]
     return "\n".join(lines)
 
 
-def page(plan: PlanFigures) -> str:
+def page(plan: Plan) -> str:
     """Render the plan as a self-contained page. Text from the model is escaped."""
     resident, highest = plan.parameters + plan.optimizer_state, 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
 

@@ -5,32 +5,14 @@ The list does not depend on the limit, so a higher limit never gives a slower pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_fused_ops.planner.setup import LEVELS, WITH_ATTENTION
 from torch_fused_ops.planner.step import OFF, Step, StepSummary
 
-LOSSY = ("fp8", "fp8+attention")  # levels that round gradients
+DEFAULT = ("free", "fp8", "fp8+attention", "input", "input+attention", "tiled")  # the levels to compile by default
 MISSES = 4  # once this many compiled mixed assignments did not fit, skip the others
 ALIKE = 1e-3  # a relative difference that rooflines cannot resolve
-
-
-def levels_for(lossless: bool) -> tuple[str, ...]:
-    """Return the levels to compile by default, the plainest first, without "off".
-
-    Each level takes minutes, so "free+attention" is included only if "fp8+attention" is not.
-
-    Args:
-        lossless: True to exclude levels that round gradients.
-    """
-    without = {OFF, *(LOSSY if lossless else ("free+attention",))}
-    return tuple(level for level in LEVELS if level not in without)
-
-
-def without_attention(levels: Iterable[str]) -> tuple[str, ...]:
-    """Return the levels that do not change attention."""
-    return tuple(level for level in levels if not level.endswith(WITH_ATTENTION))
 
 
 @dataclass(frozen=True)

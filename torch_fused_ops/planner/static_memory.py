@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.planner.fsdp import FullyShard, Group
-from torch_fused_ops.planner.setup import Setup, check
+from torch_fused_ops.planner.setup import Setup
 from torch_fused_ops.virtual_gpu.timeline import Storages
 
 # foreach is PyTorch's default on GPUs; fused must be requested.
@@ -91,22 +91,6 @@ def resident_tensors(
     return tensors
 
 
-def check_dp(model: Callable[..., Any], dp: int) -> None:
-    """Check ``dp``; for several GPUs, also check that the model is a module without sharded parameters.
-
-    Raises:
-        ValueError: dp is not a number of GPUs; or dp > 1, and the model is a function or has sharded parameters.
-    """
-    check("dp", dp)
-    if dp == 1:
-        return
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"dp={dp} is not accepted: model={model!r} is a function; it must be a module")
-    sharded = next((path for path, p in model.named_parameters() if hasattr(p, "device_mesh")), None)  # a DTensor
-    if sharded is not None:
-        raise ValueError(f"dp={dp} is not accepted: {sharded} is sharded already; plan the unsharded model")
-
-
 def check_shards(
     model: Callable[..., Any],
     unit_of: Callable[[str], str],
@@ -116,13 +100,11 @@ def check_shards(
     """Raise if ``fully_shard`` would reject the model.
 
     Raises:
-        ValueError: ``check_dp`` raises; or a parameter is a scalar, belongs to several layers, or is trained and not
-            registered; or a layer's trained parameters have several dtypes.
+        ValueError: the model is a function or has sharded parameters; or a parameter is a scalar, belongs to several
+            layers, or is trained and not registered; or a layer's trained parameters have several dtypes.
     """
-    check_dp(model, dp)
-    if dp == 1:
-        return
-    assert isinstance(model, nn.Module)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"dp={dp} is not accepted: model={model!r} is a function; it must be a module")
     path = next((name for name, t in (unregistered or {}).items() if t.requires_grad), None)
     if path is not None:
         raise ValueError(f"dp={dp} is not accepted: the model does not register {path}, so FSDP2 does not shard it")
@@ -131,7 +113,9 @@ def check_shards(
     for name, p in model.named_parameters(remove_duplicate=False):
         unit, why = unit_of(name.rpartition(".")[0]), ""
         first, its_unit = units.setdefault(id(p), (name, unit))
-        if p.dim() == 0:
+        if hasattr(p, "device_mesh"):  # a DTensor
+            why = f"{name} is sharded already; plan the unsharded model"
+        elif p.dim() == 0:
             why = f"{name} is a scalar, which FSDP2 does not shard; make it a tensor of one element"
         elif unit != its_unit:
             why = f"{name} and {first} are one parameter in two layers, which FSDP2 does not shard"
@@ -150,7 +134,6 @@ class Resident:
     gradients: int  # all parameters' gradients after backward
     state: int  # the optimizer's state
     transient: int  # peak bytes of temporary tensors in the optimizer's step
-    by_unit: Mapping[str, tuple[int, int]]  # by layer: bytes of (parameters and buffers, gradients)
     shards: FullyShard | None  # None if parameters are not sharded
     buckets: int = 0  # DDP's buckets, which are copies of the gradients
     accumulated: int = 0  # gradients of earlier micro-batches
@@ -179,7 +162,7 @@ class Resident:
         """
         dp, trained = setup.dp if setup.sharded else 1, []
         bf16_ratio = torch.bfloat16.itemsize / torch.float32.itemsize
-        by_unit: dict[str, tuple[int, int]] = {}
+        total = gradients = 0
         groups: dict[str, Group] = {}
         for t in tensors:
             if t.is_parameter and dp > 1:  # the first GPU's shard is the largest; others are padded to its size
@@ -189,8 +172,7 @@ class Resident:
                 t = replace(t, dtype=torch.float32)
             if t.trained:
                 trained.append(torch.empty(t.shape, dtype=t.dtype, device="meta"))
-            total, gradients = by_unit.get(t.unit, (0, 0))
-            by_unit[t.unit] = total + t.nbytes, gradients + t.nbytes * t.trained
+            total, gradients = total + t.nbytes, gradients + t.nbytes * t.trained
             name = t.unit or (group_of(t.name) if setup.root == "apart" else "")
             group = groups.get(name, Group())
             gathered = int(t.nbytes * (bf16_ratio if setup.mixed_precision and is_cast else 1))
@@ -199,9 +181,8 @@ class Resident:
                 group.gradients + t.nbytes * t.trained,
                 group.reduced + t.nbytes * t.trained,
             )
-        total, gradients = (sum(pair[i] for pair in by_unit.values()) for i in (0, 1))
         shards = FullyShard(dp, groups, setup.reshard, setup.accumulate > 1) if dp > 1 else None
         buckets = gradients if setup.dp > 1 and setup.parallel == "ddp" else 0
         accumulated = gradients if setup.accumulate > 1 else 0
         memory = optimizer_memory(setup.optimizer, trained)
-        return cls(total, gradients, *memory, by_unit, shards, buckets, accumulated)
+        return cls(total, gradients, *memory, shards, buckets, accumulated)

@@ -286,9 +286,8 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
             placed.insert(len(placed) if kind == "forward" else 0, (kind, LOSS, loss))
         last = placed[-1][2]
         pieces += [*placed[:-1], (*placed[-1][:2], replace(last, net=last.net + remaining))]
-    return SegmentedStep(
-        timeline.entry + model.unread, tuple(pieces), frozenset(model.parameter(*key) for key in timeline.gradients)
-    )
+    trained = frozenset(model.parameter(*key) for key in timeline.gradients)
+    return SegmentedStep(timeline.entry, tuple(pieces), trained)
 
 
 def _owners(events: Sequence[Event], model: CapturedModel) -> list[str]:

@@ -81,7 +81,6 @@ _PLAN: dict[str, dict[str, Any]] = {
         "type": lambda text: tuple(text.split(",")), "metavar": "LEVEL,…",
         "help": "the levels to choose among: free,input,input+attention; by default all",
     },
-    "--lossless": {**_FLAG, "help": "exclude levels that round gradients"},
     "--max": {"dest": "maximum", "metavar": "WHAT", "help": "batch or tokens: find the largest; takes minutes"},
     "--loss": {"help": "of a model that returns logits: eager or compiled, the cross entropy of a float32 copy"},
     "--keep-logits": {**_FLAG, "help": "the training loop holds the logits to the end of the step"},

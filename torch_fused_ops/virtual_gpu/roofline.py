@@ -58,14 +58,13 @@ class Rates:
 
 
 H200_RATES = Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)  # rates of an H200
-# Data sheets: FLOP/s of dense bfloat16 GEMMs, bytes/s of memory, and bytes/s to the other GPUs of a node. The last rate
-# is one-way: half of NVLink's 600, 900 and 1800 GB/s, and half of seven Infinity Fabric links' 128 GB/s each.
-_SHEETS: Mapping[str, tuple[float, float, float]] = {
-    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12, 300e9),
-    "NVIDIA H100 80GB HBM3": (989.5e12, 3.35e12, 450e9),
-    "NVIDIA H200": (989.5e12, 4.8e12, 450e9),
-    "NVIDIA B200": (2250e12, 8.0e12, 900e9),
-    "AMD Instinct MI300X": (1307.4e12, 5.3e12, 448e9),
+# Data sheets: FLOP/s of dense bfloat16 GEMMs, and bytes/s of memory.
+_SHEETS: Mapping[str, tuple[float, float]] = {
+    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12),
+    "NVIDIA H100 80GB HBM3": (989.5e12, 3.35e12),
+    "NVIDIA H200": (989.5e12, 4.8e12),
+    "NVIDIA B200": (2250e12, 8.0e12),
+    "AMD Instinct MI300X": (1307.4e12, 5.3e12),
 }
 
 
@@ -83,15 +82,6 @@ _FITTED: Mapping[str, Mapping[str, float]] = {
 }
 
 
-def link_rate(gpu: GPU) -> float:
-    """Return the bytes per second that a GPU sends to the other GPUs of its node, by its data sheet.
-
-    Raises:
-        KeyError: the GPU has no data sheet here.
-    """
-    return _SHEETS[gpu.name][2]
-
-
 def rates_of(gpu: GPU) -> Rates | None:
     """Return a GPU's measured rates; None if the GPU was not measured."""
     return H200_RATES if gpu.name == H200.name else None
@@ -106,7 +96,7 @@ def estimated_rates(gpu: GPU) -> Rates | None:
     """
     if gpu.name not in _SHEETS or gpu.name == H200.name:
         return rates_of(gpu)
-    (flop, nbytes, _), sheet = _SHEETS[gpu.name], _SHEETS[H200.name]
+    (flop, nbytes), sheet = _SHEETS[gpu.name], _SHEETS[H200.name]
     share = Rates(flop * H200_RATES.flop / sheet[0], nbytes * H200_RATES.nbytes / sheet[1])
     return replace(share, **_FITTED.get(gpu.name, {}))
 
