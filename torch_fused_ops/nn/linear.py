@@ -79,6 +79,7 @@ class ParallelLinear(nn.Module):
         name, tp_comm_buffer_name: accepted, as Megatron's layers pass them, and not used.
     """
 
+    weight: nn.Parameter
     parallel: TensorParallel | None = None
     gemm = "bf16"
 
@@ -281,8 +282,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     @property
     def shard_specs(self) -> dict[str, ShardSpec]:
-        spec = ShardSpec(0, self.stride)
-        return {"weight": spec, "bias": spec}
+        return dict.fromkeys(("weight", "bias"), ShardSpec(0, self.stride))
 
     def _enter(self, x: Tensor) -> Tensor:
         return x if self.parallel is None else self.parallel.enter(x)

@@ -13,7 +13,7 @@ from torch_fused_ops import lowerings
 from torch_fused_ops.graphs.capture import run_captured
 from torch_fused_ops.graphs.modules import module_path, source_name, tensor_path
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, enclosing_modules, names_module
-from torch_fused_ops.reports.figures import sites_of
+from torch_fused_ops.reports.captures import sites_of
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
