@@ -1,4 +1,4 @@
-"""Dropouts of linear layers: ``residual + F.dropout(linear(x) + bias, p)`` becomes ``fused::dropout_add``.
+"""Dropouts of linear layers: ``residual + F.dropout(linear(x), p)`` becomes ``fused::dropout_add``.
 
 Its mask is a function of a seed, so backward recomputes the mask. Autograd would save a byte for each element. A *site*
 is an active dropout. A dropout is fused only if it reads a linear layer's result, or a pointwise function of such
@@ -12,7 +12,7 @@ not depend on a proof: the activation before it may be proved in only one of the
 place of its dropout, even if a later sum is fused with the dropout.
 
 The operator includes a sum that is the dropout's only reader, if its result has the dtype and shape of the sum. It
-rounds once, where the calls round up to three times.
+rounds once, where the calls round twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection, excluded
 from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 
-from .graph import DROPOUTS, FREE, Call, GraphAnalysis, inline_bodies, label, statically, tensor, write_call
+from .graph import DROPOUTS, FREE, Call, GraphAnalysis, inline_bodies, label, tensor, write_call
 from .rewrite import Edit
 from .subgraph import check_in_place_call
 from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
@@ -42,12 +42,11 @@ OPERATOR = f"fused::{DROPOUT}_add"
 
 @dataclass
 class Dropout:
-    """A dropout in the graph. ``calls`` is in graph order: bias sum, dropout, residual sum; the sums are optional."""
+    """A dropout in the graph. ``calls`` is the dropout, and the sum with ``residual`` if that is not None."""
 
     node: Node
     p: float = 0.5
     calls: list[Node] = field(default_factory=list)
-    bias: Node | None = None
     residual: Node | None = None
     copies: bool = False  # True if it overwrites a tensor from another grad mode, whose gradient must not change
     left: str = ""  # why the sum that reads the dropout is not fused; "" if it is fused, or does not exist
@@ -115,33 +114,7 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
         check_in_place_call(analysis, node, node, [node])
         site.copies = analysis.region[source] != analysis.region[node]
     site.p, site.calls = float(p), [node]
-    _include_bias(analysis, site, source)
     _include_residual(analysis, site)
-
-
-def _addends(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node] | None:
-    """Return the two tensors that a call adds; None for other calls."""
-    call = analysis.calls[node]
-    if call.name != "add" or call.inplace or len(call.args) != 2 or call.kwargs.get("alpha", 1) != 1:
-        return None
-    if set(call.kwargs) - {"alpha"} or not all(isinstance(a, Node) for a in call.args):
-        return None
-    return call.args  # type: ignore[return-value]
-
-
-def _include_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
-    """Include the addition of a vector over the last axis, if only the dropout reads the sum."""
-    pair, node = _addends(analysis, source), site.node
-    if pair is None or list(source.users) != [node] or analysis.region[source] != analysis.region[node]:
-        return
-    for x, bias in (pair, pair[::-1]):
-        wide, vector = value_of(x), value_of(bias)
-        if not is_plain(vector) or vector.ndim != 1 or vector.dtype != wide.dtype or not same_shape(x, node):
-            continue
-        if wide.ndim > 1 and statically(vector.shape[0] == wide.shape[-1]) and vector.device == wide.device:
-            if not any(analysis.writers(addend, source, node) for addend in pair):
-                site.bias, site.calls = bias, [source, *site.calls]
-            return
 
 
 def _include_residual(analysis: GraphAnalysis, site: Dropout) -> None:
@@ -149,7 +122,10 @@ def _include_residual(analysis: GraphAnalysis, site: Dropout) -> None:
     total = next((user for user in site.node.users if analysis.calls[user].name == "add"), None)
     if total is None:
         return
-    residual = next((addend for addend in _addends(analysis, total) or () if addend is not site.node), None)
+    call = analysis.calls[total]
+    is_plain_sum = len(call.args) == 2 and call.kwargs.get("alpha", 1) == 1 and not set(call.kwargs) - {"alpha"}
+    others = [addend for addend in call.args if isinstance(addend, Node) and addend is not site.node]
+    residual = others[0] if is_plain_sum and others else None
     site.left = _why_sum_stays(analysis, site.node, total, residual)
     if not site.left:
         site.residual = residual
@@ -189,9 +165,7 @@ def fuse(sites: Sequence[Dropout]) -> list[Edit]:
         make = partial(torch.empty, (), dtype=torch.int64, device=device)
         with last.graph.inserting_before(site.node):
             seed = write_call(site.node, inductor_prims.seed, device, make=make)
-        if site.bias is not None:
-            x = next(a for a in x.all_input_nodes if a is not site.bias)
-        result = write_call(last, torch.ops.fused.dropout_add.default, x, site.bias, site.residual, seed, site.p)
+        result = write_call(last, torch.ops.fused.dropout_add.default, x, None, site.residual, seed, site.p)
         if site.copies and site.residual is None:
             return write_call(last, torch.ops.aten.copy_.default, x, result)
         return result

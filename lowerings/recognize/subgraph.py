@@ -506,6 +506,8 @@ def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
         layout = _layout(value_of(base), value_of(gate), value_of(up))
         cuts = {node for views in (of_gate, of_up) for node in views[: views.index(base)]}
         one_region = all(analysis.region[node] == analysis.region[subgraph.output] for node in cuts)
+        if any(t.dtype != value_of(base).dtype for t in map(tensor, cuts) if t is not None):
+            return  # a view as another dtype has no gradient, or other values
         if layout and one_region and set(analysis.writers(base, base, subgraph.output)) <= set(subgraph.calls):
             subgraph.packed = (base, layout)
             subgraph.bypassed += cuts

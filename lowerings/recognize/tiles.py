@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.settings import tiles
 
-from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, is_mask, label, reachable, record, write_call
+from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, label, reachable, record, write_call
 from .rewrite import Edit, insert
 from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
@@ -48,8 +48,6 @@ class Tiling:
         data: maps each argument that varies by tile to the call (or ``source``) of which it is a view.
         linears: input, weight, bias of the linear layers among the calls, and True if the weight is (in, out).
         constants: weights, biases and factors, which are the same for every tile.
-        rows: masks and factors with a row for each token. Each tile reads its rows. The value is True if PyTorch also
-            saves them for backward.
         dead: the nodes that the tiles replace.
     """
 
@@ -61,7 +59,6 @@ class Tiling:
     data: dict[Node, Node] = field(default_factory=dict)
     linears: dict[Node, tuple[Node, Node, Node | None, bool]] = field(default_factory=dict)
     constants: list[Node] = field(default_factory=list)
-    rows: dict[Node, bool] = field(default_factory=dict)
     dead: set[Node] = field(default_factory=set)
 
 
@@ -90,9 +87,8 @@ def tiling(analysis: GraphAnalysis, subgraph: Subgraph, requested: int, tiled: s
         raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
     _check_writes(analysis, mlp)
     _check_callers(analysis, mlp)
-    for node in (source, last, *mlp.constants, *mlp.rows):
-        if not is_mask(node):
-            check_plain(node)
+    for node in (source, last, *mlp.constants):
+        check_plain(node)
     tokens = _tokens(source)
     if any(not equal(tokens, _tokens(node)) for node in mlp.calls):
         raise Rejection(Kind.TILE_FORM, "not every row of its input becomes a row of its result")
@@ -179,32 +175,24 @@ def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
         return [input]
     if call.name in DROPOUTS:
         raise Rejection(Kind.TILE_DROPOUT, "it contains an active dropout")
-    mask = analysis.mask(node)
-    combines = (call.name in LINEAR or mask is not None) and not call.inplace
+    combines = call.name in LINEAR and not call.inplace
     if analysis.state[node] == FREE or not (combines or call.name in CASTS):
         raise Rejection(Kind.TILE_FORM, f"{label(node)} separates its input from its result")
-    data = [a for a in node.all_input_nodes if a is not mask and (analysis.state[a] != FREE or a is mlp.source)]
-    shape = value_of(node).shape
+    data = [a for a in node.all_input_nodes if analysis.state[a] != FREE or a is mlp.source]
     for other in node.all_input_nodes:
         if other in data:
             continue
-        size = value_of(other).shape
-        if len(size) <= 1:
-            mlp.constants.append(other)
-        elif (
-            (other is mask or call.name == "mul") and len(size) == len(shape) and all(map(equal, size[:-1], shape[:-1]))
-        ):
-            mlp.rows[other] = mlp.rows.get(other, False) or any(value_of(a).requires_grad for a in data)
-        else:
+        if value_of(other).ndim > 1:
             text = f"{label(node)} combines it with {label(other)}, which is not a vector"
             raise Rejection(Kind.TILE_FORM, text)
+        mlp.constants.append(other)
     return data
 
 
 def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
     """Reject in-place writes before the last linear layer, since the tiles are computed at its place."""
     first = min(mlp.dead, key=analysis.index.__getitem__)
-    for node in (mlp.source, *mlp.constants, *mlp.rows, *mlp.dead):
+    for node in (mlp.source, *mlp.constants, *mlp.dead):
         for writer in analysis.writers(node, first, mlp.last):
             if writer not in mlp.subgraph.calls:
                 raise Rejection(Kind.WRITTEN, f"{label(writer)} writes into it in place before it is read")
@@ -225,11 +213,9 @@ def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
         and value_of(weight).requires_grad
         for node, (input, weight, *_) in mlp.linears.items()
     )
-    exposed = set(map(analysis.storage, caller_owned))
-    for node, is_saved in ({mlp.source: saves_source} | mlp.rows).items():
-        if not is_saved and analysis.storage(node) in exposed:
-            text = f"the caller may modify its input, {label(node)}, before backward needs it"
-            raise Rejection(Kind.TILE_CALLERS, text)
+    if not saves_source and analysis.storage(mlp.source) in set(map(analysis.storage, caller_owned)):
+        text = f"the caller may modify its input, {label(mlp.source)}, before backward needs it"
+        raise Rejection(Kind.TILE_CALLERS, text)
 
 
 # ---- the edit --------------------------------------------------------------------------------------------------------
@@ -247,10 +233,7 @@ def _insert(mlp: Tiling) -> Node:
     def size(node: Node, axis: int) -> Node:
         return add(torch.ops.aten.sym_size.int, node, axis)
 
-    def as_rows(node: Node) -> Node:
-        return node if value_of(node).ndim == 2 else write_call(node, torch.flatten, node, 0, -2)
-
-    rows = as_rows(source)
+    rows = source if value_of(source).ndim == 2 else add(torch.flatten, source, 0, -2)
     tokens = value_of(rows).shape[0]
     length, last_length = tiles.lengths(tokens, mlp.count)
     sizes: list[Any] = [length] * (mlp.count - 1) + [last_length]
@@ -261,12 +244,8 @@ def _insert(mlp: Tiling) -> Node:
         while (before := before.next) is not last:
             record(before, source)
         lengths = [length.node] * (mlp.count - 1) + [last_length.node]
-    split = {source: add(torch.split, rows, lengths)}
-    split |= {node: write_call(node, torch.split, as_rows(node), lengths) for node in mlp.rows if node is not source}
-    results = []
-    for i, size_of_tile in enumerate(sizes):
-        pieces = {node: write_call(node, operator.getitem, parts, i) for node, parts in split.items()}
-        results.append(_written(mlp, pieces, size_of_tile))
+    pieces = add(torch.split, rows, lengths)
+    results = [_written(mlp, add(operator.getitem, pieces, i), size_of_tile) for i, size_of_tile in enumerate(sizes)]
     joined = write_call(last, torch.cat, results)
     if result.ndim == 2:
         return joined
@@ -274,18 +253,18 @@ def _insert(mlp: Tiling) -> Node:
     return write_call(last, torch.unflatten, joined, 0, leading)
 
 
-def _written(mlp: Tiling, pieces: Mapping[Node, Node], tokens: Any) -> Node:
+def _written(mlp: Tiling, piece: Node, tokens: Any) -> Node:
     """Write a tile's calls on its rows; return its result. Backward recomputes all values except the result.
 
     Args:
         mlp: the MLP.
-        pieces: the tile's rows of the source and of each tensor in ``mlp.rows``.
+        piece: the tile's rows of the source.
         tokens: the number of these rows.
     """
-    copies, before = dict(pieces), mlp.last.prev
+    copies, before = {mlp.source: piece}, mlp.last.prev
 
     def place(argument: Node) -> Node:
-        return copies[mlp.data[argument]] if argument in mlp.data else pieces.get(argument, argument)
+        return copies[mlp.data[argument]] if argument in mlp.data else argument
 
     for node in mlp.calls:
         like = value_of(node)

@@ -43,13 +43,6 @@ def adapted() -> nn.Module:
     return Net(body, up=up, down=down, a=WITHOUT_BIAS(HIDDEN, 2), b=WITHOUT_BIAS(2, FFN))
 
 
-def masked(s: Any, x: Tensor) -> Tensor:
-    """Apply one padding mask to gate and up, written in two ways."""
-    pad = x[..., :1] > 0.5
-    gate, up = s.mlp.gate(x).masked_fill(pad, 0.0), torch.where(pad, 1.0, s.mlp.up(x))
-    return s.mlp.down(F.silu(gate) * up)  # type: ignore[no-any-return]
-
-
 def normed() -> nn.Module:
     """Return two MLPs in sequence, after norms."""
     return nn.Sequential(nn.LayerNorm(HIDDEN), SwiGLU(), nn.LayerNorm(HIDDEN), SwiGLU(bias=True))
@@ -65,10 +58,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     # index_select reorders tokens: it is not a reshape, although the number of rows stays the same.
     "reversed": lambda: Net(lambda s, x: s.mlp(x.index_select(1, torch.arange(x.shape[1]).flip(0))), mlp=SwiGLU()),
     "detached": lambda: Net(lambda s, x: x + s.mlp(x.detach()), mlp=SwiGLU()),
-    "masked": lambda: Net(masked, mlp=SwiGLU(bias=True)),
-    "scaled": lambda: Net(
-        lambda s, x: s.b(F.gelu(s.a(x) * x.mean(-1, keepdim=True))), a=nn.Linear(HIDDEN, FFN), b=nn.Linear(FFN, HIDDEN)
-    ),
     "relu": lambda: nn.Sequential(nn.Linear(HIDDEN, FFN), nn.ReLU(inplace=True), nn.Linear(FFN, HIDDEN)),
 }
 
@@ -297,16 +286,6 @@ def test_mlps_that_cannot_be_tiled() -> None:
     check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[torch.arange(49, -1, -1)], down))
     check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up) + x.sum(-1, keepdim=True)), down))
     check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.silu(linear(x, up)) * linear(x.flip(0), up), down))
-    check_not_tiled(
-        Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up).masked_fill(x[:1, :, :1] > 0, 0)), down), (5, 10, HIDDEN)
-    )
-    check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up).masked_fill_(x[:, :1] > 0, 0)), down))
-
-    def scaled(x: Tensor) -> Tensor:  # PyTorch does not save the factor, since the scaled layer is frozen
-        y = x * 2
-        return linear(F.silu(linear(y, up)) * (linear(y, up.detach()) * x[:, :1]), down)
-
-    check_not_tiled(Kind.TILE_CALLERS, scaled)
     check_not_tiled(Kind.TILE_FEW, lambda x: linear(F.gelu(linear(x, up)), down), memory="tiled")
 
     def written(x: Tensor) -> Tensor:
