@@ -44,8 +44,8 @@ FORMULAS = [  # (name, args, kwargs, formula in PyTorch)
 
 
 VIEWLESS = {"MakeViewlessTensor", "make_viewless_tensor"}
-# Without a formula, or for only one dtype: tests/ops/test_viewless.py, test_dropout.py, test_float8_experts.py
-ELSEWHERE = {*VIEWLESS, "shard_seed", "grouped_linear_fp8"}
+# Without a formula, or for only one dtype: tests/ops/test_viewless.py, test_dropout.py
+ELSEWHERE = {*VIEWLESS, "shard_seed"}
 COMPUTING = [name for name in tf.__all__ if name not in ELSEWHERE]
 
 

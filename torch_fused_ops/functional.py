@@ -54,7 +54,6 @@ __all__ = [
     "bias_glu",
     "dropout_add",
     "glu",
-    "grouped_linear_fp8",
     "linear_fp8",
     "make_viewless_tensor",
     "scaled_masked_softmax",
@@ -426,30 +425,4 @@ def linear_fp8(
     if not isinstance(dtype, (torch.dtype, type(None))):
         _refuse("dtype", dtype, "a torch.dtype or None")
     out: Tensor = torch.ops.fused.linear_fp8(input, weight, bias, dtype, recipe)
-    return out
-
-
-def grouped_linear_fp8(input: Tensor, weight: Tensor, ends: Tensor, *, recipe: str = "fp8-rowwise") -> Tensor:
-    """``input[t] · weight[e]`` in float8, where e is the expert of row t, with gradients: a linear of all experts.
-
-    This is ``linear_fp8`` without a bias for rows sorted by expert, as in ``torch.nn.functional.grouped_mm``. Each row,
-    each column of an expert's weight, and each expert's transposed weight has one scale. The weight gradient is a
-    grouped GEMM in bfloat16. (torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm`` computes the weight gradient in
-    float8, which pads each expert's rows to multiples of 16.) The host does not wait.
-
-    Second derivatives and ``torch.func`` transforms raise.
-
-    Args:
-        input: (t, in), bfloat16. Results are undefined for rows after the last expert's end.
-        weight: (experts, in, out), bfloat16; in and out are multiples of 16. The transpose of a parameter
-            (experts, out, in) is not copied.
-        ends: (experts,), int32, on input's device: the end of each expert's rows.
-        recipe: a recipe that docs/fp8.md lists for experts.
-
-    Returns:
-        (t, out), bfloat16. Errors: see the module's conventions. A size that is not such a multiple is a ValueError.
-    """
-    for name, t in (("input", input), ("weight", weight), ("ends", ends)):
-        _check_tensor(name, t)
-    out: Tensor = torch.ops.fused.grouped_linear_fp8(input, weight, ends, recipe)
     return out

@@ -10,7 +10,6 @@ from harness import raises
 from test_float8 import product_bound
 from torch import Tensor
 
-import torch_fused_ops as tfo
 from torch_fused_ops.families.float8.recipes import Block
 
 if not hasattr(F, "grouped_mm"):
@@ -85,14 +84,10 @@ def test_rows_may_lie_anyhow(lie: Callable[[Tensor], Tensor]) -> None:
     x, w, ends, grad = make_case()
     laid = lie(x.detach()).requires_grad_()
     dense = laid.detach().contiguous().requires_grad_()
-    for a, b in zip(
-        *(
-            torch.autograd.grad(tfo.functional.grouped_linear_fp8(operand, w, ends), (operand, w), grad)
-            for operand in (laid, dense)
-        ),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
+    of_laid, of_dense = (
+        torch.autograd.grad(fused.grouped_linear_fp8(operand, w, ends), (operand, w), grad) for operand in (laid, dense)
+    )
+    assert all(map(torch.equal, of_laid, of_dense))
 
 
 @pytest.mark.parametrize(
@@ -109,15 +104,6 @@ def test_rows_may_lie_anyhow(lie: Callable[[Tensor], Tensor]) -> None:
 def test_errors_name_the_argument(call: Callable[..., Any], message: str) -> None:
     x, w, ends, _ = make_case()
     raises((ValueError, TypeError), message, fused.grouped_linear_fp8, *call(x.detach(), w.detach(), ends))
-
-
-def test_the_typed_name() -> None:
-    x, w, ends, _ = make_case()
-    assert torch.equal(tfo.functional.grouped_linear_fp8(x, w, ends), fused.grouped_linear_fp8(x, w, ends))
-    with pytest.raises(TypeError, match=r"ends=\[5, 5\] is not accepted: it must be a tensor, not list"):
-        tfo.functional.grouped_linear_fp8(x, w, [5, 5])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="recipe='fp8' is not known; accepted: fp8-rowwise"):
-        tfo.functional.grouped_linear_fp8(x, w, ends, recipe="fp8")
 
 
 def test_second_derivatives_raise() -> None:

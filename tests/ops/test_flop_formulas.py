@@ -42,7 +42,7 @@ def test_experts() -> None:
     w = torch.randn(3, K, N, dtype=BF16, requires_grad=True)
     product = 2 * M * N * K
     of_torch = product if torch.ops.aten._grouped_mm in flop_registry else 0
-    assert counted(lambda: functional.grouped_linear_fp8(x, w, ends)) == (product, 2 * product + of_torch)
+    assert counted(lambda: fused.grouped_linear_fp8(x, w, ends)) == (product, 2 * product + of_torch)
 
 
 def test_float8_counts_less_in_times() -> None:

@@ -437,7 +437,18 @@ def _check_grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: s
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str = "fp8-rowwise") -> Tensor:
-    """Compute ``fused::grouped_linear_fp8``: see ``functional.grouped_linear_fp8``."""
+    """Return ``input[t] · weight[e]`` in float8, where e is the expert of row t. The fusion pass calls the operator.
+
+    Rows are sorted by expert, as in ``torch.nn.functional.grouped_mm``. Each row, each column of an expert's weight,
+    and each expert's transposed weight has one scale. The weight gradient is a grouped GEMM in bfloat16; torchao's
+    ``_to_fp8_rowwise_then_scaled_grouped_mm`` pads each expert's rows for float8. The host does not wait.
+
+    Args:
+        input: (t, in), bfloat16. Results are undefined for rows after the last expert's end.
+        weight: (experts, in, out), bfloat16. The transpose of a parameter (experts, out, in) is not copied.
+        ends: (experts,), int32, on input's device: the end of each expert's rows.
+        recipe: a recipe with grouped GEMMs.
+    """
     _check_grouped_linear(input, weight, ends, recipe)
     out: Tensor = _GroupedLinear.apply(input, weight, ends)  # type: ignore[no-untyped-call]
     return out
