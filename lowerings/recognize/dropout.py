@@ -124,8 +124,8 @@ def _include_residual(analysis: GraphAnalysis, site: Dropout) -> None:
         return
     call = analysis.calls[total]
     is_plain_sum = len(call.args) == 2 and call.kwargs.get("alpha", 1) == 1 and not set(call.kwargs) - {"alpha"}
-    others = [addend for addend in call.args if isinstance(addend, Node) and addend is not site.node]
-    residual = others[0] if is_plain_sum and others else None
+    residuals = [addend for addend in call.args if isinstance(addend, Node) and addend is not site.node]
+    residual = residuals[0] if is_plain_sum and residuals else None
     site.left = _why_sum_stays(analysis, site.node, total, residual)
     if not site.left:
         site.residual = residual
