@@ -56,10 +56,9 @@ def test_captured_graphs_compile_as_on_paper(fn: Callable[..., Any], dynamic: bo
 def test_launches_and_saved_tensors_have_modules() -> None:
     paper = virtual_gpu.compile_on_paper(BLOCKS, torch.randn(32, 64, requires_grad=True))
     for graph in paper.graphs.values():
-        assert len(graph.launches) == sum(kernel.launches for kernel in graph.kernels) + len(graph.extern)
-        assert sum(launch.bytes_moved for launch in graph.launches) == graph.bytes_moved
-        assert all(launch.modules for launch in graph.launches)
-        assert all(path.startswith("layers.") for launch in graph.launches for path in launch.modules)
+        assert sum(launch.bytes_moved for launch in graph.scheduled) == graph.bytes_moved
+        assert all(launch.modules for launch in graph.scheduled)
+        assert all(path.startswith("layers.") for launch in graph.scheduled for path in launch.modules)
     assert {"layers.0.mlp.up", "layers.1.mlp.up"} <= {t.module for t in paper.saved if t.shape == (32, 256)}
 
 

@@ -126,13 +126,6 @@ def test_fake_inputs_and_keyword_arguments_compile():
     assert paper.inference.bytes_moved == 2 * 64 * 128 * 4
 
 
-def test_dynamic_sizes_are_symbolic_in_the_code():
-    paper = compile_on_paper(on_meta(SwiGLU, 256, 1024), meta(512, 256, requires_grad=True), dynamic=True)
-    static = mlp_on_paper(SwiGLU)
-    assert re.search(r"\bs\d+\b", paper.forward.code) and not re.search(r"\bs\d+\b", static.forward.code)
-    assert paper.saved_bytes() == static.saved_bytes()
-
-
 def test_str_is_aligned():
     text = str(mlp_on_paper(GeluMLP, 8192, 4096, None))
     lines = text.splitlines()
@@ -470,12 +463,12 @@ def ulps(result: Tensor, exact: Tensor) -> int:
     return int((ordered[0] - ordered[1]).abs().max())
 
 
-def interpreted(fn, *inputs, **options):
+def interpreted(fn, *inputs):
     """Interpret a function's only kernel. Return its result and the kernel."""
-    (kernel,) = compile_on_paper(fn, *inputs, training=False, **options).inference.kernels
+    (kernel,) = compile_on_paper(fn, *inputs, training=False).inference.kernels
     expected = fn(*inputs)
     out = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
-    virtual_gpu.interpret(kernel, *inputs, out, *([out.numel()] if options else []))
+    virtual_gpu.interpret(kernel, *inputs, out)
     return out, kernel
 
 
@@ -527,11 +520,6 @@ def test_reductions_and_tiled_kernels_are_accurate(fn, shape):
     x = torch.randn(shape)
     out, _ = interpreted(fn, x)
     torch.testing.assert_close(out.double(), fn(x.double()), rtol=2e-5, atol=2e-5)
-
-
-def test_kernels_with_dynamic_sizes_run():
-    x = torch.randn(300)
-    torch.testing.assert_close(interpreted(torch.exp, x, dynamic=True)[0], x.exp())
 
 
 def test_hand_written_kernel_runs():
@@ -745,19 +733,16 @@ def test_interpret_step_checks_its_arguments() -> None:
     x = torch.randn(8, 16, requires_grad=True)
     paper = virtual_gpu.compile_on_paper(F.gelu, x)
     for inputs, gradients, text in (
-        ([], [], "inputs: got 0, expected a sequence of 1"),
-        (x.detach(), [], "inputs: got a tensor, expected a sequence of 1"),
-        ([x.detach()], [x.detach()] * 2, "gradients: got 2, expected a sequence of 1"),
-        ([x.detach()], [x.detach().t()], r"gradients\[0\]: got shape \(16, 8\) on cpu, expected shape \(8, 16\)"),
-        ([x.detach()], [None], r"gradients\[0\]: got NoneType, expected a tensor of torch.float32"),
-        ([x.detach().double()], [], r"inputs\[0\] \(\w+\): got torch.float64, expected a tensor of torch.float32"),
+        ([], [], "inputs: got 0, expected 1"),
+        ([x.detach()], [x.detach()] * 2, "gradients: got 2, expected 1"),
         (
-            [x.detach().to("meta")],
-            [],
-            r"inputs\[0\] \(\w+\): got shape \(8, 16\) on meta, expected .* on the CPU",
+            [x.detach()],
+            [x.detach().t()],
+            r"gradients\[0\] .* got torch.float32\[16, 8\], expected .*\[8, 16\]",
         ),
+        ([x.detach().double()], [], r"inputs\[0\] \(\w+\): got torch.float64\[8, 16\], expected torch.float32"),
     ):
-        raises((ValueError, TypeError), text, virtual_gpu.interpret_step, paper, inputs, gradients)
+        raises(ValueError, text, virtual_gpu.interpret_step, paper, inputs, gradients)
     assert virtual_gpu.interpret_step(paper, [x.detach()])[1] == ()
 
 

@@ -32,7 +32,6 @@ def compile_on_paper(
     gpu: GPU | str = H200,
     training: bool = True,
     memory_budget: float | None = None,
-    dynamic: bool = False,
     config: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> PaperCompilation:
@@ -49,7 +48,6 @@ def compile_on_paper(
         gpu: the GPU to generate code for, or its name (``by_name``).
         training: False compiles under `torch.no_grad()`.
         memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
-        dynamic: make sizes symbolic, as `torch.compile(dynamic=True)` does.
         config: settings of `torch._inductor.config` for this compilation, such as passes: `joint_custom_pre_pass`.
             Measuring needs a device; `"deterministic": True` makes Inductor take its first GEMM template instead.
         **kwargs: keyword arguments of `fn`.
@@ -66,7 +64,7 @@ def compile_on_paper(
     if not callable(fn) or isinstance(fn, type):
         got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(f"fn: got {got}, expected a function or an nn.Module")
-    return _Paper(by_name(gpu, "gpu"), memory_budget, config or {}).compile(fn, inputs, kwargs, training, dynamic)
+    return _Paper(by_name(gpu, "gpu"), memory_budget, config or {}).compile(fn, inputs, kwargs, training)
 
 
 def compile_graph_on_paper(
@@ -145,14 +143,14 @@ class _Paper:
         self.tangents: tuple[int, ...] = ()
 
     def compile(
-        self, fn: Callable[..., Any], inputs: Sequence[Any], kwargs: Mapping[str, Any], training: bool, dynamic: bool
+        self, fn: Callable[..., Any], inputs: Sequence[Any], kwargs: Mapping[str, Any], training: bool
     ) -> PaperCompilation:
         # A new code object each time: Dynamo's caches and its record of sizes are per code object.
         def on_paper(*args: Any, **kwargs: Any) -> Any:
             return fn(*args, **kwargs)
 
         on_paper.__code__ = on_paper.__code__.replace(co_name=f"on_paper_{id(self)}")
-        compiled = torch.compile(on_paper, backend=self.backend, fullgraph=True, dynamic=dynamic)
+        compiled = torch.compile(on_paper, backend=self.backend, fullgraph=True, dynamic=False)
         with self.patched(), torch.set_grad_enabled(training), contextlib.suppress(_Compiled):
             compiled(*inputs, **kwargs)
         if not self.graphs:
@@ -238,12 +236,7 @@ class _Paper:
         context = tracing_context.get()
 
         def fake(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            symbolic = context.tensor_to_context.get(value)
-            if symbolic is None:
-                return context.fake_mode.from_tensor(value, static_shapes=True)
-            return context.fake_mode.from_tensor(value, symbolic_context=symbolic, source=symbolic.tensor_source)
+            return context.fake_mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
 
         self.arguments = [(is_parameter(node), node.name) for node in gm.graph.find_nodes(op="placeholder")]
         self.compile_fx(gm, [fake(value) for value in example_inputs])

@@ -29,9 +29,6 @@ def generated_graph(
     inputs: Sequence[GraphInput],
     results: int,
 ) -> GeneratedGraph:
-    from torch._inductor.ir import MultiOutput  # imported late, because importing Inductor takes seconds
-    from torch._inductor.scheduler import NopKernelSchedulerNode
-
     code = unmarked(marked_code)
     kernel_of = {node: kernel for kernel, nodes in kernel_nodes.items() for node in nodes}
     kernel_bytes: Counter[str] = Counter()
@@ -44,12 +41,9 @@ def generated_graph(
     kernels = tuple(
         GeneratedKernel(name, source, kernel_bytes[name], launches[name]) for name, source in sources.items()
     )
-    # A node that only names a part of another node's result runs no code.
-    ran = [n for n in bytes_of if not isinstance(n, NopKernelSchedulerNode) and not isinstance(n.node, MultiOutput)]
-    launched = tuple(Launch(bytes_of[node], modules_of(node)) for node in ran)
     in_order = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in scheduled)
     return GeneratedGraph(
-        code, kernels, extern, sum(bytes_of.values()), gm, launched, tuple(inputs), results, in_order, marked_code
+        code, kernels, extern, sum(bytes_of.values()), gm, tuple(inputs), results, in_order, marked_code
     )
 
 

@@ -44,8 +44,8 @@ class GraphInput:
     """An argument of a generated graph.
 
     Attributes:
-        shape: sizes; hints for dynamic sizes.
-        stride: strides; hints for dynamic strides.
+        shape: sizes.
+        stride: strides.
         dtype: element type.
         is_parameter: True for a parameter or a buffer of a module.
         number: a size or another number; None for a tensor.
@@ -70,7 +70,6 @@ class GeneratedGraph:
         extern: the external calls, in order: "mm", "addmm", "aten._addmm_activation".
         bytes_moved: bytes read and written by kernels and external calls together.
         graph: the FX graph after the post-grad passes.
-        launches: kernel launches and external calls in the scheduler's order.
         inputs: its arguments, in order.
         results: the number of outputs that the caller gets; the remaining outputs are saved for backward.
         scheduled: the scheduler's nodes in the order of the code, including nodes that launch nothing.
@@ -82,7 +81,6 @@ class GeneratedGraph:
     extern: tuple[str, ...]
     bytes_moved: int
     graph: fx.GraphModule = field(repr=False)
-    launches: tuple[Launch, ...] = field(default=(), repr=False)
     inputs: tuple[GraphInput, ...] = field(default=(), repr=False)
     results: int = 0
     scheduled: tuple[Launch, ...] = field(default=(), repr=False)
@@ -95,7 +93,7 @@ class SavedTensor:
 
     Attributes:
         name: the node's name in the joint graph.
-        shape: sizes; hints for dynamic sizes.
+        shape: sizes.
         dtype: element type.
         nbytes: size in bytes.
         is_parameter: True for an `nn.Parameter`, a module's buffer, or a view of either, which stay alive anyway.

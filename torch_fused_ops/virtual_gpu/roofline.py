@@ -203,15 +203,9 @@ def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) ->
     return count(target.overloadpacket, args, kwargs, node.meta.get("val"))
 
 
-def works_of(graph: GeneratedGraph, instructions: bool = True) -> list[Work]:
-    """Return a graph's work: each launch of a generated kernel, each GEMM, and the bytes of all other calls.
-
-    If ``instructions`` is True, the kernels are assembled for an H200 to count their instructions.
-    """
-    if instructions:
-        launches = [work for run in kernel_runs(graph) for work in run.works]
-    else:
-        launches = [Work(nbytes=k.bytes_moved / k.launches) for k in graph.kernels for _ in range(k.launches)]
+def works_of(graph: GeneratedGraph) -> list[Work]:
+    """Return a graph's work: each launch of a generated kernel, each GEMM, and the bytes of all other calls."""
+    launches = [work for run in kernel_runs(graph) for work in run.works]
     counted = ((node, flops_of_node(node, flop_of_bf16)) for node in graph.graph.graph.nodes)
     products = [Work(flop, nbytes_of_node(node)) for node, flop in counted if flop]
     other_bytes = graph.bytes_moved - sum(work.nbytes for work in (*launches, *products))

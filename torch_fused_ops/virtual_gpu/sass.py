@@ -56,19 +56,12 @@ class Listing:
 
     @property
     def text(self) -> str:
-        """One instruction per line, with its address in the kernel: ``/*0070*/  @!P0 FMUL R0, R1, R2 ;``.
-
-        Raises:
-            subprocess.CalledProcessError: nvdisasm cannot read the code.
-        """
+        """One instruction per line, with its address in the kernel: ``/*0070*/  @!P0 FMUL R0, R1, R2 ;``."""
         with _LOCK:
             if self._text is None:
                 together = [self, *(other for other in _WAITING if other.arch == self.arch and other is not self)]
-                _WAITING.difference_update(together)  # if nvdisasm fails, each kernel is disassembled alone
-                try:
-                    texts = _disassembled([listing.code for listing in together], self.arch)
-                except subprocess.CalledProcessError:
-                    together, texts = [self], _disassembled([self.code], self.arch)
+                _WAITING.difference_update(together)
+                texts = _disassembled([listing.code for listing in together], self.arch)
                 for listing, text in zip(together, texts, strict=True):
                     listing._text = text
             assert self._text is not None
