@@ -286,6 +286,7 @@ _DEVICE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {name: getattr(torch, name
     "fabs": torch.abs,
     "fma": lambda x, y, z: x * y + z,
     "div_rn": torch.div,
+    "fast_dividef": torch.div,
     "nearbyint": torch.round,
     "rint": torch.round,
 }
