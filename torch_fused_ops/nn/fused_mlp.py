@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import activations, functional
@@ -36,9 +35,9 @@ class FusedMLP(nn.Module):
         gated: True to compute act(gate) · up instead of act(h).
         bias: True if both linears have biases.
         dropout: the probability of dropping an output in training. Backward recomputes the mask.
-        memory: "off" saves the activation's input and result, "free" only its input (for ReLU only its result), "fp8"
-            its input in float8_e4m3fn with a scale per row. "input" saves neither, and backward recomputes the first
-            GEMM. Results do not depend on the level, and only "fp8" changes gradients.
+        memory: "off" saves the activation's input and result, "free" only its input, "fp8" its input in float8_e4m3fn
+            with a scale per row. "input" saves neither, and backward recomputes the first GEMM. Every level saves
+            only the result of an ungated ReLU. Results do not depend on the level, and only "fp8" changes gradients.
         gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16" is the parameters' dtype. Float8 recipes need
             sizes that ``functional.linear_fp8`` accepts.
         device, dtype: device and dtype of the parameters.
@@ -104,14 +103,9 @@ class FusedMLP(nn.Module):
         if type(fc2) is nn.Linear and untouched(fc2) and (p or self.gemm != "bf16"):
             late = fc2.bias if p else None
             second = lambda a: linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
-        produce: Callable[[Tensor], Tensor] = first
         act: Callable[[Tensor], Tensor] = lambda h: self._activation(h, bias)  # noqa: E731
-        # These levels recompute the activation result, but ReLU saves it. threshold is ReLU bit for bit, and saves h.
-        if not self.gated and self.activation == "relu" and memory in ("fp8", "input"):
-            produce = first if bias is None else lambda x: first(x) + bias
-            act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
         y = run_at_level(
-            x, produce, act, second, memory, reads=lambda: (("fc1.bias", bias), *fc1.named_parameters("fc1"))
+            x, first, act, second, memory, reads=lambda: (("fc1.bias", bias), *fc1.named_parameters("fc1"))
         )
         return functional.bias_dropout_add(y, late, None, p) if p else y
 
