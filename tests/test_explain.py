@@ -3,8 +3,6 @@
 import copy
 import functools
 import json
-import sys
-import types
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from torch_fused_ops.graphs.modules import module_path
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import recognize
-from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.planner.plan import plan
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.explain import explain
@@ -40,22 +37,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return self.odd(self.mlp(self.norm(x)))
-
-
-@pytest.mark.parametrize("fields", [{"memory": "fp8"}, {"memroy": "fp8"}])
-def test_policy_fields_as_keywords_are_rejected_with_a_hint(fields: dict[str, str]) -> None:
-    for call in (explain, verify, *([replace_mlps] if "memroy" in fields else [])):
-        with pytest.raises(TypeError, match=r"the model takes no '\w+'; did you mean FusionPolicy's memory\?"):
-            call(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8), **fields)
-
-    def takes_it(x: torch.Tensor, memory: str) -> torch.Tensor:
-        return x * len(memory)
-
-    def takes_all(x: torch.Tensor, **options: str) -> torch.Tensor:
-        return x * len(options)
-
-    explain(takes_it, torch.randn(2), memory="its own")
-    explain(takes_all, torch.randn(2), memory="its own")
 
 
 def test_explain_lists_every_site():
@@ -294,49 +275,6 @@ def test_without_a_captured_graph_dynamos_reasons_are_listed():
     assert report.breaks and {graph_break.kind for graph_break in report.breaks} == {Kind.GRAPH_BREAK}
     assert "torch._dynamo.graph_break()" in str(report)
     assert explain(lambda x: x + 1, torch.randn(4)).breaks == ()
-
-
-class Loop(nn.Module):
-    """A loop over experts, like transformers' eager implementation."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(2, 16, 8)), nn.Parameter(torch.randn(2, 8, 16))
-
-    def forward(self, x, chosen):
-        y = torch.zeros_like(x)
-        for i in chosen.unique().tolist():
-            rows = (chosen == i).nonzero()[:, 0]
-            y[rows] = F.linear(F.gelu(F.linear(x[rows], self.up[i])), self.down[i])
-        return y
-
-
-@pytest.mark.parametrize("dispatched", [True, False])
-def test_expert_loops_get_a_hint_only_if_transformers_has_alternatives(monkeypatch, tmp_path, dispatched):
-    """Transformers wraps the forward of such a class."""
-    wrappers = tmp_path / "moe.py"
-    wrappers.write_text(
-        "from functools import wraps\ndef dispatch(forward):\n    @wraps(forward)\n"
-        "    def wrapper(self, *args):\n        return forward(self, *args)\n    return wrapper\n"
-    )
-    module = types.ModuleType("transformers.integrations.moe")
-    module.__file__ = str(wrappers)
-    exec(compile(wrappers.read_text(), str(wrappers), "exec"), vars(module))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    if dispatched:
-        monkeypatch.setattr(Loop, "forward", module.dispatch(Loop.forward))
-    report = explain(Loop(), torch.randn(6, 8), torch.tensor([0, 1, 1, 0, 1, 0]))
-    kinds = {graph_break.kind for graph_break in report.breaks}
-    assert kinds == {Kind.EXPERT_LOOP if dispatched else Kind.GRAPH_BREAK}
-    assert ('set_experts_implementation("grouped_mm")' in str(report)) == dispatched
-
-
-def test_the_hinted_experts_implementation_exists():
-    moe = pytest.importorskip("transformers.integrations.moe")
-    assert "grouped_mm" in moe.ALL_EXPERTS_FUNCTIONS
-    from transformers import PreTrainedModel
-
-    assert callable(PreTrainedModel.set_experts_implementation)
 
 
 @torch.library.custom_op("test_explain::product", mutates_args=())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,25 +190,6 @@ def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -
     accepted = tuple(accepted)
     near = difflib.get_close_matches(name, (*accepted, *besides), 1)
     return f"{name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''} (accepted: {', '.join(accepted)})"
-
-
-def check_not_meant(name: str, accepted: Callable[..., Any], keywords: Iterable[str]) -> None:
-    """Raise a TypeError if a model's keyword is close to a policy field's name and the model does not accept it.
-
-    Args:
-        name: the function that was called, for the message.
-        accepted: the model.
-        keywords: the names of the keyword arguments for the model's call.
-    """
-    try:
-        parameters = inspect.signature(getattr(accepted, "forward", accepted)).parameters
-    except (TypeError, ValueError):  # a callable without a signature
-        return
-    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for keyword in keywords:
-        near = difflib.get_close_matches(keyword, FIELDS, 1, 0.8)
-        if near and keyword not in parameters and not (any_name and keyword in FIELDS):
-            raise TypeError(f"{name}: the model takes no {keyword!r}; did you mean FusionPolicy's {near[0]}?")
 
 
 def is_level(memory: object) -> bool:

@@ -28,7 +28,6 @@ from torch_fused_ops.graphs.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.lowerings import compat, memory_levels, recognize
 from torch_fused_ops.lowerings.passes import PreGradPass
 from torch_fused_ops.lowerings.recognize import gemms
-from torch_fused_ops.reports import breaks
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.tools.verify import interpreted
 
@@ -274,8 +273,7 @@ hidden.register_fake(torch.empty_like)
 
 
 @program
-def broken(patch: Patch, *, in_experts: bool) -> Break:
-    patch.setattr(breaks, "_loops_over_experts", lambda frames: in_experts)
+def broken(patch: Patch) -> Break:
     report = explain(lambda x: first(x + 1, torch._dynamo.graph_break()) * 2, torch.randn(4))
     return report.breaks[0]
 
@@ -372,8 +370,7 @@ PROGRAMS: dict[Kind, Program] = {
     ),
     Kind.MADE_OF_SIZE: made_of_a_size,
     Kind.MANY_RECOMPUTED: stays_saved(many_calls, *tensors()),
-    Kind.GRAPH_BREAK: broken(in_experts=False),
-    Kind.EXPERT_LOOP: broken(in_experts=True),
+    Kind.GRAPH_BREAK: broken(),
     Kind.DDP_BUCKET: cut_by_ddp,
 }
 

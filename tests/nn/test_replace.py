@@ -250,7 +250,6 @@ def test_works_with_checkpoint_compile_and_export() -> None:
         ({"memory": {"dwn": "fp8"}}, ValueError, "memory='dwn' matches none of the compiled modules"),
         ({"memory": {"[0": "fp8"}}, ValueError, "'[0' has a [ without a ]"),
         ({"args": (torch.randn(3, H + 1),)}, RuntimeError, "mat1 and mat2|size"),
-        ({"memroy": "fp8"}, TypeError, "did you mean FusionPolicy's memory?"),
     ],
 )
 def test_wrong_arguments_are_rejected(arguments: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -168,11 +168,6 @@ class Kind(Enum):
         Category.CAPTURE,
         "Set torch._dynamo.config.optimize_ddp = False. Larger buckets do not help: the first one stays at 1 MiB.",
     )
-    EXPERT_LOOP = (
-        Category.CAPTURE,
-        'Call model.set_experts_implementation("grouped_mm"): its grouped GEMMs contain an activation that can be '
-        "fused.",
-    )
 
     def __repr__(self) -> str:
         return str(self)  # a site's repr omits the value

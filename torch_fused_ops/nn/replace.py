@@ -12,7 +12,7 @@ from torch import nn
 from torch_fused_ops import lowerings
 from torch_fused_ops.graphs.capture import run_captured
 from torch_fused_ops.graphs.modules import module_path, source_name, tensor_path
-from torch_fused_ops.policy import FusionPolicy, check_not_meant, enclosing_modules, names_module
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.reports.captures import sites_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def replace_mlps(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
     policy = FusionPolicy(memory=memory, gemm=gemm)  # type: ignore[arg-type]
-    check_not_meant("replace_mlps", model, kwargs)
     lowerings.require()
     modules = {module_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
     capture = _Capture(model)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,13 +35,10 @@ def break_of(gm: GraphModule) -> Break | None:
     stopped = compat.why_it_ended(gm.graph)
     if stopped is None or not stopped.graph_break:
         return None
-    frames = [(frame.filename, frame.lineno or 0) for frame in stopped.user_stack]
     reason = Reason(Kind.GRAPH_BREAK, f"a graph break: {_said(stopped.reason)}")
     if compat.split_from(gm.graph) is not None:
         reason = Reason(Kind.DDP_BUCKET, f"a split between DDP's buckets: {_said(stopped.reason)}")
-    elif _loops_over_experts(frames):
-        reason = Reason(Kind.EXPERT_LOOP, f"a graph break in a loop over experts: {_said(stopped.reason)}")
-    if not frames:
+    if not stopped.user_stack:
         return Break(reason.kind, str(reason))
     frame = stopped.user_stack[-1]
     where = f"{frame.filename}:{frame.lineno}"
@@ -69,23 +65,3 @@ def _said(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
     explained = [line.removeprefix("Explanation:").strip() for line in lines[1:2] if line.startswith("Explanation:")]
     return ": ".join((lines[0], *explained))
-
-
-def _loops_over_experts(frames: Sequence[tuple[str, int]]) -> bool:
-    """Return True if a frame is in a loop over experts that transformers (5 and later) can replace.
-
-    transformers wraps the forward of such an experts class in a function of ``transformers.integrations.moe``.
-    """
-    wrappers = getattr(sys.modules.get("transformers.integrations.moe"), "__file__", None)
-    files = {file for file, _ in frames if wrappers is not None}
-    modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in files]
-    for cls in [value for module in modules for value in vars(module).values() if isinstance(value, type)]:
-        forward = getattr(cls, "forward", None)
-        outer = getattr(forward, "__code__", None)
-        inner = getattr(getattr(forward, "__wrapped__", None), "__code__", None)
-        if outer is None or inner is None or outer.co_filename != wrappers:
-            continue
-        last = max(line for *_, line in inner.co_lines() if line is not None)
-        if any(file == inner.co_filename and inner.co_firstlineno <= line <= last for file, line in frames):
-            return True
-    return False

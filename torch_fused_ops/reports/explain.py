@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch_fused_ops.graphs.capture import check_model, name_of, run_captured
-from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default, unmatched
+from torch_fused_ops.policy import FusionPolicy, policy_or_default, unmatched
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.captures import beside_loss, capture, sites_of
 from torch_fused_ops.reports.report import Report, not_sites
@@ -37,7 +37,6 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     """
     model = check_model(model)
     policy = policy_or_default(policy)
-    check_not_meant("explain", model, kwargs)
     from torch_fused_ops import lowerings
 
     lowerings.require()
