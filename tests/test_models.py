@@ -1,4 +1,4 @@
-"""Real architectures with random weights: every MLP is fused, and results match eager mode."""
+"""Real architectures with random weights: ``strict`` accepts each, and results match eager mode."""
 
 from __future__ import annotations
 
@@ -20,33 +20,21 @@ DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_p
 DROPOUT |= {"hidden_dropout_prob": 0.0, "dropout_rate": 0.0}
 T5 = {"as_class": "T5ForConditionalGeneration", "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
 
-# (architecture, changes of its config, number of MLPs, their activation)
-MODELS: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "GPT-2": ("gpt2", {"n_layer": 2}, 2, "gelu_tanh"),
-    "BERT": ("bert", {"num_hidden_layers": 2}, 2, "gelu"),
-    "Llama": ("llama", {"num_hidden_layers": 2}, 2, "silu"),
-    "Llama of a layer": ("llama", {}, 1, "silu"),
-    "T5": ("t5", {"num_layers": 2, **T5}, 4, "gelu_tanh"),
+# (architecture, changes of its config)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2": ("gpt2", {"n_layer": 2}),
+    "BERT": ("bert", {"num_hidden_layers": 2}),
+    "Llama": ("llama", {"num_hidden_layers": 2}),
+    "Llama of a layer": ("llama", {}),
+    "T5": ("t5", {"num_layers": 2, **T5}),
 }
 
 
 def model_and_inputs(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    architecture, changes, *_ = MODELS[name]
+    architecture, changes = MODELS[name]
     model, _, inputs = made(architecture, **changes, **DROPOUT)
     labels = inputs.pop("labels")
     return model, {**inputs, **({"decoder_input_ids": labels} if name == "T5" else {})}
-
-
-@pytest.mark.covering(every=10)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", MODELS)
-def test_explain_shows_every_mlp_fused(name: str, training: bool) -> None:
-    *_, count, activation = MODELS[name]
-    model, inputs = model_and_inputs(name)
-    report = tfo.explain(model.train(training), **inputs)
-    mlps = [s for s in report.sites if s.is_mlp]
-    assert len(mlps) == count
-    assert {s.activation for s in mlps if s.op} == {activation} and all(s.op for s in mlps), str(report)
 
 
 def step(model: Callable[..., Any], parameters: list[Tensor], inputs: dict[str, Any]) -> list[Tensor]:

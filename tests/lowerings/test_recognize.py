@@ -61,35 +61,18 @@ def the(sites) -> Site:
     return site
 
 
-def refused(body, *, packed=False, x=None, policy=POLICY, model=None) -> str:
-    """Return the reason why the only site of ``body`` is not fused. The graph must not change."""
-    model = Net(body, packed) if model is None else model
-    _, sites, graphs = capture(model, torch.randn(4, 8) if x is None else x, policy=policy)
-    assert targets(graphs) == []
-    site = the(sites)
-    assert site.op is None
-    return site.reason
-
-
 # ---- spellings -----------------------------------------------------------------------------------------------------
 
 C = math.sqrt(2 / math.pi)
 SPELLINGS: dict[str, tuple[str, PointwiseOperator]] = {
     "relu": ("relu", F.relu),
-    "torch.relu": ("relu", torch.relu),
-    "Tensor.relu": ("relu", lambda x: x.relu()),
     "relu_": ("relu", torch.relu_),
     "Tensor.relu_": ("relu", lambda x: x.relu_()),
     "relu inplace": ("relu", lambda x: F.relu(x, inplace=True)),
-    "relu inplace positional": ("relu", lambda x: F.relu(x, True)),
-    "square(relu)": ("relu2", lambda x: torch.square(F.relu(x))),
     "relu**2": ("relu2", lambda x: F.relu(x) ** 2),
     "relu*relu": ("relu2", lambda x: F.relu(x) * F.relu(x)),
-    "relu.pow(2.0)": ("relu2", lambda x: F.relu(x).pow(2.0)),
     "silu": ("silu", F.silu),
-    "silu inplace": ("silu", lambda x: F.silu(x, inplace=True)),
     "x*sigmoid": ("silu", lambda x: x * torch.sigmoid(x)),
-    "sigmoid*x": ("silu", lambda x: x.sigmoid() * x),
     "x/(1+exp(-x))": ("silu", lambda x: x / (1 + torch.exp(-x))),
     "x*exp/(1+exp)": ("silu", lambda x: x * (torch.exp(x) / (1 + torch.exp(x)))),
     "x*(1+tanh(x/2))/2": ("silu", lambda x: x * (1 + torch.tanh(x / 2)) / 2),
@@ -99,11 +82,8 @@ SPELLINGS: dict[str, tuple[str, PointwiseOperator]] = {
     "gelu tanh": ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
     "NewGELU": ("gelu_tanh", lambda x: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0))))),
     "FastGELU": ("gelu_tanh", lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))),
-    "Megatron": ("gelu_tanh", lambda x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))),
-    "x**3": ("gelu_tanh", lambda x: x / 2 * (torch.tanh((x**3 * 0.044715 + x) * C) + 1)),
     "QuickGELU": ("quick_gelu", lambda x: x * torch.sigmoid(1.702 * x)),
     "sigmoid": ("sigmoid", torch.sigmoid),
-    "F.sigmoid": ("sigmoid", F.sigmoid),
     "1/(1+exp(-x))": ("sigmoid", lambda x: 1 / (1 + (-x).exp())),
     "tanh": ("tanh", torch.tanh),
     "tanh by exp": ("tanh", lambda x: (x.exp() - (-x).exp()) / (x.exp() + (-x).exp())),
@@ -134,7 +114,8 @@ def test_registered_activation(monkeypatch):
     monkeypatch.setattr(activations, "_TABLE", dict(activations._TABLE))
     act = lambda x: x * torch.tanh(F.softplus(x))  # noqa: E731
     model = Net(lambda s, x: s.b(F.mish(s.a(x))))
-    assert "is not a supported activation" in refused(model.body)
+    _, sites, _ = capture(model, torch.randn(4, 8))
+    assert "is not a supported activation" in the(sites).reason
     activations.register_activation("mish_for_test", act)
     sites, _ = check(model, torch.randn(4, 8))
     assert the(sites).activation == "mish_for_test"
@@ -155,9 +136,7 @@ def test_registering_an_unreadable_activation_warns_once_and_at_the_call(caplog)
 
 GEMMS = {
     "addmm": lambda s, x: torch.addmm(s.b.bias, F.gelu(torch.addmm(s.a.bias, x, s.a.weight.t())), s.b.weight.t()),
-    "Tensor.addmm": lambda s, x: s.b.bias.addmm(F.gelu(s.a.bias.addmm(x, s.a.weight.t())), s.b.weight.t()),
     "matmul": lambda s, x: torch.matmul(F.gelu(torch.matmul(x, s.a.weight.t())), s.b.weight.t()),
-    "@": lambda s, x: F.gelu(x @ s.a.weight.t()) @ s.b.weight.t(),
     "@ + bias": lambda s, x: F.gelu(x @ s.a.weight.t() + s.a.bias) @ s.b.weight.t(),
     "mm": lambda s, x: torch.mm(F.gelu(torch.mm(x, s.a.weight.t())), s.b.weight.t()),
     "bmm": lambda s, x: torch.bmm(F.gelu(torch.bmm(x[None], s.a.weight.t()[None])), s.b.weight.t()[None]),
@@ -173,19 +152,11 @@ def gated(gate, up):
 
 PACKED = {
     "chunk": ("halves", lambda h: gated(*h.chunk(2, -1))),
-    "torch.chunk": ("halves", lambda h: gated(*torch.chunk(h, 2, dim=1))),
-    "chunk twice": ("halves", lambda h: gated(h.chunk(2, -1)[0], h.chunk(2, -1)[1])),
     "split": ("halves", lambda h: gated(*h.split(16, -1))),
-    "split sizes": ("halves", lambda h: gated(*torch.split(h, [16, 16], dim=-1))),
     "tensor_split": ("halves", lambda h: gated(*torch.tensor_split(h, 2, dim=-1))),
-    "tensor_split at an index": ("halves", lambda h: gated(*h.tensor_split([16], -1))),
     "hsplit": ("halves", lambda h: gated(*h.hsplit(2))),
-    "hsplit at an index": ("halves", lambda h: gated(*h.hsplit([16]))),
-    "torch.hsplit": ("halves", lambda h: gated(*torch.hsplit(input=h, sections=2))),
-    "hsplit, swapped": ("swapped", lambda h: gated(*torch.hsplit(h, 2)[::-1])),
     "vsplit of a transpose": (None, lambda h: gated(*(t.t() for t in h.t().vsplit(2)))),
     "slices": ("halves", lambda h: gated(h[..., :16], h[:, 16:])),
-    "negative slice": ("halves", lambda h: gated(h[..., :-16], h[..., -16:])),
     "narrow": ("halves", lambda h: gated(h.narrow(-1, 0, 16), h.narrow(1, 16, 16))),
     "view, unbind": ("halves", lambda h: gated(*h.view(-1, 2, 16).unbind(1))),
     "strided": ("interleaved", lambda h: gated(h[..., ::2], h[..., 1::2])),
@@ -193,7 +164,6 @@ PACKED = {
     "up first": ("halves", lambda h: h[:, 16:] * F.silu(h[:, :16])),
     "contiguous": ("halves", lambda h: gated(*(t.contiguous() for t in h.chunk(2, -1)))),
     "swapped": ("swapped", lambda h: F.silu(h[..., 16:]) * h[..., :16]),
-    "swapped, unbind": ("swapped", lambda h: gated(*h.view(-1, 2, 16).unbind(1)[::-1])),
     # The operator does not support this layout, so gate and up are two views.
     "swapped strided": (None, lambda h: F.silu(h[..., 1::2]) * h[..., ::2]),
 }
@@ -253,7 +223,6 @@ VIEWS = {
     "permuted input": lambda s, x: s.b(F.gelu(s.a(x.transpose(0, 1)))),
     "contiguous inside": lambda s, x: s.b((lambda h: h.contiguous() * torch.sigmoid(1.702 * h))(s.a(x)).contiguous()),
     "row": lambda s, x: s.b(torch.tanh(s.a(x)[:, 0])),
-    "clone": lambda s, x: s.b(F.gelu(s.a(x).clone())),
     "no dropout": lambda s, x: s.b(F.dropout(F.gelu(F.dropout(s.a(x), 0.5, training=False)), 0.0)),
 }
 
@@ -268,9 +237,7 @@ def test_gemms_and_views_are_read(name):
 CASTS = {
     "to float and back": (torch.bfloat16, lambda h: F.gelu(h.float()).to(torch.bfloat16)),
     "type_as": (torch.bfloat16, lambda h: F.gelu(h.float()).type_as(h)),
-    "half way": (torch.bfloat16, lambda h: h * torch.sigmoid(h.float()).to(h.dtype)),
     "double inside": (torch.float32, lambda h: F.gelu(h.double()).float()),
-    "to a weight's dtype": (torch.bfloat16, lambda h: F.gelu(h.float()).type_as(torch.ones((), dtype=h.dtype))),
     "no cast": (torch.float16, lambda h: h * torch.sigmoid(h)),
 }
 
@@ -283,8 +250,7 @@ def test_casts(cast):
     assert the(sites).op == "fused::bias_act"
     node = operator_in(graphs)
     assert node.meta["example_value"].dtype == dtype
-    reads_a_weight = cast == "to a weight's dtype"  # to read its dtype
-    assert calls_in(graphs) == 3 + reads_a_weight
+    assert calls_in(graphs) == 3
     torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
 
 
@@ -299,17 +265,6 @@ def test_result_stays_wide():
 
 
 # ---- training, inference, autocast, checkpoint, tensor parallel, export --------------------------------------------
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_dropout_after_the_activation(inplace):
-    model = Net(lambda s, x: s.b(F.dropout(F.gelu(s.a(x)), 0.5, s.training, inplace)))
-    for stays in (True, False):
-        _, (site, dropout), graphs = capture(model, torch.randn(4, 8), policy=FusionPolicy(dropout=not stays))
-        assert site.op == "fused::bias_act" and dropout.op == (None if stays else "fused::dropout_add")
-        assert [n.target for n in graphs[0].nodes].count(F.dropout) == stays
-    sites, _ = check(model.eval(), torch.randn(4, 8))
-    assert the(sites).op == "fused::bias_act"
 
 
 # Activations with several readers, and the fused sites: operator, activation and readers.
@@ -332,13 +287,6 @@ def test_activations_with_several_readers_are_fused(name):
     sites, graphs = check(Net(body), torch.randn(4, 8))
     assert [" ".join((site.op.removeprefix("fused::"), site.activation, *site.users)) for site in sites] == expected
     assert len(targets(graphs)) == len(expected) and F.silu not in [n.target for n in graphs[0].nodes]
-
-
-def test_another_reader_is_named():
-    model = Net(lambda s, x: (lambda y: s.b(y) + F.layer_norm(y, (16,)).sum())(F.gelu(s.a(x))))
-    sites, _ = check(model, torch.randn(4, 8))
-    assert the(sites).op == "fused::bias_act"
-    assert the(sites).reason.endswith("; also read by layer_norm")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -455,9 +403,6 @@ def test_tensor_parallel():
         model = parallelize_module(Net(lambda s, x: s.b(F.silu(s.a(x)) * s.u(x))), mesh, plan)
         _, sites, _ = capture(model, torch.randn(4, 8))
         assert (the(sites).op, the(sites).activation) == ("fused::glu", "silu")
-        plan = {"a": ColwiseParallel(use_local_output=False), "b": RowwiseParallel()}
-        model = parallelize_module(Net(lambda s, x: s.b(F.gelu(s.a(x)))), mesh, plan)
-        assert "DTensor: tensor subclasses are not fused" in refused(None, model=model)
     finally:
         dist.destroy_process_group()
 
@@ -599,12 +544,6 @@ def test_exclude(pattern):
     assert excluded == [f"the policy excludes {pattern!r}"] * (2 if "[" in pattern or pattern == "layers" else 1)
 
 
-def test_sources_name_line_and_module():
-    _, sites, _ = capture(two(), torch.randn(4, 8))
-    assert [site.source.split(" in ")[1] for site in sites] == ["layers.0", "layers.1"]
-    assert all(site.source.startswith("harness.py:") for site in sites)
-
-
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
 def test_a_failure_leaves_the_graph_as_it_was(monkeypatch, fails_at):
     def fn(x, w1, w2):
@@ -626,22 +565,6 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch, fails_at):
     monkeypatch.setitem(recognize.rewrite.__globals__["replace"].__globals__, "write_call", failing)
     raises(RuntimeError, "made to fail", rewrite, graph, POLICY)
     assert str(graph) == before and list(graph.nodes) == nodes
-    graph.lint()
-
-
-def test_a_failing_dropout_leaves_the_mlps_too_as_they_were(monkeypatch):
-    from torch_fused_ops.lowerings.recognize import dropout
-
-    def fn(x, w1, w2):
-        return x + F.dropout(F.linear(F.gelu(F.linear(x, w1)), w2), 0.1)
-
-    graph = traced(fn, X, *(v.detach().requires_grad_() for v in (V1, V2)))
-    before, nodes = str(graph), list(graph.nodes)
-    monkeypatch.setattr(dropout, "write_call", mock.Mock(side_effect=RuntimeError("made to fail")))
-    raises(RuntimeError, "made to fail", rewrite, graph, POLICY)
-    assert str(graph) == before and list(graph.nodes) == nodes
-    monkeypatch.undo()
-    assert [site.op for site in rewrite(graph, POLICY)] == ["fused::bias_act", "fused::dropout_add"]
     graph.lint()
 
 

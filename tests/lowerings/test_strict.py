@@ -168,14 +168,6 @@ def test_the_models_error_takes_precedence() -> None:
     raises(KeyError, "mine", torch.compile(fails, backend="fused", options={"policy": STRICT}), torch.randn(4, 8))
 
 
-def test_raises_inside_an_except_block() -> None:
-    try:
-        raise KeyError
-    except KeyError:
-        with pytest.raises(tfo.UnfusedError):
-            torch.compile(Body(broken(normed, normed)), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
-
-
 def test_a_recompiled_part_is_not_judged_alone() -> None:
     # The shape of the second part is constant, so it is compiled once.
     pieces = broken(normed, lambda s, x: mlp(s, x[:2]))
@@ -254,30 +246,6 @@ def test_earlier_compilations_do_not_hide_errors(before: Callable[[nn.Module], N
     before(Body(CUT))
     with pytest.raises(tfo.UnfusedError, match="no MLP was found between 4 linear layers, in 2 graphs"):
         torch.compile(Body(CUT), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
-
-
-def test_after_a_reset_a_compiled_model_is_judged_again() -> None:
-    model = torch.compile(Body(CUT), backend="fused", options={"policy": STRICT})
-    for _ in range(2):
-        with pytest.raises(tfo.UnfusedError):
-            model(torch.randn(4, 8))
-        torch._dynamo.reset()
-
-
-@pytest.mark.covering(every=3)
-@pytest.mark.parametrize("before", [plain, with_another_policy, strictly_and_reset])
-def test_earlier_compilations_do_not_hide_warnings(
-    before: Callable[[nn.Module], None], warnings: Callable[[], list[str]]
-) -> None:
-    before(Body(CUT))
-    assert warnings() == []
-    model = torch.compile(Body(CUT), backend="fused")
-    for rows in (4, 4, 6):
-        model(torch.randn(rows, 8))
-    (text,) = warnings()
-    assert "no MLP was found between 4 linear layers, in 2 graphs" in text
-    torch.compile(Body(CUT), backend="fused")(torch.randn(4, 8))  # this code was judged before
-    assert warnings() == []
 
 
 def test_the_warning_has_the_first_reason(warnings: Callable[[], list[str]]) -> None:
