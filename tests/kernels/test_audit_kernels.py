@@ -41,7 +41,7 @@ def softmaxes() -> Iterator[tuple[Any, ...]]:
 def float8s() -> Iterator[tuple[Any, ...]]:
     for make, *_ in test_float8_machine_code.CALLS.values():
         yield make()
-    yield test_float8_machine_code.ROW
+    yield from test_float8_machine_code.IN_ROWS.values()
     for rows, columns in ((256, 512), (144, 272)):
         for block in (128, 32):
             yield float8.quantize, meta(rows, columns), 1, block

@@ -113,6 +113,23 @@ def test_rows_and_one_block_are_loaded_in_one_pass(device: Device, dtype: torch.
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("experts", [1, 2])
+def test_transposes_with_known_scales_are_one_launch(device: Device, experts: int) -> None:
+    """Scales are a number for each row or for each matrix. Columns that 4 does not divide run plain torch."""
+    x = numbers(24, 200).nan_to_num(0.0, 1.0, -1.0).view(experts, -1, 200)
+    operand = x.transpose(1, 2)
+    for scales in (
+        torch.stack([float8.quantize(matrix, *matrix.shape)[1] for matrix in operand]),
+        torch.stack([float8.quantize(matrix, 1, matrix.shape[1])[1] for matrix in operand]),
+    ):
+        arguments = (operand, scales) if experts > 1 else (operand[0], scales[0])
+        actual = device.run(kernels.quantize_by, *arguments)
+        assert device.names == ["_quantize_turned"] and actual.is_contiguous()
+        assert torch.equal(actual.float(), float8.quantize_by(*arguments).float())
+    device.run(kernels.quantize_by, x[0, :3].t(), torch.ones(1, 1))
+    assert device.names == []
+
+
 @pytest.mark.parametrize(("shape", "columns"), [((200, 384), 128), ((100, 160), 32)])
 def test_requantize_equals_the_reference(device: Device, shape: tuple[int, int], columns: int) -> None:
     x = numbers(*shape).nan_to_num(0.0, 1e6, -1e6)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -103,16 +104,24 @@ def test_before_sm_90_it_is_arithmetic_on_bits(monkeypatch: pytest.MonkeyPatch) 
 L40S = virtual_gpu.GPU(
     "NVIDIA L40S", "sm_89", (8, 9), 142, 48 << 30, 49152, 101376, 96 << 20, max_threads_per_multi_processor=1536
 )
-ROW: tuple[Any, ...] = (kernels.quantize, meta(ROWS, 14336), 1, 14336)
+SCALE = meta(1, 1, dtype=torch.float32)
+IN_ROWS: dict[str, tuple[Any, ...]] = {
+    "row": (kernels.quantize, meta(ROWS, 14336), 1, 14336),
+    "weight turned": (kernels.quantize_by, transposed(), SCALE),
+    "experts turned": (kernels.quantize_by, meta(8, COLUMNS, ROWS).mT, meta(8, 1, 1, dtype=torch.float32)),
+}
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=4)
+@pytest.mark.parametrize("name", IN_ROWS)
 @pytest.mark.parametrize("gpu", [L40S, virtual_gpu.H100, virtual_gpu.MI300X], ids=lambda gpu: gpu.arch)
-def test_rows_spill_nowhere(gpu: virtual_gpu.GPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of 14336 is loaded once, into registers."""
+def test_rows_spill_nowhere(name: str, gpu: virtual_gpu.GPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of 14336 is loaded once, into registers; a transpose is stored by words of 4 elements, or more."""
     monkeypatch.setattr(kernels, "_converts", lambda t: not gpu.is_amd)
-    (code,) = assemble(gpu, *ROW)
+    (code,) = assemble(gpu, *IN_ROWS[name])
     assert code.spills == 0 and code.registers <= 128
     counts = Counter(code.instructions)
     if not gpu.is_amd:
-        assert (counts["LDG.E.128"], counts["STG.E.128"] + counts["STG.E.64"]) == (4, 2), counts
+        loads, stores = (4, 2) if name == "row" else (8, 4)
+        of_16 = counts["LDG.E.128"], counts["STG.E.128"] + counts["STG.E.64"]
+        assert of_16 == (loads, stores), counts

@@ -471,6 +471,34 @@ def _quantize_rows(input, values, scales, columns, input_row, input_column, PLAC
 
 
 @triton.jit
+def _quantize_turned(
+    input, scales, values_t, rows, columns, column_blocks, input_one, input_row, input_column,
+    scale_one, scale_column, values_t_row, WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Compute ``float8.quantize_by`` of inputᵀ. values_t (columns, values_t_row) has four values per word.
+
+    Each program processes a tile, in one matrix of a stack.
+    """
+    index = tl.program_id(1).to(tl.int64)
+    input += index * input_one
+    scales += index * scale_one
+    values_t += index * columns * values_t_row
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
+    input += r * SIDE * input_row + c * SIDE * input_column
+    strips = ()
+    for i in tl.static_range(STRIPS):
+        mask = (first + i < rows_left)[:, None] & (place < columns_left)[None, :]
+        strips = strips + (_strip(input, first + i, place, input_row, input_column, mask),)
+    scale = tl.load(scales + (c * SIDE + place) * scale_column, mask=place < columns_left, other=1.0)
+    inverse = (-scale.to(tl.int32, bitcast=True) + INVERSE).to(tl.float32, bitcast=True)[None, :]
+    values_t += c * SIDE * values_t_row + r * (SIDE // 4)
+    words_left = values_t_row - r * (SIDE // 4)
+    _store_transposed(strips, inverse, values_t, values_t_row, columns_left, WIDE, PTX, words_left)
+
+
+@triton.jit
 def _dequantize_rows(
     out, values, scales, columns, scale_row, LARGEST: tl.constexpr, PLACES: tl.constexpr, PTX: tl.constexpr
 ):
@@ -722,14 +750,31 @@ def _run_quantize(
 
 
 def _is_turned(t: Tensor) -> bool:
-    """Return True if a matrix has contiguous columns."""
-    return t.stride(0) == 1 and t.stride(1) != 1
+    """Return True if a matrix, or each matrix in a stack, has contiguous columns."""
+    return t.stride(-2) == 1 and t.stride(-1) != 1
 
 
 def _converts(t: Tensor) -> bool:
     """Return True if Triton converts to float8_e4m3fn in hardware: from sm_89 on."""
     on_nvidia = t.device.type == "cuda" and torch.version.hip is None
     return on_nvidia and torch.cuda.get_device_capability(t.device) >= (8, 9)
+
+
+def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
+    """Compute ``float8.quantize_by``: transposed matrices in one kernel, others in plain torch."""
+    r, c = input.shape[-2:]
+    if not (_is_turned(input) and c % 4 == 0 and input.numel()):
+        return float8.quantize_by(input, scales)
+    values = input.new_empty(input.shape, dtype=FP8)
+    matrix_stride, row, column = input.stride() if input.ndim == 3 else (0, *input.stride())
+    of_scales = scales.shape[-1], int(scales.shape[-1] > 1)  # a single block's rows share a scale
+    launching.launch(
+        _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), input.shape[:-2].numel(), 1), input.device,
+        (input, scales.contiguous(), _as(torch.int32, values)),
+        (c, r, blocks(r, BLOCK), matrix_stride, column, row, *of_scales, c // 4),
+        {"WIDE": _wide(row, column, c), "PTX": _converts(input), "num_warps": _WARPS, **OPTIONS},
+    )  # fmt: skip
+    return values
 
 
 def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -867,8 +912,6 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
 
 def launch_of(name: str) -> Callable[..., Any]:
     """Return the function that computes ``fused::name`` on a GPU."""
-    if name == "quantize_by":
-        return float8.quantize_by
     operator = name.removesuffix("_backward_quantized")
     if operator == name:
         return globals()[name]  # type: ignore[no-any-return]
