@@ -124,7 +124,7 @@ def test_trainer_without_it_is_told(tmp_path: Path, capsys: Any, caplog: pytest.
 
     with caplog.at_level(logging.WARNING, "torch_fused_ops"):
         trainer(tmp_path, FusionCallback(), torch_compile=True).train()
-    assert "No model was compiled with fusion in this block" in capsys.readouterr().out
+    assert "No model was compiled with fusion here." in capsys.readouterr().out
     assert [r.getMessage() for r in caplog.records if "nothing was fused" in r.getMessage()]
 
 

@@ -1,1 +1,1 @@
-"""Report a model's fusion, with estimated figures, as objects, text, JSON and HTML."""
+"""Report a model's fusion as objects, text, JSON and HTML."""

@@ -18,7 +18,7 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops.graphs.capture import captured_graphs, title_of
+from torch_fused_ops.graphs.capture import title_of
 from torch_fused_ops.graphs.fusion_events import observed_by, process_wide
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import FusionPolicy, unmatched
@@ -48,12 +48,8 @@ def record() -> Iterator[Report]:
 
     lowerings.require()
     recorder = _Recorder()
-    before = captured_graphs()
-    try:
-        with observed_by(recorder):
-            yield recorder.report
-    finally:
-        recorder.report._other_graphs = max(0, captured_graphs() - before - len(recorder.graphs))
+    with observed_by(recorder):
+        yield recorder.report
 
 
 def report_at_exit(file: Path) -> None:
@@ -104,7 +100,7 @@ class _Recorder:
     """Records one block. Threads that share its context (``asyncio.to_thread``) may call it concurrently."""
 
     def __init__(self) -> None:
-        self.report = Report((), 0, _other_graphs=0)
+        self.report = Report((), 0, _is_recorded=True)
         self.graphs: list[_Graph] = []
         self.failures: tuple[str, ...] = ()
         self.lock = threading.Lock()

@@ -59,7 +59,7 @@ class Report:
     title: str = ""
     notes: tuple[str, ...] = ()
     _captures: list[Capture] = field(default_factory=list)  # only in ``explain``'s reports
-    _other_graphs: int | None = None  # number that other backends captured in a ``record`` block; else None
+    _is_recorded: bool = False  # True for a ``record`` block
 
     @property
     def summary(self) -> str:
@@ -95,7 +95,7 @@ class Report:
         """
         from torch_fused_ops.virtual_gpu import H200
 
-        if self._other_graphs is not None:
+        if self._is_recorded:
             raise ValueError("record keeps no graphs: read torch_fused_ops.explain(model, *args).saved")
         with unobserved():
             return saved(self._captures, self.sites, H200)
@@ -126,16 +126,11 @@ class Report:
     @property
     def nothing(self) -> str:
         """Advice for a report without sites."""
-        if not self.graphs and self._other_graphs:
+        if not self.graphs and self._is_recorded:
             return (
-                f"No model was compiled with fusion in this block, though Dynamo captured {self._other_graphs} "
-                f"graph{'s' * (self._other_graphs != 1)}:\ncompile it with "
-                'torch.compile(model, backend="fused"), or call torch_fused_ops.enable() first.'
-            )
-        if not self.graphs and self._other_graphs is not None:
-            return (
-                "Nothing was compiled. The program must call torch.compile, which transformers' Trainer does with\n"
-                "torch_compile=True. It compiles a model at its first call: a block must have that call in it."
+                'No model was compiled with fusion here. Use torch.compile(model, backend="fused"), or call\n'
+                "torch_fused_ops.enable() first. A model is compiled at its first call, which a block must contain.\n"
+                "transformers' Trainer calls torch.compile with torch_compile=True."
             )
         if not self.graphs:
             return (

@@ -1,4 +1,4 @@
-"""Format graph breaks and figures as text."""
+"""Format graph breaks, bytes and tables as text."""
 
 from __future__ import annotations
 
