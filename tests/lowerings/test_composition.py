@@ -143,47 +143,29 @@ class Attention(nn.Module):
         return self.mlp(x + self.out(weights.matmul(v).transpose(1, 2).reshape(2, 16, 64)))  # type: ignore[no-any-return]
 
 
-@dataclass
-class Fusion:
-    """A fusion of Inductor: the model, the counters that it increments, and the number of fused MLPs in the graph."""
-
-    model: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    counted: tuple[str, ...]
-    sites: int
-    dtype: torch.dtype = torch.float32
-    training: bool = False
-    config: dict[str, Any] = field(default_factory=dict)
-
-
 BF16 = torch.bfloat16
-FUSIONS = {
-    "SDPA": Fusion(Attention, (2, 16, 64), ("fuse_attention",), 1, training=True),
-    # CPU inference under freezing: MLPs are not fused.
-    "oneDNN linear + gelu": Fusion(
-        MLP, (2, 16, 64), ("mkldnn_linear_weight_pack_matcher_count", "mkldnn_unary_fusion_matcher_count"), 0, BF16,
-        config={"freezing": True},
-    ),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FUSIONS)
-def test_inductors_fusions_fire_next_to_fused_mlps(name: str) -> None:
-    case = FUSIONS[name]
-    onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if "oneDNN" in name and not onednn:
+def test_attention_is_fused_next_to_an_mlp() -> None:
+    model, x = Attention(), torch.randn(2, 16, 64)
+    off, on = (compiled(model, x, options=options) for options in (None, fused_with()))
+    assert on.counters["fuse_attention"] == off.counters["fuse_attention"] > 0
+    assert (on.fused(), off.fused()) == (2, 0)  # backward recomputes the activation
+    torch.testing.assert_close(on.out, off.out, rtol=1e-4, atol=1e-4)
+
+
+def test_onednn_fuses_the_linear_layer_and_gelu_under_freezing() -> None:
+    """In CPU inference under freezing, MLPs are not fused."""
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         pytest.skip("needs oneDNN with bfloat16")
-    model, x = case.model().train(case.training).to(case.dtype), torch.randn(case.shape).to(case.dtype)
-    with torch.set_grad_enabled(case.training):
-        off, on = (
-            compiled(model, x, options=options, config=case.config, lower=not case.training)
-            for options in (None, fused_with())
-        )
-    for counted in case.counted:
-        assert on.counters[counted] == off.counters[counted] > 0, counted
-    assert on.fused() == 2 * case.sites  # backward recomputes each activation
-    assert off.fused() == 0
-    torch.testing.assert_close(on.out, off.out, rtol=2e-2 if case.dtype == BF16 else 1e-4, atol=1e-4)
+    model, x = MLP().to(BF16), torch.randn(2, 16, 64, dtype=BF16)
+    with torch.no_grad():
+        frozen = functools.partial(compiled, model, x, config={"freezing": True}, lower=True)
+        off, on = (frozen(options=options) for options in (None, fused_with()))
+    for name in ("mkldnn_linear_weight_pack_matcher_count", "mkldnn_unary_fusion_matcher_count"):
+        assert on.counters[name] == off.counters[name] > 0, name
+    assert on.fused() == off.fused() == 0
+    torch.testing.assert_close(on.out, off.out, rtol=2e-2, atol=1e-4)
 
 
 def test_freezing_in_options_prevents_fusion_at_inference() -> None:
