@@ -1,12 +1,8 @@
-"""gemm= of modules: nn.MLP and replace_mlps multiply in float8, or report the reason."""
-
-from types import SimpleNamespace
-from typing import Any
+"""gemm= of modules: FusedMLP and replace_mlps multiply in float8."""
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from harness import SwiGLU, raises
 from torch import Tensor
 
@@ -51,36 +47,21 @@ def test_replaced_mlps_multiply_in_float8(recipe: str, memory: str) -> None:
     torch.testing.assert_close(gradients(module(x), x, module), exact)
 
 
-def config(**flags: Any) -> fnn.MLPConfig:
-    return fnn.MLPConfig(HIDDEN, **{"ffn_hidden_size": FFN, **flags})
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_megatrons_mlp_multiplies_in_float8(recipe: str) -> None:
-    mlp = fnn.MLP(config(gated_linear_unit=True, activation_func=F.silu), gemm=recipe)
+def test_fused_mlp_multiplies_in_float8(recipe: str) -> None:
+    mlp = fnn.FusedMLP(HIDDEN, FFN, "silu", gated=True, gemm=recipe)
     x = torch.randn(5, 7, HIDDEN, requires_grad=True)
-    fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
 
     def by_hand() -> Tensor:
-        h = FF.linear_fp8(x, fc1.weight, recipe=recipe) + fc1.bias
-        gate, up = h.chunk(2, -1)
-        return FF.linear_fp8(FF.swiglu(gate.contiguous(), up.contiguous()), fc2.weight, recipe=recipe) + fc2.bias
+        gate, up = (FF.linear_fp8(x, mlp.fc1.weight, recipe=recipe) + mlp.fc1.bias).chunk(2, -1)
+        return FF.linear_fp8(FF.swiglu(gate.contiguous(), up.contiguous()), mlp.fc2.weight, mlp.fc2.bias, recipe=recipe)
 
-    y, bias = mlp(x)
-    same(gradients(y + bias, x, mlp), gradients(by_hand(), x, mlp))
+    same(gradients(mlp(x), x, mlp), gradients(by_hand(), x, mlp))
     with torch.autocast("cpu", torch.bfloat16):
-        assert mlp(x)[0].dtype == torch.bfloat16
+        assert mlp(x).dtype == torch.bfloat16
 
 
-def test_megatrons_mlp_rejects_unsupported_arguments() -> None:
-    with pytest.raises(ValueError, match="ffn_hidden_size=100 is not accepted with gemm='fp8': it must be a multiple"):
-        fnn.MLP(config(ffn_hidden_size=100), gemm="fp8")
-    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
-        fnn.MLP(config(), gemm="int8")
-    with pytest.raises(ValueError, match="gemm='fp8' is not accepted with delay_wgrad_compute=True"):
-        fnn.MLP(config(delay_wgrad_compute=True), gemm="fp8")
-    linear = fnn.MLP(config()).linear_fc1
-    linear.parallel = SimpleNamespace(size=2)
-    raises(ValueError, "not accepted with a weight that 2 processes shard: they communicate", linear.set_gemm, "fp8")
-    custom_linears = fnn.MLPSubmodules(linear_fc1=lambda *args, **kwargs: nn.Identity())
-    raises(ValueError, "not accepted with a linear_fc1 of type Identity", fnn.MLP, config(), custom_linears, gemm="fp8")
+def test_fused_mlp_rejects_unsupported_recipes_and_sizes() -> None:
+    words = "hidden=128, ffn=100 are not accepted with gemm='fp8': they must be multiples of 128"
+    raises(ValueError, words, fnn.FusedMLP, HIDDEN, 100, gemm="fp8")
+    raises(ValueError, "gemm='int8' is not known; accepted: bf16, fp8", fnn.FusedMLP, HIDDEN, FFN, gemm="int8")

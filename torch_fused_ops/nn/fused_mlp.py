@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import activations, functional
-from torch_fused_ops.nn._gemms import check_gemm, linear
+from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.nn._memory import run_at_level
 from torch_fused_ops.nn.config import Activation, activation_name, check_memory
+from torch_fused_ops.nn.linear import under_autocast
+from torch_fused_ops.policy import check_known
 
 
 def untouched(module: nn.Module) -> bool:
@@ -65,7 +68,12 @@ class FusedMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_memory(memory)
-        check_gemm(gemm, hidden=hidden, ffn=ffn)
+        check_known("gemm", gemm)
+        multiple = RECIPES[gemm].scaling.multiple if gemm in RECIPES else 1
+        if hidden % multiple or ffn % multiple:
+            raise ValueError(
+                f"hidden={hidden}, ffn={ffn} are not accepted with gemm={gemm!r}: they must be multiples of {multiple}"
+            )
         known = activation_name(activation)
         if known is None:
             raise TypeError(
@@ -95,14 +103,14 @@ class FusedMLP(nn.Module):
         first: Callable[[Tensor], Tensor] = fc1
         if type(fc1) is nn.Linear and untouched(fc1):
             weight, bias = fc1.weight, fc1.bias  # read now: functional_call restores its module before backward
-            first = lambda x: linear(self.gemm, x, weight)  # noqa: E731
+            first = lambda x: _linear(self.gemm, x, weight)  # noqa: E731
         elif memory == "input":
             memory = "free"
         second: Callable[[Tensor], Tensor] = fc2
         p, late = self.dropout if self.training else 0.0, None
         if type(fc2) is nn.Linear and untouched(fc2) and (p or self.gemm != "bf16"):
             late = fc2.bias if p else None
-            second = lambda a: linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
+            second = lambda a: _linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
         act: Callable[[Tensor], Tensor] = lambda h: self._activation(h, bias)  # noqa: E731
         y = run_at_level(
             x, first, act, second, memory, reads=lambda: (("fc1.bias", bias), *fc1.named_parameters("fc1"))
@@ -119,3 +127,11 @@ class FusedMLP(nn.Module):
         parts += [f"dropout={self.dropout}"] * bool(self.dropout)
         parts += [f"gemm={self.gemm}"] * (self.gemm != "bf16")
         return ", ".join((*parts, f"memory={self.memory}"))
+
+
+def _linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute x · weightᵀ + bias in the precision ``gemm``. Under autocast, x and weight are cast to its dtype."""
+    if gemm == "bf16":
+        return F.linear(x, weight, bias)
+    x, weight = under_autocast(x, weight)
+    return functional.linear_fp8(x, weight, bias, recipe=gemm)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops.distributed.shard_spec import ShardSpec
-from torch_fused_ops.nn._gemms import linear, under_autocast
 from torch_fused_ops.nn.config import read, read_group
 
 if TYPE_CHECKING:  # importing DTensor takes 0.4 s
@@ -54,6 +53,16 @@ class _Deferred(torch.autograd.Function):
         return grad.matmul(cast_weight).to(ctx.dtype), None, None, None
 
 
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast casts a GEMM's inputs: to its dtype, except float64."""
+    kind = tensors[0].device.type
+    available = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)  # torch 2.11's Dynamo cannot trace it
+    if not available or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
 
@@ -65,7 +74,6 @@ class ParallelLinear(nn.Module):
         weight: (output_size, input_size), or this rank's shard.
         bias: (output_size,), or this rank's shard, or None.
         parallel: the processes that shard the weight, or None.
-        gemm: the GEMM's precision, as ``FusionPolicy.gemm``: see ``set_gemm``.
 
     Args:
         config: ``delay_wgrad_compute``, ``params_dtype`` and ``sequence_parallel`` are read. With
@@ -81,7 +89,6 @@ class ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     parallel: TensorParallel | None = None
-    gemm = "bf16"
 
     def __init__(
         self,
@@ -174,32 +181,14 @@ class ParallelLinear(nn.Module):
             call: Callable[..., tuple[Tensor, Tensor | None]] = _Deferred.apply
             y, added = call(x, self.weight, bias if bias is not None and bias.requires_grad else None, self)
         elif self.parallel is None and not self.skip_bias_add:
-            return linear(self.gemm, x, self.weight, bias), None
+            return F.linear(x, self.weight, bias), None
         else:
-            y = linear(self.gemm, x, self.weight)
+            y = F.linear(x, self.weight)
         y = self._leave(y)
         if bias is None:
             return y, None
         added = self._used_bias(bias) if added is None else added
         return (y, bias_for_caller(self, added)) if self.skip_bias_add else (y + added, None)
-
-    def set_gemm(self, gemm: str) -> None:
-        """Set the GEMM's precision to a value of ``FusionPolicy.gemm``; the caller checks sizes.
-
-        Raises:
-            ValueError: this linear does not support float8; the message gives the reason.
-        """
-        if gemm != "bf16" and self.parallel is not None:
-            raise ValueError(
-                f"gemm={gemm!r} is not accepted with a weight that {self.parallel.size} processes shard: they "
-                "communicate through DTensors, which float8 GEMMs do not take"
-            )
-        if gemm != "bf16" and self._deferred is not None:
-            raise ValueError(
-                f"gemm={gemm!r} is not accepted with delay_wgrad_compute=True: float8 operators compute the "
-                "weight's gradient during backward"
-            )
-        self.gemm = gemm
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
@@ -254,8 +243,7 @@ class ParallelLinear(nn.Module):
 
     def extra_repr(self) -> str:
         ranks = "" if self.parallel is None else f", over {self.parallel.size} ranks"
-        gemm = "" if self.gemm == "bf16" else f", gemm={self.gemm}"
-        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}{ranks}{gemm}"
+        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}{ranks}"
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops.nn._gemms import check_gemm
 from torch_fused_ops.nn._memory import run_at_level
 from torch_fused_ops.nn.config import (
     check_precision,
@@ -133,8 +132,6 @@ class MLP(nn.Module):
         name, is_mtp_layer: accepted because Megatron's ``TransformerLayer`` passes them. The linears get the name.
         pg_collection: Megatron's ``ProcessGroupCollection``. Its ``tp`` is the default tp_group. The linears also get
             the collection.
-        gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16" is the parameters' dtype. Float8 recipes need
-            a single process, and sizes that ``functional.linear_fp8`` accepts.
 
     Raises:
         ValueError, TypeError: the flags are incompatible; the message says why. ``forward`` does not check flags.
@@ -154,14 +151,13 @@ class MLP(nn.Module):
         name: str | None = None,
         pg_collection: Any = None,
         is_mtp_layer: bool = False,
-        gemm: str = "bf16",
     ) -> None:
         super().__init__()
         check_precision(config)
         if is_expert:
             _check_expert(config, ffn_hidden_size)
         submodules = submodules or MLPSubmodules()
-        self.config, self.is_expert, self.gemm = config, is_expert, gemm
+        self.config, self.is_expert = config, is_expert
         self._activation = read_activation(config)
         hidden = config.hidden_size
         self.input_size = input_size or hidden
@@ -171,7 +167,6 @@ class MLP(nn.Module):
             raise ValueError(
                 f"ffn_hidden_size={ffn} is not accepted with a tp_group of {group.size()}: it does not divide evenly"
             )
-        check_gemm(gemm, input_size=self.input_size, ffn_hidden_size=ffn, hidden_size=hidden)
         common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "skip_bias_add": True}
         common |= {"is_expert": is_expert, "tp_group": group}
         packed = 2 if self._activation.gated else 1
@@ -202,14 +197,6 @@ class MLP(nn.Module):
             **common,
             **_from_megatron(name, "linear_fc2", pg_collection),
         )
-        for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
-            if isinstance(linear, ParallelLinear):
-                linear.set_gemm(gemm)
-            elif gemm != "bf16":
-                raise ValueError(
-                    f"gemm={gemm!r} is not accepted with a {child} of type {type(linear).__name__}: it must be a "
-                    "linear of torch_fused_ops.nn"
-                )
 
     @classmethod
     def as_mlp_submodule(cls, submodules: MLPSubmodules | None = None, **arguments: Any) -> MLP:
