@@ -35,7 +35,7 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
       "ops/test_fp8.py", "ops/test_viewless.py")),
     ("Autocast", "dtypes and values of PyTorch's own functions",
      ("anywhere/test_autocast.py",)),
-    ("Export", "`torch.export`, decompositions, AOTInductor, `torch.jit.trace`, ONNX",
+    ("Export", "`torch.export`, decompositions, AOTInductor, ONNX",
      ("anywhere/test_export.py",)),
     ("Checkpointing", "`torch.utils.checkpoint`, selective policies, saved-tensor hooks, offloading",
      ("anywhere/test_checkpointing.py", "lowerings/test_composition.py", "nn/test_outer_hooks.py")),

@@ -1,4 +1,4 @@
-"""Export: graphs contain our operators or their decompositions, and run in AOTInductor, ONNX and TorchScript."""
+"""Export: graphs contain our operators or their decompositions, and run in AOTInductor and ONNX."""
 
 import io
 import itertools
@@ -231,53 +231,6 @@ def test_packages_run_without_this_library(how: str, tmp_path: Path) -> None:
         ]
     torch.save(runs, tmp_path / "runs.pt")
     python("-c", WITHOUT_US, tmp_path / "runs.pt")
-
-
-@pytest.mark.filterwarnings("ignore")  # deprecated since torch 2.9, but 2.15 still has it
-@pytest.mark.parametrize("level", ["off", "free", "fp8", "input"])
-def test_traced_modules_are_right(level: str) -> None:
-    """A trace can be saved and loaded, accepts other sizes, and computes the module's gradient."""
-    model = nn.Sequential(FusedMLP(8, 32, memory=level), FusedMLP(8, 32, "silu", gated=True, memory=level))
-    traced = torch.jit.trace(model, (torch.randn(4, 8),))
-    file = io.BytesIO()
-    torch.jit.save(traced, file)
-    file.seek(0)
-    loaded = torch.jit.load(file)
-    assert "fused::bias_act" in str(loaded.inlined_graph)
-    for rows in (4, 4, 9):  # TorchScript optimizes after the first call
-        x = torch.randn(rows, 8, requires_grad=True)
-        expected = model(x)
-        for module in (traced, loaded):
-            actual = module(x)
-            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-            if level != "fp8":  # a trace does not contain the level, so its gradient is exact
-                grads = (torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in (actual, expected))
-                torch.testing.assert_close(*grads)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_traced_operators_are_right() -> None:
-    model = Everything().eval()
-    traced = torch.jit.trace(model, inputs(6))
-    for rows in (6, 11):
-        args = inputs(rows)
-        torch.testing.assert_close(traced(*args), model(*args), rtol=0, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_jit_script_accepts_operators_but_not_typed_names() -> None:
-    # From source: scripting cannot resolve this file's annotations, which are strings.
-    source = """
-def f(x, b):
-    y = torch.ops.fused.bias_act(x, b, None, "gelu")
-    return torch.ops.fused.scaled_masked_softmax(torch.ops.fused.glu(y, x, None, "silu"), None, None)
-"""
-    exec(source, eager := {"torch": torch})
-    x, b = torch.randn(4, 8), torch.randn(8)
-    torch.testing.assert_close(torch.jit.CompilationUnit(source).f(x, b), eager["f"](x, b), rtol=0, atol=0)
-    for refused in (FF.swiglu, FusedMLP(8, 32)):
-        with pytest.raises((torch.jit.frontend.NotSupportedError, RuntimeError)):
-            torch.jit.script(refused)
 
 
 def test_fx_traces_every_operator() -> None:

@@ -251,13 +251,6 @@ def test_strides_of_each_argument(device: Device, name: str, kind: str) -> None:
         check(device, name, args, grad)
 
 
-def test_transposed_and_expanded_operands(device: Device) -> None:
-    a, b, c = (strided("transposed", 90, 130) for _ in range(3))
-    check(device, "glu", (a, b, None, "silu", 0.0, None), c)
-    bias, scale = normal(1).expand(130), normal(1).expand(90)
-    check(device, "bias_act", (a, bias, scale, "gelu"), strided("one value", 90, 130))
-
-
 def test_evenly_strided_tensors_are_one_row(device: Device) -> None:
     """Contiguous data, and the expanded gradient of a sum, run as one flat vectorized loop, without copies."""
     x, grad = normal(4, 5, 64, dtype=torch.bfloat16), torch.ones(()).expand(4, 5, 64)
@@ -328,28 +321,6 @@ def test_wide_offsets_give_the_same(device: Device, name: str, layout: str, monk
         args = arguments(name, (500, 20), layout=layout, bias=option, scale=option)
         check(device, name, args, normal(500, 20))
         assert all(constants["WIDE"] for _, _, constants in device.launches)
-
-
-@pytest.mark.parametrize("rows", [2**15, 2**18])
-def test_offsets_are_wide_only_for_large_tensors(rows: int) -> None:
-    x, bias, packed = meta(rows, 2**14), meta(2**14), meta(rows // 2, 2**15)
-    plain = (None, "silu", "halves", 0.0, None)
-    large = rows * 2**14 > 2**31
-    for call in (
-        (launch_of("bias_act"), x, None, None, "silu"),
-        (launch_of("bias_glu"), packed, None, None, "silu", "interleaved"),
-        (launch_of("bias_act"), x, bias, None, "silu"),
-        (launch_of("bias_act"), meta(2**14, rows).t(), None, None, "silu"),
-        (launch_of("bias_act_backward"), x, x, bias, None, "silu", (True, True, False)),
-        (launch_of("glu_backward"), x, x, x, meta(rows), "silu", 0.0, None, EVERYTHING),
-        (launch_of("bias_glu_backward"), x[: rows // 2], packed, meta(2**15), *plain, EVERYTHING),
-    ):
-        kernel, grid, *_, constants = recorded(*call)[0]
-        assert constants["WIDE"] == large, kernel
-        assert grid[0] < 2**31 and grid[1] <= 65535 and grid[2] <= 65535
-    tall = recorded(launch_of("bias_act"), meta(2**32, 1), meta(1), None, "silu")[0]
-    high, deep = tall.grid[1:]
-    assert tall.constants["WIDE"] and high <= 65535 and high * deep * tall.constants["BLOCK_M"] >= 2**32
 
 
 # ---- machine code ----------------------------------------------------------------------------------------------------

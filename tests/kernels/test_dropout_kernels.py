@@ -178,15 +178,3 @@ def test_generator_is_not_compiled_for_p_0_and_1() -> None:
         x, seed = meta(*SHAPE), meta(1, dtype=torch.int64)
         (code,) = assemble(virtual_gpu.H100, kernels.dropout_add, x, None, x, seed, p)
         assert not any(name.startswith("IMAD.WIDE.U32") for name in code.instructions)
-
-
-def test_offsets_are_wide_only_for_large_tensors() -> None:
-    s, bf16 = meta(1, dtype=torch.int64), torch.bfloat16
-    for rows, far in ((2**18, False), (2**20, True)):
-        x = meta(rows, 4096)
-        for operator, args in (
-            (kernels.dropout_add, (x, None, x, s, 0.1)),
-            (kernels.dropout_add, (x[:1].expand(rows, 4096), meta(4096), None, s, 0.1)),
-            (kernels.dropout_add_backward, (x[:1, :1].expand(rows, 4096), s, 0.1, bf16, bf16, (False, True))),
-        ):
-            assert recorded(operator, *args)[0].constants["WIDE"] is far

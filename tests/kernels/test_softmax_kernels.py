@@ -166,16 +166,6 @@ def test_wide_offsets_give_the_same(device: Device, rows: bool, monkeypatch: pyt
     assert all(constants["WIDE"] for _, _, constants in device.launches)
 
 
-def test_offsets_are_wide_only_for_large_tensors() -> None:
-    mask = meta(1, 1, 1, 2**14, dtype=torch.bool)
-    for rows in (2**15, 2**18):
-        x = meta(rows // 2**12, 2**12, 2**14)
-        for call in ((forward, x, mask[0], None), (backward, x, x, 1.0, False, -1, -1, None, (True, False))):
-            _, grid, *_, constants = recorded(*call)[0]
-            assert constants["WIDE"] == (rows * 2**14 > 2**31)
-            assert grid[0] < 2**31 and grid[1] <= 65535 and grid[2] <= 65535
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", list(itertools.product([False, True], repeat=2)))
 def test_output_masks(device: Device, rows: bool, mask: tuple[bool, bool]) -> None:

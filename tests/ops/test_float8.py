@@ -348,11 +348,6 @@ def test_products_by_tiled_scales_are_the_same() -> None:
     actual = fused.scaled_mm_tiled(*in_tiles(a), *in_tiles(b), bias, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert actual[3].isnan().all() and actual[4:].isfinite().all()
-    values, tiles = in_tiles(a)
-    with pytest.raises(ValueError, match=r"a_tiles has shape \(1023,\); accepted: \(1024,\)"):
-        fused.scaled_mm_tiled(values, tiles[1:], values, tiles, None, torch.float32)
-    with pytest.raises(TypeError, match=r"b_tiles has dtype torch\.int8"):
-        fused.scaled_mm_tiled(values, tiles, values, tiles.view(torch.int8), None, torch.float32)
 
 
 @pytest.mark.covering(every=3)

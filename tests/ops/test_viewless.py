@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from harness import Calls, Net, raises
+from harness import Net, raises
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -137,16 +137,6 @@ def test_compiled_results_share_memory(backend):
         assert is_alias(out, fn(x)) and out.requires_grad == fn(x).requires_grad
 
 
-@pytest.mark.codegen_is_slow
-def test_inductor_returns_the_argument_for_an_unchanged_alias():
-    """A limit in the docstring: Inductor returns the argument for an unchanged alias of it."""
-    view = torch.randn(4, 6, requires_grad=True).view(24)
-    for backend, viewless in (("aot_eager", True), ("inductor", False)):
-        torch.compiler.reset()
-        fn = torch.compile(lambda v: make_viewless_tensor(v, True, True), backend=backend, fullgraph=True)
-        assert (fn(view)._base is None) == viewless
-
-
 def test_no_grad_and_inference_mode():
     x = torch.randn(4, 6, requires_grad=True)
     with torch.no_grad():
@@ -191,34 +181,6 @@ def test_writes_to_unsaved_tensors_are_accepted():
     out.mul_(3)
     out.sum().backward()
     assert torch.equal(x.grad, torch.full((4,), 6.0))
-
-
-def test_version_counter_is_separate_under_modes():
-    """A limit in the docstring: under modes the operator is aten._unsafe_view."""
-    source = torch.ones(4)
-    with Calls():
-        out = make_viewless(source.view(2, 2))
-    out.add_(1)
-    assert out._base is None and source[0] == 2 and source._version == 0
-
-
-@pytest.mark.codegen_is_slow
-def test_compiled_writes():
-    """Autograd notices writes to an alias outside the graph; writes in the graph are a limit in the docstring."""
-
-    def fn(x, keep_graph):
-        e = x.exp()
-        out = make_viewless_tensor(e.view(2, 2), True, keep_graph)
-        with torch.no_grad():
-            out.mul_(5)
-        return e * 1
-
-    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
-    x = torch.zeros(4, requires_grad=True)
-    raises(Exception, "modified by an inplace operation", compiled, x, False)
-    out = compiled(x, True)
-    assert torch.equal(out.detach(), torch.full((4,), 5.0))  # the source sees the write
-    assert torch.autograd.grad(out.sum(), x)[0][0] == 5  # exp's derivative also sees it
 
 
 def test_setting_data_frees_the_memory(only_new_garbage):

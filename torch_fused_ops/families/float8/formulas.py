@@ -119,11 +119,6 @@ def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
     return values.to(FP8, memory_format=torch.contiguous_format)
 
 
-def tiled_size(blocks: int, rows: int) -> int:
-    """The number of bytes that ``tiled`` returns for scales (blocks, rows)."""
-    return padded(blocks, 4) * padded(rows)
-
-
 def tiled(scales: Tensor) -> Tensor:
     """Return the scales of blocks of (1, 32) in the layout of sm_100's tensor cores: 8 bits each, in tiles.
 

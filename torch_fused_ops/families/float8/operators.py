@@ -116,22 +116,6 @@ def _check_product(
         raise ValueError(f"a and b have blocks of {widths[0]} and {widths[1]} columns; accepted: as many in both")
 
 
-def _check_tiled_product(
-    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> None:
-    for name, values, tiles in (("a", a, a_tiles), ("b", b, b_tiles)):
-        _check_matrix(name, values, FP8)
-        if tiles.dtype != torch.uint8:
-            refuse_dtype(f"{name}_tiles", tiles, (torch.uint8,))
-        rows, columns = values.shape
-        if columns % MX_BLOCK:
-            raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of (1, {MX_BLOCK})")
-        expected = (float8.tiled_size(columns // MX_BLOCK, rows),)
-        if tuple(tiles.shape) != expected:
-            raise ValueError(f"{name}_tiles has shape {tuple(tiles.shape)}; accepted: {expected}")
-    _check_operands(a, b, bias, dtype)
-
-
 def _check_operands(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
@@ -261,7 +245,7 @@ _scaled_mm_tiled = _register_product(
     "tiles",
     {"bias": "Tensor?: per_column"},
     float8.tiled_product,
-    _check_tiled_product,
+    lambda a, a_tiles, b, b_tiles, bias, dtype: _check_operands(a, b, bias, dtype),
 )
 _scaled_grouped_mm = _register_product(
     "scaled_grouped_mm",

@@ -59,24 +59,6 @@ def _quantize(input: Any, rows: int, columns: int = BLOCK) -> Shardings:
     return [([values, scales], [values, None, None]) for values, scales in _placements(input, rows, columns)]
 
 
-def _quantize_by(input: Any, scales: Any) -> Shardings:
-    from torch.distributed.tensor import Replicate, Shard
-
-    replicated, by_rows = Replicate(), scales.shape[-1] > 1
-    if input.ndim == 3:  # experts, which tensor parallelism does not shard
-        return [([replicated], [replicated, replicated])]
-    return [
-        ([replicated], [replicated, replicated]),
-        ([Shard(0)], [Shard(0), Shard(1) if by_rows else replicated]),
-        ([Shard(1)], [Shard(1), replicated]),
-    ]
-
-
-def _dequantize(values: Any, scales: Any, rows: int, dtype: Any) -> Shardings:
-    columns = columns_of(values, scales, rows)
-    return [([stored], [stored, of_scales, None, None]) for stored, of_scales in _placements(values, rows, columns)]
-
-
 def _requantize(values: Any, scales: Any) -> Shardings:
     from torch.distributed.tensor import Replicate, Shard
 
@@ -114,8 +96,6 @@ def _scaled_mm(a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, rows: in
 RULES.update(
     {
         "quantize": _quantize,
-        "quantize_by": _quantize_by,
-        "dequantize": _dequantize,
         "requantize": _requantize,
         "scaled_mm": _scaled_mm,
     }
