@@ -13,6 +13,7 @@ partitioner's pointwise list  contains only aten operators (2.11 to 2.15): the f
 budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget and the older mark on nodes
 the end of a compiled call    has no hook (2.11 to 2.15): read from the Python stack
 loops after a fusion attempt  torch ≥ 2.13's scheduler restores loops that it reordered to see whether two nodes fuse
+static inputs of a graph      counted in arguments, of which a DTensor has several inputs (2.11 to 2.15)
 recompiles by call            torch ≥ 2.13 can count them for each call of torch.compile; before, for each code object
 ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as for aten.cat
 ============================  =========================================================================================
@@ -381,6 +382,24 @@ def written_afterwards(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     results = graph.output_node().meta.get("desc") or ()
     inputs = {result.mutated_input for result in results if isinstance(result, InputMutationAOTOutput)}
     return [node for node in graph.find_nodes(op="placeholder") if inputs and node.meta.get("desc") in inputs]
+
+
+def static_inputs(graph: torch.fx.Graph, arguments: Iterable[int]) -> list[int]:
+    """Return the positions of parameters and buffers among a joint graph's inputs.
+
+    AOTAutograd counts arguments, and a tensor subclass is one argument with several inputs: a DTensor's local tensor, its
+    mesh and symbolic sizes. Without tensor subclasses, the positions are ``arguments``.
+    """
+    positions, wanted, argument, previous = list[int](), set(arguments), -1, None
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        owner = node.meta.get("desc")
+        while hasattr(owner, "base"):
+            owner = owner.base
+        argument += owner is None or owner != previous
+        previous = owner
+        if argument in wanted and isinstance(node.meta.get("val"), torch.Tensor):
+            positions.append(i)
+    return positions
 
 
 def nbytes(t: torch.Tensor) -> int:

@@ -266,7 +266,9 @@ class Partitioner(Pass, CustomPartitionerFn):
         free = policy.memory != "off" and has_precedence
         applies_levels = free and (policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes)))
         applies_levels = applies_levels or (has_precedence and policy.attention != "off")
-        outputs, static = kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices") or ()
+        outputs = kwargs["num_fwd_outputs"]
+        static = compat.static_inputs(gm.graph, kwargs.get("static_lifetime_input_indices") or ())
+        kwargs["static_lifetime_input_indices"] = static
 
         def divide() -> partition.Graphs:
             graphs = partition.partition(gm, joint_inputs, free=free, **kwargs)

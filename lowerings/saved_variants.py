@@ -43,7 +43,8 @@ class Variants(Partitioner):
         self.totals: dict[str, int] = {}
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        outputs, static = kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices") or ()
+        outputs = kwargs["num_fwd_outputs"]
+        static = compat.static_inputs(gm.graph, kwargs.get("static_lifetime_input_indices") or ())
 
         def divided(divide: Callable[..., partition.Graphs]) -> partition.Graphs:
             return divide(GraphModule(gm, _copy(gm.graph)), joint_inputs, **kwargs)

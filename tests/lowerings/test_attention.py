@@ -2,7 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -420,23 +421,50 @@ def test_two_micro_batches_and_a_retained_graph() -> None:
     assert max(distances(gradients(fused(model)), gradients(model))) < 1e-14
 
 
-@pytest.mark.slow
-def test_parameters_may_be_dtensors() -> None:
+@pytest.fixture
+def mesh() -> Iterator[Any]:
     dist = pytest.importorskip("torch.distributed")
+    importlib.import_module("torch.distributed.tensor")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_parameters_may_be_dtensors(mesh: Any) -> None:
+    """The local shards are larger than the activations, and in memory anyway."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model, x = model_of(Attention), inputs()
-    expected, *_ = step(model, fused(model), x)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        plan = dict.fromkeys(("0.attention.q", "0.attention.k", "0.attention.v", "0.gate", "0.up"), ColwiseParallel())
-        plan |= dict.fromkeys(("0.attention.o", "0.down"), RowwiseParallel())
-        parallelize_module(model, dist.init_device_mesh("cpu", (1,)), plan)
-        actual, *_ = step(model, fused(model), x)
-        gradients = [t.full_tensor() if isinstance(t, dist.tensor.DTensor) else t for t in actual]
-    finally:
-        dist.destroy_process_group()
-    assert max(distances(gradients, expected)) < 1e-14
+    expected, expected_bytes, _ = step(model, fused(model), x)
+    plan = dict.fromkeys(("0.attention.q", "0.attention.k", "0.attention.v", "0.gate", "0.up"), ColwiseParallel())
+    plan |= dict.fromkeys(("0.attention.o", "0.down"), RowwiseParallel())
+    parallelize_module(model, mesh, plan)
+    actual, _, saved = step(model, fused(model), x)
+    assert max(distances((full(t) for t in actual), expected)) < 1e-14
+    assert nbytes(saved, map(full, model.parameters())) == expected_bytes
+
+
+def full(t: Any) -> Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t  # type: ignore[no-any-return]
+
+
+def test_the_caller_may_overwrite_dtensors(mesh: Any) -> None:
+    """Nothing else saves the input of the frozen layer. A DTensor has two inputs in the graph, and a parameter one."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def body(s: Any, x: Any, y: Any) -> Tensor:
+        x, y = x.to_local(), y.to_local()
+        return x + s.down(F.gelu(s.up(y)))  # type: ignore[no-any-return]
+
+    model = Net(body, up=nn.Linear(WIDTH, WIDTH), down=nn.Linear(WIDTH, WIDTH)).double()
+    model.up.requires_grad_(False)  # type: ignore[union-attr]
+    gradients = []
+    for call in (model, functools.partial(interpreted(MLP_ONLY), model)):
+        x, y = (DTensor.from_local(inputs().detach().clone(), mesh, [Replicate()]) for _ in range(2))
+        out = call(x, y)
+        y.to_local().data.zero_()
+        gradients.append(torch.autograd.grad(out.sum(), list(model.down.parameters())))  # type: ignore[union-attr]
+    assert max(distances(*gradients)) < 1e-14
 
 
 @pytest.mark.slow
