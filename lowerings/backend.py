@@ -37,11 +37,8 @@ def fused(
     policy = _policy_of(settings) or passes.active_policy() or FusionPolicy()
     settings = passes.compile_options(policy, settings)
     # torch.compile's own wrapper checks the options and applies the mode.
-    compiler = getattr(torch, "_TorchCompileInductorWrapper", None)
-    if compiler is not None:
-        return compiler(mode, settings, None)(gm, example_inputs)  # type: ignore[no-any-return]
-    inductor: Any = torch._dynamo.lookup_backend("inductor")
-    return inductor(gm, example_inputs, config_patches=settings)  # type: ignore[no-any-return]
+    compiler = torch._TorchCompileInductorWrapper(mode, settings, None)
+    return compiler(gm, example_inputs)  # type: ignore[no-any-return]
 
 
 def _policy_of(settings: dict[str, Any]) -> FusionPolicy | None:

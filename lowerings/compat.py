@@ -5,7 +5,7 @@ feature                       where
 ============================  =========================================================================================
 lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
 inference-aware passes        torch ≥ 2.13 tells a pass whether the graph is an inference graph
-scheduler passes              the slot's name is private (2.11 to 2.15); torch ≥ 2.13 has a class for such passes
+scheduler passes              torch ≥ 2.13 has a class for such passes
 passes after the cache        torch ≥ 2.13 reads AOTAutograd's cache before pre-grad passes run, older versions after
 eager's rounding              torch ≥ 2.15 has numerics="strict", which implies the older emulate_precision_casts
 context-variable config       torch ≥ 2.13: an override is visible only in its own context; before, process-wide
@@ -25,7 +25,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,48 +37,6 @@ import torch
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-
-class Fault(NamedTuple):
-    """A fault of another package that produces wrong numbers."""
-
-    package: str
-    first: tuple[int, int]  # first version with the fault
-    last: tuple[int, int]  # last tested version, which still has the fault
-    report: str  # section of docs/upstream.md, or number of an issue of PyTorch
-    effect: str
-
-    @property
-    def link(self) -> str:
-        """Return the address of the report."""
-        if self.report.isdecimal():
-            return f"https://github.com/pytorch/pytorch/issues/{self.report}"
-        return f"docs/upstream.md#{self.report}"
-
-
-FAULTS = (
-    Fault(
-        "torch", (2, 13), (2, 15), "written-inputs", "wrong gradients if forward writes an input that backward reads"
-    ),
-    Fault("torch", (2, 11), (2, 15), "written-results", "wrong gradients if the caller writes a view of a result"),
-    Fault("torch", (2, 11), (2, 15), "float8-store", "wrong gradients of its own float8 store without use_scaling"),
-    Fault("torch", (2, 13), (2, 15), "190758", "dropout has another mask in backward if activation_memory_budget < 1"),
-    Fault(
-        "torch",
-        (2, 10),
-        (2, 13),
-        "193061",
-        "wrong gradients on GPUs that are parts of one tensor (mix_order_reduction)",
-    ),
-    Fault("triton", (3, 7), (3, 8), "ptxas", "a transposed float8 store writes wrong bytes"),
-)
-
-
-def faults(versions: dict[str, str]) -> list[Fault]:
-    """Return the faults of the installed versions. ``versions`` maps packages to versions, or "" if not installed."""
-    numbers = {package: tuple(int(n) for n in re.findall(r"\d+", text)[:2]) for package, text in versions.items()}
-    return [fault for fault in FAULTS if fault.first <= numbers[fault.package] <= fault.last]
-
-
 LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 if TYPE_CHECKING:
@@ -88,26 +45,7 @@ else:
     SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
-def features() -> dict[str, bool]:
-    """Return the results of probes on this torch, for reports."""
-    import torch._inductor.config as config
-
-    return {
-        "lists of passes in a slot": LISTS_OF_PASSES,
-        "context-variable config": isinstance(
-            vars(config)["_config"]["pre_grad_custom_pass"].user_override, ContextVar
-        ),
-    }
-
-
 # ---- pass slots ----------------------------------------------------------------------------------
-
-
-def after_fusion() -> str | None:
-    """Return the name of the slot for scheduler passes that run after loops are fused to kernels; None if missing."""
-    import torch._inductor.config as config
-
-    return "_post_fusion_custom_pass" if hasattr(config, "_post_fusion_custom_pass") else None
 
 
 def on_other_streams(loop: Any, name: str) -> bool:
@@ -167,26 +105,6 @@ TIMING = "pre_grad_pass_timing"
 """Inductor's option for when pre-grad passes run. Without it, they run before torch reads AOTAutograd's cache."""
 
 
-def runs_pre_grad_passes() -> bool:
-    """Return True if Inductor runs pre-grad passes. ``mode="lite"`` (torch ≥ 2.10) disables them."""
-    import torch._inductor.config as config
-
-    return bool(getattr(config, "use_pre_grad_passes", True))
-
-
-def saves_by_source() -> bool:
-    """Return True if Dynamo saves compiled code by the function's source only, regardless of the backend."""
-    import torch._dynamo.config as config
-
-    return bool(getattr(config, "caching_precompile", False))
-
-
-def has_compiled() -> bool:
-    """Return True if Dynamo has compiled anything since its last reset. (A reset does not change its counters.)"""
-    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
-    return bool(getattr(convert_frame, "FRAME_COUNTER", 1 if convert_frame else 0))
-
-
 def eager_rounding(dtype: torch.dtype | None) -> str:
     """Return the Inductor setting, as text, that requests eager's rounding in a dtype; "" without such a setting."""
     import torch._inductor.config as config
@@ -207,7 +125,9 @@ def slots_lock() -> AbstractContextManager[Any]:
     If the config is process-wide, a compilation with ``options=`` changes it and restores it afterwards, which would
     undo changes by other threads. The lock is then torch's own lock for compilations.
     """
-    if features()["context-variable config"]:
+    import torch._inductor.config as config
+
+    if isinstance(vars(config)["_config"]["pre_grad_custom_pass"].user_override, ContextVar):
         return threading.RLock()
     from torch._dynamo.convert_frame import compile_lock
 
@@ -387,17 +307,17 @@ def written_afterwards(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 def static_inputs(graph: torch.fx.Graph, arguments: Iterable[int]) -> list[int]:
     """Return the positions of parameters and buffers among a joint graph's inputs.
 
-    AOTAutograd counts arguments, and a tensor subclass is one argument with several inputs: a DTensor's local tensor, its
-    mesh and symbolic sizes. Without tensor subclasses, the positions are ``arguments``.
+    AOTAutograd counts arguments. A tensor subclass is one argument with several inputs: a DTensor's local tensor and
+    its mesh. Without tensor subclasses, the positions are ``arguments``.
     """
-    positions, wanted, argument, previous = list[int](), set(arguments), -1, None
+    positions, static, argument, previous = list[int](), set(arguments), -1, None
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         owner = node.meta.get("desc")
         while hasattr(owner, "base"):
             owner = owner.base
         argument += owner is None or owner != previous
         previous = owner
-        if argument in wanted and isinstance(node.meta.get("val"), torch.Tensor):
+        if argument in static and isinstance(node.meta.get("val"), torch.Tensor):
             positions.append(i)
     return positions
 

@@ -10,7 +10,6 @@ byte per element (1024×1024 in float32 with a bias and a residual: forward 1.38
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from torch._inductor.virtualized import ops
 from torch.fx import Graph, Node
 from torch.utils._sympy.functions import FloorDiv
 
-from torch_fused_ops.declaration import Signature
 from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.families.dropout.operators import dropout_add
 from torch_fused_ops.lowerings import operators, partition  # as modules, which may still be importing
@@ -42,7 +40,6 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
     if not formulas.is_random(p):
         return None
     size, device, load_seed, ndim = list(like.get_size()), like.get_device(), seed.make_loader(), len(seed.get_size())
-    rows, columns = operators._rows_of_a_block(), size[-1] if size else 1
     strides, count = ir.FlexibleLayout.contiguous_strides(size), sympy_product(size)
 
     def draw(element: Callable[..., Any], dtype: torch.dtype, ranges: Sequence[Any], *places: Load) -> Box:
@@ -54,15 +51,7 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
         return ops.index_expr(sum(i * stride for i, stride in zip(index, strides, strict=True)), torch.int64)
 
     def counter(index: Index) -> Value:
-        if rows is None:
-            return ops.bitwise_right_shift(place(index), ops.constant(2, torch.int64))
-        # One axis of the kernel goes over the columns of all blocks. LLVM sees that four neighboring indices have the
-        # same quotient by four, but would not see this of their remainders by ``columns``.
-        block, row, column = index
-        wide = functools.partial(ops.constant, dtype=torch.int64)
-        four = ops.bitwise_right_shift(ops.index_expr(block * columns + column, torch.int64), wide(2))
-        before = ops.truncdiv(four, wide(columns // 4)) * wide(rows - 1) + ops.index_expr(row, torch.int64)
-        return four + before * wide(columns // 4)
+        return ops.bitwise_right_shift(place(index), ops.constant(2, torch.int64))
 
     if operators.is_on_gpu(like):
         return draw(formulas.mask_at, torch.bool, size, counter, place)
@@ -115,16 +104,8 @@ def _dropout_add_backward(
     return d_input, d_bias
 
 
-def _register(signature: Signature, lowering: Callable[..., Any]) -> None:
-    def in_blocks(*args: Any) -> Any:
-        kinds = [argument.kind for argument in signature.arguments]
-        return operators.over_blocks(lowering, kinds, signature.results)(*args)
-
-    register_lowering(signature.overload, type_promotion_kind=None)(in_blocks)
-
-
-_register(dropout_add.forward, _dropout_add)
-_register(dropout_add.gradients, _dropout_add_backward)
+register_lowering(dropout_add.forward.overload, type_promotion_kind=None)(_dropout_add)
+register_lowering(dropout_add.gradients.overload, type_promotion_kind=None)(_dropout_add_backward)
 
 
 def _seeds_as_views(graph: Graph, backward: Collection[Node], results: Collection[Node]) -> list[Node]:

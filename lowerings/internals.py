@@ -16,9 +16,10 @@ TESTED = ((2, 11), (2, 15))
 """The first and the last torch version on which the whole test suite has passed."""
 
 INTERNALS: dict[str, tuple[str, ...]] = {
+    "torch": ("_TorchCompileInductorWrapper",),
     "torch._C._functorch": ("is_functorch_wrapped_tensor",),
     "torch._dynamo.code_context": ("code_context",),
-    "torch._dynamo.config": ("patch",),
+    "torch._dynamo.config": ("caching_precompile", "patch"),
     "torch._functorch._aot_autograd.descriptors": ("InputMutationAOTOutput",),
     "torch._functorch.config": ("activation_memory_budget", "patch"),
     "torch._functorch.partitioners": (
@@ -28,6 +29,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     ),
     "torch._guards": ("CompileContext", "TracingContext"),
     "torch._inductor.config": (
+        "_post_fusion_custom_pass",
         "cpp_wrapper",
         "custom_partitioner_fn",
         "fallback_random",
@@ -36,12 +38,12 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "inplace_buffers",
         "max_autotune",
         "max_autotune_gemm",
-        "max_autotune_gemm_backends",
         "memory_planning",
         "post_grad_custom_post_pass",
         "pre_grad_custom_pass",
         "split_reductions",
         "triton",
+        "use_pre_grad_passes",
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn"),
     "torch._inductor.decomposition": ("select_decomp_table",),

@@ -246,7 +246,7 @@ def _replace(pair: SavedTensors, node: Node, recomputation: Recomputation) -> No
     first = pair.first_reader(node)
     copies: dict[Node, Node] = {}
     with pair.backward.inserting_before(first):
-        for call in recomputation.calls:
+        for call in (c for c in recomputation.calls if c is node or c not in pair.in_backward):
             copies[call] = pair.backward.node_copy(call, lambda n: copies.get(n) or pair.in_backward[n])
             copies[call].meta["autograd_backward"] = True
     pair.replace_in_backward(node, copies.pop(node))
@@ -383,7 +383,8 @@ def _save_fp8(pair: SavedTensors, nodes: Sequence[Node]) -> None:
     _apply_to_each(functools.partial(_save_one_fp8, pair), nodes)
 
 
-def _save_one_fp8(pair: SavedTensors, node: Node) -> None:
+def _save_one_fp8(pair: SavedTensors, node: Node) -> Node:
+    """Save a tensor as float8. Return backward's node that reads it."""
     _check_not_checkpointed(node)
     value, exact = node.meta["val"], _without_fp8_rounding.get()
     if value.dtype not in (torch.bfloat16, torch.float16, torch.float32) and not exact:
@@ -400,6 +401,7 @@ def _save_one_fp8(pair: SavedTensors, node: Node) -> None:
     with pair.backward.inserting_before(first):
         loaded = _inline(pair.backward, load, *low)
     pair.replace_in_backward(node, loaded, rounded=True)
+    return loaded  # type: ignore[no-any-return]
 
 
 def _store_fp8(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
@@ -444,10 +446,13 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
         Rejection: no tensor can be recomputed, or the inputs take as many bytes.
     """
 
-    def repeats_only_linears(plan: Recomputation) -> bool:
-        return linears is None or all(call in linears for call in plan.calls if is_gemm(call))
+    def plan(node: Node) -> Recomputation | None:
+        _check_not_checkpointed(node)
+        recomputation = _recomputation(pair, node, gemms=True)
+        repeats_others = linears is not None and any(is_gemm(c) and c not in linears for c in recomputation.calls)
+        return None if repeats_others else recomputation
 
-    plans = dict(_apply_to_each(functools.partial(_plan_with_gemms, pair), nodes, repeats_only_linears))
+    plans = _apply_to_each(plan, nodes)
     if not plans:
         return
     if not any(is_gemm(call) for plan in plans.values() for call in plan.calls):
@@ -456,19 +461,14 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
     if added >= pair.cost(plans):
         text = f"cannot recompute: its inputs take {added} bytes and are not saved otherwise"
         raise _record_rejection(Rejection(Kind.COSTS_MORE, text), plans)
-    for node in plans:
-        _replace(pair, node, _plan_with_gemms(pair, node))  # plan again: each replacement changes backward
+    for node, recomputation in plans.items():
+        _replace(pair, node, recomputation)
 
 
 def _save_attention_inputs(pair: SavedTensors, values: Collection[Node], linears: Collection[Node]) -> None:
     """Recompute the saved ``values`` of one attention that only these linear layers compute."""
     nodes = [node for node in pair.saved() if node in values and _may_be_replaced(pair, node)]
     _save_inputs(pair, nodes, linears)
-
-
-def _plan_with_gemms(pair: SavedTensors, node: Node) -> Recomputation:
-    _check_not_checkpointed(node)
-    return _recomputation(pair, node, gemms=True)
 
 
 _EDITS: dict[str, Callable[[SavedTensors, Sequence[Node]], None]] = {"fp8": _save_fp8, "input": _save_inputs}
@@ -479,16 +479,15 @@ def _check_not_checkpointed(node: Node) -> None:
         raise Rejection(Kind.CHECKPOINTED, "selective checkpointing saves it")
 
 
-def _apply_to_each(
-    fn: Callable[[Node], _T], nodes: Sequence[Node], accepts: Callable[[_T], bool] = lambda _: True
-) -> list[tuple[Node, _T]]:
-    """Return the accepted results of ``fn``. Without a result, raise the first reason why ``fn`` rejected a node."""
-    results: list[tuple[Node, _T]] = []
+def _apply_to_each(fn: Callable[[Node], _T | None], nodes: Sequence[Node]) -> dict[Node, _T]:
+    """Return the results of ``fn`` that are not None. If there are none, raise the first rejection."""
+    results: dict[Node, _T] = {}
     rejections: list[Rejection] = []
     for node in nodes:
         try:
-            if accepts(result := fn(node)):
-                results.append((node, result))
+            result = fn(node)
+            if result is not None:
+                results[node] = result
         except Rejection as rejection:
             log.info("%s: %s", node.name, rejection)
             rejections.append(_record_rejection(rejection, [node]))

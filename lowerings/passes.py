@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -36,7 +36,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch_fused_ops import activations
 from torch_fused_ops._version import __version__
 from torch_fused_ops.graphs import fusion_events, gemm_registry
-from torch_fused_ops.graphs.capture import captured_graphs
 from torch_fused_ops.graphs.listing import listed
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.lowerings import (
@@ -197,11 +196,9 @@ class PreGradPass(Pass, CustomGraphPass):
         return None if by_patterns and compat.TIMING in SLOTS else super().uuid()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        global _graphs
         policy = self.policy_to_run()
         if policy is not None:
             reject_caching_precompile()
-            _graphs += 1
             _guarded(self, policy, functools.partial(self.run, graph, policy))
             if any(policy.patterns.values()) or any(map(memory_levels.requested_level, graph.nodes)):
                 _record_decisions(graph, policy)
@@ -272,7 +269,7 @@ class Partitioner(Pass, CustomPartitionerFn):
 
         def divide() -> partition.Graphs:
             graphs = partition.partition(gm, joint_inputs, free=free, **kwargs)
-            saved_tensors.check(graphs, outputs, static)
+            saved_tensors.SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static).check()
             return graphs
 
         from torch_fused_ops.lowerings.float8 import merged  # not earlier: it imports the lowerings
@@ -287,23 +284,7 @@ class Partitioner(Pass, CustomPartitionerFn):
             edits.insert(0, lambda graphs: memory_levels.recompute_linear_inputs(graphs, outputs, static))
         for edit in edits:
             graphs = _guarded(self, policy, functools.partial(edit, graphs)) or graphs
-        fusion_events.trace("saved", functools.partial(_described, graphs[0].graph, outputs, static))
         return graphs
-
-
-def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[int]) -> dict[str, Any]:
-    """Describe the tensors that a forward graph saves, except parameters and buffers, for the structured trace."""
-    saved = [
-        {
-            "node": node.name,
-            "module": next(reversed(module_stack(node)), ""),
-            "dtype": str(node.meta["val"].dtype),
-            "shape": list(map(str, node.meta["val"].shape)),
-            "bytes": compat.nbytes(node.meta["val"]),
-        }
-        for node in saved_tensors.saved_by(forward, outputs, static_inputs)
-    ]
-    return {"bytes": sum(tensor["bytes"] for tensor in saved), "tensors": saved}
 
 
 class PostGradPass(Pass, CustomGraphPass):
@@ -334,13 +315,13 @@ SLOTS: dict[str, type[Pass]] = {
     "pre_grad_custom_pass": PreGradPass,
     "custom_partitioner_fn": Partitioner,
     "post_grad_custom_post_pass": PostGradPass,
-    **({slot: SchedulerPass} if (slot := compat.after_fusion()) else {}),
+    "_post_fusion_custom_pass": SchedulerPass,
 }
 
 
 def _missing(policy: FusionPolicy) -> Iterator[str]:
     """Yield a message for each part of this policy that other settings of the compilation disable."""
-    if not compat.runs_pre_grad_passes():
+    if not inductor_config.use_pre_grad_passes:
         yield (
             "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
             "off. Compile in another mode."
@@ -355,7 +336,6 @@ def _missing(policy: FusionPolicy) -> Iterator[str]:
             yield f"{effects[kind]}: {name} is {current!r}, and this slot holds only one pass"
 
 
-_graphs = 0  # number of graphs that the pre-grad pass has processed
 _logged: set[str] = set()
 
 
@@ -428,7 +408,7 @@ def reject_caching_precompile() -> None:
     Raises:
         RuntimeError: it is set, so that Dynamo saves compiled code by the function's source only.
     """
-    if compat.saves_by_source():
+    if torch._dynamo.config.caching_precompile:
         raise RuntimeError(
             "torch._dynamo.config.caching_precompile=True is not accepted: it saves compiled code by the function's "
             "source, and serves it under any policy and backend. Set it to False; Inductor's and AOTAutograd's caches "
@@ -444,24 +424,9 @@ def enable(policy: FusionPolicy | None = None) -> None:
     global _process_policy
     policy = policy_or_default(policy)
     reject_caching_precompile()
-    if _process_policy is None:
-        _warn_already_compiled()
     with _lock:
         is_new, _process_policy = _process_policy is None, policy
         _update_slots(int(is_new))
-
-
-def _warn_already_compiled() -> None:
-    """Warn once that graphs compiled before ``enable()`` do not change, unless a graph is being compiled now."""
-    graphs = captured_graphs() - _graphs if compat.has_compiled() else 0
-    if graphs > 0 and torch._guards.CompileContext.try_get() is None and "before" not in _logged:
-        _logged.add("before")
-        log.warning(
-            "enable() comes after torch.compile has compiled %d %s without it: compiled code does not change. Call "
-            "enable() first, or torch.compiler.reset() now.",
-            graphs,
-            "graph" if graphs == 1 else "graphs",
-        )
 
 
 def disable() -> None:

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from torch_fused_ops.declaration import pointwise_operators
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.partition import Graphs, base, op_types, overwritten_inputs, with_dependents
+from torch_fused_ops.lowerings.partition import base, op_types, overwritten_inputs, with_dependents
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -260,12 +260,6 @@ class SavedTensors:
             reader = self.reader_of_rounding(node)
             if reader is not None:
                 raise UnsoundGraphs(f"{reader} reads {node}, which is rounded in backward")
-
-
-def check(graphs: Graphs, outputs: int, static_inputs: Sequence[int] = ()) -> None:
-    """Check a forward and a backward graph with ``SavedTensors.check``."""
-    forward, backward = graphs
-    SavedTensors(forward.graph, backward.graph, outputs, static_inputs).check()
 
 
 def saved_by(forward: Graph, outputs: int, static_inputs: Sequence[int]) -> Iterator[Node]:

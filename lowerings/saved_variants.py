@@ -20,7 +20,6 @@ from torch_fused_ops.lowerings.saved_tensors import SAME_ELEMENTS, SavedTensors,
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 
 BUDGET = 0.99  # value of PyTorch's ``activation_memory_budget`` that recomputes all pointwise work
-_BOTH = 'memory="input", attention="input"'
 UPSTREAM = f"torch._functorch.config.activation_memory_budget={BUDGET}"
 
 
@@ -57,11 +56,10 @@ class Variants(Partitioner):
         pair = SavedTensors(graphs[""][0].graph, graphs[""][1].graph, outputs, static)
         nodes = {s: {n.name: n for n in saved_by(forward.graph, outputs, static)} for s, (forward, _) in graphs.items()}
         self.totals = {name: sum(map(_nbytes, saved.values())) for name, saved in nodes.items()}
-        requested = {name: memory_levels.rejection_reason(n) for name, n in nodes[""].items()}
         for name, node in nodes[""].items():
             value, source = node.meta["val"], partition.base(node)
             removed = tuple(s for s in nodes if name not in nodes[s])
-            refused = {s: memory_levels.rejection_reason(nodes[s][name]) for s in nodes if s not in (*removed, _BOTH)}
+            reasons = {s: memory_levels.rejection_reason(nodes[s][name]) for s in nodes if s not in removed}
             self.rows.append(
                 SavedRow(
                     "(inputs)" if source.op == "placeholder" else _module(source),
@@ -70,9 +68,7 @@ class Variants(Partitioner):
                     _nbytes(node),
                     tuple(dict.fromkeys((_kind(pair, node, r), _module(r)) for r in _readers(pair, node))),
                     removed,
-                    tuple(
-                        (s or "the policy", str(r)) for s, r in refused.items() if r and (not s or r != requested[name])
-                    ),
+                    tuple((s or "the policy", str(r)) for s, r in reasons.items() if r and (not s or r != reasons[""])),
                 )
             )
         raise Partitioned
@@ -86,7 +82,6 @@ def _settings(policy: FusionPolicy) -> Iterator[tuple[str, FusionPolicy]]:
         yield f'memory="{level}"', replace(policy, memory=level)  # type: ignore[arg-type]
     if policy.attention != "input":
         yield 'attention="input"', replace(policy, attention="input")
-        yield _BOTH, replace(policy, memory="input", attention="input")
 
 
 def _copy(graph: Graph) -> Graph:

@@ -8,9 +8,9 @@ that order, but loops over (rows, columns) cannot.
 
 This pass therefore writes the sum as sums of blocks and a sum of their results, and marks the activation's nodes with
 the number of rows per block. The lowerings of marked nodes loop over blocks (``operators.py``), and sum packed
-gradients themselves. The pass also marks a dropout after the activation, and a dropout whose gradient is summed for the
-bias of the linear layer before it. Inductor still chooses the fusions: if d is computed in a GEMM's epilogue, the sums
-are two separate kernels, the same as without this pass.
+gradients themselves. Inductor still chooses the fusions: if d is computed in a GEMM's epilogue, the sums are two
+separate kernels, the same as without this pass. An activation before an active dropout does not change, because the
+dropout's kernel computes its gradient in the same loops.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
-from torch_fused_ops.declaration import DATA, OPERATORS, Operator
+from torch_fused_ops.declaration import DATA, PointwiseOperator, pointwise_operators
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.partition import VIEWS, is_gemm
+from torch_fused_ops.lowerings.partition import VIEWS
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
@@ -56,12 +56,6 @@ def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None
     return divisor if blocks > 1 and divisor >= _FEWEST_ROWS else None
 
 
-def _has_triton_gemms() -> bool:
-    """Return True if Inductor's Triton templates compete for GEMMs."""
-    backends = inductor_config.max_autotune_gemm_backends.upper().replace(" ", "").split(",")
-    return "TRITON" in backends and bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
-
-
 class _Edit(NamedTuple):
     marked: list[Node]
     sums: list[Node]
@@ -72,10 +66,10 @@ def rewrite(graph: Graph) -> int:
     """Split sums over the rows of activations' gradients into sums of blocks. Return the number of activations."""
     from torch_fused_ops.lowerings.operators import ROWS_PER_BLOCK_KEY  # not earlier: it imports Inductor's lowerings
 
-    operators = {op.signatures[1].overload: op for op in OPERATORS.values() if op.pointwise}
+    operators = {op.backward.overload: op for op in pointwise_operators()}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _gather(graph, node, operators)
-    if _has_triton_gemms() and compat.keeps_loops_it_tried():
+    if compat.keeps_loops_it_tried() and (inductor_config.max_autotune or inductor_config.max_autotune_gemm):
         return 0  # Inductor would no longer compute d in the epilogue of its own GEMMs
     edits = [edit for node in graph.nodes if node.target in operators and (edit := _prepare_edit(node, operators))]
     for marked, sums, rows in edits:
@@ -136,7 +130,7 @@ def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> N
     return node
 
 
-def _prepare_edit(node: Node, operators: Mapping[Any, Operator]) -> _Edit | None:
+def _prepare_edit(node: Node, operators: Mapping[Any, PointwiseOperator]) -> _Edit | None:
     """Return the edit for a backward call if its gradients are summed per column, not per row; otherwise None.
 
     If these gradients are packed, the call is changed here to compute the sums itself.
@@ -154,25 +148,15 @@ def _prepare_edit(node: Node, operators: Mapping[Any, Operator]) -> _Edit | None
     block = rows_of_a_block(rows, columns, value.device)
     if block is None or (packed_sums and node.args[1 + kinds.index("per_column")] is not None):
         return None
-    marked, dropout = _calls_on_same_data(node, operators), fused.dropout_add_backward.default
     while grad.target in (*VIEWS, operator.getitem):
         grad = cast(Node, grad.args[0])
-    if node.target is dropout and not (is_gemm(grad) or grad.op == "placeholder" or len(grad.users) > 1):
-        return None  # a norm's kernel would have to write this gradient, which only the dropout's kernel reads
-    if grad.target is dropout:  # the activation's kernel includes a dropout after the activation
-        marked += _calls_on_same_data(grad, operators)
-    if columns % 4 and dropout in (node.target, grad.target):
-        return None  # every element would generate four random words
+    if grad.target is fused.dropout_add_backward.default:
+        return None  # the dropout's loops go over rows, and would be another kernel
+    data = cast(Node, node.args[1])
+    recomputed = [user for user in data.users if user.target is operators[node.target].forward.overload]
     if packed_sums:
         _sum_in_operator(node.graph, node, kinds.index("per_column"), packed_sums)
-    return _Edit(marked, [] if packed_sums else sums, block)
-
-
-def _calls_on_same_data(node: Node, operators: Mapping[Any, Operator]) -> list[Node]:
-    """Return a backward call and the forward calls on its data or seed, which backward recomputes in one kernel."""
-    grad, data = cast(Sequence[Node], node.args[:2])
-    recomputed = [user for user in data.users if user.target is operators[node.target].forward.overload]
-    return [node, *(user for user in recomputed if user.meta["val"].shape == grad.meta["val"].shape)]
+    return _Edit([node, *recomputed], [] if packed_sums else sums, block)
 
 
 def _sum_in_operator(graph: Graph, node: Node, bias: int, sums: Sequence[Node]) -> None:

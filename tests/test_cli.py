@@ -6,14 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from harness import BUILTIN, raises
 
 import torch_fused_ops as tfo
-from torch_fused_ops.lowerings import compat, partition, saved_tensors
+from torch_fused_ops.lowerings import partition, saved_tensors
 from torch_fused_ops.settings import environment
 from torch_fused_ops.testing import check as runner
 from torch_fused_ops.testing.samples import OPERATORS
@@ -92,7 +91,6 @@ def test_info_lists_versions_and_features(capsys):
     out = capsys.readouterr().out
     for fact in (tfo.__version__, torch.__version__, sys.version.split()[0]):
         assert fact in out
-    assert re.search(r"^torch features +\S.*: (yes|no)$", out, re.M)
     assert re.search(r"^policy +none: plain", out, re.M)
     assert re.search(r"^numpy +[\d.]+$", out, re.M)
     for what in ("torch.compile on CPUs", "torch.compile on GPUs", "float8 GEMMs", "estimated figures"):
@@ -101,17 +99,6 @@ def test_info_lists_versions_and_features(capsys):
     assert re.search(
         r"^eager on CPUs +(compiled by Inductor for calls on|formulas in plain PyTorch: compiling needs) ", out, re.M
     )
-
-
-def test_info_lists_upstream_faults_of_installed_versions(capsys):
-    upstream = (Path(__file__).parents[1] / "docs" / "upstream.md").read_text()
-    assert all(fault.report.isdecimal() or f"](#{fault.report}) |" in upstream for fault in compat.FAULTS)
-    reports = lambda **versions: [fault.report for fault in compat.faults(versions)]  # noqa: E731
-    assert reports(torch="2.11.0+cpu", triton="") == ["written-results", "float8-store", "193061"]
-    assert reports(torch="2.13.0", triton="3.7.1") == [fault.report for fault in compat.FAULTS]
-    assert reports(torch="2.16.0", triton="3.9.0") == []
-    main(["info"])
-    assert re.search(r"^upstream faults +torch: .*docs/upstream.md#", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow
@@ -318,13 +305,12 @@ def test_run_keeps_arguments_imports_and_exit_code(models, how):
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 def test_run_works_under_torchrun(models):
-    program = PROGRAM.replace("sys.exit(3)", 'print("fused:", torch_fused_ops.lowerings.passes._graphs)')
-    (models / "program.py").write_text(program.replace("import torch\n", "import torch, torch_fused_ops\n", 1))
+    (models / "program.py").write_text(PROGRAM.replace("sys.exit(3)", ""))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "torch_fused_ops", "run", "--memory", "fp8", "--report", "report.txt", "program.py"]
     done = subprocess.run(command, cwd=models, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("child: fp8") == done.stdout.count("fused: 1") == 2
+    assert done.stdout.count("child: fp8") == 2
     assert "1 of 1 MLP sites fused" in (models / "report.txt").read_text()
 
 

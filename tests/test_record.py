@@ -109,7 +109,7 @@ def test_patterns_that_match_no_site_are_noted_once_per_policy() -> None:
     ]
 
 
-def test_sites_and_saved_tensors_are_in_torchs_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_are_in_torchs_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """TORCH_TRACE and tlparse read the records of this logger."""
 
     class Handler(logging.Handler):
@@ -129,10 +129,6 @@ def test_sites_and_saved_tensors_are_in_torchs_structured_trace(monkeypatch: pyt
     assert sites["policy"] == repr(tfo.FusionPolicy(exclude=("1.*",)))
     fields = [(site["module"], site["op"], site["activation"], site["kind"], site["memory"]) for site in sites["sites"]]
     assert fields == [("0", "fused::bias_act", "gelu", None, "free"), ("1", None, None, "EXCLUDED", "")]
-    saved = traced["torch_fused_ops_saved"]
-    assert saved["bytes"] == sum(tensor["bytes"] for tensor in saved["tensors"]) > 0
-    assert {"node", "module", "dtype", "shape", "bytes"} == set(saved["tensors"][0])
-    assert {tensor["module"].partition(".")[0] for tensor in saved["tensors"]} >= {"0", "1"}
     monkeypatch.setattr(recognize, "rewrite", mock.Mock(side_effect=RuntimeError("no")))
     torch._dynamo.reset()
     torch.compile(mlp(), backend="fused")(batch())

@@ -160,13 +160,6 @@ def test_a_rejected_level_has_a_reason() -> None:
     assert "the policy does not apply" in row_of(requested, "layers.0.gate").advice
 
 
-@pytest.mark.slow
-def test_an_unfused_mlp_has_a_reason() -> None:
-    saved = explained(llama(), FusionPolicy(exclude=["layers.1.mlp"])).saved
-    assert "the policy excludes 'layers.1.mlp'" in row_of(saved, "layers.1.mlp.up").advice
-    assert row_of(saved, "layers.0.mlp.up").removed_by
-
-
 def test_a_model_without_a_site() -> None:
     report = explained(without_a_site())
     assert not report.sites

@@ -502,11 +502,11 @@ def test_after_a_failure_free_applies(
     """The pass fails after it has replaced the first of two tensors."""
     calls = []
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any) -> Any:
         calls.append(args)
         if len(calls) == 2:
             raise RuntimeError(f"on purpose: {level}")
-        original(*args)
+        return original(*args)
 
     name = {"fp8": "_save_one_fp8", "input": "_replace"}[level]
     original = getattr(memory_levels, name)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops import functional as FF
-from torch_fused_ops.lowerings import memory_levels, partition, passes, saved_tensors
+from torch_fused_ops.lowerings import memory_levels, partition, passes
 from torch_fused_ops.lowerings.saved_tensors import SavedTensors, UnsoundGraphs
 from torch_fused_ops.tools.verify import interpreted
 
@@ -623,7 +623,7 @@ def test_saved_overwritten_inputs_are_rejected() -> None:
         at = next(i for i, n in enumerate(saved) if i and n.name == placeholder.name)  # type: ignore[union-attr]
         forward.graph.output_node().update_arg(0, (*saved[:at], source, *saved[at + 1 :]))
     with pytest.raises(UnsoundGraphs):
-        saved_tensors.check((forward, backward), 1)
+        SavedTensors(forward.graph, backward.graph, 1).check()
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -134,7 +134,7 @@ class SavedRow:
         nbytes: the bytes of all tensors together.
         read_by: (kind, module) of each reader in backward, through views and recomputed calls.
         removed_by: settings. Each of them alone avoids saving these tensors.
-        refused: (setting, reason) for settings that do not apply to them; "fusion" for an MLP that is not fused.
+        refused: (setting, reason) for settings that do not apply to them.
         count: the number of tensors.
     """
 

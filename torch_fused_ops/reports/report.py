@@ -98,7 +98,7 @@ class Report:
         if self._is_recorded:
             raise ValueError("record keeps no graphs: read torch_fused_ops.explain(model, *args).saved")
         with unobserved():
-            return saved(self._captures, self.sites, H200)
+            return saved(self._captures, H200)
 
     def __repr__(self) -> str:
         return str(self)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch_fused_ops.graphs.listing import SavedRow, merged
-from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.reports.captures import Capture, fused_graph, said
 from torch_fused_ops.reports.text import size
 
@@ -52,12 +51,11 @@ class Saved:
         return "\n".join(lines + [f"a graph is missing: {reason}" for reason in self.skipped])
 
 
-def saved(captures: Sequence[Capture], sites: Sequence[Site], gpu: GPU) -> Saved:
+def saved(captures: Sequence[Capture], gpu: GPU) -> Saved:
     """List the tensors that graphs save for backward. Partitions them without a device; generates no code.
 
     Args:
         captures: the results of ``capture``.
-        sites: the graphs' sites.
         gpu: the GPU to partition for.
     """
     from torch_fused_ops.lowerings import passes
@@ -80,18 +78,4 @@ def saved(captures: Sequence[Capture], sites: Sequence[Site], gpu: GPU) -> Saved
     settings = [name for name in (done[0].totals if done else ()) if all(name in v.totals for v in done)]
     totals = {name: sum(v.totals[name] for v in done) for name in settings}
     smaller = {name: total for name, total in totals.items() if total < totals[""]}
-    rows = (replace(row, refused=row.refused or tuple(_not_fused(row, sites))) for v in done for row in v.rows)
-    return Saved(tuple(merged(rows)), smaller, tuple(skipped))
-
-
-def _not_fused(row: SavedRow, sites: Sequence[Site]) -> Iterator[tuple[str, str]]:
-    """Yield ("fusion", reason) if a tensor's MLP (for a mask, its dropout) is not fused."""
-    for site in () if row.removed_by else sites:
-        is_kind = site.activation == DROPOUT if row.dtype == "bool" else site.is_mlp
-        if (
-            site.op is None
-            and is_kind
-            and f"{row.module}.".startswith(f"{site.module}." if site.module else row.module)
-        ):
-            yield "fusion", site.reason
-            return
+    return Saved(tuple(merged(row for v in done for row in v.rows)), smaller, tuple(skipped))

@@ -68,7 +68,6 @@ def _info(arguments: argparse.Namespace) -> int:
     if lowerings.off():
         print(lowerings.off())
         return 1
-    from torch_fused_ops.lowerings import compat
 
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
@@ -76,7 +75,6 @@ def _info(arguments: argparse.Namespace) -> int:
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         devices.append(f"cuda:{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
-    faults = compat.faults({package: version_of(package) for package in ("torch", "triton")})
     sections: list[tuple[str, list[str]]] = [
         ("torch_fused_ops", [f"{tfo.__version__} in {Path(tfo.__file__).parent}"]),
         ("python", [f"{platform.python_version()} on {platform.platform()}"]),
@@ -89,8 +87,6 @@ def _info(arguments: argparse.Namespace) -> int:
         ("backend 'fused'", [backend]),
         ("policy", [repr(policy) if policy else "none: plain torch.compile fuses no MLPs before enable()"]),
         ("works here", [f"{feature}: {status}" for feature, status in _works()]),
-        ("torch features", [f"{name}: {'yes' if present else 'no'}" for name, present in compat.features().items()]),
-        ("upstream faults", [f"{f.package}: {f.effect} ({f.link})" for f in faults] or ["none known"]),
     ]
     for title, lines in sections:
         for i, text in enumerate(lines):
