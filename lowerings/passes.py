@@ -22,7 +22,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -215,7 +214,6 @@ class PreGradPass(Pass, CustomGraphPass):
             memory_levels.move_fp8_marks_to_meta(graph)
         sites = rewrite(graph, policy)
         fusion_events.tell(graph, sites)
-        fusion_events.trace("sites", lambda: {"policy": repr(policy), "sites": [asdict(site) for site in sites]})
         for site in sites:
             log.info("%s: %s", site.source, site.op or f"not fused: {site.reason}")
         missed = [site for site in sites if site.is_missed]

@@ -1,10 +1,7 @@
 """``record`` reports the sites of real compilations in its context."""
 
 import contextlib
-import json
-import logging
 import threading
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -107,32 +104,6 @@ def test_patterns_that_match_no_site_are_noted_once_per_policy() -> None:
         "memory='typo' matches no site's modules",
         "exclude='3.*' matches no site's modules",
     ]
-
-
-def test_sites_are_in_torchs_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TORCH_TRACE and tlparse read the records of this logger."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            metadata: dict[str, Any] = record.metadata  # type: ignore[attr-defined]
-            name = metadata.get("artifact", {}).get("name", "")
-            if name.startswith("torch_fused_ops"):
-                assert metadata["artifact"]["encoding"] == "json" and metadata["frame_id"] is not None
-                traced[name] = json.loads(record.payload)  # type: ignore[attr-defined]
-
-    traced: dict[str, Any] = {}
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [Handler()])
-    options = {"exclude": ("1.*",), "memory": "free"}
-    model = nn.Sequential(mlp(), mlp())
-    torch.compile(model, backend="fused", options=options)(batch(grad=True)).sum().backward()
-    sites = traced["torch_fused_ops_sites"]
-    assert sites["policy"] == repr(tfo.FusionPolicy(exclude=("1.*",)))
-    fields = [(site["module"], site["op"], site["activation"], site["kind"], site["memory"]) for site in sites["sites"]]
-    assert fields == [("0", "fused::bias_act", "gelu", None, "free"), ("1", None, None, "EXCLUDED", "")]
-    monkeypatch.setattr(recognize, "rewrite", mock.Mock(side_effect=RuntimeError("no")))
-    torch._dynamo.reset()
-    torch.compile(mlp(), backend="fused")(batch())
-    assert traced["torch_fused_ops_failure"] == {"reason": "pre-grad pass: RuntimeError: no"}
 
 
 def test_a_failing_pass_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

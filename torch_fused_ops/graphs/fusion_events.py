@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
-
-from torch._logging import trace_structured  # type: ignore[attr-defined]
 
 from torch_fused_ops.policy import FusionPolicy
 
@@ -84,21 +81,3 @@ def failed(reason: str) -> None:
     """Tell the observers that the fusion pass has failed on a graph and left it unchanged."""
     for observer in _observers.get():
         observer.failed(reason)
-    trace("failure", lambda: {"reason": reason})
-
-
-def trace(name: str, payload: Callable[[], object]) -> None:
-    """Write an artifact of the current compilation to torch's structured trace (TORCH_TRACE, tlparse).
-
-    Args:
-        name: the artifact's name after "torch_fused_ops_".
-        payload: returns the content, which is written as JSON; called only if a trace is written.
-    """
-    if not is_unobserved():
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": f"torch_fused_ops_{name}", "encoding": "json"},
-            payload_fn=lambda: json.dumps(
-                payload(), indent=0, default=lambda value: getattr(value, "name", str(value))
-            ),
-        )
