@@ -13,7 +13,7 @@ partitioner's pointwise list  contains only aten operators (2.11 to 2.15): the f
 budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget and the older mark on nodes
 the end of a compiled call    has no hook (2.11 to 2.15): read from the Python stack
 loops after a fusion attempt  torch ≥ 2.13's scheduler restores loops that it reordered to see whether two nodes fuse
-static inputs of a graph      counted in arguments, of which a DTensor has several inputs (2.11 to 2.15)
+static inputs of a graph      counted in arguments, of which a DTensor has several inputs (2.13 to 2.15)
 recompiles by call            torch ≥ 2.13 can count them for each call of torch.compile; before, for each code object
 ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as for aten.cat
 ============================  =========================================================================================
