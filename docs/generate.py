@@ -1,7 +1,7 @@
-"""Write generated parts of docs/: operators.md from the schemas, compatibility.md from test runs, command-line.md from
-the parser, and tables of other pages from docs/reasons.json and the results in benchmarks/results.
+"""Write generated parts of docs/: operators.md from the schemas, command-line.md from the parser, and tables of other
+pages from docs/reasons.json and the results in benchmarks/results.
 
-python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
+python docs/generate.py           # after a schema, an option or a result has changed
 python docs/generate.py --check   # exit status 1 if a page is not up to date
 """
 
@@ -21,65 +21,8 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-RECORD = DOCS / "compatibility.json"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 NOTE = "<!-- docs/generate.py writes this page. -->\n"
-
-# ---- compatibility.md ------------------------------------------------------------------------------------------------
-
-ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Versions", "probed internals of torch; without one, fusion is off and operators work",
-     ("anywhere/test_versions.py",)),
-    ("Transforms", "`torch.func`, `torch.autograd.functional`, forward mode, double backward, `vmap`",
-     ("anywhere/test_transforms.py", "ops/test_activation.py", "ops/test_dropout.py", "ops/test_softmax.py",
-      "ops/test_fp8.py", "ops/test_viewless.py")),
-    ("Autocast", "dtypes and values of PyTorch's own functions",
-     ("anywhere/test_autocast.py",)),
-    ("Export", "`torch.export`, decompositions, AOTInductor, ONNX",
-     ("anywhere/test_export.py",)),
-    ("Checkpointing", "`torch.utils.checkpoint`, selective policies, saved-tensor hooks, offloading",
-     ("anywhere/test_checkpointing.py", "lowerings/test_composition.py", "nn/test_outer_hooks.py")),
-    ("CUDA graphs", "conditions for capture; replay on a GPU",
-     ("anywhere/test_cuda_graphs.py",)),
-    ("Distributed training", "DDP, FSDP2, accumulation, `no_sync`, tensor parallelism, DTensor, checkpoints",
-     ("distributed/test_data_parallel.py", "distributed/test_tensor_parallel.py", "distributed/test_sharding.py",
-      "distributed/test_checkpoint.py")),
-    ("Serialization", "`torch.save`, pickle, copies, compile caches, fork, spawn, threads",
-     ("anywhere/test_serialization.py", "lowerings/test_caches.py")),
-    ("Devices", "CPU, CUDA, ROCm, XPU, others as plain PyTorch; meta and fake tensors",
-     ("anywhere/test_devices.py",)),
-    ("Hostile input", "unusual shapes, strides, dtypes and values; wrong arguments; modified tensors",
-     ("anywhere/test_hostile.py", "ops/test_errors.py")),
-    ("Limits", "beyond 2³¹ elements; very deep or wide graphs",
-     ("anywhere/test_limits.py",)),
-    ("Long runs", "a thousand compilations and many calls without growth; training",
-     ("anywhere/test_long_runs.py",)),
-    ("GPU code", "kernels in Triton's interpreter and as machine code",
-     ("kernels/test_activation_kernels.py", "kernels/test_dropout_kernels.py", "kernels/test_softmax_kernels.py",
-      "kernels/test_fp8_kernels.py", "codegen/test_figures.py")),
-    ("Docs", "code blocks run; generated tables are up to date",
-     ("test_docs.py", "test_migrate.py")),
-)  # fmt: skip
-
-
-def compatibility() -> str:
-    """The page: tests passed, skipped and failed on each version, and their topics."""
-    record: dict[str, dict[str, list[int]]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    versions = sorted(record, key=lambda v: [int(n) for n in re.findall(r"\d+", v)])
-    lines = ["# Compatibility", "", NOTE, "`.ci/versions` runs the tests on CPUs, for each version.", ""]
-    lines += ["| | passed | skipped | failed |", "|---|---|---|---|"]
-    for version in versions:
-        passed, failed, skipped = (sum(column) for column in zip(*record[version].values(), strict=True))
-        lines.append(f"| {version} | {passed} | {skipped} | {failed} |")
-    lines += ["", "The tests cover:", ""]
-    for name, topics, files in ITEMS:
-        failures = [v for v in versions if any(record[v].get(file, [0, 0, 0])[1] for file in files)]
-        missing = [v for v in versions if not all(any(record[v].get(file, [0, 0, 0])) for file in files)]
-        notes = [f" ✗ failed on {v}." for v in failures] + [f" Not run on {v}." for v in missing]
-        lines.append(f"* **{name}:** {topics}.{''.join(notes)}")
-    lines.append("")
-    return "\n".join(lines)
-
 
 # ---- operators.md ----------------------------------------------------------------------------------------------------
 
@@ -684,7 +627,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "coverage.md": coverage,
     "coverage-architectures.csv": coverage_rows,
     "operators.md": operators,
-    "compatibility.md": compatibility,
     "recognition.md": recognition,
     "plan.md": plan,
     "../README.md": readme,

@@ -3,16 +3,13 @@
 import atexit
 import gc
 import itertools
-import json
 import logging
 import os
-import platform
 import sys
 import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,8 +75,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that CONTRIBUTING.md explains."""
-    parser.addoption("--record-compatibility", action="store_true", help="write test counts to docs/compatibility.json")
+    """Add the option that CONTRIBUTING.md explains."""
     parser.addoption("--processor-time", metavar="FILE", help="write each test's processor time in seconds to FILE")
 
 
@@ -89,8 +85,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
     config.pluginmanager.register(processor_time.Table(config.getoption("--processor-time")), "processor-time-table")
-    if config.getoption("--record-compatibility"):
-        config.pluginmanager.register(_Record(Path(__file__).parent), "record-compatibility")
 
 
 def pytest_collection_finish() -> None:
@@ -237,36 +231,6 @@ def _covering(cases: list[Any], strength: int, *names: str) -> set[int]:
         uncovered -= covered_by[best]
         selected.add(best)
     return selected
-
-
-# ---- docs/compatibility.json, from which docs/generate.py writes the table of docs/compatibility.md -----------------
-
-
-class _Record:
-    """Count (passed, failed, skipped) for each file."""
-
-    def __init__(self, tests: Path) -> None:
-        self.tests = tests
-        self.counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            place = ("passed", "failed", "skipped").index(report.outcome)
-            self.counts[report.nodeid.partition("::")[0].removeprefix("tests/")][place] += 1
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Update this version's counts. Counts of other versions, and of files that did not run, do not change."""
-        import torch
-
-        numbers = torch.__version__.partition("+")[0]
-        python = ".".join(platform.python_version_tuple()[:2])
-        file = self.tests.parent / "docs" / "compatibility.json"
-        record = json.loads(file.read_text()) if file.exists() else {}
-        ran = record.setdefault(f"torch {numbers}, Python {python}", {})
-        slow = "slow" in session.config.option.markexpr and "not slow" not in session.config.option.markexpr
-        for name, counts in self.counts.items():
-            ran[name] = [a + b for a, b in zip(ran.get(name, [0, 0, 0]), counts, strict=True)] if slow else counts
-        file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 @pytest.fixture(autouse=True)

@@ -222,12 +222,6 @@ def test_the_page_on_policies_has_every_field() -> None:
     assert rows == [(f.name, repr(f.default).replace("'", '"')) for f in dataclasses.fields(FusionPolicy)]
 
 
-def test_every_item_of_the_compatibility_page_has_its_tests(generate: Any) -> None:
-    for name, _, files in generate.ITEMS:
-        for file in files:
-            assert (ROOT / "tests" / file).exists(), (name, file)
-
-
 # Only these errors need an explanation on the page. Errors that name an argument list accepted values, recognition.md
 # and reports explain rejections, and other errors are for users of the command line, or internal.
 WITH_A_CURE = {
@@ -289,8 +283,6 @@ def test_links_are_valid() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), (page.name, target)
-        if page.name == "compatibility.md":  # its paths begin in tests/, and another test checks them
-            continue
         for path in re.findall(r"`((?:docs|tests|benchmarks|examples|lowerings|torch_fused_ops)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), (page.name, path)
 
