@@ -50,9 +50,9 @@ def check(
     """
     call = compat.compiled_call()
     if call is None:  # a graph of torch.export, which is whole, or of a compilation without a device
-        whole = _Model(policy, explicit, None, graph)
-        whole.add(graph, sites, modules)
-        return whole.judge() if policy.strict else None
+        exported = _Model(policy, explicit, None, graph)
+        exported.add(graph, sites, modules)
+        return exported.judge() if policy.strict else None
     model = next((callback for callback in call.at_its_end if isinstance(callback, _Model)), None)
     if model is None:
         call.at_its_end.append(model := _Model(policy, explicit, call.function, graph))

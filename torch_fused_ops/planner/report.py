@@ -101,8 +101,8 @@ class Plan:
         Raises:
             ValueError: ``plan`` would not accept this memory.
         """
-        again: Plan = self._planner.within(bytes_of(memory))
-        return again
+        plan: Plan = self._planner.within(bytes_of(memory))
+        return plan
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the attributes to plain types, without live-bytes timelines, and with the policy's levels."""
