@@ -6,12 +6,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import Net, output
-from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.testing._internal.two_tensor import TwoTensor
@@ -192,25 +190,6 @@ def check(kind: str, memory: str, writes: list[tuple[str, str]], late: str) -> N
         assert (a - b).norm() <= tolerance * b.norm() + 1e-12, (a, b)
 
 
-WRITTEN = st.tuples(st.sampled_from(PLACES), st.sampled_from(sorted(WRITES)))
-
-
-def properties(examples: int) -> Callable[[Any], Any]:
-    def decorate(test: Any) -> Any:
-        test = given(
-            st.sampled_from(sorted(MODULES)), st.sampled_from(LEVELS), st.lists(WRITTEN, max_size=2),
-            st.sampled_from(sorted(LATE)),
-        )(test)  # fmt: skip
-        phases = [Phase.explicit, Phase.generate]
-        checks = [HealthCheck.too_slow]
-        return settings(
-            max_examples=examples, deadline=None, derandomize=True, database=None, phases=phases,
-            suppress_health_check=checks,
-        )(test)  # fmt: skip
-
-    return decorate
-
-
 def check_allowed(kind: str, memory: str, writes: list[tuple[str, str]], late: str) -> None:
     if memory != "fp8" or kind not in UNKNOWN:
         check(kind, memory, writes, late)
@@ -300,10 +279,6 @@ def test_recomputed_value_is_freed_after_its_last_use() -> None:
         recomputed()
         assert (recomputed.value is None) == done
     assert len(calls) == 1
-
-
-test_gradients_are_those_of_plain_autograd = properties(60)(check_allowed)
-test_gradients_are_those_of_plain_autograd_widely = pytest.mark.slow(properties(3000)(check_allowed))
 
 
 @pytest.mark.slow

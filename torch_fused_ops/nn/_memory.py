@@ -196,8 +196,7 @@ def _bypasses_levels(x: Tensor) -> bool:
     """Return True if memory levels do not apply: a compiler or checkpoint decides, or hooks or gradients are off."""
     plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     # Tensors in torch.func transforms, tensors with symbolic sizes and torch.fx's proxies do not own storage.
-    # torch.jit.trace traces a second time without gradients, and compares the two graphs.
-    plain = plain or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
+    plain = plain or torch._C._functorch.peek_interpreter_stack() is not None
     plain = plain or not isinstance(x, Tensor) or isinstance(x.numel(), torch.SymInt)
     plain = plain or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     # A selective checkpoint's policy decides; torch 2.15 warns or raises if a memory level is active inside it.
