@@ -238,21 +238,6 @@ def test_errors_name_arguments_that_are_not_dense_floating_tensors(name, argumen
         assert kind not in NOT_TENSORS or "it must be a tensor" in text, text
 
 
-# Without arrays: Dynamo converts them to tensors.
-DYNAMO = [
-    (name, argument, kind)
-    for name, argument, kind in WRONG
-    if name in ("glu", "scaled_masked_softmax") and kind not in LAYOUTS and kind != "an array"
-]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("name", "argument", "kind"), DYNAMO)
-def test_compiled_calls_name_the_argument(name, argument, kind):
-    fn, arguments = with_wrong_argument(name, argument, kind)
-    raises(Exception, argument, torch.compile(lambda: fn(**arguments), backend="eager", fullgraph=True))
-
-
 @pytest.mark.parametrize("training", ["no", 1, None, torch.tensor(True)])
 def test_bias_dropout_add_takes_training_as_true_or_false(training):
     with pytest.raises(TypeError, match=r"training=.* is not accepted: it must be True or False"):

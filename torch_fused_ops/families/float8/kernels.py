@@ -761,7 +761,7 @@ def _converts(t: Tensor) -> bool:
 
 
 def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
-    """Compute ``float8.quantize_by``: transposed matrices in one kernel, others in plain torch."""
+    """Compute ``float8.quantize_by``: in one kernel if matrices are transposed, otherwise in plain torch."""
     r, c = input.shape[-2:]
     if not (_is_turned(input) and c % 4 == 0 and input.numel()):
         return float8.quantize_by(input, scales)
