@@ -94,7 +94,7 @@ def _bytes_of_wide_scales(node: fx.Node) -> int:
     a, *scales = (node.args[i].meta["val"] for i in (0, 1, 3))  # type: ignore[union-attr]
     if float8.columns_of(a, scales[0], 1) != MX_BLOCK:
         return 0
-    return sum(t.nbytes - float8.tiled_size(*t.shape) for t in scales)
+    return sum(t.nbytes - float8.padded(t.shape[0], 4) * float8.padded(t.shape[1]) for t in scales)
 
 
 def kernels_without_gemms(graph: GeneratedGraph) -> int:
