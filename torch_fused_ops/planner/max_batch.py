@@ -1,7 +1,7 @@
 """Find the largest batch or sequence with which a step fits, at each memory level.
 
-The peak is affine in the size as long as the compiler generates the same calls, so two compiled sizes
-predict the largest that fits. The search ends when this size fits, and the next does not.
+The peak is affine in the size as long as the compiler generates the same calls, so two compiled sizes predict the
+largest that fits. The search ends when this size fits, and the next does not.
 """
 
 from __future__ import annotations
@@ -176,11 +176,12 @@ def bisected(peak_at: Callable[[int], int | None], available: int, first: int, s
         if peak is not None:
             peaks[size] = peak
         low, high = (size, high) if peak is not None and peak <= available else (low, size)
-        size = low + (high - low) // (2 * step) * step if high else 2 * low
         guess = crossing(peaks, available) if len(peaks) <= GUESSES else math.inf
-        if guess < (high or math.inf):  # otherwise the model fails below the guess
-            guess = int(guess) // step * step
-            size = max(guess, low + step) if not high else min(max(guess, low + step), high - step)
+        if guess < (high or math.inf):
+            size = max(int(guess) // step * step, low + step)
+            size = min(size, high - step) if high else size
+        else:  # bytes do not grow, or the model fails at a size that would fit
+            size = low + (high - low) // (2 * step) * step if high else 2 * low
     return low
 
 

@@ -310,7 +310,6 @@ class _Planner:
             transient=step_peak - resident.nbytes - curve.saved,
             seconds=curve.seconds,
             off_seconds=off.seconds,
-            off_peak=resident.nbytes + off.peak,
             policy=policy_of(step.mlps, chosen.levels) if step.mlps else FusionPolicy(),
             choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
             levels=tuple(rows),

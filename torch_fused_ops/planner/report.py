@@ -56,7 +56,6 @@ class Plan:
         transient: bytes at ``step_peak`` in addition to ``saved``, parameters and optimizer state.
         seconds: the least time of forward and backward on this GPU (roofline).
         off_seconds: ``seconds`` with ``memory="off"``, even if that step does not fit.
-        off_peak: ``step_peak`` with ``memory="off"``.
         policy: the policy to compile with.
         choices: each MLP's level (``setup.LEVELS``), by module.
         levels: the whole step at each level.
@@ -82,7 +81,6 @@ class Plan:
     transient: int
     seconds: float
     off_seconds: float
-    off_peak: int
     policy: FusionPolicy
     choices: Mapping[str, str]
     levels: tuple[LevelRow, ...]
