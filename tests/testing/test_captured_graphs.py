@@ -53,13 +53,12 @@ def test_captured_graphs_compile_as_on_paper(fn: Callable[..., Any], dynamic: bo
 
 
 @pytest.mark.slow
-def test_launches_and_saved_tensors_have_modules() -> None:
+def test_launches_have_modules() -> None:
     paper = virtual_gpu.compile_on_paper(BLOCKS, torch.randn(32, 64, requires_grad=True))
     for graph in paper.graphs.values():
         assert sum(launch.bytes_moved for launch in graph.scheduled) == graph.bytes_moved
         assert all(launch.modules for launch in graph.scheduled)
         assert all(path.startswith("layers.") for launch in graph.scheduled for path in launch.modules)
-    assert {"layers.0.mlp.up", "layers.1.mlp.up"} <= {t.module for t in paper.saved if t.shape == (32, 256)}
 
 
 def test_cpu_autocast_and_devices_become_the_gpus() -> None:

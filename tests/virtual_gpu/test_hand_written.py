@@ -266,7 +266,9 @@ def test_hand_written_kernels_have_the_expected_findings(name: str) -> None:
 
 def test_audits_name_unwritten_bytes_and_invalid_arguments() -> None:
     audit = virtual_gpu.audit(only_the_first, meta(N), meta(N), N, grid=(4,), B=1024, gpu=virtual_gpu.H100)
-    assert audit.findings[0].evidence == "no program writes 12,288 of its 16,384 bytes: bytes 4,096 to 16,383"
+    assert audit.findings[0].evidence == (
+        "no program writes 12,288 of the first 16,384 bytes; the first of them is byte 4,096"
+    )
     options: dict[str, Any] = {"grid": (4,), "B": 1024, "gpu": virtual_gpu.H100}
     with pytest.raises(ValueError, match="zeroed: got 'z', expected names of tensors among x, y"):
         virtual_gpu.audit(only_the_first, meta(N), meta(N), N, zeroed=["z"], **options)

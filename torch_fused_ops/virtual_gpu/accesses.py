@@ -161,16 +161,8 @@ class _Storage:
             missing = torch.unique(addresses[~torch.isin(addresses, stores.address)]) - memory.offset
             if not len(missing):
                 continue
-            first = torch.cat([torch.tensor([True]), missing.diff() != self.unit]).nonzero().flatten()
-            last = torch.cat([first[1:], torch.tensor([len(missing)])]) - 1
-            ends = zip(missing[first].tolist(), (missing[last] + self.unit - 1).tolist(), strict=True)
-            ranges = [f"{begin:,} to {end:,}" for begin, end in ends]
-            if examined < elements:
-                evidence = f"no program writes bytes {ranges[0]} and others"
-            else:
-                suffix = f" and {len(ranges) - 3:,} more ranges" if len(ranges) > 3 else ""
-                nbytes = f"{len(missing) * self.unit:,} of its {len(addresses) * self.unit:,} bytes"
-                evidence = f"no program writes {nbytes}: bytes {', '.join(ranges[:3])}{suffix}"
+            count = f"{len(missing) * self.unit:,} of the first {len(addresses) * self.unit:,} bytes"
+            evidence = f"no program writes {count}; the first of them is byte {int(missing[0]):,}"
             yield "unwritten", f"store of {argument}", evidence
 
     def races(self, loads: _Records, stores: _Records) -> Iterator[Fault]:

@@ -112,7 +112,6 @@ def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
         numel * value.element_size(),
         is_parameter,
         is_input and not is_parameter,
-        "" if is_input else _module_of(root),
     )
 
 

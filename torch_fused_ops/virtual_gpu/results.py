@@ -98,7 +98,6 @@ class SavedTensor:
         nbytes: size in bytes.
         is_parameter: True for an `nn.Parameter`, a module's buffer, or a view of either, which stay alive anyway.
         is_graph_input: True for another input of the function, or a view of an input.
-        module: model path of the module that computes it; "" if unknown, and for inputs.
     """
 
     name: str
@@ -107,4 +106,3 @@ class SavedTensor:
     nbytes: int
     is_parameter: bool
     is_graph_input: bool
-    module: str = ""

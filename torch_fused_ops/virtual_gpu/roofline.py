@@ -118,36 +118,20 @@ class KernelRuns:
     Attributes:
         code: its machine code.
         programs: number of programs in the grid.
-        elements: elements that it processes, the product of its sizes.
         nbytes: bytes that all launches read and write.
         launches: the number of its launches.
     """
 
     code: MachineCode
     programs: int
-    elements: float
     nbytes: int
     launches: int = 1
 
     @property
-    def lane_instructions(self) -> float:
-        """Instructions that all lanes issue together.
-
-        Without a loop, each warp issues each instruction once. A loop may be unrolled, so the number of tiles that the
-        code handles is estimated from the bytes that its loads and stores move.
-        """
-        code, count = self.code, len(self.code.instructions)
-        if not loops(code):
-            return float(count) * code.threads * self.programs
-        per_thread = code.elements / code.threads
-        tiles = max(1, round(code.bytes_accessed / (self.nbytes / self.elements * per_thread)))
-        return count / (tiles * per_thread) * self.elements
-
-    @property
     def works(self) -> list[Work]:
-        """The work of each launch. Lane instructions are 0 unless their count is exact."""
-        exact = 0.0 if loops(self.code) else self.lane_instructions
-        return [Work(0.0, self.nbytes / self.launches, exact)] * self.launches
+        """The work of each launch. Instructions are 0 if the code has a loop, whose iterations are not counted."""
+        instructions = 0 if loops(self.code) else len(self.code.instructions) * self.code.threads * self.programs
+        return [Work(0.0, self.nbytes / self.launches, float(instructions))] * self.launches
 
 
 @functools.cache
@@ -180,8 +164,7 @@ def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
         programs = math.prod(
             -(-n // code.block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
         )
-        nbytes, launches = kernel.bytes_moved, kernel.launches
-        runs.append(KernelRuns(code, programs, float(math.prod(sizes.values())), nbytes, launches))
+        runs.append(KernelRuns(code, programs, kernel.bytes_moved, kernel.launches))
     return runs
 
 
@@ -219,7 +202,7 @@ def nbytes_of_node(call: torch.fx.Node) -> int:
 
 
 def launches_of(graph: GeneratedGraph) -> dict[str, float]:
-    """Map each generated kernel's name to the lane instructions of a launch; 0 unless their count is exact."""
+    """Map each generated kernel's name to the lane instructions of a launch; 0 if it has a loop."""
     return {
         kernel.name: run.works[0].lane_instructions
         for kernel, run in zip(graph.kernels, kernel_runs(graph), strict=True)
