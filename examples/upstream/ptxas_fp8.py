@@ -8,6 +8,7 @@ Remedy: limit values by comparisons instead of ``PropagateNan.ALL``, or use bloc
 
 import re
 
+import torch
 import triton
 import triton.language as tl
 
@@ -27,13 +28,12 @@ def transposed_float8(in0, in1, out0, out1, ynumel, xnumel, YBLOCK: tl.constexpr
     tl.store(out1 + (yindex + 8192 * xindex), q, ymask & xmask)
 
 
-POINTERS = {"in0": "*bf16", "in1": "*fp32", "out0": "*fp8e5", "out1": "*fp8e5"}
-
-
 def unwritten_reads(rows: int, columns: int, num_warps: int) -> list[str]:
     """Return the byte permutations that read a register before the first write to it. The code has no loop."""
-    block, sizes = {"YBLOCK": rows, "XBLOCK": columns}, {"ynumel": "i32", "xnumel": "i32"}
-    code = assemble(transposed_float8, H100, signature={**POINTERS, **sizes}, block=block, num_warps=num_warps)
+    dtypes = torch.bfloat16, torch.float32, torch.float8_e5m2, torch.float8_e5m2
+    args = *(torch.empty(8192, 4096, dtype=dtype, device="meta") for dtype in dtypes), 8192, 4096
+    block = {"YBLOCK": rows, "XBLOCK": columns}
+    code = assemble(transposed_float8, H100, *args, block=block, num_warps=num_warps)
     written: set[int] = set()
     found = []
     for name, text in re.findall(r"\*/\s+(?:@\S+ )?([A-Z][\w.]*) (.*?) ;", code.asm):

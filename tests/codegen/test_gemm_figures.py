@@ -23,7 +23,6 @@ from torch_fused_ops.benchmarks.models import SwiGLUMLP
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.virtual_gpu.roofline import rates_of, works_of
-from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
 pytest.importorskip("triton")
 
@@ -148,11 +147,7 @@ POLICIES: dict[str, dict[str, str]] = {
     '`gemm="fp8-wgrad-bf16"`': {"gemm": "fp8-wgrad-bf16"},
     '`gemm="fp8-rowwise"`': {"gemm": "fp8-rowwise"},
 }
-# The module, its number of linear layers, and its hidden size.
-MODELS: dict[str, tuple[type[nn.Module], int, int]] = {
-    "SwiGLU, 14336": (SwiGLUMLP, 3, FFN),
-    "GELU, 16384": (GELUMLP, 2, 4 * HIDDEN),
-}
+MODELS: dict[str, type[nn.Module]] = {"SwiGLU, 14336": SwiGLUMLP, "GELU, 16384": GELUMLP}
 
 
 def page() -> dict[tuple[str, str], tuple[float, ...]]:
@@ -165,17 +160,6 @@ def page() -> dict[tuple[str, str], tuple[float, ...]]:
         model = name or model
         table[model, policy] = tuple(map(float, numbers))
     return table
-
-
-def seconds(model: str, policy: str) -> float:
-    make, layers, ffn = MODELS[model]
-    paper, policy_fields = on_paper(make, **POLICIES[policy]), POLICIES[policy]
-    product = 2 * TOKENS * HIDDEN * ffn
-    fp8 = layers * (2 + RECIPES[policy_fields["gemm"]].wgrad) if "gemm" in policy_fields else 0
-    recomputed = layers - 1 if policy_fields.get("memory") == "input" else 0
-    nbytes = sum(bytes_without_gemms(graph) for graph in paper.graphs.values())
-    assert RATES is not None
-    return product * ((fp8 + recomputed) / FLOAT8_FLOP + (3 * layers - fp8) / RATES.flop) + nbytes / RATES.nbytes
 
 
 def test_the_page_has_every_policy() -> None:
@@ -191,13 +175,14 @@ def test_the_page_has_every_policy() -> None:
     ],
 )
 def test_the_page_has_the_counted_figures(model: str, policy: str) -> None:
-    paper = on_paper(MODELS[model][0], **POLICIES[policy])
-    nbytes = [bytes_without_gemms(paper.graphs[name]) / MIB for name in ("forward", "backward")]
-    share = seconds(model, policy) / seconds(model, "plain")
-    counted = *map(round, nbytes), round(paper.saved_bytes() / MIB), round(share, 2)
-    assert page()[model, policy] == counted
+    paper = on_paper(MODELS[model], **POLICIES[policy])
+    counted, plain = fp8_recipes.figures(paper), fp8_recipes.figures(on_paper(MODELS[model]))
+    nbytes = counted["forward"]["bytes"], counted["backward"]["bytes"], counted["saved_bytes"]
+    share = counted["seconds"] / plain["seconds"]
+    assert page()[model, policy] == (*(round(n / MIB) for n in nbytes), round(share, 2))
     works = [work for graph in paper.graphs.values() for work in works_of(graph)]
-    assert RATES.seconds(works) == pytest.approx(seconds(model, policy), rel=0.03), "reports count instructions too"
+    assert RATES is not None
+    assert RATES.seconds(works) == pytest.approx(counted["seconds"], rel=0.03), "plans count instructions too"
     if policy == '`gemm="fp8"`':
         assert share <= 0.70
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.testing import precision
-from torch_fused_ops.virtual_gpu.machine_code import specialization
 
 
 class Device:
@@ -95,6 +94,6 @@ GPUS = [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X
 def assemble(gpu: virtual_gpu.GPU, operator: Callable[..., Any], *args: Any) -> list[virtual_gpu.MachineCode]:
     """Return the machine code of each kernel of a call, specialized like Triton: absent tensors, ones, alignment."""
     return [
-        virtual_gpu.assemble(kernel, gpu, **specialization(kernel, (*tensors, *integers), constants))
+        virtual_gpu.assemble(kernel, gpu, *tensors, *integers, **constants)
         for kernel, _, tensors, integers, constants in recorded(operator, *args)
     ]

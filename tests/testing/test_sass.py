@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 import triton
@@ -29,8 +30,8 @@ def divide_kernel(x, out, n, BLOCK: tl.constexpr):  # a loop, and a division in 
 
 
 def assembled(gpu: Any, block: int) -> MachineCode:
-    signature = {"x": "*fp64", "out": "*fp64", "n": "i32"}
-    return virtual_gpu.assemble(divide_kernel, gpu, signature=signature, block={"BLOCK": block})
+    x = torch.empty(block, dtype=torch.float64, device="meta")
+    return virtual_gpu.assemble(divide_kernel, gpu, x, x, block, block={"BLOCK": block})
 
 
 def instructions(text: str) -> list[tuple[str, str]]:

@@ -203,21 +203,18 @@ class _Storage:
 # ---- sectors ---------------------------------------------------------------------------------------------------------
 
 
-class Traffic(NamedTuple):
-    """An access's traffic in one program: the bytes it uses, and the bytes of the sectors that contain them."""
+def traffic(accesses: Sequence[Access]) -> tuple[int, int]:
+    """Return the bytes that a program's accesses use, and the bytes of the sectors that contain them.
 
-    access: Access
-    used: int
-    in_sectors: int
-
-
-def traffic(accesses: Sequence[Access]) -> Iterator[Traffic]:
-    """Yield each access's traffic in one program. A sector counts once: caches hold it while the program runs."""
+    A sector counts once for each load or store, also in a loop: caches hold it while the program runs.
+    """
     groups: dict[str, list[Access]] = defaultdict(list)
     for access in accesses:
         if access.argument:
             groups[access.name].append(access)
+    used = in_sectors = 0
     for group in groups.values():
         addresses = torch.unique(torch.cat([access.address[access.active] for access in group]))
-        in_sectors = len(torch.unique(addresses // SECTOR)) * SECTOR
-        yield Traffic(group[0], len(addresses) * group[0].itemsize, in_sectors)
+        used += len(addresses) * group[0].itemsize
+        in_sectors += len(torch.unique(addresses // SECTOR)) * SECTOR
+    return used, in_sectors

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from .accesses import Memory, faults
 from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, load
-from .machine_code import assemble_configuration, bind_arguments, specialization, with_signature
+from .machine_code import assemble_configuration, bind_arguments, specialized
 from .timeline import PaperCompilation, timeline_of
 from .ttgir import Grid, NotAnalyzed, evaluate_launch
 
@@ -177,13 +177,9 @@ def _hand_written(
         if not isinstance(values.get(name), Tensor):
             tensors = [argument for argument, value in values.items() if isinstance(value, Tensor)]
             raise ValueError(f"zeroed: got {name!r}, expected names of tensors among {', '.join(tensors)}")
-    compiled = specialization(kernel.jit, args, options)
-    constants = compiled["constants"]
-    kernel = with_signature(kernel, compiled["signature"], constants, compiled["divisible_by_16"])
-    configuration = Configuration({}, options.get("num_warps", 4), options.get("num_stages"))
-    kernel = replace(kernel, configurations=(configuration,))
-    named = {name: value for name, value in values.items() if name in compiled["signature"]}
-    sizes: Sequence[int] = grid({**values, **constants}) if callable(grid) else grid
+    kernel = specialized(kernel, args, options)
+    named = {name: value for name, value in values.items() if name not in kernel.constants}
+    sizes: Sequence[int] = grid(values) if callable(grid) else grid
     return _Launch(kernel.jit.__name__, kernel, named, lambda _: sizes, zeroed)
 
 

@@ -8,8 +8,8 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,10 +27,9 @@ from .work import BYTES_MOVED, LANE_INSTRUCTIONS
 SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.M)
 AMD_INSTRUCTION = re.compile(r"^\t([a-z]\w*)", re.M)
 AMD_PADDING = ("s_nop", "s_code_end")
-# Accesses to global memory: "LDG.E.128", "STG.E.U16", "global_load_dwordx4", "buffer_store_short"; 4 bytes by default.
-_ACCESS = re.compile(r"(?:LDG|STG)\.(.*)|(?:global|buffer|flat)_(?:load|store)_(\w+)")
+# Accesses to global memory: "LDG.E.128", "STG.E.U16"; 4 bytes by default.
+_ACCESS = re.compile(r"(?:LDG|STG)\.(.*)")
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-_WIDTHS |= {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "short": 2, "ushort": 2, "sshort": 2, "byte": 1, "ubyte": 1}
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,10 @@ class MachineCode:
 
     @property
     def bytes_accessed(self) -> int:
-        """Bytes per thread that the loads and stores in the kernel's text move from and to global memory."""
+        """Bytes per thread that loads and stores in an NVIDIA kernel's text move from and to global memory."""
         nbytes = 0
         for access in filter(None, map(_ACCESS.fullmatch, self.instructions)):
-            words = re.split(r"\.|_d16.*", access[1] or access[2])
-            nbytes += next((_WIDTHS[word] for word in words if word in _WIDTHS), 4)
+            nbytes += next((_WIDTHS[word] for word in access[1].split(".") if word in _WIDTHS), 4)
         return nbytes
 
     def instructions_per_element(self) -> float:
@@ -95,28 +93,22 @@ class MachineCode:
 def assemble(
     kernel: Any,
     gpu: GPU = H200,
-    *,
-    signature: Mapping[str, str] | None = None,
-    constants: Mapping[str, Any] | None = None,
+    *args: Any,
     num_warps: int | None = None,
     block: int | Mapping[str, int] | None = None,
-    divisible_by_16: bool | Collection[str] = True,
-    max_registers: int | None = None,
+    **constexprs: Any,
 ) -> MachineCode:
     """Compile a kernel for `gpu` with Triton, and analyze the machine code.
 
     Args:
         kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.
         gpu: the GPU to compile for; it may differ from the GPU that the kernel was generated for.
-        signature: types of a hand-written kernel's arguments by name: {"x": "*bf16", "n": "i32"}. Arguments in
-            `constants` may be omitted.
-        constants: values of a hand-written kernel's `tl.constexpr` arguments.
+        *args: a hand-written kernel's arguments. Tensors may be on any device, including "meta". As in a launch, only
+            dtypes, and divisibility by 16 of integers and of tensors' first bytes matter.
         num_warps: warps per block; 4 by default for a hand-written kernel.
         block: sizes of a block by name, {"BLOCK": 1024}, or XBLOCK as a number. Their product is the number of
             elements; a hand-written kernel without sizes counts as one element per block.
-        divisible_by_16: compile a hand-written kernel for pointers and integers divisible by 16, as Triton does for
-            such arguments: True for all, False for none, or names. A generated kernel already lists such arguments.
-        max_registers: the limit per thread on NVIDIA's GPUs, Triton's ``maxnreg``.
+        **constexprs: a hand-written kernel's remaining arguments and launch options by name.
 
     Without `block` and `num_warps`, a generated kernel is compiled in the configuration that Inductor tries first. A
     reduction with a loop is compiled in every configuration that Inductor would time, and the cheapest one is returned:
@@ -127,17 +119,15 @@ def assemble(
         The machine code.
 
     Raises:
-        TypeError: `kernel` is not a kernel.
-        ValueError: `signature`, `constants` or `block` do not fit the kernel's arguments.
+        TypeError: `kernel` is not a kernel, or an argument does not fit.
+        ValueError: an argument is missing, or `block` does not fit the kernel's arguments.
     """
     loaded = load(kernel, gpu)
     blocks = {"XBLOCK": block} if isinstance(block, int) else dict(block or {})
     if not loaded.signature:
-        loaded = with_signature(loaded, signature or {}, {**(constants or {}), **blocks}, divisible_by_16)
-    elif signature is not None or constants is not None:
-        raise ValueError("signature, constants: a generated kernel has its own; omit them")
-    if max_registers is not None:
-        loaded = replace(loaded, options={**loaded.options, "maxnreg": max_registers})
+        loaded = specialized(loaded, args, {**constexprs, **blocks})
+    elif args or constexprs:
+        raise ValueError("args, constexprs: a generated kernel has its own; omit them")
     for name in blocks:
         if loaded.signature.get(name) != "constexpr":
             raise ValueError(f"block: got {name!r}, expected one of {_constexprs(loaded.signature)}")
@@ -160,10 +150,10 @@ def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
     program, grid = torch.zeros(1, dtype=torch.int64, device="cpu"), Grid((1, 1, 1), code.threads, code.gpu.warp_size)
     try:
         evaluated, _ = evaluate(code.ttgir, written_sizes(kernel.jit.src), program, grid, max_iterations=4)
-        accesses = list(traffic(evaluated))
+        used, in_sectors = traffic(evaluated)
     except NotAnalyzed:
-        accesses = []  # assume that each access moves only the bytes it uses
-    sectors = sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0
+        used = in_sectors = 0
+    sectors = in_sectors / used if used else 1.0  # if unknown, assume that accesses move only the bytes they use
     instructions = len(code.instructions) / max(code.bytes_accessed, 1)
     return code.spills, max(sectors / BYTES_MOVED, instructions / LANE_INSTRUCTIONS), instructions
 
@@ -242,60 +232,44 @@ def bind_arguments(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -
     return {**defaults, **dict(zip(jit.arg_names, args, strict=False)), **keywords}
 
 
-def specialization(kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments for `assemble`, so that it compiles a hand-written kernel as this launch would."""
-    types, divisible, constants = {}, [], {}
-    values = bind_arguments(kernel, args, options)
-    for parameter in load(kernel).jit.params:
+def specialized(kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any]) -> Kernel:
+    """Add types, constants and launch options to a hand-written kernel, as Triton would in a launch.
+
+    Raises:
+        TypeError: an argument does not fit.
+        ValueError: an argument is missing.
+    """
+    signature, constants, attrs = {}, {}, {}
+    values = bind_arguments(kernel.jit, args, options)
+    for i, parameter in enumerate(kernel.jit.params):
         name = parameter.name
         if name not in values:
-            continue
+            raise ValueError(f"args: no value for {name} of {kernel.jit.__name__}")
         first_byte = value = values[name]
-        specialized = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (specialized and type(value) is int and value == 1):
-            constants[name] = value
+        may_specialize = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (may_specialize and type(value) is int and value == 1):
+            signature[name], constants[name] = "constexpr", value
             continue
         if isinstance(value, Tensor):
             if value.dtype not in _TYPES:
                 raise ValueError(
                     f"{name}: got a tensor of {value.dtype}, expected one of {', '.join(map(str, _TYPES))}"
                 )
-            types[name] = f"*{_TYPES[value.dtype]}"
+            signature[name] = f"*{_TYPES[value.dtype]}"
             first_byte = value.storage_offset() * value.element_size()
         elif isinstance(value, bool):
-            types[name], specialized = "u1", False
+            signature[name], may_specialize = "u1", False
         elif isinstance(value, int):
-            types[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
         elif isinstance(value, float):
-            types[name] = "fp32"
+            signature[name] = "fp32"
         else:
             raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor, a number or None")
-        if specialized and isinstance(first_byte, int) and first_byte % 16 == 0:
-            divisible.append(name)
-    settings = {"num_warps": options.get("num_warps", 4), "max_registers": options.get("maxnreg")}
-    return {"signature": types, "constants": constants, "divisible_by_16": divisible, **settings}
-
-
-def with_signature(
-    kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Any], divisible_by_16: bool | Collection[str]
-) -> Kernel:
-    """Add types for all arguments to a hand-written kernel."""
-    names = kernel.jit.arg_names
-    for label, named in (("signature", types), ("constants", constants)):
-        for name in named:
-            if name not in names:
-                raise ValueError(f"{label}: got {name!r}, expected an argument of {kernel.jit.__name__}: {names}")
-    untyped = [name for name in names if name not in types and name not in constants]
-    if untyped:
-        raise ValueError(f"signature: no type for {', '.join(untyped)} of {kernel.jit.__name__}")
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    divisible = names if divisible_by_16 is True else divisible_by_16 or ()
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name in divisible and signature[name].startswith(("*", "i", "u"))
-    }
-    return Kernel(kernel.jit, signature, dict(constants), attrs, {"enable_fp_fusion": True})
+        if may_specialize and isinstance(first_byte, int) and first_byte % 16 == 0:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    flags = {name: options[name] for name in ("maxnreg", "enable_fp_fusion") if name in options}
+    configuration = Configuration({}, options.get("num_warps", 4), options.get("num_stages"))
+    return Kernel(kernel.jit, signature, constants, attrs, {"enable_fp_fusion": True, **flags}, (configuration,))
 
 
 def _nvidia_code(compiled: Any) -> tuple[Any, ...]:

@@ -168,13 +168,16 @@ def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
     return runs
 
 
-def flops(graph: GeneratedGraph, count: Callable[..., float] = flop_of) -> float:
-    """Return the FLOP of a graph's GEMMs and attention. ``count`` returns one call's FLOP, as ``work.flop_of``."""
-    return sum(flops_of_node(node, count) for node in graph.graph.graph.nodes)
+def flops(graph: GeneratedGraph) -> float:
+    """Return the FLOP of a graph's GEMMs and attention."""
+    return sum(map(flops_of_node, graph.graph.graph.nodes))
 
 
 def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) -> float:
-    """Return one node's FLOP. A checkpoint wraps attention in operators that save and restore random states."""
+    """Return one node's FLOP, counted by ``work.flop_of`` or a similar function.
+
+    A checkpoint wraps attention in operators that save and restore random states.
+    """
     target: Any = node.target
     operands: Any = node.args
     states = {run_and_save_rng_state: 0, run_with_rng_state: 1}.get(target)  # arguments before the operator

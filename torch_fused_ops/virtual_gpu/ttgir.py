@@ -139,9 +139,6 @@ def _block(lines: Iterator[str], places: Mapping[str, str]) -> tuple[list[Op], s
         line = _LOCATION.sub("", located)
         if line.startswith("}"):
             return ops, line
-        if line.startswith("^"):
-            ops.append(Op((), "^", re.split(r"[(:]", line)[0]))
-            continue
         match = _OPERATION.match(line)
         if match is None:
             continue
@@ -184,7 +181,13 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 _UNCHANGED = {"splat", "broadcast", "expand_dims", "reshape", "trans", "bitcast", "unsplat", "ptr_to_int", "int_to_ptr"}
 _UNCHANGED |= {"convert_layout", "extsi", "extui", "trunci", "index_cast", "index_castui"}
-_NOT_EVALUATED = {"scf.while": "a while loop", "tt.call": "a call of a function that is not inlined"}
+_NOT_EVALUATED = {
+    "scf.while": "a while loop",
+    "tt.call": "a call of a function that is not inlined",
+    "tt.descriptor": "a tensor descriptor",
+    "tt.make_tensor_desc": "a tensor descriptor",
+    "cf.": "an early return",
+}
 _BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "ttg.local_load", "ttg.async_wait")
 
 
@@ -271,26 +274,12 @@ class _Evaluation:
                 self.values[name] = Value(torch.tensor([integers[name[1:]]]))
 
     def run(self) -> list[Access]:
-        """Run the function's blocks; each one ends in a branch or a return."""
-        blocks: dict[str, list[Op]] = {"": []}
-        for op in self.ops:
-            blocks.setdefault(op.text, []) if op.name == "^" else next(reversed(blocks.values())).append(op)
-        label = ""
-        for _ in blocks:
-            last = self.block(blocks[label])
-            targets = re.findall(r"\^\w+", last.text) if last else []
-            if last is None or not targets:
-                return [access._replace(crosses_threads=bool(access.value & self.crossing)) for access in self.accesses]
-            if "(" in last.text.replace("()", ""):
-                raise NotAnalyzed(f"an early return passes values on{last.line}")
-            label = targets[0] if len(targets) == 1 or self.uniform(last.operands[0], last) else targets[1]
-        raise NotAnalyzed("the kernel's branches form a loop")
+        self.block(self.ops)
+        return [access._replace(crosses_threads=bool(access.value & self.crossing)) for access in self.accesses]
 
-    def block(self, ops: list[Op]) -> Op | None:
+    def block(self, ops: list[Op]) -> None:
         for op in ops:
             self.order += 1
-            if op.name.startswith("cf."):
-                return op
             values = [self.values.get(operand, Value()) for operand in op.operands]
             if op.name == "scf.for":
                 self.loop(op)
@@ -300,7 +289,6 @@ class _Evaluation:
                 loads = frozenset[str]().union(*(value.loads for value in values))
                 result = self.operation(op, values, loads)
                 self.values |= dict.fromkeys(op.results, result._replace(loads=loads | result.loads))
-        return None
 
     def uniform(self, name: str, op: Op) -> int:
         """Return a value that all programs share. Raise `_Divergent` if they differ."""
@@ -316,9 +304,9 @@ class _Evaluation:
         """Return an operation's value if it is an integer or an address; for a load, a value with its name."""
         name = op.name
         first, second = (*values, Value(), Value())[:2]
-        if name in _NOT_EVALUATED or name.startswith(("tt.descriptor", "tt.make_tensor_desc")):
-            feature = _NOT_EVALUATED.get(name, "a tensor descriptor")
-            raise NotAnalyzed(f"the kernel has {feature}{op.line}, which is not evaluated")
+        for prefix, feature in _NOT_EVALUATED.items():
+            if name.startswith(prefix):
+                raise NotAnalyzed(f"the kernel has {feature}{op.line}, which is not evaluated")
         if name in ("tt.reduce", "tt.scan"):
             shape, _, encoding, _ = op.types[0]
             if layouts.reduces_across_warps(encoding, shape, _attribute("axis", op), *self.grid[1:]):
