@@ -168,7 +168,9 @@ def test_fused_mlp_stays_within_float8_rounding(gated: bool) -> None:
     for memory in ("off", "fp8", "input"):
         mlp.memory = memory
         assert all(distance(a, b) < 0.06 for a, b in zip(step(mlp, mlp, x), eager, strict=True))
-    with pytest.raises(ValueError, match="ffn=100 is not accepted with gemm='fp8': it must be a multiple of 128"):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mlp(x).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="ffn=100 are not accepted with gemm='fp8': they must be multiples of 128"):
         FusedMLP(HIDDEN, 100, gemm="fp8")
     with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
         FusedMLP(HIDDEN, FFN, gemm="int8")
