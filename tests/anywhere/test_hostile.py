@@ -1,4 +1,4 @@
-"""Operators are precise for any strides, values and dtypes: eager, compiled, and as interpreted GPU kernels.
+"""Operators are precise for any strides, values and dtypes: in eager mode, and as interpreted GPU kernels.
 
 Hypothesis draws a call, and ``testing.precision`` compares it with the float64 reference. Some values are
 special: NaN, infinities, denormals, zeros of either sign, the largest finite numbers, numbers at which activations
@@ -304,59 +304,7 @@ def test_10000_calls_keep_the_precision_contract(sample: Sample) -> None:
     holds_the_contract(sample)
 
 
-# ---- compiled and interpreted ----------------------------------------------------------------------------------------
-
-
-@functools.cache
-def compiled(op: str) -> Callable[..., Tensor]:
-    """Return one compiled function for all calls of an operator. Its sizes, strides and offsets must become dynamic."""
-    return torch.compile(lambda *args: getattr(fused, op)(*args), dynamic=True)
-
-
-@pytest.mark.codegen_is_slow
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [
-        ("glu", torch.bfloat16),
-        pytest.param("bias_act", torch.float32, marks=pytest.mark.slow),
-        pytest.param("bias_glu", torch.float16, marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_calls_match_the_reference(op: str, dtype: torch.dtype) -> None:
-    """One compiled function serves many shapes with at most four graphs."""
-    compiled.cache_clear()
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-    def run(sample: Sample, grad: Tensor, mask: list[bool]) -> Any:
-        return as_kernels(Compiled(sample.op, sample.name, sample.args), grad, mask)
-
-    @hypothesis_settings(15, derandomize=True)
-    @given(of_one_kind(op, dtype))
-    def calls_of(sample: Sample) -> None:
-        is_as_in_torch(sample, run)
-
-    calls_of()
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-    assert 0 < graphs <= 4, f"{graphs} graphs: sizes were not dynamic"
-
-
-class Compiled(Sample):
-    def __call__(self) -> Any:
-        return compiled(self.op)(*self.args)
-
-
-@st.composite
-def of_one_kind(draw: Any, op: str, dtype: torch.dtype) -> Sample:
-    """Draw calls that need only one graph: one rank, all tensors present, the same scalars."""
-    rows, n = (draw(st.integers(2, 9)) for _ in range(2))
-    shape = (rows, 2 * n if op == "bias_glu" else n)
-    shapes = (shape, shape if op == "glu" else shape[-1:], shape[:-1])
-    parts = []
-    for size in shapes:
-        t = values(math.prod(size) * 2, dtype, draw(st.integers(0, 1000)), "any").view(*size[:-1], 2 * size[-1])
-        parts.append(t[..., ::2].detach().requires_grad_())
-    scalars = {"bias_act": ("gelu_tanh",), "glu": ("silu", 1.0, 7.0), "bias_glu": ("gelu", "interleaved", 0.0, None)}
-    return Sample(op, "any", (*parts, *scalars[op]))
+# ---- interpreted ----------------------------------------------------------------------------------------------------
 
 
 def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
