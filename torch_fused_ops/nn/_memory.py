@@ -38,7 +38,7 @@ def _outer_hooks() -> Hooks:
 
 def _versions(t: Tensor) -> tuple[int, ...]:
     """Return the versions of a tensor and of the tensors it wraps: a DTensor and its local tensor count separately."""
-    names = t.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(t) else ()
+    names: Iterable[str] = t.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(t) else ()
     parts = (part for name in names if isinstance(part := getattr(t, name), Tensor))
     return (0 if t.is_inference() else t._version, *(count for part in parts for count in _versions(part)))
 
