@@ -89,7 +89,6 @@ WITHOUT_COMPLAINT = {
     "an mlp": mlp,
     "an mlp in the first piece": broken(mlp, normed),
     "in the second": broken(normed, mlp),
-    "in the last": broken(normed, normed, mlp),
     "in a checkpoint": lambda s, x: s.head(checkpoint(lambda x: mlp(s, x), s.head(x), use_reentrant=False)),
     "beside a checkpoint without": lambda s, x: mlp(s, checkpoint(lambda x: normed(s, x), x, use_reentrant=False)),
     "an operator of ours": lambda s, x: s.down(FF.bias_gelu(s.up(x))),
@@ -97,7 +96,6 @@ WITHOUT_COMPLAINT = {
     "what is no mlp": lambda s, x: s.down(F.silu(s.up(x)) * F.softmax(s.up(x), -1).cumsum(-1)),
     "no linear layer": lambda s, x: F.gelu(x) * 2,
     "a head alone": lambda s, x: s.head(F.gelu(x)),
-    "a head behind a break": broken(lambda s, x: F.gelu(x), lambda s, x: s.head(x)),
 }
 WITHOUT_SITE = {
     "a norm between": normed,
