@@ -27,6 +27,8 @@ from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
 from torch_fused_ops.virtual_gpu import GPU, gpus
 
+__all__ = ["Plan", "plan"]
+
 log = logging.getLogger("torch_fused_ops.planner")
 
 
