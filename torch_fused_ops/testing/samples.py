@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -103,6 +103,11 @@ class Case:
     up_offset: float = 0.0
     clamp: float | None = None
     p: float = 0.5
+    mask: Callable[[torch.Generator], Tensor] | None = None  # makes a mask; None if the operator has none
+    scale: float = 1.0
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
     core: bool = False
     needs: str = ""  # name of an argument that the operator must have
 
@@ -191,6 +196,9 @@ def tensor(
         t = (t.abs() * t / 100.0 * (t.abs() > 4.0)).reshape(allocated)
     else:
         t = torch.randn(allocated, generator=g, dtype=torch.float64) * (5.0 if values == "wide" else 1.5)
+    if values == "holes":  # a fifth of the numbers, and one whole row
+        t.flatten()[::5] = -torch.inf
+        t[..., 0, :] = -torch.inf
     t = t.to(device, dtype)
     if view == "transposed":
         return t.transpose(-1, -2)
@@ -216,9 +224,11 @@ def build(op: Operator, case: Case, device: torch.device) -> Sample:
             tensors.append(None)
         elif kind == "seed":
             tensors.append(torch.randint(-(2**63), 2**63 - 1, (1,), generator=g).to(device))
+        elif kind == "mask":
+            tensors.append(None if case.mask is None else case.mask(g).to(device))
         else:
-            shape = {"per_column": (n,), "per_row": rows}.get(kind, (*rows, n))
-            is_data = kind in DATA
+            shape = {"per_column": (n,), "per_row": rows, "per_head": rows[-2:-1]}.get(kind, (*rows, n))
+            is_data = kind in (*DATA, "scores")
             t = tensor(shape, dtype, case.view if is_data else small, case.values if is_data else "normal", device, g)
             # detach() preserves strides and makes the view a leaf.
             tensors.append(t.detach().requires_grad_(case.requires_grad[i] if i < 3 else False))

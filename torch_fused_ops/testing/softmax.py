@@ -14,38 +14,18 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_fused_ops.declaration import OPERATORS
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
-from torch_fused_ops.testing.samples import DTYPES, Sample, gradient, requested, tensor
+from torch_fused_ops.testing.samples import DTYPES, Case, Sample, built, gradient, requested
 
 OP = "scaled_masked_softmax"
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A recipe for a sample. ``mask`` is the mask's shape, with 0 for the input's size; () for no mask."""
-
-    name: str
-    shape: tuple[int, ...] = (2, 3, 5, 8)
-    dtype: str = "fp32"
-    sink: str = ""  # the sink's dtype; "" for no sink
-    mask: tuple[int, ...] = ()
-    mask_view: str = "contiguous"
-    scale: float = 0.3
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
-    view: str = "contiguous"
-    values: str = "normal"
-    requires_grad: tuple[bool, bool] = (True, True)
-    core: bool = False
 
 
 _FULL = (0, 0, 0, 0)
@@ -61,73 +41,73 @@ _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _cases() -> Iterator[_Case]:
-    yield _Case("plain", core=True)
+def _case(
+    name: str,
+    shape: tuple[int, ...] = (2, 3, 5, 8),
+    dtype: str = "fp32",
+    sink: str = "",
+    mask: tuple[int, ...] = (),
+    mask_view: str = "contiguous",
+    window: tuple[int, int] = (-1, -1),
+    **fields: Any,
+) -> Case:
+    """Make a case. ``sink``: its dtype, or "" for no sink. ``mask``: its shape, with 0 for the input's size, or ()."""
+    of_mask = tuple(m or n for m, n in zip(mask, shape[len(shape) - len(mask) :], strict=True))
+    return Case(
+        name,
+        shape,
+        dtype,
+        absent=() if sink else ("per_head?",),
+        other_dtypes=(sink or dtype,),
+        mask=(lambda g: _VIEWS[mask_view](torch.rand(of_mask, generator=g) < 0.3)) if mask else None,
+        window_left=window[0],
+        window_right=window[1],
+        **{"scale": 0.3, **fields},
+    )
+
+
+def _cases() -> Iterator[Case]:
+    yield _case("plain", core=True)
     for dtype in DTYPES:
-        yield _Case(f"{dtype}", (2, 2, 7, 33), dtype, dtype, _FULL, causal=True, core=dtype != "fp32")
-        yield _Case(f"wide scores {dtype}", (3, 4, 40), dtype, scale=2.0, values="wide")
-        yield _Case(f"tails {dtype}", (2, 3, 64), dtype, scale=1.0, values="tails")
-        yield _Case(f"peaked {dtype} with sink", (2, 3, 4, 40), dtype, dtype, scale=9.0, values="wide")
+        yield _case(f"{dtype}", (2, 2, 7, 33), dtype, dtype, _FULL, causal=True, core=dtype != "fp32")
+        yield _case(f"wide scores {dtype}", (3, 4, 40), dtype, scale=2.0, values="wide")
+        yield _case(f"tails {dtype}", (2, 3, 64), dtype, scale=1.0, values="tails")
+        yield _case(f"peaked {dtype} with sink", (2, 3, 4, 40), dtype, dtype, scale=9.0, values="wide")
     for dtype, sink in (("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp64"), ("fp64", "fp32")):
-        yield _Case(f"{dtype} with sink {sink}", (2, 3, 4, 10), dtype, sink, core=dtype == "bf16")
+        yield _case(f"{dtype} with sink {sink}", (2, 3, 4, 10), dtype, sink, core=dtype == "bf16")
     several_axes = (_FULL, (0, 1, 0, 0), (0, 1, 1, 0), (1, 1, 0, 0))
     masks: tuple[tuple[int, ...], ...] = (*several_axes, (0, 0), (0,), (1,), (0, 1), (1, 0, 1, 1))
     for mask in masks:
         text = "x".join("n" if m == 0 else "1" for m in mask)
-        yield _Case(f"mask {text}", mask=mask, core=mask in several_axes)
-        yield _Case(f"mask {text} bf16", (2, 3, 4, 9), "bf16", "bf16", mask, scale=-1.0)
+        yield _case(f"mask {text}", mask=mask, core=mask in several_axes)
+        yield _case(f"mask {text} bf16", (2, 3, 4, 9), "bf16", "bf16", mask, scale=-1.0)
     for view in ("transposed", "sliced", "offset", "expanded", "expanded last"):
-        yield _Case(f"mask {view}", mask=_FULL, mask_view=view, core=view in ("transposed", "sliced"))
-        yield _Case(f"{view}", view=view, mask=(0, 1, 0, 0), sink="fp32", core=True)
+        yield _case(f"mask {view}", mask=_FULL, mask_view=view, core=view in ("transposed", "sliced"))
+        yield _case(f"{view}", view=view, mask=(0, 1, 0, 0), sink="fp32", core=True)
     for causal, window, mask, sink in itertools.product(
         (False, True), ((-1, -1), (2, -1), (-1, 1), (3, 2)), ((), _FULL), ("", "fp32")
     ):
         text = f"causal {causal} window {window} mask {bool(mask)} sink {bool(sink)}"
         core = (bool(mask), bool(sink)) == (causal, window[0] >= 0)
-        yield _Case(text, (2, 2, 6, 8), "fp32", sink, mask, causal=causal, window=window, core=core)
+        yield _case(text, (2, 2, 6, 8), "fp32", sink, mask, causal=causal, window=window, core=core)
     for sq, sk in ((7, 4), (4, 7), (1, 9), (9, 1), (1, 1)):  # if sq > sk, some queries see no key
-        yield _Case(f"causal {sq}x{sk}", (2, 3, sq, sk), sink="fp32", causal=True, core=sq == 7)
-        yield _Case(f"window {sq}x{sk}", (2, sq, sk), window=(1, 2))
+        yield _case(f"causal {sq}x{sk}", (2, 3, sq, sk), sink="fp32", causal=True, core=sq == 7)
+        yield _case(f"window {sq}x{sk}", (2, sq, sk), window=(1, 2))
     for scale in (1.0, 0.125, 0.0, -0.7, 1e-3, 30.0):
-        yield _Case(f"scale {scale}", (3, 4, 12), sink="fp32", scale=scale, mask=(0, 0), core=scale in (0.0, -0.7))
+        yield _case(f"scale {scale}", (3, 4, 12), sink="fp32", scale=scale, mask=(0, 0), core=scale in (0.0, -0.7))
     for shape in ((0, 4), (4, 0), (2, 0, 5), (3, 4), (1, 1), (2, 3, 4, 5, 6), (2, 1500)):
         sink = "fp32" if len(shape) > 2 else ""
         core = shape in ((0, 4), (4, 0), (3, 4), (2, 3, 4, 5, 6))
-        yield _Case(f"shape {'x'.join(map(str, shape))}", shape, sink=sink, causal=True, core=core)
-    yield _Case("nothing to sum", (2, 3, 0, 4), sink="fp32", core=True)
-    yield _Case("frozen input", sink="fp32", requires_grad=(False, True), core=True)
-    yield _Case("frozen sink", sink="fp32", requires_grad=(True, False), core=True)
-    yield _Case("minus infinity", (2, 3, 4, 6), values="holes", sink="fp32")
-
-
-def _build(case: _Case, device: torch.device) -> Sample:
-    g = torch.Generator().manual_seed(zlib.crc32(f"{OP} {case.name}".encode()))
-    values = "normal" if case.values == "holes" else case.values
-    input = tensor(case.shape, DTYPES[case.dtype], case.view, values, device, g)
-    if case.values == "holes":  # a fifth of the scores, and one whole row
-        input = torch.where(torch.arange(input.numel(), device=device).view(input.shape) % 5 == 0, -torch.inf, input)
-        input[..., 0, :] = -torch.inf
-    mask = sink = None
-    if case.mask:
-        shape = tuple(m or n for m, n in zip(case.mask, case.shape[len(case.shape) - len(case.mask) :], strict=True))
-        bits = torch.rand(shape, generator=g).to(device) < 0.3
-        mask = _VIEWS[case.mask_view](bits)
-    if case.sink:
-        view = "sliced" if case.view == "transposed" else "contiguous"
-        sink = tensor(case.shape[-3:-2], DTYPES[case.sink], view, "normal", device, g)
-    tensors = (
-        input.detach().requires_grad_(case.requires_grad[0]),
-        mask,
-        None if sink is None else sink.detach().requires_grad_(case.requires_grad[1]),
-    )
-    return Sample(OP, case.name, (*tensors, case.scale, case.causal, *case.window), case.core)
+        yield _case(f"shape {'x'.join(map(str, shape))}", shape, sink=sink, causal=True, core=core)
+    yield _case("nothing to sum", (2, 3, 0, 4), sink="fp32", core=True)
+    yield _case("frozen input", sink="fp32", requires_grad=(False, False, True), core=True)
+    yield _case("frozen sink", sink="fp32", requires_grad=(True, False, False), core=True)
+    yield _case("minus infinity", (2, 3, 4, 6), values="holes", sink="fp32")
 
 
 def samples(device: torch.device, core: bool = False) -> Iterator[Sample]:
     """Yield the operator's samples; with ``core``, only the core samples."""
-    for case in _cases():
-        if case.core or not core:
-            yield _build(case, device)
+    return built(OPERATORS[OP], _cases(), device, core)
 
 
 def backward_samples(device: torch.device, core: bool = False) -> Iterator[Sample]:
