@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops.virtual_gpu.roofline import Rates, Work
 
 SCHEMA = 1  # version of the JSON
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -179,23 +178,6 @@ def device_of(name: str) -> Device:
     return Cuda(where)
 
 
-def ceilings(device: Device, dtypes: Iterable[torch.dtype], small: bool = False) -> dict[str, Any]:
-    """Measure the bytes per second of a large copy, read and written, and the FLOP per second of large GEMMs."""
-    gpu = device.type == "cuda"
-    size, side = (1 << 20, 256) if small else (1 << 30, 8192) if gpu else (1 << 27, 1024)
-    source, target = (torch.ones(size, dtype=torch.uint8, device=device.where) for _ in range(2))
-    runs = {"copy": (lambda: None, lambda _: target.copy_(source))}
-    for dtype in dtypes:
-        a, b = (torch.randn(side, side, device=device.where).to(dtype) for _ in range(2))
-        runs[str(dtype).removeprefix("torch.")] = (lambda: None, lambda _, a=a, b=b: a @ b)  # type: ignore[misc]
-    rounds = [device.round(list(runs.values())) for _ in range(2 if small else 10)][1:]
-    seconds = {
-        name: 1e-3 * statistics.median(times) for name, times in zip(runs, zip(*rounds, strict=True), strict=True)
-    }
-    rates = {name: 2 * side**3 / t for name, t in seconds.items() if name != "copy"}
-    return {"copy_bytes_per_s": 2 * size / seconds["copy"], "matmul_flop_per_s": rates}
-
-
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 
@@ -230,10 +212,7 @@ class Case:
         unchecked: variants that compute something else (a copy, GEMMs alone), so they are not compared.
         loose: variants with a larger accepted error.
         named_only: variants that run only if ``--ways`` names them.
-        flops: FLOP of a run's GEMMs.
-        bytes: the least bytes that a run reads and writes.
         calls: number of calls in a run; the reported time is one call's.
-        works: by variant, the work of its kernels, for its roofline (``floor_ms``).
     """
 
     name: str
@@ -246,10 +225,7 @@ class Case:
     unchecked: tuple[str, ...] = ()
     loose: dict[str, float] = field(default_factory=dict)
     named_only: tuple[str, ...] = ()
-    flops: float = 0.0
-    bytes: float = 0.0
     calls: int = 1
-    works: dict[str, Sequence[Work]] = field(default_factory=dict)
 
 
 @dataclass
@@ -350,8 +326,7 @@ def measure(case: Case, device: Device, plan: Plan) -> dict[str, Any]:
     trials.clear()
     torch.compiler.reset()  # compiled code holds tensors
     about: dict[str, Any] = {"name": case.name, "dtype": str(case.dtype).removeprefix("torch."), "facts": case.facts}
-    about |= {"work": {"flops": case.flops, "bytes": case.bytes}, "sets": case.sets, "rounds": rounds}
-    return {**about, "ours": list(case.ours), "ways": entries}
+    return {**about, "sets": case.sets, "rounds": rounds, "ours": list(case.ours), "ways": entries}
 
 
 def _reason(error: BaseException) -> str:
@@ -438,18 +413,17 @@ def table(case: dict[str, Any]) -> str:
     lead = next((name for name in case["ours"] if "ms" in ways.get(name, {})), None)
     wide = max(map(len, ways)) + 1
     lines = [f"{case['name']}  ({case['rounds']} rounds)"]
-    lines += [f"  {'':<{wide}}{'ms':>10}{'roofline':>10}{'saved MiB':>11}{'peak MiB':>10}  error    {lead} / this"]
+    lines += [f"  {'':<{wide}}{'ms':>10}{'saved MiB':>11}{'peak MiB':>10}  error    {lead} / this"]
     for name, way in ways.items():
         if "ms" not in way:
             lines.append(f"  {name:<{wide}}{way['status']}: {way['reason']}")
             continue
         ratio = ways[lead]["ratio_to"].get(name) if lead else None
         cell = "{median:.3f} ({quartiles[0]:.3f} … {quartiles[1]:.3f})".format(**ratio) if ratio else ""
-        floor = f"{way['floor_ms']:.4g}" if "floor_ms" in way else ""
         memory = (way.get(key) for key in ("saved_bytes", "peak_bytes"))
         saved, peak = ("-" if nbytes is None else f"{nbytes / 2**20:.4g}" for nbytes in memory)
         error = f"{way['error']:.1e}" if "error" in way else ""
-        lines.append(f"  {name:<{wide}}{way['ms']['median']:>10.4g}{floor:>10}{saved:>11}{peak:>10}  {error:<8} {cell}")
+        lines.append(f"  {name:<{wide}}{way['ms']['median']:>10.4g}{saved:>11}{peak:>10}  {error:<8} {cell}")
     return "\n".join(lines)
 
 
@@ -488,9 +462,6 @@ def run(
         raise UsageError("--resume: the results belong to another device or torch; give another --out")
     if before and before["running"]:
         earlier[before["running"]] = _without_times(before["running"], "lost", "the process ended in this case")
-    dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16, torch.float32]
-    result["ceilings"] = ceilings(device, dtypes, small=plan.quick)
-    copied, rates = result["ceilings"]["copy_bytes_per_s"], result["ceilings"]["matmul_flop_per_s"]
     result |= {"quick": plan.quick, "cases": [], "not_run": [], "running": None}
     longest = plan.seconds
     for i, (name, make) in enumerate(zip(names, cases, strict=True), 1):
@@ -511,9 +482,6 @@ def run(
             if not case.ways:
                 continue
             entry = measure(case, device, plan)
-            for way in case.works.keys() & entry["ways"].keys() if entry["dtype"] in rates else ():
-                floor = Rates(rates[entry["dtype"]], copied).seconds(case.works[way])
-                entry["ways"][way]["floor_ms"] = 1e3 * floor
         except Exception as error:  # a failed case must not end the others
             entry = _without_times(name, "failed", _reason(error))
         device.synchronize()

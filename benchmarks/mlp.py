@@ -138,17 +138,6 @@ def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device, backward: bo
     return Trial(run, lambda i: i)
 
 
-def work(mlp: str, size: Size, dtype: torch.dtype, backward: bool) -> tuple[float, float]:
-    """Return the FLOP of the GEMMs, and the least bytes that a fused step moves: each matrix of a GEMM once."""
-    count = 3 if mlp == "swiglu" else 2
-    flops = 2 * size.tokens * size.width * size.hidden * count
-    weights, narrow, broad = count * size.width * size.hidden, size.tokens * size.width, size.tokens * size.hidden
-    forward = weights + 2 * narrow + count * broad  # one GEMM writes a hidden tensor, the next reads it
-    if not backward:
-        return flops, dtype.itemsize * forward
-    return 3 * flops, dtype.itemsize * (3 * forward + broad)
-
-
 def works(mlp: str, size: Size, dtype: torch.dtype, way: str, backward: bool) -> list[Work]:
     """Return the least work of a variant's kernels: GEMMs, and one pass over the hidden tensors in each direction.
 
@@ -188,7 +177,6 @@ def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, 
         operators = OPERATORS[mlp]
         trials["operators"] = ways.training(lambda fn, **_: lambda x: fn(x, *weights), operators, xs, tangents, weights)
     trials["gemms"] = functools.partial(gemms, mlp, size, dtype, device, True)
-    flops, nbytes = work(mlp, size, dtype, backward=True)
     return Case(
         name_of(mlp, size, dtype, tuned),
         facts(mlp, size, tuned),
@@ -200,9 +188,6 @@ def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, 
         unchecked=("gemms",),
         loose=ways.LOOSE,
         named_only=ways.FLOAT8,
-        flops=flops,
-        bytes=nbytes,
-        works={way: works(mlp, size, dtype, way, True) for way in trials if way in ROOFLINES},
     )
 
 
@@ -215,7 +200,6 @@ def inference_case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device
     names: tuple[str, ...] = ("compile", "fused-free", *ways.TUNED) if tuned else ways.INFERENCE
     trials: dict[str, Callable[[], Trial]] = {name: ways.inference(name, fn, inputs, **settings) for name in names}
     trials["gemms"] = functools.partial(gemms, mlp, size, dtype, device, False)
-    flops, nbytes = work(mlp, size, dtype, backward=False)
     return Case(
         name_of(mlp, size, dtype, tuned),
         facts(mlp, size, tuned),
@@ -225,14 +209,7 @@ def inference_case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device
         dtype,
         ours=ways.OURS,
         unchecked=("gemms",),
-        flops=flops,
-        bytes=nbytes,
-        works={way: works(mlp, size, dtype, way, False) for way in trials if way in ROOFLINES},
     )
-
-
-# Only these variants have known bytes. Eager PyTorch moves more, and the memory budget's solver decides its own.
-ROOFLINES = ("gemms", "compile", "autotune", *(way for way in ways.COMPILED if way.startswith("fused-")))
 
 
 def name_of(mlp: str, size: Size, dtype: torch.dtype, tuned: bool) -> str:

@@ -96,16 +96,6 @@ def truth(model: nn.Module, inputs: Sequence[Tensor]) -> Callable[[], list[Tenso
     return compute
 
 
-def flops(model: nn.Module, config: models.Config, tokens: int, length: int) -> float:
-    """Return the FLOP of a step's GEMMs: 6 per token and weight, and half of full attention (causal)."""
-    in_products = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    if isinstance(model, models.Llama):
-        in_products -= config.vocabulary * config.width  # a lookup, not a GEMM; GPT-2's embedding is also its head
-    else:
-        in_products -= config.context * config.width
-    return 6.0 * tokens * in_products + 6.0 * tokens * length * config.width * config.layers
-
-
 def case(name: str, batch: int, length: int, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
     """Return the case of a model's training step."""
     model = build(name, dtype, device, plan.seed)
@@ -125,6 +115,4 @@ def case(name: str, batch: int, length: int, dtype: torch.dtype, tuned: bool, de
         ours=ways.OURS,
         loose=ways.LOOSE,
         named_only=ways.FLOAT8,
-        flops=flops(model, config, batch * length, length),
-        bytes=3.0 * sum(p.numel() * p.element_size() for p in model.parameters()),
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Time single operators, forward and backward: ``bench pointwise``.
+"""Time single operators: ``bench pointwise``.
 
 Variants are eager PyTorch and torch.compile of the same formula; *operators*, ours in eager mode; *fused*, ours under
 torch.compile; *liger*, Liger-Kernel's function if it is installed; *megatron*, bias and GELU with a handwritten
 derivative, each compiled, as in Megatron; *copy*, a copy that reads and writes as many bytes.
 
-On a CPU, calls on tiny tensors measure the overhead of a call. They come last, because larger tensors' calls have
-compiled their kernels by then.
+A GPU times forward and backward alone. A CPU also times both together, which is the only case with compiled variants,
+and calls on tiny tensors, whose time is overhead. These calls come last, because larger tensors' calls have compiled
+their kernels by then.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def"
@@ -13,6 +14,7 @@ compiled their kernels by then.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,7 +32,7 @@ from .ways import fresh
 
 SHAPE = "TOKENSxWIDTH, the last operand's width, e.g. 8192x8192"
 QUICK = [(16, 32)]
-CPU_SIZES = [(256, 1024), (2048, 4096)]
+CPU_SIZES = [(512, 512), (1024, 1024), (4096, 1024), (128, 4096)]
 CUDA_SIZES = [(8192, 8192)]  # 64 Mi elements
 SMALL_CUDA_SIZES = [(256, 512), (1024, 4096), (65536, 4096)]  # sizes for MOST_USED
 CALLS = 200  # calls per run when a call's overhead is measured
@@ -111,23 +113,25 @@ class Operator:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Attention's softmax without a mask."""
+    """Attention's softmax. ``masked``: the last input is a mask of booleans."""
 
+    masked: bool = False
     unchecked: ClassVar[tuple[str, ...]] = ()
     op: ClassVar[str] = "scaled_masked_softmax"
     scale: ClassVar[float] = 0.125
 
     def __str__(self) -> str:
-        return self.op
+        return self.op + " mask" * self.masked
 
     def shapes(self, tokens: int, width: int) -> list[tuple[int, ...] | None]:
         return [(tokens, width)]
 
-    def fused(self, x: Tensor) -> Tensor:
-        return FF.scaled_masked_softmax(x, scale=self.scale)
+    def fused(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return FF.scaled_masked_softmax(x, mask, scale=self.scale)
 
-    def plain(self, x: Tensor) -> Tensor:
-        return torch.softmax(self.scale * x, -1)
+    def plain(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scaled = self.scale * x
+        return torch.softmax(scaled if mask is None else scaled.masked_fill(mask, -math.inf), -1)
 
     exact = plain
 
@@ -187,6 +191,16 @@ OTHERS: list[AnyOperator] = [
     Operator("glu", "silu", memory="fp8"),
 ]
 MOST_USED = [Operator("bias_act", "gelu_tanh"), Operator("glu", "silu")]
+ON_CPU: list[AnyOperator] = [
+    Operator("glu", "silu"),
+    Operator("bias_act", "gelu", bias=True),
+    Dropout(),
+    Softmax(masked=True),
+    *(Operator("bias_act", act) for act in ("gelu", "sigmoid", "tanh")),
+    *(Operator("bias_act", act, bias=True) for act in ("gelu_tanh", "silu", "relu2")),
+    Operator("glu", "gelu_tanh"),
+    Operator("bias_glu", "silu", bias=True, layout="halves"),
+]
 
 # ---- other libraries -------------------------------------------------------------------------------------------------
 
@@ -251,25 +265,26 @@ def callables(operator: AnyOperator, gpu: bool) -> dict[str, Callable[[], Callab
         variants["fused-autotune"] = lambda: compiled(lambda *tensors: operator.fused(*tensors), mode=AUTOTUNE)
     if isinstance(operator, Operator) and operator in (Operator("glu", "silu"), Operator("glu", "gelu_tanh")) and gpu:
         variants["liger"] = lambda: liger(operator)
-    if operator == Operator("bias_act", "gelu_tanh", bias=True):
+    if operator == Operator("bias_act", "gelu_tanh", bias=True) and gpu:
         variants["megatron"] = lambda: megatron()
     return variants
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
-Combination = tuple[str, AnyOperator, int, int, torch.dtype]  # kind (forward, backward or call), operator, size, dtype
+# The kind (forward, backward, both, call, or call with gradients), operator, size and dtype.
+Combination = tuple[str, AnyOperator, int, int, torch.dtype]
 
 
 def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> list[Combination]:
     """Return the cases, the most important first: MOST_USED at the default size, other operators, other sizes."""
     gpu = device.type == "cuda"
-    kinds = [DTYPES[d] for d in dtypes] or [torch.bfloat16 if gpu else torch.float32]
+    kinds = [DTYPES[d] for d in dtypes] or ([torch.bfloat16] if gpu else [torch.float32, torch.bfloat16])
     main = [(s[0], s[1]) for s in sizes] or (QUICK if quick else CUDA_SIZES if gpu else CPU_SIZES)
-    operators: list[AnyOperator] = [*MOST_USED]
-    if not quick:
+    operators: list[AnyOperator] = [*MOST_USED] if gpu or quick else ON_CPU
+    if gpu and not quick:
         operators += [*OTHERS, *(o for o in OPERATORS if o not in MOST_USED)]
-    sides = ("forward", "backward")
+    sides = ("forward", "backward") if gpu else ("both", "forward", "backward")
     combinations: list[Combination] = [
         (side, o, *size, dtype) for o in operators for size in main for dtype in kinds for side in sides
     ]
@@ -279,8 +294,8 @@ def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: 
             more_dtypes = (torch.float16, torch.float32)
             combinations += [(side, o, *main[0], dtype) for dtype in more_dtypes for o in MOST_USED for side in sides]
     if not gpu:
-        calls = [("call", o, 8, 64, kinds[0]) for o in MOST_USED]
-        combinations += [*calls, *(("call with gradients", *c[1:]) for c in calls)]
+        calls = [(o, 8, 64, dtype) for o in operators for dtype in kinds]
+        combinations += [(kind, *call) for kind in ("call", "call with gradients") for call in calls]
     return combinations
 
 
@@ -297,27 +312,32 @@ def case(
     nbytes = operator.nbytes(kind != "forward", tokens, width, dtype.itemsize)
     sets = sets_of(device, nbytes)
     generator = torch.Generator(device=device.where).manual_seed(plan.seed)
-    grad = kind in ("backward", "call with gradients")
+    grad = kind not in ("forward", "call")
 
     def normal(*shape: int) -> Tensor:
         return (2 * torch.randn(shape, generator=generator, device=device.where)).to(dtype)
 
     inputs = [[normal(*s).requires_grad_(grad) for s in shapes] for _ in range(sets)]
+    if isinstance(operator, Softmax) and operator.masked:
+        mask = normal(tokens, width) > 2.0
+        mask[:, 0] = False  # PyTorch's result of a row without elements is NaN
+        inputs = [[*tensors, mask] for tensors in inputs]
     tangents = [normal(tokens, width) for _ in range(sets if grad else 0)]
-    make = {"forward": _forward, "backward": _backward, "call": _calls, "call with gradients": _calls}[kind]
-    small = kind.startswith("call")
+    makers = {"forward": _forward, "backward": _backward, "both": _both}
+    make, small, gpu = makers.get(kind, _calls), kind.startswith("call"), device.type == "cuda"
     trials: dict[str, Callable[[], Trial]] = {
         name: (lambda fn=fn: make(fn(), inputs, tangents))  # type: ignore[misc]
-        for name, fn in callables(operator, device.type == "cuda").items()
-        if not small or name in ("operators", "eager")
+        for name, fn in callables(operator, gpu).items()
+        if gpu or kind == "both" or name in ("operators", "eager")
     }
-    if not small:
+    if gpu:
         trials["copy"] = lambda: _copy(nbytes, sets, device)
 
     def truth() -> list[Tensor]:
-        doubles = [t.detach().double().requires_grad_(grad) for t in inputs[0]]
+        wide = [t.detach().double() if t.is_floating_point() else t for t in inputs[0]]
+        doubles = [w.requires_grad_(t.requires_grad) for w, t in zip(wide, inputs[0], strict=True)]
         out = operator.exact(*doubles)
-        derived = torch.autograd.grad(out, doubles, tangents[0].double()) if grad else ()
+        derived = torch.autograd.grad(out, _differentiable(doubles), tangents[0].double()) if grad else ()
         return [*derived] if kind == "backward" else [out.detach(), *derived]
 
     return Case(
@@ -330,9 +350,12 @@ def case(
         ours=OURS,
         unchecked=("copy", *operator.unchecked),
         loose=FP8_GRADIENTS if isinstance(operator, Operator) and operator.memory == "fp8" else {},
-        bytes=nbytes,
         calls=CALLS if small else 1,
     )
+
+
+def _differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t for t in tensors if t.requires_grad]
 
 
 def _forward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> Trial:
@@ -348,8 +371,8 @@ def _backward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tan
 
     def prepare(i: int) -> tuple[Tensor, Sequence[Tensor], Tensor]:
         # Liger writes gradients into the inputs, so each forward gets new leaves.
-        leaves = [t.detach().clone().requires_grad_() for t in inputs[i]]
-        return fn(*leaves), leaves, tangents[i]
+        leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs[i]]
+        return fn(*leaves), _differentiable(leaves), tangents[i]
 
     def run(state: tuple[Tensor, Sequence[Tensor], Tensor]) -> list[Tensor]:
         out, leaves, tangent = state
@@ -358,9 +381,20 @@ def _backward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tan
     return Trial(run, prepare)
 
 
+def _both(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> Trial:
+    """Time forward and backward together."""
+
+    def run(i: int) -> list[Tensor]:
+        out = fn(*inputs[i])
+        return [out.detach(), *torch.autograd.grad(out, _differentiable(inputs[i]), tangents[i])]
+
+    return Trial(run, lambda i: i)
+
+
 def _calls(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> Trial:
     """Time many calls per run. With gradients, a call is forward and backward."""
-    (tensors, *_), tangent = inputs, tangents[0] if tangents else None
+    tensors, tangent = inputs[0], tangents[0] if tangents else None
+    leaves = _differentiable(tensors)
 
     def run(_: Any) -> list[Tensor]:
         derived: Sequence[Tensor] = ()
@@ -368,7 +402,7 @@ def _calls(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangen
             for _ in range(CALLS):
                 out = fn(*tensors)
                 if tangent is not None:
-                    derived = torch.autograd.grad(out, tensors, tangent)
+                    derived = torch.autograd.grad(out, leaves, tangent)
         return [out.detach(), *derived]
 
     return Trial(run, lambda i: i)

@@ -334,30 +334,32 @@ def _seconds(figures: dict[str, Any]) -> float:
 
 
 def _on_a_cpu() -> list[str]:
-    """A row for each compiled operator at 1024 × 1024: medians divided by those of plain ``torch.compile``.
-
-    Eager figures in the results are left out: they are older than the eager kernels that Inductor compiles.
-    """
-    times: dict[str, dict[tuple[str, str, str], float]] = {}
+    """A row for each operator: minima divided by PyTorch's, in float32 and bfloat16, as ranges over the sizes."""
+    times: dict[str, dict[tuple[Any, ...], float]] = {}
     for case in json.loads((RESULTS / "pointwise_cpu.json").read_text())["cases"]:
         facts = case["facts"]
-        if facts["tokens"] != 1024:
-            continue
         row = times.setdefault(facts["operator"], {})
-        row.update(
-            {(way, case["dtype"], facts["kind"]): result["ms"]["median"] for way, result in case["ways"].items()}
-        )
-    dtypes = "float32", "bfloat16"
-    lines = [f"| forward, backward, both | {' | '.join(dtypes)} |", "|---|---|---|"]
+        for way, result in case["ways"].items():
+            key = facts["kind"], way, case["dtype"], facts["tokens"], facts["width"]
+            row[key] = result["ms"]["minimum"]
+
+    def cell(row: dict[tuple[Any, ...], float], kind: str, ours: str, plain: str) -> str:
+        ranges = []
+        for dtype in ("float32", "bfloat16"):
+            keys = [key for key in row if key[:3] == (kind, ours, dtype)]
+            ratios = sorted(f"{row[key] / row[(kind, plain, *key[2:])]:.2f}" for key in keys)
+            ranges += ["–".join(dict.fromkeys([ratios[0], ratios[-1]]))] if ratios else []
+        return ", ".join(ranges)
+
+    compiled, eager = ("fused", "compile"), ("operators", "eager")
+    lines = ["| float32, bfloat16 | compiled, both | eager, forward | eager, backward | eager, both |"]
+    lines.append("|---|---|---|---|---|")
     for name, row in times.items():
-        cells = []
-        for dtype in dtypes:
-            fused, plain = (
-                [row[way, dtype, phase] for phase in ("forward", "backward")] for way in ("fused", "compile")
-            )
-            pairs = [*zip(fused, plain, strict=True), (sum(fused), sum(plain))]
-            cells.append(", ".join(f"{a / b:.2f}" for a, b in pairs))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = [cell(row, "both", *compiled), *(cell(row, kind, *eager) for kind in ("forward", "backward", "both"))]
+        lines.append(_row(name, *cells))
+    calls = [(n, *(cell(row, k, *eager) for k in ("call", "call with gradients"))) for n, row in times.items()]
+    if any(forward for _, forward, _ in calls):
+        lines += ["", "| eager, 512 elements | forward | both |", "|---|---|---|", *(_row(*call) for call in calls)]
     return [*lines, ""]
 
 

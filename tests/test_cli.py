@@ -97,7 +97,7 @@ def test_info_lists_versions_and_features(capsys):
         assert re.search(rf"^(works here)? +{what}.*: .+$", out, re.M), what
     assert re.search(r"^turned off +nothing; TORCH_FUSED_OPS_WITHOUT takes kernels, cpu_kernels, ", out, re.M)
     assert re.search(
-        r"^eager on CPUs +(compiled by Inductor for calls on|formulas in plain PyTorch: compiling needs) ", out, re.M
+        r"^eager on CPUs +(compiled by Inductor at a call on|formulas in plain PyTorch: compiling needs) ", out, re.M
     )
 
 

@@ -22,12 +22,11 @@ def check(result: dict[str, Any], benchmark: str) -> None:
     """Check the results' schema."""
     assert (result["benchmark"], result["schema"]) == (benchmark, harness.SCHEMA)
     assert {"torch", "threads", "python"} <= result["machine"].keys() and {"type", "name"} <= result["device"].keys()
-    assert result["ceilings"]["copy_bytes_per_s"] > 0 and result["seconds"] > 0 and result["not_run"] == []
+    assert result["seconds"] > 0 and result["not_run"] == []
     known = {way for meaning in variants.MEANINGS if benchmark in meaning.benchmarks for way in meaning.ways}
     for case in result["cases"]:
         assert case["ways"].keys() <= known, "--help has them all"
-        assert {"name", "dtype", "facts", "work", "sets", "rounds", "ours", "ways"} <= case.keys()
-        assert case["work"]["bytes"] > 0
+        assert {"name", "dtype", "facts", "sets", "rounds", "ours", "ways"} <= case.keys()
         for name, way in case["ways"].items():
             assert way["status"] in ("measured", "unavailable"), (case["name"], name, way.get("reason"))
             if way["status"] == "unavailable":
@@ -45,7 +44,7 @@ def check(result: dict[str, Any], benchmark: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "cases", "compared"),
     [
-        (["pointwise", "--only", "glu silu forward"], 1, {"operators", "eager"}),
+        (["pointwise", "--only", "glu silu both"], 2, {"operators", "eager", "compile", "fused"}),
         (["mlp", "--dtypes", "bfloat16", "--only", "swiglu"], 1, {"compile", "fused-free", "operators", "gemms"}),
         (["inference", "--only", "gelu_tanh"], 1, {"compile", "fused-free", "eager", "gemms"}),
         (["model", "--ways", "compile", "fused-free", "eager", "--only", "gpt"], 1, {"compile", "fused-free"}),
@@ -81,8 +80,7 @@ def arguments(*command: str) -> Namespace:
     ],
     ids=lambda command: command[0],
 )
-def test_an_emulated_gpu_is_timed(command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "ceilings", lambda *a, **k: {"copy_bytes_per_s": 1e9, "matmul_flop_per_s": {}})
+def test_an_emulated_gpu_is_timed(command: tuple[str, ...], tmp_path: Path) -> None:
     options = arguments(*command, "--out", str(tmp_path / "gpu.json"))
     options.rounds = 3
     result = main.run(main.BENCHMARKS[command[0]], options, stand_in())
@@ -157,8 +155,8 @@ def test_fused_operators_compute_the_plain_function(operator: pointwise.Operator
     torch.testing.assert_close(*pair)
 
 
-@pytest.mark.parametrize("operator", pointwise.OTHERS, ids=str)
-@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("operator", [*pointwise.OTHERS, pointwise.Softmax(masked=True)], ids=str)
+@pytest.mark.parametrize("kind", ["forward", "backward", "both"])
 def test_other_operators_match_float64(operator: pointwise.AnyOperator, kind: str) -> None:
     case = pointwise.case(kind, operator, 16, 32, torch.float32, harness.Device(), harness.Plan(1.0, quick=True))
     truth = case.truth()
@@ -265,12 +263,6 @@ def test_the_roofline_counts_the_generated_code(way: str) -> None:
     assert sum(w.flop for w in works) == sum(w.flop for w in counted)
     # fp8's scales are not counted: 4 bytes a row
     assert sum(w.nbytes for w in works) == pytest.approx(sum(w.nbytes for w in counted), rel=1e-3)
-
-
-def test_work_of_an_mlp_equals_the_sum_by_hand() -> None:
-    size = mlp.Size(2, 3, 5)
-    assert mlp.work("gelu_tanh", size, torch.bfloat16, backward=False)[0] == 2 * 2 * (2 * 3 * 5)
-    assert mlp.work("swiglu", size, torch.bfloat16, backward=True)[0] == 3 * 3 * (2 * 2 * 3 * 5)
 
 
 def test_variants_do_not_share_caches() -> None:

@@ -176,12 +176,6 @@ def test_rotating_inputs_exceed_the_cache() -> None:
     assert harness.sets_of(Device(), 1) == 1
 
 
-def test_ceilings_have_every_dtype() -> None:
-    for device in (Device(), stand_in()):
-        rates = harness.ceilings(device, [torch.float32, torch.bfloat16], small=True)
-        assert rates["copy_bytes_per_s"] > 0 and set(rates["matmul_flop_per_s"]) == {"float32", "bfloat16"}
-
-
 def test_grids_for_gpus_are_wide() -> None:
     """Combinations have different names, and the defaults include small and large sizes, and all dtypes."""
     gpu = stand_in()

@@ -135,6 +135,17 @@ def stub(monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> list[A
     return calls
 
 
+def test_repeated_small_calls_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, x = stub(monkeypatch), torch.ones(4)
+    for name, value in (("FEWEST", 5), ("REPEATS", 3)):
+        monkeypatch.setattr(compiled, name, value)
+    compiled._calls.cache_clear()
+    for activation in ("gelu", "tanh", "gelu", "gelu"):
+        assert not calls
+        fused.bias_act(x, None, None, activation)
+    assert calls == ["bias_act"] and torch.equal(fused.bias_act(x, None, None, "gelu"), x + 1)
+
+
 def test_threads_compile_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     calls, x, barrier = stub(monkeypatch), torch.ones(4), threading.Barrier(8)
     outputs: list[Tensor] = []

@@ -176,7 +176,7 @@ def test_sizes() -> None:
         ({"glu_linear_offset": 1.0}, "gated_linear_unit"),
         ({"gated_linear_unit": True, "activation_func_clamp_value": -1.0}, "above 0"),
         ({"gated_linear_unit": True, "glu_linear_offset": float("inf")}, "finite"),
-        ({"activation_func": "swish"}, "activation_func='swish' is not known: it is 'silu' here; accepted: relu,"),
+        ({"activation_func": "swish"}, "activation_func='swish' is not known; accepted: relu,"),
         ({"memory": "all"}, "memory"),
         ({"memory": "tiled"}, "not tiled. Use memory='input'"),
         ({"memory": "input", "activation_func_fp8_input_store": True}, "two levels"),

@@ -6,6 +6,7 @@ tensor's size. On blocks that fit the cache, only arguments and results are larg
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,54 +29,19 @@ def block() -> int:
     return _GRAIN * max(4, torch.get_num_threads())
 
 
-def in_blocks(
-    compute: Callable[..., Sequence[Tensor | None]],
-    args: Sequence[Any],
-    kinds: Sequence[str],
-    results: Sequence[str],
-    dtypes: Sequence[torch.dtype | None],
-) -> tuple[Tensor | None, ...]:
-    """Call ``compute(*args)`` for a block of rows at a time.
+def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs ``plain``, an operator or backward operator in plain torch, in blocks of rows."""
+    kinds, names = [a.kind for a in signature.arguments], [a.name for a in signature.arguments]
+    # The index of the argument that gives each result its dtype.
+    likes = [names.index(name) for name in op.tensors] if signature.is_backward else [0]
 
-    Args:
-        compute: computes any number of rows; called with the blocks in order.
-        args: the arguments; the first is data.
-        kinds: the arguments' kinds, as in a declaration. Data and per-row tensors are divided, others are shared.
-        results: the results' kinds. Per-column results are summed over the blocks.
-        dtypes: dtypes to which results are rounded; None leaves them unchanged.
-    """
-    *lead, width = args[0].shape
-    rows, step = math.prod(lead), max(1, block() // max(width, 1))
-    divided = [t is not None and kind in (*DATA, "per_row") for t, kind in zip(args, kinds, strict=False)]
-    flat = [t.reshape(rows, *t.shape[len(lead) :]) if d else t for t, d in zip(args, divided, strict=True)]
-
-    def allocate(part: Tensor | None, kind: str, dtype: torch.dtype | None) -> Tensor | None:
+    def allocate(part: Tensor | None, kind: str, lead: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         if part is None:
             return None
         if kind == "per_column":  # hundreds of partial sums: float64, so that their order does not matter
             return torch.zeros_like(part, dtype=torch.float64)
         # Do not return a view: in-place writes fail on a view that a custom autograd function returns.
         return part.new_empty((*lead, *part.shape[1:]), dtype=dtype)
-
-    outs: list[Any] = []
-    for start in range(0, max(rows, 1), step):
-        block_rows = slice(start, start + step)
-        parts = compute(*(t[block_rows] if d else t for t, d in zip(flat, divided, strict=True)))
-        outs = outs or list(map(allocate, parts, results, dtypes))
-        for out, part, kind in zip(outs, parts, results, strict=True):
-            if part is not None:
-                out.add_(part) if kind == "per_column" else out.view(rows, *part.shape[1:])[block_rows].copy_(part)
-    return tuple(
-        None if out is None else out.to(dtype) if kind == "per_column" else out
-        for out, kind, dtype in zip(outs, results, dtypes, strict=True)
-    )
-
-
-def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs ``plain``, an operator or backward operator in plain torch, in blocks."""
-    kinds, names = [a.kind for a in signature.arguments], [a.name for a in signature.arguments]
-    # The index of the argument that gives each result its dtype.
-    likes = [names.index(name) for name in op.tensors] if signature.is_backward else [0]
 
     @activations.spelled_for_derivatives(True)  # these formulas have fewer steps
     def blocked(*args: Any) -> Any:
@@ -85,16 +51,25 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
                 aliased = torch._C._is_alias_of(outputs, args[0])  # type: ignore[attr-defined]
                 return outputs.clone() if aliased else outputs.contiguous()
             return tuple(r if r is None else r.contiguous() for r in outputs)
+        # Widened arguments give unrounded results. Copying to outs rounds them; sums are rounded at the end.
         wide = compute_dtype(*(a for a in args if isinstance(a, Tensor)))
-
-        def compute(*parts: Any) -> Any:
-            # Widened arguments give unrounded results. Copying to outs rounds them; sums are rounded at the end.
+        dtypes = [None if args[i] is None else args[i].dtype for i in likes]
+        *lead, width = args[0].shape
+        rows, step = math.prod(lead), max(1, block() // max(width, 1))
+        divided = [t is not None and kind in (*DATA, "per_row") for t, kind in zip(args, kinds, strict=False)]
+        flat = [t.reshape(rows, *t.shape[len(lead) :]) if d else t for t, d in zip(args, divided, strict=True)]
+        outs: list[Any] = []
+        for start in range(0, rows, step):
+            block_rows = slice(start, start + step)
+            parts = (t[block_rows] if d else t for t, d in zip(flat, divided, strict=True))
             widened = (p.to(wide) if isinstance(p, Tensor) and p.dtype in _HALVES else p for p in parts)
             computed = plain(*widened)
-            return computed if isinstance(computed, tuple) else (computed,)
-
-        dtypes = [None if args[i] is None else args[i].dtype for i in likes]
-        outs = in_blocks(compute, args, kinds, signature.results, dtypes)
-        return outs if signature.is_backward else outs[0]
+            computed = computed if signature.is_backward else (computed,)
+            outs = outs or list(map(allocate, computed, signature.results, itertools.repeat(lead), dtypes))
+            for out, part, kind in zip(outs, computed, signature.results, strict=True):
+                if part is not None:
+                    out.add_(part) if kind == "per_column" else out.view(rows, *part.shape[1:])[block_rows].copy_(part)
+        rounded = (o if o is None else o.to(dtype) for o, dtype in zip(outs, dtypes, strict=True))
+        return tuple(rounded) if signature.is_backward else outs[0]
 
     return blocked
