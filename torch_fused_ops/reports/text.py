@@ -22,16 +22,11 @@ def breaks_text(breaks: Sequence[Break]) -> str:
     return "\n".join(lines)
 
 
-def unit_of(nbytes: float) -> tuple[str, int]:
-    """Return the unit for a number of bytes, and the unit's size in bytes."""
-    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-    return next(((unit, n) for unit, n in units if abs(nbytes) >= n), ("B", 1))
-
-
 def size(nbytes: float, scale: float | None = None) -> str:
     """Format bytes as "576.0 MiB". The unit suits ``scale``, or the bytes if ``scale`` is None."""
     scale = nbytes if scale is None else scale
-    unit, factor = unit_of(scale)
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    unit, factor = next(((unit, n) for unit, n in units if abs(scale) >= n), ("B", 1))
     digits = 0 if factor == 1 else 2 if abs(scale) < 10 * factor else 1
     return f"{nbytes / factor:.{digits}f} {unit}"
 
