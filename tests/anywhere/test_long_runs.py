@@ -203,9 +203,7 @@ UNBOUNDED = {
     "torch_fused_ops.virtual_gpu.kernels._source_folder": "no argument",
     "torch_fused_ops.virtual_gpu.interpreter._libdevice_functions": "no argument",
     "torch_fused_ops.virtual_gpu.sass.nvidia_tools": "no argument",
-    "torch_fused_ops.virtual_gpu.roofline._assembled": "kernels that were assembled on paper",
     "torch_fused_ops.virtual_gpu.compile._register_patterns": "no argument",
-    "torch_fused_ops.virtual_gpu.gpus._suppress_rounding_warning": "no argument",
     "torch_fused_ops.virtual_gpu.kernels._load": "kernels that were assembled on paper, each a file anyway",
 }
 

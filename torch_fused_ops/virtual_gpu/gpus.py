@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -108,18 +108,6 @@ def import_triton(module: str = "triton") -> Any:
         if (error.name or "").split(".")[0] == "triton":
             raise ModuleNotFoundError(TRITON_MISSING, name="triton") from error
         raise
-
-
-@functools.cache
-def _suppress_rounding_warning() -> None:
-    """Trigger and suppress a warning of Triton once per process, before torch queries a GPU's types.
-
-    The warning announces the rounding of Triton's next version, which does not affect estimates.
-    """
-    backend = import_triton("triton.compiler").make_backend(H200.target())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")
-        backend.parse_options({})
 
 
 def _device_caches() -> Iterator[Any]:
@@ -237,7 +225,9 @@ def described(gpu: GPU) -> Iterator[None]:
     driver = triton.runtime.driver
     active = driver._active
     with _LOCK, contextlib.ExitStack() as stack:
-        _suppress_rounding_warning()
+        if "TRITON_DEFAULT_FP_FUSION" not in os.environ:  # Triton 3.9 warns then that 3.10 has another default
+            os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+            stack.callback(os.environ.pop, "TRITON_DEFAULT_FP_FUSION", None)
         stack.callback(_clear_device_caches)
         _clear_device_caches()
         interface = _device_interface(gpu)

@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .gpus import GPU, H200, described, import_triton
@@ -103,28 +103,10 @@ def load(kernel: Any, gpu: GPU = H200) -> Kernel:
     if isinstance(kernel, GeneratedKernel):
         kernel = kernel.source
     if isinstance(kernel, str):
-        return _load(_for_gpu(kernel, gpu), gpu)
+        return _load(kernel, gpu)
     JITFunction = import_triton("triton.runtime.jit").JITFunction
     if type(kernel).__name__ == "InterpretedFunction":  # decorated under TRITON_INTERPRET=1
         return Kernel(JITFunction(kernel.fn))
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"kernel: got {type(kernel).__name__}, expected a GeneratedKernel or a triton.jit function")
     return Kernel(kernel)
-
-
-def _for_gpu(source: str, gpu: GPU) -> str:
-    """Replace the device in generated source by `gpu`, which decides the blocks that Inductor chooses."""
-    major, minor = gpu.capability
-    fields = {
-        **asdict(gpu),
-        "type": "hip" if gpu.is_amd else "cuda",
-        "index": 0,
-        "cc": gpu.arch if gpu.is_amd else major * 10 + minor,
-        "major": major,
-    }
-
-    def device(match: re.Match[str]) -> str:
-        named = re.findall(r"(\w+)=", match[1])
-        return f"DeviceProperties({', '.join(f'{name}={fields[name]!r}' for name in named if name in fields)})"
-
-    return re.sub(r"DeviceProperties\(([^)]*)\)", device, source)

@@ -8,7 +8,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from .accesses import traffic
 from .gpus import GPU, H200, described, import_triton
 from .kernels import Configuration, Kernel, load, written_sizes
-from .results import GeneratedKernel
 from .sass import Listing, nvidia_tools
 from .ttgir import Grid, NotAnalyzed, evaluate
 from .work import BYTES_MOVED, LANE_INSTRUCTIONS
@@ -102,7 +101,7 @@ def assemble(
 
     Args:
         kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.
-        gpu: the GPU to compile for; it may differ from the GPU that the kernel was generated for.
+        gpu: the GPU to compile for. A generated kernel has the block sizes of the GPU it was generated for.
         *args: a hand-written kernel's arguments. Tensors may be on any device, including "meta". As in a launch, only
             dtypes, and divisibility by 16 of integers and of tensors' first bytes matter.
         num_warps: warps per block; 4 by default for a hand-written kernel.
@@ -130,13 +129,14 @@ def assemble(
         raise ValueError("args, constexprs: a generated kernel has its own; omit them")
     for name in blocks:
         if loaded.signature.get(name) != "constexpr":
-            raise ValueError(f"block: got {name!r}, expected one of {_constexprs(loaded.signature)}")
+            accepted = [name for name, kind in loaded.signature.items() if kind == "constexpr"]
+            raise ValueError(f"block: got {name!r}, expected one of {accepted}")
     if blocks or num_warps or not loaded.inductor_meta:
         first = loaded.configurations[0]
         configuration = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
         return assemble_configuration(loaded, gpu, configuration)
-    tried = _compile_candidates(loaded, gpu)
-    if len(tried) > 1:  # only here: `cost` reads listings, and `prepare` delays them to make all at once
+    tried = compile_candidates(loaded, gpu)
+    if len(tried) > 1:  # only here: `cost` reads listings
         tried[:] = [min(tried, key=lambda code: cost(code, loaded))]
     return tried[0]
 
@@ -158,17 +158,14 @@ def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
     return code.spills, max(sectors / BYTES_MOVED, instructions / LANE_INSTRUCTIONS), instructions
 
 
-def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:
-    """Compile generated kernels for `assemble`. Their listings are made together when the first is read."""
-    for kernel in kernels:
-        _compile_candidates(load(kernel, gpu), gpu)
-
-
 _CANDIDATES: dict[Any, list[MachineCode]] = {}  # a kernel's key -> its compiled configurations, later only the best
 
 
-def _compile_candidates(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
-    """Compile a kernel in Inductor's first configuration, or a reduction with a loop in all of them."""
+def compile_candidates(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
+    """Compile a kernel in Inductor's first configuration, or a reduction with a loop in all of them.
+
+    Listings are made when one is read, together with those of all other kernels that wait.
+    """
     tried = kernel.configurations
     if not any(name.startswith("R") for name in tried[0].block):
         tried = tried[:1]
@@ -183,9 +180,6 @@ def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuratio
     triton = import_triton()
     values = {**kernel.constants, **configuration.block}
     values = {name: value for name, value in values.items() if name in kernel.signature}
-    missing = [name for name in _constexprs(kernel.signature) if name not in values]
-    if missing:
-        raise ValueError(f"constants: {', '.join(missing)} of {kernel.jit.__name__} have no value")
     ASTSource = import_triton("triton.compiler").ASTSource
     source = ASTSource(fn=kernel.jit, signature=dict(kernel.signature), constexprs=values, attrs=dict(kernel.attrs))
     options = {**kernel.options, "num_warps": configuration.num_warps}
@@ -199,10 +193,6 @@ def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuratio
     threads, block, text = configuration.num_warps * gpu.warp_size, dict(configuration.block), compiled.asm["ttgir"]
     registers, spills, shared, ptx, listing = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
     return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, listing, block, text)
-
-
-def _constexprs(signature: Mapping[str, str]) -> list[str]:
-    return [name for name, kind in signature.items() if kind == "constexpr"]
 
 
 _TYPES = {

@@ -5,7 +5,6 @@ This is a lower bound, not a prediction. Kernels run one after the other; each t
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,10 +15,9 @@ import torch
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils._pytree import tree_leaves
 
-from . import machine_code
 from .gpus import GPU, H200
-from .kernels import written_sizes
-from .machine_code import MachineCode, assemble
+from .kernels import load, written_sizes
+from .machine_code import MachineCode, assemble, compile_candidates
 from .results import GeneratedGraph, GeneratedKernel
 from .work import BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS, flop_of, flop_of_bf16
 
@@ -134,14 +132,11 @@ class KernelRuns:
         return [Work(0.0, self.nbytes / self.launches, float(instructions))] * self.launches
 
 
-@functools.cache
-def _assembled(source: str) -> MachineCode:
-    return assemble(source)
-
-
 def prepare(graphs: Iterable[GeneratedGraph]) -> None:
     """Compile graphs' kernels before `kernel_runs`, so that all are disassembled together."""
-    machine_code.prepare((_source(kernel) for graph in graphs for kernel in graph.kernels), H200)
+    for graph in graphs:
+        for kernel in graph.kernels:
+            compile_candidates(load(_source(kernel)), H200)
 
 
 def _source(kernel: GeneratedKernel) -> str:
@@ -160,7 +155,7 @@ def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
         hints = re.search(r"size_hints=\{([^}]*)\}", kernel.source)
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", hints[1] if hints else "")}
         sizes.update({name.removesuffix("numel"): n for name, n in written_sizes(kernel.source).items()})  # exact
-        code = _assembled(_source(kernel))
+        code = assemble(_source(kernel))
         programs = math.prod(
             -(-n // code.block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
         )
