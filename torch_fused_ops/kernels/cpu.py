@@ -35,7 +35,7 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
     # The index of the argument that gives each result its dtype.
     likes = [names.index(name) for name in op.tensors] if signature.is_backward else [0]
 
-    def allocate(part: Tensor | None, kind: str, lead: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def allocate(part: Tensor | None, kind: str, lead: Sequence[int], dtype: Any) -> Tensor | None:
         if part is None:
             return None
         if kind == "per_column":  # hundreds of partial sums: float64, so that their order does not matter
