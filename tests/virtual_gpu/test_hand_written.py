@@ -185,6 +185,13 @@ def gemm(a, b, c, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr)
 
 
 @triton.jit
+def copied_in_turns(x, y, turns, B: tl.constexpr):
+    for k in range(turns):
+        i = k * B + tl.arange(0, B)
+        tl.store(y + i, tl.load(x + i))
+
+
+@triton.jit
 def wrapped(x, y, n, B: tl.constexpr):
     """Carries an index that starts over, so the first iterations do not predict its last value."""
     offset = 0
@@ -222,6 +229,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any, dict[str, Any], str, str]] = {
     "rows of a wrong stride": (summed_rows, (meta(64, 1000), meta(64), 1000, 1001), (64,), {"B": 256}, "out of bounds", ""),
     "huge rows by pointer": (summed_rows_by_pointer, (meta(1 << 30), meta(1), 1 << 30, 0), (1,), {"B": 256}, "", ""),
     "huge rows by pointer, no mask": (summed_rows_by_pointer, (meta((1 << 30) - 8), meta(1), (1 << 30) - 8, 0), (1,), {"B": 256}, "out of bounds", ""),
+    "many iterations": (copied_in_turns, (meta(N), meta(N), N // 32), (1,), {"B": 32}, "", ""),
     "index that starts over": (wrapped, (meta(16 * N), meta(N), 16 * N), (1,), {"B": N}, "", ""),
     "index that alternates": (alternating, (meta(2 * N), meta(N), 1 << 20), (1,), {"B": N}, "", ""),
     "while": (while_loop, (meta(N), meta(256), N), (1,), {"B": 256}, "", "while loop"),
@@ -249,7 +257,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any, dict[str, Any], str, str]] = {
 }  # fmt: skip
 QUICK = (
     "no mask before the first", "one result of all programs", "shifted in place", "defaults",
-    "huge rows by pointer, no mask", "index that starts over", "index that alternates",
+    "huge rows by pointer, no mask", "many iterations", "index that starts over", "index that alternates",
     "while", "mask of data", "branch on data", "loop on data", "zeroed", "32 GiB, all but a block",
 )  # fmt: skip
 
