@@ -25,6 +25,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,48 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
+
+
+class Fault(NamedTuple):
+    """A fault of another package that produces wrong numbers."""
+
+    package: str
+    first: tuple[int, int]  # first version with the fault
+    last: tuple[int, int]  # last tested version, which still has the fault
+    report: str  # section of docs/upstream.md, or number of an issue of PyTorch
+    effect: str
+
+    @property
+    def link(self) -> str:
+        """Return the address of the report."""
+        if self.report.isdecimal():
+            return f"https://github.com/pytorch/pytorch/issues/{self.report}"
+        return f"docs/upstream.md#{self.report}"
+
+
+FAULTS = (
+    Fault(
+        "torch", (2, 13), (2, 15), "written-inputs", "wrong gradients if forward writes an input that backward reads"
+    ),
+    Fault("torch", (2, 11), (2, 15), "written-results", "wrong gradients if the caller writes a view of a result"),
+    Fault("torch", (2, 11), (2, 15), "float8-store", "wrong gradients of its own float8 store without use_scaling"),
+    Fault("torch", (2, 13), (2, 15), "190758", "dropout has another mask in backward if activation_memory_budget < 1"),
+    Fault(
+        "torch",
+        (2, 10),
+        (2, 13),
+        "193061",
+        "wrong gradients on GPUs that are parts of one tensor (mix_order_reduction)",
+    ),
+    Fault("triton", (3, 7), (3, 8), "ptxas", "a transposed float8 store writes wrong bytes"),
+)
+
+
+def faults(versions: dict[str, str]) -> list[Fault]:
+    """Return the faults of the installed versions. ``versions`` maps packages to versions, or "" if not installed."""
+    numbers = {package: tuple(int(n) for n in re.findall(r"\d+", text)[:2]) for package, text in versions.items()}
+    return [fault for fault in FAULTS if fault.first <= numbers[fault.package] <= fault.last]
+
 
 LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
@@ -103,6 +146,12 @@ def slot_of(passes: Sequence[Any]) -> Any:
 
 TIMING = "pre_grad_pass_timing"
 """Inductor's option for when pre-grad passes run. Without it, they run before torch reads AOTAutograd's cache."""
+
+
+def has_compiled() -> bool:
+    """Return True if Dynamo has compiled anything since its last reset. (A reset does not change its counters.)"""
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    return bool(getattr(convert_frame, "FRAME_COUNTER", 1 if convert_frame else 0))
 
 
 def eager_rounding(dtype: torch.dtype | None) -> str:

@@ -35,6 +35,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch_fused_ops import activations
 from torch_fused_ops._version import __version__
 from torch_fused_ops.graphs import fusion_events, gemm_registry
+from torch_fused_ops.graphs.capture import captured_graphs
 from torch_fused_ops.graphs.listing import listed
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.lowerings import (
@@ -195,9 +196,11 @@ class PreGradPass(Pass, CustomGraphPass):
         return None if by_patterns and compat.TIMING in SLOTS else super().uuid()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
+        global _graphs
         policy = self.policy_to_run()
         if policy is not None:
             reject_caching_precompile()
+            _graphs += 1
             _guarded(self, policy, functools.partial(self.run, graph, policy))
             if any(policy.patterns.values()) or any(map(memory_levels.requested_level, graph.nodes)):
                 _record_decisions(graph, policy)
@@ -334,6 +337,7 @@ def _missing(policy: FusionPolicy) -> Iterator[str]:
             yield f"{effects[kind]}: {name} is {current!r}, and this slot holds only one pass"
 
 
+_graphs = 0  # number of graphs that the pre-grad pass has processed
 _logged: set[str] = set()
 
 
@@ -422,9 +426,24 @@ def enable(policy: FusionPolicy | None = None) -> None:
     global _process_policy
     policy = policy_or_default(policy)
     reject_caching_precompile()
+    if _process_policy is None:
+        _warn_already_compiled()
     with _lock:
         is_new, _process_policy = _process_policy is None, policy
         _update_slots(int(is_new))
+
+
+def _warn_already_compiled() -> None:
+    """Warn once that graphs compiled before ``enable()`` do not change, unless a graph is being compiled now."""
+    graphs = captured_graphs() - _graphs if compat.has_compiled() else 0
+    if graphs > 0 and torch._guards.CompileContext.try_get() is None and "before" not in _logged:
+        _logged.add("before")
+        log.warning(
+            "enable() comes after torch.compile has compiled %d %s without it: compiled code does not change. Call "
+            "enable() first, or torch.compiler.reset() now.",
+            graphs,
+            "graph" if graphs == 1 else "graphs",
+        )
 
 
 def disable() -> None:

@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from harness import BUILTIN, raises
 
 import torch_fused_ops as tfo
-from torch_fused_ops.lowerings import partition, saved_tensors
+from torch_fused_ops.lowerings import compat, partition, saved_tensors
 from torch_fused_ops.settings import environment
 from torch_fused_ops.testing import check as runner
 from torch_fused_ops.testing.samples import OPERATORS
@@ -99,6 +100,17 @@ def test_info_lists_versions_and_features(capsys):
     assert re.search(
         r"^eager on CPUs +(compiled by Inductor at a call on|formulas in plain PyTorch: compiling needs) ", out, re.M
     )
+
+
+def test_info_lists_upstream_faults_of_installed_versions(capsys):
+    upstream = (Path(__file__).parents[1] / "docs" / "upstream.md").read_text()
+    assert all(fault.report.isdecimal() or f"](#{fault.report}) |" in upstream for fault in compat.FAULTS)
+    reports = lambda **versions: [fault.report for fault in compat.faults(versions)]  # noqa: E731
+    assert reports(torch="2.11.0+cpu", triton="") == ["written-results", "float8-store", "193061"]
+    assert reports(torch="2.13.0", triton="3.7.1") == [fault.report for fault in compat.FAULTS]
+    assert reports(torch="2.16.0", triton="3.9.0") == []
+    main(["info"])
+    assert re.search(r"^upstream faults +torch: .*docs/upstream.md#", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow

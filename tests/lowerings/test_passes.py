@@ -256,6 +256,38 @@ def test_policies_are_read_from_text() -> None:
     raises(ValueError, re.escape("memory='fp9' for '*' is not accepted"), read, "memory=layers.0=input,*=fp9")
 
 
+def test_enable_warns_once_about_compiled_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(passes, "_logged", set())
+    monkeypatch.setattr(passes, "_graphs", 0)
+    torch._dynamo.utils.counters.clear()
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)), torch.ones(2, 4)
+    tfo.explain(model, x)
+    tfo.enable()
+    tfo.disable()
+    assert not caplog.records
+    torch.compile(model, backend="eager")(x)
+    for _ in range(2):
+        tfo.enable()
+        tfo.disable()
+    (record,) = (record for record in caplog.records if record.name == "torch_fused_ops")
+    assert "compiled 1 graph without it" in record.getMessage()
+
+
+def test_enable_after_a_reset_does_not_warn(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(passes, "_logged", set())
+    monkeypatch.setattr(passes, "_graphs", 0)
+    torch.compile(mlp, backend=lambda gm, _: gm.forward)(*arguments())
+    torch.compiler.reset()
+    tfo.enable()
+    assert not caplog.records
+    tfo.disable()
+    torch.compile(mlp, backend=lambda gm, _: gm.forward)(*arguments())
+    tfo.enable()
+    assert "enable() comes after torch.compile has compiled" in caplog.text
+
+
 # ---- other settings that disable a pass ------------------------------------------------------------------------------
 
 

@@ -29,6 +29,12 @@ def name_of(model: Callable[..., Any]) -> str:
     return getattr(type(model) if isinstance(model, torch.nn.Module) else model, "__name__", "")
 
 
+def captured_graphs() -> int:
+    """Return the number of graphs that Dynamo captured in this process, or since its counters were last reset."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils.counters["stats"]["unique_graphs"] if utils else 0
+
+
 @contextmanager
 def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """If a model that was called with one tuple raises a TypeError, explain in it how to pass arguments."""

@@ -68,9 +68,11 @@ def _info(arguments: argparse.Namespace) -> int:
     if lowerings.off():
         print(lowerings.off())
         return 1
+    from torch_fused_ops.lowerings import compat
 
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
+    faults = compat.faults({package: version_of(package) for package in ("torch", "triton")})
     devices = [f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"]
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
@@ -86,6 +88,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("eager on CPUs", [compiled.status()]),
         ("backend 'fused'", [backend]),
         ("policy", [repr(policy) if policy else "none: plain torch.compile fuses no MLPs before enable()"]),
+        ("upstream faults", [f"{f.package}: {f.effect} ({f.link})" for f in faults] or ["none known"]),
         ("works here", [f"{feature}: {status}" for feature, status in _works()]),
     ]
     for title, lines in sections:
