@@ -50,14 +50,21 @@ __all__ = [
     "MakeViewlessTensor",
     "bias_act",
     "bias_dropout_add",
+    "bias_geglu",
     "bias_gelu",
     "bias_glu",
+    "bias_swiglu",
     "dropout_add",
+    "geglu",
+    "gelu",
     "glu",
     "linear_fp8",
     "make_viewless_tensor",
+    "quick_gelu",
     "scaled_masked_softmax",
     "shard_seed",
+    "silu",
+    "squared_relu",
     "swiglu",
 ]
 
@@ -223,7 +230,7 @@ def bias_glu(
     return out
 
 
-# ---- common uses -----------------------------------------------------------------------------------------------------
+# ---- activations, with a bias or without -----------------------------------------------------------------------------
 
 
 def bias_gelu(
@@ -241,6 +248,29 @@ def bias_gelu(
     return bias_act(input, bias, token_scale, activation=_gelu_name(approximate), memory=memory)
 
 
+def gelu(input: Tensor, approximate: str = "none", *, memory: str = "free") -> Tensor:
+    """``input · Φ(input)``, or its tanh form: ``torch.nn.functional.gelu`` with an accurate negative tail."""
+    return bias_act(input, activation=_gelu_name(approximate), memory=memory)
+
+
+def silu(input: Tensor, *, memory: str = "free") -> Tensor:
+    """``input · sigmoid(input)`` (arXiv:1702.03118), as ``torch.nn.functional.silu``."""
+    return bias_act(input, activation="silu", memory=memory)
+
+
+def quick_gelu(input: Tensor, *, memory: str = "free") -> Tensor:
+    """``input · sigmoid(1.702 input)`` (CLIP's GELU)."""
+    return bias_act(input, activation="quick_gelu", memory=memory)
+
+
+def squared_relu(input: Tensor, *, memory: str = "free") -> Tensor:
+    """``max(input, 0)²`` (Primer, arXiv:2109.08668)."""
+    return bias_act(input, activation="relu2", memory=memory)
+
+
+# ---- gated linear units ----------------------------------------------------------------------------------------------
+
+
 def swiglu(
     gate: Tensor,
     up: Tensor,
@@ -252,6 +282,56 @@ def swiglu(
 ) -> Tensor:
     """``silu(gate) · up``: Llama's GLU (arXiv:2002.05202). Arguments are as in ``glu``."""
     return glu(gate, up, token_scale, activation="silu", up_offset=up_offset, clamp=clamp, memory=memory)
+
+
+def geglu(
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+    memory: str = "free",
+) -> Tensor:
+    """``gelu(gate) · up`` (arXiv:2002.05202); T5 and Gemma use ``approximate="tanh"``. Arguments: see ``glu``."""
+    return glu(
+        gate, up, token_scale, activation=_gelu_name(approximate), up_offset=up_offset, clamp=clamp, memory=memory
+    )
+
+
+def bias_swiglu(
+    input: Tensor,
+    bias: Tensor | None = None,
+    token_scale: Tensor | None = None,
+    *,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+    memory: str = "free",
+) -> Tensor:
+    """``swiglu`` of the packed ``input + bias``. Arguments are as in ``bias_glu``."""
+    return bias_glu(
+        input, bias, token_scale, activation="silu", layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
+    )
+
+
+def bias_geglu(
+    input: Tensor,
+    bias: Tensor | None = None,
+    token_scale: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+    memory: str = "free",
+) -> Tensor:
+    """``geglu`` of the packed ``input + bias``. Arguments are as in ``bias_glu`` and ``geglu``."""
+    activation = _gelu_name(approximate)
+    return bias_glu(
+        input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
+    )
 
 
 # ---- dropout, bias and residual --------------------------------------------------------------------------------------
@@ -319,6 +399,11 @@ def bias_dropout_add(
         raise TypeError(f"training={training!r} is not accepted: it must be True or False")
     if not 0 <= p <= 1:
         raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
+    # Check x here: the operator's messages would call it input, and nothing else checks it if nothing is dropped.
+    if isinstance(x, Tensor) and not (x.is_floating_point() and x.dtype.itemsize > 1 and x.ndim):
+        if x.ndim:
+            raise TypeError(f"x has dtype {x.dtype}; accepted: float16, bfloat16, float32, float64")
+        raise ValueError("x has shape (); accepted: at least one axis")
     if not training or p == 0:
         if bias is None and residual is None:
             return x
