@@ -18,7 +18,7 @@ from torch_fused_ops import virtual_gpu
 from torch_fused_ops.families.dropout import formulas, kernels
 from torch_fused_ops.families.dropout.kernels import _factor, _philox
 from torch_fused_ops.operators import reference
-from torch_fused_ops.testing import dropout as dropout_testing
+from torch_fused_ops.testing.samples import samples
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of words that wrap
 
@@ -56,10 +56,7 @@ def check(device: Device, x: Tensor, bias: Tensor | None, residual: Tensor | Non
 @pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     "sample",
-    [
-        s if s.core else pytest.param(s, marks=pytest.mark.slow)
-        for s in dropout_testing.samples(torch.device("cpu"), False)
-    ],
+    [s if s.core else pytest.param(s, marks=pytest.mark.slow) for s in samples("dropout_add")],
     ids=str,
 )
 def test_samples(device: Device, sample: Any) -> None:

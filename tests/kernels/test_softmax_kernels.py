@@ -21,7 +21,7 @@ from torch_fused_ops.families.softmax import kernels
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
-from torch_fused_ops.testing import softmax as testing
+from torch_fused_ops.testing.samples import samples
 
 forward, backward = kernels.scaled_masked_softmax, kernels.scaled_masked_softmax_backward
 BOTH = (True, True)
@@ -66,18 +66,16 @@ def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, mas
         assert (actual is None) == (expected is None)
     if dx is not None and truths[0] is not None and dx.numel():
         assert (dx.dtype, dx.is_contiguous()) == (x.dtype, True)
-        e = testing._gradient_error(dx, g, y, truths[0], scalars[0], computed)
+        e = precision.softmax_gradient_error(dx, g, y, truths[0], scalars[0], computed)
         assert e.max() <= precision.LIMITS["gradient", dx.dtype]
     if d_sink is not None and truths[1] is not None:
         assert (d_sink.dtype, d_sink.shape) == (dtype, sink.shape)
-        terms = (1 + y.sum(-1)) * (g * y).abs().sum(-1)
-        total = terms.movedim(-2, 0).flatten(1).sum(-1)
-        assert precision.sum_error(d_sink, truths[1], total, computed).max() <= 4
+        assert precision.softmax_sink_error(d_sink, g, y, truths[1], computed).max() <= 4
 
 
 @pytest.mark.parametrize(
     "sample",
-    [s if s.core else pytest.param(s, marks=pytest.mark.slow) for s in testing.samples(torch.device("cpu"))],
+    [s if s.core else pytest.param(s, marks=pytest.mark.slow) for s in samples("scaled_masked_softmax")],
     ids=str,
 )
 @pytest.mark.covering(every=4)

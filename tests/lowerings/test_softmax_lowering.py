@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
-from torch_fused_ops.testing import softmax as testing
 
 softmax = torch.ops.fused.scaled_masked_softmax
 Make = Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]
@@ -160,7 +159,7 @@ def test_gpu_code_of_backward_meets_the_precision_contract(sk: int) -> None:
     got = interpret(kernel, torch.empty_like(y), g, y)
     truth, _ = reference.scaled_masked_softmax_backward(g.double(), y.double(), 0.3, True, -1, -1, None, (True, False))
     assert truth is not None
-    e = testing._gradient_error(got, g.double(), y.double(), truth, 0.3, F32)
+    e = precision.softmax_gradient_error(got, g.double(), y.double(), truth, 0.3, F32)
     assert e.max() <= precision.LIMITS["gradient", BF16]
 
 

@@ -7,9 +7,10 @@ import torch
 from harness import Calls
 
 from torch_fused_ops import functional as FF
+from torch_fused_ops.declaration import OPERATORS
 from torch_fused_ops.operators import fp8_store, reference
 from torch_fused_ops.operators.fp8_store import is_marked
-from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, declared_as, samples
+from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, samples
 
 fused = torch.ops.fused
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,7 +60,7 @@ def test_rows_without_a_scale():
 def test_results_and_gradients_equal_the_operator_at_stored_values(op, by_kernels, monkeypatch):
     """Results have the same bits. Only the backward operator's data differ, without a second rounding."""
     monkeypatch.setattr(fp8_store, "_has_kernels", lambda t: by_kernels and t.shape[-1] > 0)
-    data = declared_as(op).num_data
+    data = OPERATORS[op].num_data
     for sample in samples(op):
         plain, marked = sample(), sample.overload(fused.keep_fp8(sample.args[0]), *sample.args[1:])
         torch.testing.assert_close(marked, plain, rtol=0, atol=0, equal_nan=True)

@@ -13,11 +13,11 @@ from torch.func import grad, jvp
 
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
-from torch_fused_ops.testing import softmax as testing
+from torch_fused_ops.testing.samples import samples
 
 softmax = torch.ops.fused.scaled_masked_softmax
 backward = torch.ops.fused.scaled_masked_softmax_backward
-CPU, INF = torch.device("cpu"), math.inf
+INF = math.inf
 
 
 def composed(x, mask=None, sink=None, scale=1.0):
@@ -90,8 +90,8 @@ def assert_contract(actual, truth):
 
 def test_the_measure_sees_a_wrong_gradient(monkeypatch):
     """The measure rejects 3 ulp of a row's largest gradient, and a sink's gradient that is off by 1 in 10000."""
-    sample = next(s for s in testing.samples(CPU) if s.name == "bf16 with sink fp32")
-    before = testing.measure(sample)
+    sample = next(s for s in samples("scaled_masked_softmax") if s.name == "bf16 with sink fp32")
+    before = precision.measure(sample)
     truths = reference.scaled_masked_softmax_backward
 
     monkeypatch.setattr(
@@ -99,7 +99,7 @@ def test_the_measure_sees_a_wrong_gradient(monkeypatch):
         "scaled_masked_softmax_backward",
         lambda *a: tuple(t * f for t, f in zip(truths(*a), (1 + 3 / 128, 1.0001), strict=True)),
     )
-    after = testing.measure(sample)
+    after = precision.measure(sample)
     for kind, dtype in (("gradient", torch.bfloat16), ("sum", torch.float32)):
         assert before[kind, dtype] <= precision.LIMITS[kind, dtype] < after[kind, dtype]
 

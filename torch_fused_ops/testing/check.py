@@ -18,13 +18,7 @@ import torch
 
 from torch_fused_ops import activations
 from torch_fused_ops.testing import precision
-from torch_fused_ops.testing.samples import (
-    DTYPES,
-    OPERATORS,
-    Sample,
-    backward_samples,
-    samples,
-)
+from torch_fused_ops.testing.samples import DTYPES, OPERATORS, Sample, backward_samples, samples
 
 
 @dataclass

@@ -18,6 +18,17 @@ compute dtype first: an error of half an ulp changes gelu(-8.4) by 4e-6, and a s
     argument's dtype. This measures the *addition*: the truth is the float64 sum of the operator's unrounded summands,
     and the summands have the bounds above.
 
+Two operators differ:
+
+``dropout_add``
+    drops the same elements in every dtype as in float64. Its result is a sum of up to three terms. If they cancel, no
+    float32 formula is accurate relative to the result, so errors are relative to the sum of absolute terms.
+``scaled_masked_softmax``
+    The truth of input's gradient is scale · y · (g − Σ g·y) in float64 at the *rounded* output, which is all that
+    backward gets. Errors are relative to the row's largest gradient (its ulp in half precision), after subtracting the
+    loss allowed if the two terms cancel: 8 · 2⁻²⁴ (float64: 2⁻⁵³) of the largest scale · y · (|g| + Σ |g·y|) in the
+    row. Summands of the gradient of sink are bounded by (1 + Σ y) · Σ |g·y|, over the head's rows.
+
 Errors below an absolute floor count as 0: 2**-120 for bfloat16, 1e-30 for float32, 1e-290 for float64. float16 has no
 floor, because its subnormals are ordinary results, 2**-24 apart. An activation's value and derivative have separate
 floors, 256 times the least normal number of the compute dtype (2**-118, 3.0e-36, in float32). A smaller value may be 0,
@@ -28,15 +39,17 @@ truth beyond the dtype's range becomes the dtype's infinity. NaN must match NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
+from torch_fused_ops.declaration import OPERATORS, PointwiseOperator
+from torch_fused_ops.families.dropout.formulas import dropout_backward_dtype
 from torch_fused_ops.operators import reference
-from torch_fused_ops.testing.samples import Sample, declared_as, family, requested
+from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, Sample
 
 HALF = (torch.bfloat16, torch.float16)
 OF_LEAST_NORMAL = 2.0**8  # an activation may be 0 below this multiple of the least normal number
@@ -109,31 +122,31 @@ def near_zero(activation: str, x: Tensor) -> Tensor:
     return torch.where(derivative(0.75 * x) * derivative(1.25 * x) < 0, NEAR_ZERO, 0.0)
 
 
-def _worst(errors: Errors, kind: str, e: Tensor, dtype: torch.dtype) -> None:
-    errors[kind, dtype] = max(errors.get((kind, dtype), 0.0), float(e.max()) if e.numel() else 0.0)
+def _cast(value: Any, dtype: torch.dtype, device: str | torch.device = "cpu") -> Any:
+    """Move tensors, and convert floating-point tensors; return other values unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device, dtype if value.is_floating_point() else value.dtype)
 
 
-def _cast(args: Iterable[Any], dtype: torch.dtype, device: str | torch.device) -> tuple[Any, ...]:
-    return tuple(a.detach().to(device, dtype) if isinstance(a, Tensor) else a for a in args)
-
-
-def wide_args(sample: Sample) -> tuple[Any, ...]:
-    """Return the reference's arguments in float64, with input + bias as the input, and a bias of zeros."""
-    op, args = declared_as(sample.op), list(sample.args)
-    if op.bias_index is not None and args[op.bias_index] is not None:
-        args[0] = sum(_cast((args[0], args[op.bias_index]), reference.compute_dtype(*sample.tensors), "cpu"))
+def wide_args(sample: Sample) -> list[Any]:
+    """Return the reference's arguments in float64; a pointwise operator's bias is added to its input."""
+    op, args = OPERATORS[sample.op], list(sample.args)
+    if isinstance(op, PointwiseOperator) and op.bias_index is not None and args[op.bias_index] is not None:
+        dtype = reference.compute_dtype(*sample.tensors)
+        args[0] = _cast(args[0], dtype) + _cast(args[op.bias_index], dtype)
         args[op.bias_index] = torch.zeros_like(args[op.bias_index])
-    return _cast(args, torch.float64, "cpu")
+    return [_cast(a, torch.float64) for a in args]
 
 
 def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Return ``error``'s argument ``near`` for the result; if ``grad`` (float64) is passed, for the gradients.
-
-    The values are None for operators without an activation.
-    """
-    op = declared_as(sample.op)
-    if "activation" not in op.scalars:
-        return (None,) * (1 if grad is None else op.num_data)
+    """Return ``error``'s argument ``near`` for the result; if ``grad`` (float64) is passed, for pointwise gradients."""
+    if sample.op == "dropout_add" and grad is None:
+        *terms, seed, p = wide_args(sample)
+        return (reference.dropout_add(*(None if t is None else t.abs() for t in terms), seed, p),)
+    if sample.op not in ACTIVATION_OPERATORS:
+        return (None, None)
+    op: Any = OPERATORS[sample.op]
     a, b, scale, *_ = wide_args(sample)
     name = sample.scalars[0]
     layout: Any = None if op.layout_index is None else sample.args[op.layout_index]
@@ -162,58 +175,113 @@ def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, 
 
 def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the unrounded summands of the gradients of bias (over rows) and token_scale (in a row)."""
-    (grad,), args = (_cast(a, reference.compute_dtype(*sample.tensors), grad.device) for a in ((grad,), sample.args))
-    scale = declared_as(sample.op).scale_index
-    value = sample.overload(*(None if i == scale else a for i, a in enumerate(args)))
+    op: Any = OPERATORS[sample.op]
+    grad, *args = (_cast(a, reference.compute_dtype(*sample.tensors), grad.device) for a in (grad, *sample.args))
+    value = sample.overload(*(None if i == op.scale_index else a for i, a in enumerate(args)))
     backward = getattr(torch.ops.fused, f"{sample.op}_backward")
     d_input = backward(grad, *args, [i == 0 for i in range(len(sample.tensors))])[0]
     return d_input.double().cpu(), grad.double().cpu() * value.double().cpu()
 
 
-def gradients(sample: Sample, out: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-    """Return a random gradient of a sample's result, and its tensors' gradients; None if not required."""
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
-    mask = requested(sample.tensors)
-    required = [t for t, of_tensor in zip(sample.tensors, mask, strict=True) if t is not None and of_tensor]
-    results = iter(torch.autograd.grad(out, required, grad))
-    return grad, [next(results).cpu() if of_tensor else None for of_tensor in mask]
+_Measured = Iterator[tuple[str, Tensor, torch.dtype]]  # a kind, errors of numbers of this kind, and the numbers' dtype
 
 
-def measure(sample: Sample) -> Errors:
-    """Return the largest errors of a sample's result and requested gradients."""
-    if (module := family(sample.op)) is not None:
-        return module.measure(sample)  # type: ignore[no-any-return]
-    out = sample()
-    wide = wide_args(sample)
-    errors: Errors = {}
-    truth = getattr(reference, sample.op)(*wide)
-    _worst(errors, "forward", error(out.detach().cpu(), truth, *near_of(sample)), out.dtype)
-    if not out.requires_grad:
-        return errors
-    grad, got = gradients(sample, out)
+def _pointwise(sample: Sample, grad: Tensor, got: list[Tensor | None]) -> _Measured:
+    op: Any = OPERATORS[sample.op]
     wide_grad = grad.double().cpu()
-    truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide, requested(sample.tensors))
+    mask = [g is not None for g in got]
+    truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide_args(sample), mask)
     nears = near_of(sample, wide_grad)
     rows, row = _summands(sample, grad)
-    op = declared_as(sample.op)
-    added: dict[int | None, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
-        op.scale_index: (row, lambda t: t.sum(-1)),
-        op.bias_index: (rows, reference.over_rows),
-    }
     computed_in = reference.compute_dtype(*sample.tensors)
     is_mixed = any(t is not None and t.dtype != computed_in for t in sample.tensors)
+    sums: Any = {op.scale_index: (row, lambda t: t.sum(-1)), op.bias_index: (rows, reference.over_rows)}
     for i, (g, truth) in enumerate(zip(got, truths, strict=True)):
-        if g is None:
-            continue
-        if i in added:
-            summands, total = added[i]
+        if g is not None and i not in sums:
+            yield "gradient", error(g, truth, nears[i]), g.dtype
+        elif g is not None:
+            summands, total = sums[i]
             absolute = total(summands.abs())
             if computed_in == torch.float64 and is_mixed:  # the summands come from the code for float64 only
-                _worst(errors, "gradient", error(g, total(summands), absolute), g.dtype)
+                yield "gradient", error(g, total(summands), absolute), g.dtype
             else:
-                _worst(errors, "sum", sum_error(g, total(summands), absolute, computed_in), g.dtype)
-        else:
-            _worst(errors, "gradient", error(g, truth, nears[i]), g.dtype)
+                yield "sum", sum_error(g, total(summands), absolute, computed_in), g.dtype
+
+
+def _dropout(sample: Sample, grad: Tensor, got: list[Tensor | None]) -> _Measured:
+    first, bias, _, seed, p = sample.args
+    d_input, d_bias, d_residual, _ = got
+    if d_input is not None:
+        wide_grad, wide_seed = grad.double().cpu(), seed.cpu()
+        truth, _ = reference.dropout_add_backward(wide_grad, wide_seed, p, torch.float64, None, (True, False))
+        yield "gradient", error(d_input, truth), d_input.dtype
+    if d_bias is not None:
+        dtype = dropout_backward_dtype(grad, first.dtype, bias.dtype)
+        # The operator's unrounded gradient, in its compute dtype.
+        backward = torch.ops.fused.dropout_add_backward
+        rows = backward(grad.to(dtype), seed, p, dtype, None, [True, False])[0].double().cpu()
+        total, absolute = (reference.over_rows(t) for t in (rows, rows.abs()))
+        yield "sum", sum_error(d_bias, total, absolute, dtype), d_bias.dtype
+    if d_residual is not None:  # the truth is grad
+        yield "gradient", error(d_residual, grad.double().cpu()), d_residual.dtype
+
+
+def softmax_gradient_error(
+    got: Tensor, grad: Tensor, y: Tensor, truth: Tensor, scale: float, exact: torch.dtype
+) -> Tensor:
+    """Return errors of the gradient of softmax's input in the contract's unit."""
+    if truth.numel() == 0:
+        return truth
+    size = abs(scale) * y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True))
+    lost = 4 * torch.finfo(exact).eps * size.amax(-1, keepdim=True)
+    unit = truth.abs().amax(-1, keepdim=True)
+    if got.dtype in HALF:
+        finfo = torch.finfo(got.dtype)
+        unit = torch.exp2(unit.clamp_min(finfo.smallest_normal).log2().floor()) * finfo.eps
+    difference = (got.double() - truth).abs() - lost - FLOORS[got.dtype]
+    e = difference.clamp_min(0.0) / unit.clamp_min(FLOORS[got.dtype])
+    e = torch.where((got == truth.to(got.dtype)) | (got.isnan() & truth.isnan()), 0.0, e)
+    return torch.where(e.isnan(), torch.inf, e)
+
+
+def softmax_sink_error(got: Tensor, grad: Tensor, y: Tensor, truth: Tensor, exact: torch.dtype) -> Tensor:
+    """Return errors of the gradient of softmax's sink in the contract's unit."""
+    absolute = (1 + y.sum(-1)) * (grad * y).abs().sum(-1)
+    return sum_error(got, truth, absolute.movedim(-2, 0).flatten(1).sum(-1), exact)
+
+
+def _softmax(sample: Sample, grad: Tensor, got: list[Tensor | None]) -> _Measured:
+    exact = reference.compute_dtype(sample.args[0], sample.args[2])
+    d_input, _, d_sink = got
+    wide_grad, y = grad.double().cpu(), sample().detach().double().cpu()
+    backward: Any = reference.scaled_masked_softmax_backward  # Any: the types of the sample's scalars are unknown
+    mask = (d_input is not None, d_sink is not None)
+    truth, sink_truth = backward(wide_grad, y, *sample.scalars, torch.float64, mask)
+    if d_input is not None:
+        e = softmax_gradient_error(d_input, wide_grad, y, truth, sample.scalars[0], exact)
+        yield "gradient", e, d_input.dtype
+    if d_sink is not None:
+        yield "sum", softmax_sink_error(d_sink, wide_grad, y, sink_truth, exact), d_sink.dtype
+
+
+def measure(sample: Sample, grad: Tensor | None = None) -> Errors:
+    """Return the largest errors of a sample's result and requested gradients, for ``grad`` or a random gradient."""
+    out = sample()
+    truth = getattr(reference, sample.op)(*wide_args(sample))
+    measured = [("forward", error(out.detach().cpu(), truth, near_of(sample)[0]), out.dtype)]
+    if out.requires_grad:
+        if grad is None:
+            g = torch.Generator().manual_seed(0)
+            grad = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out)
+        requested = [t is not None and t.requires_grad for t in sample.tensors]
+        leaves = [t for t in sample.tensors if t is not None and t.requires_grad]
+        results = iter(torch.autograd.grad(out, leaves, grad))
+        got = [next(results).cpu() if of_tensor else None for of_tensor in requested]
+        of_gradients = {"dropout_add": _dropout, "scaled_masked_softmax": _softmax}.get(sample.op, _pointwise)
+        measured += of_gradients(sample, grad, got)
+    errors: Errors = {}
+    for kind, e, dtype in measured:
+        errors[kind, dtype] = max(errors.get((kind, dtype), 0.0), float(e.max()) if e.numel() else 0.0)
     return errors
 
 
@@ -222,25 +290,14 @@ def every_value(dtype: torch.dtype) -> Tensor:
     bits = torch.arange(1 << 16, dtype=torch.int32)
     if dtype in HALF:
         x = bits.to(torch.int16).view(dtype)
-    elif dtype == torch.float32:
+    else:
         low = torch.randint(1 << 16, bits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
         x = ((bits << 16) | low).view(torch.float32)
-    else:
-        raise ValueError(f"dtype={dtype} is not accepted: it must be bfloat16, float16 or float32")
     return x[~x.isinf()]
 
 
 def sweep(activation: str, dtype: torch.dtype, device: str | torch.device = "cpu") -> Errors:
     """Return the largest errors of an activation and its derivative in ``bias_act`` over ``every_value(dtype)``."""
-    x = every_value(dtype)
-    act, wide = activations.get(activation), x.double()
-    on_device = x.to(device)
-    value = torch.ops.fused.bias_act(on_device, None, None, activation)
-    mask = [True, False, False]
-    derivative, _, _ = torch.ops.fused.bias_act_backward(
-        torch.ones_like(on_device), on_device, None, None, activation, mask
-    )
-    errors: Errors = {}
-    _worst(errors, "forward", error(value.cpu(), act.value(wide)), dtype)
-    _worst(errors, "gradient", error(derivative.cpu(), act.derivative(wide), near_zero(activation, wide)), dtype)
-    return errors
+    x = every_value(dtype).to(device)[None]
+    ones = torch.ones_like(x[:, 0])  # without a scale, PyTorch's silu and relu may run
+    return measure(Sample("bias_act", "sweep", (x.requires_grad_(), None, ones, activation)), torch.ones_like(x))
