@@ -34,6 +34,7 @@ from torch import Tensor
 
 import torch_fused_ops as tfo
 
+RESULTS = Path(__file__).with_name("results")  # in a clone
 SCHEMA = 1  # version of the JSON
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LIMIT = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # largest 2-norm error relative to float64
@@ -375,12 +376,6 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
-
-
-def results_folder() -> Path:
-    """Return the results' folder of a clone; the current folder if the package was installed without it."""
-    folder = Path(__file__).with_name("results")
-    return folder if folder.is_dir() else Path.cwd()
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:

@@ -176,7 +176,7 @@ def test_hand_written_figures_match_results() -> None:
             ratio = case["ways"]["fused-free"]["ratio_to"]["compile"]["median"]
             ratios.setdefault(case["facts"]["mlp"], []).append(ratio)
     steps = [f"{min(values):.2f} to {max(values):.2f}" for values in (ratios["gelu_tanh"], ratios["swiglu"])]
-    built = [result for result in coverage.load(coverage.RESULTS) if "modes" in result]
+    built = [result for result in coverage.load(results / "coverage.jsonl") if "modes" in result]
     outcomes = [coverage.outcome(site) for result in built for site in coverage.sites_of(result)]
     share = 100 * outcomes.count("fused") / (outcomes.count("fused") + outcomes.count("not fused"))
     for page in (readme, questions):

@@ -16,37 +16,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["run_script"]
 
 
-def run_script(
-    main: Callable[[argparse.Namespace], int],
-    text: str,
-    options: Sequence[str],
-    arguments: Sequence[str] | None = None,
-    **extra_options: dict[str, Any],
-) -> int:
-    """Run a script with some of ``bench``'s options. Return the exit code.
-
-    Args:
-        main: the script.
-        text: its docstring.
-        options: names of the options.
-        arguments: the command line; by default, the program's command line.
-        extra_options: further options by name, with their ``add_argument`` arguments.
-    """
+def run_script(main: Callable[[argparse.Namespace], int], text: str | None, **options: dict[str, Any]) -> int:
+    """Run a script with these options of the command line. ``text`` is its docstring. Return the exit code."""
     from torch_fused_ops.benchmarks.harness import UsageError
-    from torch_fused_ops.tools.arguments import add_bench_options
 
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_bench_options(parser, options)
-    for name, option in extra_options.items():
+    for name, option in options.items():
         parser.add_argument(f"--{name}", **option)
     try:
-        return main(parser.parse_args(arguments))
+        return main(parser.parse_args())
     except UsageError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Find the fused MLPs in each architecture of transformers, and the reasons for MLPs that are not fused.
 
-    python benchmarks/laboratory/coverage.py [--only NAME …] [--jobs N] [--out FILE]
+    python benchmarks/laboratory/coverage.py
 
 The script builds every architecture of the installed ``transformers`` with two layers, width 64 and random weights. It
 downloads nothing. It runs each one, and captures it with ``torch_fused_ops.explain`` in training and in evaluation
@@ -32,12 +32,12 @@ import torch
 
 import torch_fused_ops as tfo
 from torch_fused_ops import activations
+from torch_fused_ops.benchmarks.harness import RESULTS
+from torch_fused_ops.benchmarks.laboratory import run_script
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.lowerings import recognize
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "coverage.jsonl"
 SECONDS = 240  # limit of an architecture's processor time; its wall time may be ten times as long
 MODES = ("train", "eval")
 LARGEST = 200_000_000  # parameters; larger models are not built
@@ -95,14 +95,8 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     ),  # the published sizes, two layers
 )
 SPECIAL = {"attention_types": [[["global", "local"], 1]]}  # a setting of GPT-Neo
-LISTS = {  # new value for every element of a list
-    "depths": 1,
-    "layer_depths": 1,
-    "num_blocks": 1,
-    "num_layers": 1,
-    "num_hidden_layers": 1,
-    "encoder_layers": 1,
-}
+# In a list under one of these names, every element becomes 1.
+LISTS = ("depths", "layer_depths", "num_blocks", "num_layers", "num_hidden_layers", "encoder_layers")
 
 
 def architectures() -> dict[str, tuple[str, str]]:
@@ -137,7 +131,7 @@ def _settings(config: Any, variant: dict[str, Any]) -> dict[str, Any]:
         elif name in SPECIAL:
             result[name] = SPECIAL[name]
         elif name in LISTS and isinstance(value, (list, tuple)):
-            result[name] = [LISTS[name]] * len(value)
+            result[name] = [1] * len(value)
         elif value is None and sizes.get("unset") and name in SIZES:
             result[name] = sizes[name]
         elif isinstance(value, bool) or value is None or isinstance(value, (list, tuple, dict)):
@@ -288,19 +282,12 @@ def capture(config_name: str, model_name: str) -> dict[str, Any]:
                 try:
                     with torch.set_grad_enabled(mode == "train"):
                         report = tfo.explain(model, **arguments)
-                    sites = [_plain(asdict(site)) for site in report.sites]
-                    result["modes"][mode] = {"graphs": report.graphs, "sites": counted(sites)}
+                    sites = counted(asdict(site) for site in report.sites)
+                    result["modes"][mode] = {"graphs": report.graphs, "sites": sites}
                 except Exception as error:
                     result["modes"][mode] = {"error": _line(error)}
             return result
     return {"error": " | ".join(dict.fromkeys(errors)) or "no variant"}
-
-
-def _plain(site: dict[str, Any]) -> dict[str, Any]:
-    """Prepare a site for JSON, without paths of this machine."""
-    site["kind"] = site["kind"] and site["kind"].name
-    site["location"] = site["location"].rpartition("/transformers/")[2] or site["location"].rpartition("/")[2]
-    return site
 
 
 def _line(error: Exception) -> str:
@@ -347,16 +334,16 @@ def _warm_up() -> None:
     torch._dynamo.reset()
 
 
-def run(names: Iterable[str], out: Path, jobs: int) -> None:
-    """Capture the named architectures that ``out`` lacks, each in its own process, ``jobs`` at a time."""
+def run(out: Path) -> None:
+    """Capture the architectures that ``out`` lacks, each in its own process, as many at a time as there are cores."""
     every, now = architectures(), versions()
     results = {r["architecture"]: r for r in load(out) if r["versions"] == now}
     _warm_up()
     context = multiprocessing.get_context("fork")  # torch and transformers are imported once
     running: dict[Any, tuple[str, Any]] = {}
-    waiting = [n for n in names if n not in results][::-1]
+    waiting = [n for n in every if n not in results][::-1]
     while waiting or running:
-        while waiting and len(running) < jobs:
+        while waiting and len(running) < (os.cpu_count() or 1):
             name = waiting.pop()
             receive, send = context.Pipe(duplex=False)
             process = context.Process(target=_capture_in_child, args=(every[name], send), daemon=True)
@@ -386,6 +373,7 @@ def counted(sites: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     records: dict[str, dict[str, Any]] = {}
     for site in sites:
         record = {field: site[field] for field in FIELDS}
+        record["kind"] = site["kind"] and site["kind"].name
         records.setdefault(json.dumps(record), {**record, "count": 0})["count"] += 1
     return list(records.values())
 
@@ -415,19 +403,11 @@ def sites_of(result: dict[str, Any], *modes: str) -> Iterator[dict[str, Any]]:
                 yield from itertools.repeat(site, site["count"])
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures only")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args(argv)
-    every = architectures()
-    unknown = set(arguments.only or ()) - set(every)
-    if unknown:
-        parser.error(f"unknown architectures: {', '.join(sorted(unknown))}")
-    run(arguments.only or every, arguments.out, arguments.jobs)
+def main(arguments: argparse.Namespace) -> int:
+    """Capture every architecture that the results lack."""
+    run(RESULTS / "coverage.jsonl")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run_script(main, __doc__))

@@ -1,6 +1,6 @@
 """Compare float8 recipes of this library and torchao: kernels, bytes and saved tensors of an MLP's step on an H200.
 
-    python -m torch_fused_ops.benchmarks.laboratory.fp8_recipes [--out FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.fp8_recipes
 
 All variants are compiled without a device. *plain* is torch.compile in bfloat16. torchao's recipes are applied by
 ``convert_to_float8_training``, under plain torch.compile.
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +23,12 @@ from torch import Tensor, fx, nn
 
 import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import harness, models, variants, ways
-from torch_fused_ops.benchmarks.laboratory import on_paper
-from torch_fused_ops.families.float8 import formulas as float8
-from torch_fused_ops.families.float8.recipes import MX_BLOCK, RECIPES
-from torch_fused_ops.virtual_gpu import GPU, H200, GeneratedGraph, PaperCompilation, compile_on_paper, roofline
+from torch_fused_ops.benchmarks.laboratory import on_paper, run_script
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.virtual_gpu import H200, GeneratedGraph, PaperCompilation, compile_on_paper, roofline
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
+RESULTS = harness.RESULTS / "fp8_recipes.json"
 TOKENS, WIDTH = 8192, 4096
 # GEMMs of torch and of this library.
 GEMMS = ("mm", "addmm", "_scaled_mm", "scaled_mm", "scaled_mm_tiled", "_grouped_mm", "scaled_grouped_mm")
@@ -83,18 +81,7 @@ def bytes_without_gemms(graph: GeneratedGraph) -> int:
     nbytes = graph.bytes_moved
     for node, _ in gemms(graph):
         nbytes -= roofline.nbytes_of_node(node)
-        nbytes += _bytes_of_wide_scales(node)
     return nbytes
-
-
-def _bytes_of_wide_scales(node: fx.Node) -> int:
-    """Return the bytes of scales that an MXFP8 GEMM does not read, because its lowering has 8-bit scales."""
-    if node.target is not torch.ops.fused.scaled_mm.default:
-        return 0
-    a, *scales = (node.args[i].meta["val"] for i in (0, 1, 3))  # type: ignore[union-attr]
-    if float8.columns_of(a, scales[0], 1) != MX_BLOCK:
-        return 0
-    return sum(t.nbytes - float8.padded(t.shape[0], 4) * float8.padded(t.shape[1]) for t in scales)
 
 
 def kernels_without_gemms(graph: GeneratedGraph) -> int:
@@ -111,7 +98,7 @@ def flop(graph: GeneratedGraph) -> dict[str, int]:
     return total
 
 
-def compiled(mlp: str, way: str, width: int = WIDTH, tokens: int = TOKENS, gpu: GPU = H200) -> PaperCompilation:
+def compiled(mlp: str, way: str) -> PaperCompilation:
     """Compile a training step without a device. ``mlp`` is a name of ``MLPS``, and ``way`` of ``WAYS``.
 
     Raises:
@@ -120,26 +107,26 @@ def compiled(mlp: str, way: str, width: int = WIDTH, tokens: int = TOKENS, gpu: 
     torch._dynamo.reset()
     make, factor = MLPS[mlp]
     with torch.device("meta"):
-        module = make(width, int(factor * width)).bfloat16()
-        x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        module = make(WIDTH, int(factor * WIDTH)).bfloat16()
+        x = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     if way.startswith("torchao "):
         module, way = ways.by_torchao(module, way.removeprefix("torchao ")), "plain"
-    return _on_paper(module, x, way, gpu)
+    return _on_paper(module, x, way)
 
 
-def _on_paper(module: nn.Module, x: Tensor, way: str, gpu: GPU = H200) -> PaperCompilation:
+def _on_paper(module: nn.Module, x: Tensor, way: str) -> PaperCompilation:
     if way == "plain":
-        return compile_on_paper(module, x, gpu=gpu)
+        return compile_on_paper(module, x)
     with tfo.enabled(tfo.FusionPolicy(gemm=way, strict=True)):  # type: ignore[arg-type]
-        return compile_on_paper(module, x, gpu=gpu)
+        return compile_on_paper(module, x)
 
 
-def compiled_experts(way: str, rows: int = 2 * TOKENS) -> PaperCompilation:
+def compiled_experts(way: str) -> PaperCompilation:
     """Compile a training step of ``EXPERTS`` without a device. ``way`` is "plain", "bf16" or "fp8-rowwise"."""
     torch._dynamo.reset()
     with torch.device("meta"):
         module = Experts(*EXPERTS).bfloat16()
-        x = torch.empty(rows, EXPERTS[1], dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(2 * TOKENS, EXPERTS[1], dtype=torch.bfloat16, requires_grad=True)
     return _on_paper(module, x, way)
 
 
@@ -176,30 +163,27 @@ def case(mlp: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions that the figures depend on."""
-    has_torchao = importlib.util.find_spec("torchao") is not None
-    return {**on_paper.versions(), "torchao": importlib.metadata.version("torchao") if has_torchao else "not installed"}
+    try:
+        torchao = importlib.metadata.version("torchao")
+    except importlib.metadata.PackageNotFoundError:
+        torchao = "not installed"
+    return {**on_paper.versions(), "torchao": torchao}
 
 
-def default_out() -> Path:
-    return harness.results_folder() / "fp8_recipes.json"
-
-
-def main() -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Count every case and write the JSON after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=default_out())
-    out, rates = parser.parse_args().out, on_paper.RATES
+    rates = on_paper.RATES
     constants = {"copy_bytes_per_s": rates.nbytes, "bf16_flop_per_s": rates.flop, "fp8_flop_per_s": FLOAT8_FLOP}
     result: dict[str, Any] = {"benchmark": "fp8-recipes", "schema": harness.SCHEMA, "versions": versions()}
     result |= {"gpu": H200.name, "constants": constants, "tokens": TOKENS, "cases": []}
     for mlp in MLPS:
         result["cases"].append(case(mlp))
-        harness.write(out, result)
+        harness.write(RESULTS, result)
     ways = {way: figures(compiled_experts(way)) for way in ("plain", "bf16", "fp8-rowwise")}
     result["experts"] = {"sizes": EXPERTS, "rows": 2 * TOKENS, "ways": ways}
-    harness.write(out, result)
+    harness.write(RESULTS, result)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_script(main, __doc__))

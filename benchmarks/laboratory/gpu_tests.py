@@ -14,6 +14,8 @@ import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Workers inherit these. Otherwise each would start as many compilers and threads as there are cores.
+    os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(_LeavesWithTheDevice(), "leaves-with-the-device")
 

@@ -1,6 +1,6 @@
 """Estimate a training step of six blocks on an H200, compiled without a device.
 
-    python -m torch_fused_ops.benchmarks.laboratory.on_paper [--only TEXT …] [--quick] [--out FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.on_paper
 
 *plain* and *budget* are torch.compile, without and with PyTorch's memory budget. *ours-LEVEL* are our memory levels.
 *ours-LEVEL+attention* adds ``attention="input"``.
@@ -14,18 +14,17 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.benchmarks import harness, models
-from torch_fused_ops.benchmarks.harness import UsageError
 from torch_fused_ops.benchmarks.laboratory import run_script
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 from torch_fused_ops.virtual_gpu import H200, GeneratedGraph, compile_on_paper, roofline
 
+RESULTS = harness.RESULTS / "on_paper.json"
 BF16 = torch.bfloat16
 RATES = roofline.H200_RATES
 
@@ -162,25 +161,15 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
 
 
-def default_out() -> Path:
-    return harness.results_folder() / "on_paper.json"
-
-
 def main(arguments: Namespace) -> int:
     """Count the blocks, print them, and write the JSON."""
-    blocks = [b for b in BLOCKS if all(t in b for t in arguments.only)][: 1 if arguments.quick else None]
-    if not blocks:
-        raise UsageError(f"--only {' '.join(arguments.only)} leaves no block; there are: {'; '.join(BLOCKS)}")
-    # Results of some blocks do not replace the complete file.
-    out = arguments.out or (None if arguments.quick or arguments.only else default_out())
     result: dict[str, Any] = {"benchmark": "on-paper", "schema": harness.SCHEMA, "gpu": H200.name, "arch": H200.arch}
     result |= {"versions": versions()}
     result |= {"constants": {"copy_bytes_per_s": RATES.nbytes, "matmul_flop_per_s": RATES.flop}}
-    result |= {"blocks": [block_figures(name) for name in blocks]}
-    harness.write(out, result)
-    print(f"\n{out or 'nothing written'}")
+    result |= {"blocks": [block_figures(name) for name in BLOCKS]}
+    harness.write(RESULTS, result)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, __doc__, ("only", "quick", "out")))
+    sys.exit(run_script(main, __doc__))

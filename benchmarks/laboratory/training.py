@@ -1,7 +1,6 @@
 """Compare small GPTs' losses after training: our code, memory levels and float8 recipes against plain training.
 
-    python -m torch_fused_ops.benchmarks.laboratory.training --study {rounding,memory,gemm,rowwise} [--steps N]
-        [--seeds N] [--out FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.training --study {rounding,memory,gemm,rowwise}
 
 Weights and optimizer are in float32, under bf16 autocast except in ``rounding``. All variants of a seed have the
 same weights and batches, so differences are paired. Their mean has a 95 % interval (Student's t).
@@ -34,12 +33,12 @@ from torch import Tensor, nn
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.benchmarks import harness, models
+from torch_fused_ops.benchmarks.laboratory import run_script
 
 TAIL = 40  # the final loss is the mean of the last 40 steps
-# The 99 % quantile of F(n, n), by degrees of freedom n.
-F = {1: 4052.2, 2: 99.0, 3: 29.457, 4: 15.977, 5: 10.967, 6: 8.466, 7: 6.993, 8: 6.029, 9: 5.351, 10: 4.849}
-T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's t at 97.5 %
-SEEDS = range(2, 2 + max(T))
+# By the number of seeds n: the 99 % quantile of F(n, n), and the 97.5 % quantile of Student's t with n − 1.
+F = {3: 29.457, 5: 10.967}
+T = {3: 4.303, 5: 2.776}
 
 Curves = Mapping[str, Sequence[Sequence[float]]]  # by variant: the loss of every step, for each seed
 
@@ -53,6 +52,8 @@ class Study:
         pairs: (variant, the variant it is compared with).
         models: class and sizes of each model, by name.
         out: the name of the result file.
+        steps: number of steps in each run.
+        seeds: number of runs of each variant.
         autocast: True if forward runs under bf16 autocast.
     """
 
@@ -60,6 +61,8 @@ class Study:
     pairs: tuple[tuple[str, str], ...]
     models: Mapping[str, tuple[Callable[[models.Config], nn.Module], models.Config]]
     out: str
+    steps: int = 300
+    seeds: int = 5
     autocast: bool = True
 
 
@@ -70,6 +73,7 @@ STUDIES = {
         (("nudged", "eager"), ("compile", "eager"), ("fused", "eager")),
         {"GELU": (models.GPT, models.TINY)},
         out="long_training",
+        steps=500,
         autocast=False,
     ),
     "memory": Study(
@@ -93,6 +97,8 @@ STUDIES = {
         (("fp8-rowwise", "plain"),),
         {"GELU": (models.GPT, models.TINY), "SwiGLU": (models.Llama, models.TINY_LLAMA)},
         out="fp8_rowwise_training",
+        steps=120,
+        seeds=3,
     ),
 }
 
@@ -177,7 +183,7 @@ def final(losses: Sequence[float], tail: int = TAIL) -> float:
 def differences(finals: Mapping[str, Sequence[float]], way: str, other: str) -> dict[str, Any]:
     """Return two variants' differences in final loss by seed, with their mean and its 95 % interval."""
     each = [a - b for a, b in zip(finals[way], finals[other], strict=True)]
-    mean, reach = statistics.fmean(each), T[len(each) - 1] * statistics.stdev(each) / len(each) ** 0.5
+    mean, reach = statistics.fmean(each), T[len(each)] * statistics.stdev(each) / len(each) ** 0.5
     square = statistics.fmean(d * d for d in each)
     return {"each": each, "mean": mean, "interval_95": [mean - reach, mean + reach], "root_mean_square": square**0.5}
 
@@ -216,64 +222,52 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def measure(study: Study, steps: int, seeds: int, result: dict[str, Any], tell: Callable[[str], None]) -> None:
-    """Do the training runs that ``result`` lacks, and add each run to ``result``.
-
-    Args:
-        study: the variants and models.
-        steps: number of steps in each run.
-        seeds: number of runs of each variant.
-        result: empty, or the result of an earlier call.
-        tell: called with a line of text after each run.
-    """
+def measure(study: Study, result: dict[str, Any], tell: Callable[[str], None]) -> None:
+    """Do the training runs that ``result`` lacks, add each run to ``result``, and call ``tell`` with a line of text."""
     curves = result.setdefault("curves", {model: {way: [] for way in study.ways} for model in study.models})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, (make, config) in study.models.items():
         for way, policy in study.ways.items():
             done = curves[name][way]
-            if len(done) >= seeds:
+            if len(done) >= study.seeds:
                 continue
             torch._dynamo.reset()
             model = make(config).to(device)
             forward = compiled(model, policy, study.autocast)  # once for all seeds
-            for seed in range(len(done), seeds):
+            for seed in range(len(done), study.seeds):
                 began = time.perf_counter()
                 torch.manual_seed(seed)
                 start(model, make(config).to(device), seed, way == "nudged")
-                losses = train(forward, model, steps, BATCH, config.context, seed)
+                losses = train(forward, model, study.steps, BATCH, config.context, seed)
                 done.append([round(loss, 6) for loss in losses])
-                if seeds > 1 and all(len(each) == seeds for rows in curves.values() for each in rows.values()):
+                if all(len(each) == study.seeds for rows in curves.values() for each in rows.values()):
                     result["summary"] = {name: summary(study, rows) for name, rows in curves.items()}
                 took = time.perf_counter() - began
                 tell(f"{name:<6} {way:<14} seed {seed}  final loss {final(losses):.4f}  {took:.0f} s")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--study", choices=tuple(STUDIES), default="memory", help="the study (default: memory)")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=5, choices=SEEDS, help="(default: 5)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, the models are small)")
-    parser.add_argument("--out", type=Path, help="the result file; completed runs in it are not repeated")
-    args = parser.parse_args()
-    study, name = STUDIES[args.study], STUDIES[args.study].out
-    out = args.out or harness.results_folder() / f"{name}.json"
-    torch.set_num_threads(args.threads)
+def main(arguments: argparse.Namespace) -> int:
+    """Do a study's missing runs, write the JSON after each, and print the table."""
+    study = STUDIES[arguments.study]
+    out = harness.RESULTS / f"{study.out}.json"
+    torch.set_num_threads(1)  # the models are small
     about = {
-        "benchmark": name, "schema": harness.SCHEMA, "machine": harness.machine(), "steps": args.steps,
+        "benchmark": study.out, "schema": harness.SCHEMA, "machine": harness.machine(), "steps": study.steps,
         "models": {model: vars(config) for model, (_, config) in study.models.items()}, "batch": BATCH,
     }  # fmt: skip
-    result = harness.read(out, name) if out.exists() else about
+    result = harness.read(out, study.out) if out.exists() else about
     if any(result[key] != about[key] for key in ("steps", "models", "batch")):
-        parser.error(f"--out {out} has other steps, models or batches: remove it, or name another")
+        raise harness.UsageError(f"{out} has other steps, models or batches: remove it")
 
     def tell(line: str) -> None:
         print(line, flush=True)
         harness.write(out, result)
 
-    measure(study, args.steps, args.seeds, result, tell)
+    measure(study, result, tell)
     print(table(result))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    study = {"choices": tuple(STUDIES), "required": True}
+    raise SystemExit(run_script(main, __doc__, study=study))

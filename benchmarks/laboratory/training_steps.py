@@ -17,7 +17,6 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torch_fused_ops as tfo
+from torch_fused_ops.benchmarks.harness import RESULTS
 from torch_fused_ops.benchmarks.laboratory import run_script
 
-RESULTS = Path(__file__).parent.parent / "results"
 aten = torch.ops.aten
 
 
@@ -257,13 +256,8 @@ def planned(row: dict[str, str]) -> tfo.Plan:
     is_titan = row["weights"].startswith("float32 shards")
     dtype = torch.bfloat16 if row["weights"] == "bf16" else torch.float32
     with torch.device("meta"):
-        kind = (
-            "torchtitan"
-            if "torchtitan" in row["source"] or "/ao " in row["source"]
-            else "litgpt"
-            if "thunder" in row["source"]
-            else ""
-        )
+        programs = {"torchtitan": "torchtitan", "/ao ": "torchtitan", "thunder": "litgpt"}
+        kind = next((program for text, program in programs.items() if text in row["source"]), "")
         float_logits = "float32 logits" in row["loss"] or "alive and float32" in row["loss"]
         model = Decoder(SIZES[row["model"]], int(row["layers"]), row["checkpoint"], kind, float_logits)
         model.prepare(int(row["seq"]))
@@ -314,17 +308,14 @@ def main(arguments: argparse.Namespace) -> int:
     """Print each row's prediction, and write benchmarks/results/training_steps.json."""
     results = []
     for row in rows():
-        if arguments.only and not any(text in row["id"] for text in arguments.only):
-            continue
         result = prediction(row)
         results.append(result)
         ratio = result["predicted"] / result["measured"]
         figures = f"{result['predicted']:7.2f} {result['measured']:7.2f} {ratio:5.3f}"
         print(f"{result['id']:28} {result['what']:14} {figures}", flush=True)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "training_steps.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_script(main, __doc__ or "", ["out", "only"]))
+    raise SystemExit(run_script(main, __doc__))

@@ -1,5 +1,6 @@
 """Long runs: caches do not grow with the number of compilations, calls or shapes, and training losses agree."""
 
+import dataclasses
 import functools
 import gc
 import importlib
@@ -239,24 +240,18 @@ def test_eager_calls_with_new_shapes_do_not_leak(calls: int, only_new_garbage: N
 
 
 @pytest.mark.parametrize(
-    ("study", "page", "steps", "seeds"),
-    [
-        ("rounding", "", 500, 5),
-        ("memory", "memory.md", 300, 5),
-        ("gemm", "fp8.md", 300, 5),
-        ("rowwise", "fp8.md", 120, 3),
-    ],
+    ("study", "page"), [("rounding", ""), ("memory", "memory.md"), ("gemm", "fp8.md"), ("rowwise", "fp8.md")]
 )
-def test_tables_of_losses_match_the_measurements(study: str, page: str, steps: int, seeds: int) -> None:
+def test_tables_of_losses_match_the_measurements(study: str, page: str) -> None:
     """The tables on the pages match the measured curves and their statistics."""
     kind, docs = training.STUDIES[study], Path(__file__).parents[2] / "docs"
-    result = harness.read(harness.results_folder() / f"{kind.out}.json", kind.out)
-    assert result["steps"] == steps and result["models"] == {
+    result = harness.read(harness.RESULTS / f"{kind.out}.json", kind.out)
+    assert result["steps"] == kind.steps and result["models"] == {
         name: vars(config) for name, (_, config) in kind.models.items()
     }
     for name, curves in result["curves"].items():
         lengths = {way: [len(row) for row in rows] for way, rows in curves.items()}
-        assert lengths == dict.fromkeys(kind.ways, [steps] * seeds)
+        assert lengths == dict.fromkeys(kind.ways, [kind.steps] * kind.seeds)
         assert to_twelve_digits(training.summary(kind, curves)) == to_twelve_digits(result["summary"][name])
     if study == "rounding":
         assert all(training.agrees(result["summary"]["GELU"], way) for way in ("compile", "fused"))
@@ -293,9 +288,9 @@ def test_short_training_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        study = training.STUDIES["rounding"]
+        study = dataclasses.replace(training.STUDIES["rounding"], steps=120, seeds=3)
         result: dict[str, Any] = {}
-        training.measure(study, 120, 3, result, print)
+        training.measure(study, result, print)
         results = result["summary"]["GELU"]
         assert training.agrees(results, "fused") and training.agrees(results, "compile"), training.table(result)
 
@@ -307,7 +302,7 @@ def test_short_training_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(training, "compiled", replace_activation)
         result = {}
-        training.measure(study, 120, 3, result, print)
+        training.measure(study, result, print)
         assert not training.agrees(result["summary"]["GELU"], "fused"), training.table(result)
     finally:
         torch.set_num_threads(threads)

@@ -11,7 +11,7 @@ from torch_fused_ops.benchmarks.laboratory import on_paper
 @pytest.mark.slow
 @pytest.mark.parametrize("block", ["GELU MLP 8192 4096→16384", "SwiGLU MLP 8192 4096→16384"])
 def test_blocks_reproduce_the_committed_results(block: str) -> None:
-    committed = harness.read(on_paper.default_out(), "on-paper")
+    committed = harness.read(on_paper.RESULTS, "on-paper")
     if on_paper.versions() != committed["versions"]:
         pytest.skip(f"counted with {committed['versions']}")
     (before,) = [row for row in committed["blocks"] if row["name"] == block]
@@ -24,6 +24,6 @@ def test_blocks_reproduce_the_committed_results(block: str) -> None:
 
 
 def test_every_block_is_committed() -> None:
-    committed = harness.read(on_paper.default_out(), "on-paper")
+    committed = harness.read(on_paper.RESULTS, "on-paper")
     assert [row["name"] for row in committed["blocks"]] == list(on_paper.BLOCKS)
     assert all(tuple(row["ways"]) == on_paper.BLOCK_WAYS for row in committed["blocks"])

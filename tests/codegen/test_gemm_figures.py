@@ -29,7 +29,6 @@ pytest.importorskip("triton")
 TOKENS, HIDDEN, FFN = 8192, 4096, 14336
 MIB = 2**20
 RATES = rates_of(gpu.H200)
-COMMITTED = harness.results_folder() / "fp8_recipes.json"
 LAYERS = {"SwiGLU": 3, "GELU": 2}
 
 
@@ -190,9 +189,7 @@ def test_the_page_has_the_counted_figures(model: str, policy: str) -> None:
 @cache
 def recipes() -> dict[str, Any]:
     """Read the committed results."""
-    if not COMMITTED.exists():
-        pytest.skip("installed without results")
-    return harness.read(COMMITTED, "fp8-recipes")
+    return harness.read(fp8_recipes.RESULTS, "fp8-recipes")
 
 
 def test_committed_recipes_are_complete_and_match_the_page() -> None:

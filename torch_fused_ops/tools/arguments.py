@@ -41,12 +41,6 @@ BENCHMARKS = {
 }
 
 
-def add_bench_options(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
-    """Add ``bench`` options by name; scripts in benchmarks/laboratory share them."""
-    for option in options:
-        parser.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
-
-
 def _ways(benchmark: str) -> str:
     """Describe a benchmark's variants for its help; "" without variants."""
     variants = [(", ".join(m.ways), m.text) for m in MEANINGS if benchmark in m.benchmarks]
@@ -160,7 +154,8 @@ def parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     for name, text in BENCHMARKS.items():
         benchmark = names.add_parser(name, help=text, description=text, epilog=_ways(name), formatter_class=formatter)
-        add_bench_options(benchmark, tuple(_BENCH_OPTIONS))
+        for option, settings in _BENCH_OPTIONS.items():
+            benchmark.add_argument(f"--{option}", **settings)
     return main
 
 
