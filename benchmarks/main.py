@@ -14,7 +14,7 @@ import torch
 
 from torch_fused_ops.benchmarks import variants
 
-from . import harness, mlp, model, pointwise, ways
+from . import harness, mlp, model, pointwise
 from .harness import Case, Device, Plan, UsageError
 
 
@@ -43,9 +43,6 @@ BENCHMARKS = {
         pointwise.grid, pointwise.name_of, pointwise.case, pointwise.SHAPE, (2,), {"cuda": 0.5, "cpu": 0.4}
     ),
     "mlp": Benchmark(mlp.grid, mlp.name_of, mlp.case, mlp.SHAPE, (2, 3), {"cuda": 2.0, "cpu": 30.0}, mlp.Size.of),
-    "inference": Benchmark(
-        mlp.inference_grid, mlp.name_of, mlp.inference_case, mlp.SHAPE, (2, 3), {"cuda": 0.5, "cpu": 5.0}, mlp.Size.of
-    ),
     "model": Benchmark(model.grid, model.name_of, model.case, model.SHAPE, (2,), {"cuda": 10.0, "cpu": 60.0}),
 }
 LIMIT = {"cuda": 540.0, "cpu": math.inf}  # seconds of a whole command
@@ -85,8 +82,6 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
         raise UsageError(f"--ways {' '.join(unknown)} not known; accepted: {', '.join(known)}")
     sizes = [benchmark.size(harness.numbers(s, benchmark.counts, benchmark.shape)) for s in arguments.sizes]
     cases = {benchmark.name(*case): case for case in benchmark.grid(device, quick, sizes, arguments.dtypes)}
-    if arguments.ways and not set(arguments.ways) & set(ways.TUNED):  # tuned variants have their own cases
-        cases = {name: case for name, case in cases.items() if "max-autotune" not in name}
     chosen = [n for n in cases if all(t in n for t in arguments.only) and not any(t in n for t in arguments.skip)]
     if not chosen:
         option, texts = ("skip", arguments.skip) if arguments.skip else ("only", arguments.only)

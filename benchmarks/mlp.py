@@ -1,7 +1,7 @@
-"""Training steps and inference of GELU and SwiGLU MLPs: ``bench mlp`` and ``bench inference``.
+"""Training steps of GELU and SwiGLU MLPs: ``bench mlp``.
 
-A step is forward, and backward to input and weights. In addition to the variants of ``ways``, *operators* is eager
-PyTorch with our eager operators, and *gemms* runs only the MLP's GEMMs, a lower bound for any fusion.
+A step is forward, and backward to input and weights. In addition to the variants of ``ways``, *gemms* runs only the
+MLP's GEMMs, a lower bound for any fusion.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -12,13 +12,11 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fused_ops import functional as FF
 from torch_fused_ops.virtual_gpu.roofline import Work
 
 from . import models, ways
@@ -29,26 +27,11 @@ def gelu_tanh(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tens
     return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
 
 
-def relu(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    return F.linear(F.relu(F.linear(x, w1, b1)), w2, b2)
-
-
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
-def gelu_tanh_operators(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    return F.linear(FF.bias_gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
-
-
-def swiglu_operators(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(FF.swiglu(F.linear(x, gate), F.linear(x, up)), down)
-
-
-MLPS: dict[str, Callable[..., Tensor]] = {"gelu_tanh": gelu_tanh, "relu": relu, "swiglu": swiglu}
-OPERATORS: dict[str, Callable[..., Tensor]] = {"gelu_tanh": gelu_tanh_operators, "swiglu": swiglu_operators}
-
-
+MLPS: dict[str, Callable[..., Tensor]] = {"gelu_tanh": gelu_tanh, "swiglu": swiglu}
 MODULES: dict[str, Callable[[int, int], nn.Module]] = {"gelu_tanh": models.GELUMLP, "swiglu": models.SwiGLUMLP}
 
 
@@ -86,13 +69,10 @@ CUDA_SIZES = [Size.of(s) for s in (
     (8192, 4096), (8192, 1024), (16384, 2048), (2048, 8192), (65536, 1024), (256, 512), (2048, 16384, 32768),
 )]  # fmt: skip
 OTHER_DTYPES = {torch.float16: [Size.of((8192, 2048))], torch.float32: [Size.of((4096, 1024))]}
-DECODE = (1, 4, 16)  # tokens
-INFERENCE_CPU = [Size.of(s) for s in ((1, 512), (16, 512), (256, 512), (256, 2048))]
-INFERENCE_CUDA = [Size.of((t, w)) for w in (1024, 2048, 4096, 8192) for t in (*DECODE, 256, 8192)]
 
 
 def tensors(
-    mlp: str, size: Size, dtype: torch.dtype, device: Device, sets: int, seed: int, grad: bool
+    mlp: str, size: Size, dtype: torch.dtype, device: Device, sets: int, seed: int
 ) -> tuple[list[nn.Parameter], list[list[Tensor]], list[Tensor]]:
     """Return weights, input sets (each an input and the weights), and output gradients. Activations are of order 1."""
     matrices = [(size.hidden, size.width)] * (2 if mlp == "swiglu" else 1) + [(size.width, size.hidden)]
@@ -106,13 +86,13 @@ def tensors(
         weights.append(normal(rows, columns, scale=1 / math.sqrt(columns)))
         if mlp != "swiglu":
             weights.append(normal(rows))
-    inputs = [normal(size.tokens, size.width).requires_grad_(grad) for _ in range(sets)]
-    tangents = [normal(size.tokens, size.width) for _ in range(sets if grad else 0)]
-    parameters = [nn.Parameter(w, requires_grad=grad) for w in weights]
+    inputs = [normal(size.tokens, size.width).requires_grad_() for _ in range(sets)]
+    tangents = [normal(size.tokens, size.width) for _ in range(sets)]
+    parameters = [nn.Parameter(w) for w in weights]
     return parameters, [[x, *parameters] for x in inputs], tangents
 
 
-def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device, backward: bool) -> Trial:
+def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device) -> Trial:
     """Return a trial of only a step's GEMMs, which write into preallocated tensors."""
     t, w, h = size.tokens, size.width, size.hidden
 
@@ -125,9 +105,8 @@ def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device, backward: bo
     d_first, d_second = torch.empty_like(first), torch.empty_like(second)
     firsts = 2 if mlp == "swiglu" else 1
     products = [(into, first.t(), inner)] * firsts + [(out, second.t(), result)]
-    if backward:
-        products += [(into, second, inner), (into.t(), out, d_second)]
-        products += [(out, first, result), (out.t(), into, d_first)] * firsts
+    products += [(into, second, inner), (into.t(), out, d_second)]
+    products += [(out, first, result), (out.t(), into, d_first)] * firsts
 
     def run(_: int) -> list[Tensor]:
         with torch.no_grad():
@@ -138,7 +117,7 @@ def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device, backward: bo
     return Trial(run, lambda i: i)
 
 
-def works(mlp: str, size: Size, dtype: torch.dtype, way: str, backward: bool) -> list[Work]:
+def works(mlp: str, size: Size, dtype: torch.dtype, way: str) -> list[Work]:
     """Return the least work of a variant's kernels: GEMMs, and one pass over the hidden tensors in each direction.
 
     Level "off" saves as much as ``torch.compile``. At other levels, backward also writes the activation. "fp8" writes
@@ -146,117 +125,58 @@ def works(mlp: str, size: Size, dtype: torch.dtype, way: str, backward: bool) ->
     counted, as all variants compute them.
     """
     level = way.removeprefix("fused-") if way.startswith("fused-") else "off"
-    level = "free" if level == "autotune" else level
     firsts, number, elements = (2 if mlp == "swiglu" else 1), dtype.itemsize, size.tokens * size.hidden
     product = Work(flop=2.0 * size.tokens * size.width * size.hidden)
     kernels = [product] * (firsts + 1)
-    fp8 = level == "fp8" and backward
-    if way != "gemms":
-        kernels.append(Work(nbytes=elements * ((firsts + 1) * number + (firsts if fp8 else 0))))
-    if backward:
-        kernels += [product] * (2 * (firsts + 1) + (firsts if level == "input" else 0))
-    if backward and way != "gemms":
-        saved = 1 if fp8 else number
-        recomputed = 0 if level == "off" else number
-        kernels.append(Work(nbytes=elements * (number + firsts * (saved + number) + recomputed)))
+    fp8 = level == "fp8"
+    kernels.append(Work(nbytes=elements * ((firsts + 1) * number + (firsts if fp8 else 0))))
+    kernels += [product] * (2 * (firsts + 1) + (firsts if level == "input" else 0))
+    saved = 1 if fp8 else number
+    recomputed = 0 if level == "off" else number
+    kernels.append(Work(nbytes=elements * (number + firsts * (saved + number) + recomputed)))
     return kernels
 
 
-def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
-    """Return the case of a training step. ``tuned``: with Inductor's autotuning, which takes a minute to compile."""
-    fn: Callable[..., Tensor] = MLPS[mlp]
+def case(mlp: str, size: Size, dtype: torch.dtype, device: Device, plan: Plan) -> Case:
+    """Return the case of a training step."""
     sets = sets_of(device, size.tokens * size.width * dtype.itemsize * 2, most=8)
-    weights, inputs, tangents = tensors(mlp, size, dtype, device, sets, plan.seed, grad=True)
+    weights, inputs, tangents = tensors(mlp, size, dtype, device, sets, plan.seed)
     settings = {"fullgraph": True, "dynamic": False}
-    names = ("compile", "fused-free", *ways.TUNED) if tuned else (*ways.TRAINING, *ways.FLOAT8)
     xs = [tensors[:1] for tensors in inputs]
     trials: dict[str, Callable[[], Trial]] = {
-        name: ways.training(name, module_of(mlp, size, weights), xs, tangents, weights, **settings) for name in names
+        name: ways.training(name, module_of(mlp, size, weights), xs, tangents, weights, **settings)
+        for name in ways.COMPILED
     }
-    if not tuned and mlp in OPERATORS:
-        operators = OPERATORS[mlp]
-        trials["operators"] = ways.training(lambda fn, **_: lambda x: fn(x, *weights), operators, xs, tangents, weights)
-    trials["gemms"] = functools.partial(gemms, mlp, size, dtype, device, True)
+    trials["gemms"] = functools.partial(gemms, mlp, size, dtype, device)
     return Case(
-        name_of(mlp, size, dtype, tuned),
-        facts(mlp, size, tuned),
+        name_of(mlp, size, dtype),
+        {"mlp": mlp, "tokens": size.tokens, "width": size.width, "hidden": size.hidden},
         trials,
-        ways.truth(fn, inputs[0], tangents[0], weights),
+        ways.truth(MLPS[mlp], inputs[0], tangents[0], weights),
         sets,
         dtype,
         ours=ways.OURS,
         unchecked=("gemms",),
         loose=ways.LOOSE,
-        named_only=ways.FLOAT8,
+        named_only=ways.NAMED_ONLY,
     )
 
 
-def inference_case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
-    """Return the case of inference, under ``torch.no_grad()``."""
-    fn = MLPS[mlp]
-    sets = sets_of(device, size.tokens * size.width * dtype.itemsize, most=8)
-    _, inputs, _ = tensors(mlp, size, dtype, device, sets, plan.seed, grad=False)
-    settings = {"fullgraph": True, "dynamic": False}
-    names: tuple[str, ...] = ("compile", "fused-free", *ways.TUNED) if tuned else ways.INFERENCE
-    trials: dict[str, Callable[[], Trial]] = {name: ways.inference(name, fn, inputs, **settings) for name in names}
-    trials["gemms"] = functools.partial(gemms, mlp, size, dtype, device, False)
-    return Case(
-        name_of(mlp, size, dtype, tuned),
-        facts(mlp, size, tuned),
-        trials,
-        lambda: [fn(*(t.double() for t in inputs[0]))],
-        sets,
-        dtype,
-        ours=ways.OURS,
-        unchecked=("gemms",),
-    )
+def name_of(mlp: str, size: Size, dtype: torch.dtype) -> str:
+    return f"{mlp} {size} {str(dtype).removeprefix('torch.')}"
 
 
-def name_of(mlp: str, size: Size, dtype: torch.dtype, tuned: bool) -> str:
-    return f"{mlp} {size} {str(dtype).removeprefix('torch.')}{' max-autotune' if tuned else ''}"
-
-
-def facts(mlp: str, size: Size, tuned: bool) -> dict[str, Any]:
-    return {"mlp": mlp, "tokens": size.tokens, "width": size.width, "hidden": size.hidden, "max_autotune": tuned}
-
-
-Combination = tuple[str, Size, torch.dtype, bool]
-
-
-def combinations(
-    mlps: Sequence[str],
-    default: Sequence[Size],
-    device: Device,
-    quick: bool,
-    sizes: Sequence[Size],
-    dtypes: Sequence[str],
-    tuned: Callable[[Size], bool],
-) -> list[Combination]:
-    """Return the cases, the most important first: all sizes, then autotuned ones on GPUs, then other dtypes."""
-    gpu = device.type == "cuda"
-    chosen = list(sizes or (QUICK if quick else default))
-    main = [DTYPES[d] for d in dtypes] or ([torch.bfloat16] if gpu else [torch.float32, torch.bfloat16])
-    if quick and not dtypes:
-        main = main[:1]
-    cases: list[Combination] = [(mlp, size, dtype, False) for size in chosen for dtype in main for mlp in mlps]
-    if gpu and not quick:
-        cases += [(mlp, size, main[0], True) for size in chosen if sizes or tuned(size) for mlp in mlps]
-        if not sizes and not dtypes:
-            cases += [(mlp, size, dtype, False) for dtype, few in OTHER_DTYPES.items() for size in few for mlp in mlps]
-    return cases
+Combination = tuple[str, Size, torch.dtype]
 
 
 def grid(device: Device, quick: bool, sizes: Sequence[Size], dtypes: Sequence[str]) -> list[Combination]:
-    """Return the cases of ``bench mlp``."""
-    default = CUDA_SIZES if device.type == "cuda" else CPU_SIZES
-    return combinations(
-        ("gelu_tanh", "swiglu"), default, device, quick, sizes, dtypes, lambda s: s.tokens == 8192 and s.width <= 4096
-    )
-
-
-def inference_grid(device: Device, quick: bool, sizes: Sequence[Size], dtypes: Sequence[str]) -> list[Combination]:
-    """Return the cases of ``bench inference``."""
-    default = INFERENCE_CUDA if device.type == "cuda" else INFERENCE_CPU
-    return combinations(
-        tuple(MLPS), default, device, quick, sizes, dtypes, lambda s: s.width == 2048 and s.tokens in (1, 16, 8192)
-    )
+    """Return the cases, the most important first: all sizes, then other dtypes on GPUs."""
+    gpu = device.type == "cuda"
+    chosen = sizes or (QUICK if quick else CUDA_SIZES if gpu else CPU_SIZES)
+    main = [DTYPES[d] for d in dtypes] or ([torch.bfloat16] if gpu else [torch.float32, torch.bfloat16])
+    if quick and not dtypes:
+        main = main[:1]
+    cases = [(mlp, size, dtype) for size in chosen for dtype in main for mlp in MLPS]
+    if gpu and not (quick or sizes or dtypes):
+        cases += [(mlp, size, dtype) for dtype, few in OTHER_DTYPES.items() for size in few for mlp in MLPS]
+    return cases

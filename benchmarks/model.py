@@ -32,7 +32,7 @@ DEFAULT: dict[str, list[tuple[str, int, int]]] = {  # model, batch, length
     "quick": [("quick-gpt", 2, 16), ("quick-llama", 2, 16)],
 }
 
-Combination = tuple[str, int, int, torch.dtype, bool]
+Combination = tuple[str, int, int, torch.dtype]
 
 
 def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> list[Combination]:
@@ -45,14 +45,11 @@ def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: 
         if length > MODELS[name][1].context:
             raise UsageError(f"--sizes: {name} takes sequences of {MODELS[name][1].context} tokens, not {length}")
     kinds = [DTYPES[d] for d in dtypes] or [torch.bfloat16 if gpu else torch.float32]
-    combinations = [(*sizes_of_case, dtype, False) for sizes_of_case in chosen for dtype in kinds]
-    if gpu and not quick:
-        combinations += [(*chosen[0], kinds[0], True)]
-    return combinations
+    return [(*case, dtype) for case in chosen for dtype in kinds]
 
 
-def name_of(model: str, batch: int, length: int, dtype: torch.dtype, tuned: bool) -> str:
-    return f"{model} {batch}×{length} {str(dtype).removeprefix('torch.')}{' max-autotune' if tuned else ''}"
+def name_of(model: str, batch: int, length: int, dtype: torch.dtype) -> str:
+    return f"{model} {batch}×{length} {str(dtype).removeprefix('torch.')}"
 
 
 def build(name: str, dtype: torch.dtype, device: Device, seed: int) -> nn.Module:
@@ -96,23 +93,22 @@ def truth(model: nn.Module, inputs: Sequence[Tensor]) -> Callable[[], list[Tenso
     return compute
 
 
-def case(name: str, batch: int, length: int, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
+def case(name: str, batch: int, length: int, dtype: torch.dtype, device: Device, plan: Plan) -> Case:
     """Return the case of a model's training step."""
     model = build(name, dtype, device, plan.seed)
     sets = min(4, sets_of(device, batch * length * 16))
     inputs = batches(name, (batch, length), sets, device, plan.seed)
-    names = ("compile", "fused-free", *ways.TUNED) if tuned else (*ways.TRAINING, *ways.FLOAT8)
     settings = {"fullgraph": True, "dynamic": False}
     config = MODELS[name][1]
     return Case(
-        name_of(name, batch, length, dtype, tuned),
+        name_of(name, batch, length, dtype),
         {"model": name, "tokens": batch * length, "batch": batch, "length": length, "width": config.width,
-         "layers": config.layers, "parameters": sum(p.numel() for p in model.parameters()), "max_autotune": tuned},
-        {way: training(way, model, inputs, **settings) for way in names},
+         "layers": config.layers, "parameters": sum(p.numel() for p in model.parameters())},
+        {way: training(way, model, inputs, **settings) for way in ways.COMPILED},
         truth(model, inputs[0]),
         sets,
         dtype,
         ours=ways.OURS,
         loose=ways.LOOSE,
-        named_only=ways.FLOAT8,
+        named_only=ways.NAMED_ONLY,
     )  # fmt: skip

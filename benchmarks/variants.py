@@ -25,7 +25,7 @@ class Meaning:
     text: str
 
 
-_EVERY, _TRAINED = ("pointwise", "mlp", "model", "inference"), ("mlp", "model")
+_EVERY, _TRAINED = ("pointwise", "mlp", "model"), ("mlp", "model")
 MEANINGS = (
     Meaning(("eager",), _EVERY, "PyTorch without a compiler"),
     Meaning(("compile",), _EVERY, "torch.compile"),
@@ -34,16 +34,15 @@ MEANINGS = (
     Meaning(("autotune",), _EVERY, f'torch.compile(mode="{AUTOTUNE}")'),
     Meaning(tuple(f"fused-{memory}" for memory in MEMORY if memory != "tiled"), _TRAINED,
             'backend="fused" with each level of FusionPolicy(memory=…); strict: unfused MLPs are errors'),
-    Meaning(("fused-free",), ("inference",), 'backend="fused", strict'),
-    Meaning(("fused-autotune",), ("mlp", "model", "inference"), "fused-free with autotune's mode"),
+    Meaning(("fused-autotune",), _TRAINED, "fused-free with autotune's mode; both only if --ways names them"),
     Meaning(tuple(f"gemm-{recipe}" for recipe in GEMM if recipe != "bf16"), _TRAINED,
             "fused-free with FusionPolicy(gemm=…); only if --ways names it"),
     Meaning(tuple(f"torchao-{recipe.replace('_', '-')}" for recipe in TORCHAO), _TRAINED,
             "torch.compile after torchao's convert_to_float8_training of the same layers, if torchao can be "
             "imported; only if --ways names it"),
-    Meaning(("operators",), ("pointwise", "mlp"), "eager PyTorch with our eager operators"),
+    Meaning(("operators",), ("pointwise",), "eager PyTorch with our eager operators"),
     Meaning(("fused",), ("pointwise",), "our operators under torch.compile"),
-    Meaning(("gemms",), ("mlp", "inference"),
+    Meaning(("gemms",), ("mlp",),
             "an MLP's GEMMs alone, into preallocated tensors: a lower bound for any fusion"),
     Meaning(("copy",), ("pointwise",), "a copy of as many bytes as the operator reads and writes"),
     Meaning(("liger",), ("pointwise",), "Liger-Kernel's SwiGLU and GEGLU, if liger_kernel can be imported"),

@@ -139,14 +139,11 @@ COMPILED: dict[str, Callable[..., Function]] = {
     **{f"gemm-{recipe}": float8(recipe) for recipe in GEMM if recipe != "bf16"},
     **{f"torchao-{recipe.replace('_', '-')}": torchao(recipe) for recipe in TORCHAO},
 }
-FLOAT8 = tuple(name for name in COMPILED if name.startswith(("gemm-", "torchao-")))  # run only if --ways names them
-TRAINING = tuple(name for name in COMPILED if not name.endswith("autotune") and name not in FLOAT8)
-INFERENCE = ("eager", "compile", "fused-free")  # budgets and memory= only change backward
-TUNED = ("autotune", "fused-autotune")
+FLOAT8 = tuple(name for name in COMPILED if name.startswith(("gemm-", "torchao-")))
+NAMED_ONLY = ("autotune", "fused-autotune", *FLOAT8)
 OURS = (
     "fused-free",
     *(name for name in COMPILED if name.startswith(("fused-", "gemm-")) and name != "fused-free"),
-    "operators",
 )
 # 8-bit storage has errors of a few per cent. A float8 GEMM's operand has an error of 2.6 % in the 2-norm (e4m3; in
 # torchao's tensorwise recipe, e5m2 gradients have 5 %). On CPUs, MLPs and models with 1 to 12 layers had errors of at
@@ -154,23 +151,8 @@ OURS = (
 LOOSE = {"fused-fp8": 0.15, **dict.fromkeys(FLOAT8, 0.12), "torchao-tensorwise": 0.16}
 
 
-def inference(way: str, fn: Function, sets: Sequence[Sequence[Tensor]], **settings: Any) -> Callable[[], Trial]:
-    """Return a function that compiles the variant ``way`` of calling ``fn`` without gradients."""
-
-    def make() -> Trial:
-        compiled = COMPILED[way](fn, **settings)
-
-        def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-            with torch.no_grad():
-                return [compiled(*inputs)]
-
-        return Trial(run, lambda i: sets[i])
-
-    return make
-
-
 def training(
-    way: str | Function,
+    way: str,
     fn: Function,
     sets: Sequence[Sequence[Tensor]],
     tangents: Sequence[Tensor | None],
@@ -180,7 +162,7 @@ def training(
     """Return a function that compiles a training step of ``fn``: forward, and backward to inputs and parameters.
 
     Args:
-        way: a name of ``COMPILED``, or a function that compiles ``fn``.
+        way: a name of ``COMPILED``.
         fn: called with an input set; returns a tensor.
         sets: the input sets. A parameter among the inputs does not count as saved.
         tangents: for each set, the output's gradient; None for a loss.
@@ -189,7 +171,7 @@ def training(
     """
 
     def make() -> Trial:
-        compiled = (COMPILED[way] if isinstance(way, str) else way)(fn, **settings)
+        compiled = COMPILED[way](fn, **settings)
         known = {id(p) for p in parameters}
         leaves = [
             [

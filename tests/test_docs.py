@@ -201,7 +201,7 @@ def test_the_page_on_memory_states_the_roofline() -> None:
     for name, width, hidden, *stated in rows:
         size, kind = mlp.Size(8192, int(width), int(hidden)), "swiglu" if name == "SwiGLU" else "gelu_tanh"
         ways = ("compile", "fused-free", "fused-fp8", "fused-input")
-        works = {way: mlp.works(kind, size, torch.bfloat16, way, True) for way in ways}
+        works = {way: mlp.works(kind, size, torch.bfloat16, way) for way in ways}
         all_works.append(works)
         plain, *fused = map(rates.seconds, works.values())
         gemms = sum(work.flop for work in works["compile"]) / rates.flop

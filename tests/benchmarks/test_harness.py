@@ -181,19 +181,17 @@ def test_grids_for_gpus_are_wide() -> None:
     gpu = stand_in()
     for module, grid, name in (
         (mlp, mlp.grid, mlp.name_of),
-        (mlp, mlp.inference_grid, mlp.name_of),
         (pointwise, pointwise.grid, pointwise.name_of),
         (model, model.grid, model.name_of),
     ):
         chosen = grid(gpu, False, [], [])
         names = [name(*combination) for combination in chosen]
-        assert len(set(names)) == len(names) > 2, module
+        assert len(set(names)) == len(names) >= 2, module
         assert any("bfloat16" in n for n in names)
-    sizes = [size for _, size, _, _ in mlp.grid(gpu, False, [], [])]
+    sizes = [size for _, size, _ in mlp.grid(gpu, False, [], [])]
     assert min(s.tokens for s in sizes) == 256 and max(s.tokens for s in sizes) == 65536
     assert min(s.width for s in sizes) == 512 and max(s.width for s in sizes) == 16384
-    assert {dtype for *_, dtype, _ in mlp.grid(gpu, False, [], [])} == set(harness.DTYPES.values())
-    assert {s.tokens for _, s, _, _ in mlp.inference_grid(gpu, False, [], [])} >= {1, 4, 16}
+    assert {dtype for *_, dtype in mlp.grid(gpu, False, [], [])} == set(harness.DTYPES.values())
     large = [c for c in pointwise.grid(gpu, False, [], []) if c[2] * c[3] >= 1 << 26]
     assert {str(c[1]) for c in large} == set(map(str, [*pointwise.OPERATORS, *pointwise.OTHERS]))
     raises(UsageError, "takes sequences of 1024", model.grid, gpu, False, [(1, 2048)], [])

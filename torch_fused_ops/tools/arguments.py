@@ -37,7 +37,6 @@ BENCHMARKS = {
     "pointwise": "every operator by itself, forward and backward, and the overhead of a call",
     "mlp": "a training step of GELU and SwiGLU MLPs",
     "model": "a training step of whole models",
-    "inference": "MLPs without gradients, including decoding",
 }
 
 
