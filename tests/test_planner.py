@@ -1127,3 +1127,11 @@ def test_list_index_on_meta_is_captured() -> None:
         layer, x = nn.Linear(8, 8), torch.empty(4, 6, 8)
     captured = captured_model(lambda x: layer(x[:, [0, -1]]).sum(), (x,), {})
     assert len(captured.graphs) == 1
+
+
+def test_arguments_that_no_graph_reads_are_alive_too() -> None:
+    batch = {"x": torch.randn(4, 8), "labels": torch.zeros(100)}
+    (_, without), (_, entry) = resident(Student(True), {"x": batch["x"]}), resident(Student(True), batch)
+    assert entry == without + 400
+    batch["labels"] = batch["x"][1:]  # shares x's storage
+    assert resident(Student(True), batch)[1] == without

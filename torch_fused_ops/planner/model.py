@@ -36,6 +36,7 @@ class CapturedModel:
     mlps: Mapping[str, tuple[str, ...]]  # paths of the fused MLPs' modules, by unit
     layers: Mapping[str, str]  # maps each module's path to its layer
     unregistered: Mapping[str, Tensor]  # parameters and buffers that graphs read and the model does not register
+    unread: int  # bytes of argument tensors that no graph reads
     # For each graph of a divided model (pieces.py): the layer of all its calls; None if each call names its own layer.
     # () if the model is not divided.
     pieces: tuple[str | None, ...] = ()
@@ -198,6 +199,7 @@ def captured_model(
     known: dict[int, int] = {}
     names: dict[int, str] = {}
     unregistered: dict[str, Tensor] = {}
+    read: dict[int, int] = {}  # storages of graphs' inputs
     left_out: list[str] = []
     torch._dynamo.allow_in_graph(returned)
 
@@ -222,6 +224,7 @@ def captured_model(
     def capture(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         captured = set_aside(gm, policy)
         placeholders = gm.graph.find_nodes(op="placeholder")
+        read.update(_storages(example_inputs))
         if captured.graph is not None:
             paths = tuple(map(path_of, placeholders, example_inputs))
             captured = replace(captured, graph=replace(captured.graph, paths=paths))
@@ -262,6 +265,7 @@ def captured_model(
             why = said(error)
             graphs.clear()
             sites.clear()
+            read.clear()
             known = _storages((args, kwargs))
             if isinstance(model, nn.Module):
                 known |= _storages([list(vars(module).values()) for module in model.modules()])
@@ -278,7 +282,9 @@ def captured_model(
             mlps.setdefault(layers[site.module], {})[site.module] = None
     units = [unit for unit in dict.fromkeys(layers.values()) if unit in mlps or unit.rpartition(".")[2].isdigit()]
     of_mlps = {unit: tuple(modules) for unit, modules in mlps.items()}
-    return CapturedModel(tuple(graphs), links, tuple(units), of_mlps, layers, unregistered)
+    arguments = {key: nbytes for key, nbytes in _storages((args, kwargs)).items() if key not in read}
+    unread = sum(arguments.values())
+    return CapturedModel(tuple(graphs), links, tuple(units), of_mlps, layers, unregistered, unread)
 
 
 def layers_of(paths: Iterable[str]) -> dict[str, str]:

@@ -287,7 +287,7 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         last = placed[-1][2]
         pieces += [*placed[:-1], (*placed[-1][:2], replace(last, net=last.net + remaining))]
     trained = frozenset(model.parameter(*key) for key in timeline.gradients)
-    return SegmentedStep(timeline.entry, tuple(pieces), trained)
+    return SegmentedStep(timeline.entry + model.unread, tuple(pieces), trained)
 
 
 def _owners(events: Sequence[Event], model: CapturedModel) -> list[str]:
