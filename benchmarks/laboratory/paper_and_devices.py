@@ -13,6 +13,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops.benchmarks.harness import RESULTS
 from torch_fused_ops.benchmarks.laboratory import run_script
 from torch_fused_ops.virtual_gpu.roofline import Rates, Work
 from torch_fused_ops.virtual_gpu.timeline import Storages
 from torch_fused_ops.virtual_gpu.work import flop_of, is_view
 
+RESULTS = Path(__file__).parent.parent / "results"
 WORKSPACE = int(16.25 * 2**20)  # twice the default of cuBLAS, 8.125 MiB
 LARGE = 0.05  # ms; longer rows take more than a few launches
 FITTED = 0.02  # ms; memory traffic dominates longer forward rows
@@ -39,6 +40,10 @@ class _Counted(Storages):
         self.kernels: list[tuple[float, float, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._softmax_backward_data.default:
+            args = (args[0] * args[1], *args[1:])  # CUDA runs an additional kernel with an additional tensor
+            self.kernel([args[0]], [args[1:2], args[0]])
+            self.add(args[0])
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if not is_view(func) and not func._schema.name.startswith(("aten::empty", "aten::detach", "aten::new_empty")):
             flop = flop_of(func.overloadpacket, args, kwargs or {}, result)
@@ -81,18 +86,49 @@ def _one_kernel(counted: _Counted, in_place: bool) -> Callable[..., Tensor]:
 
 
 class _MLP(nn.Module):
-    def __init__(self, width: int, hidden: int, activation: Callable[[Tensor], Tensor], kernel: Any) -> None:
+    def __init__(
+        self, width: int, hidden: int, activation: Callable[[Tensor], Tensor], kernel: Any, tiles: int
+    ) -> None:
         super().__init__()
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
-        self.activation, self.kernel = activation, kernel
+        self.activation, self.kernel, self.tiles = activation, kernel, tiles
 
     def forward(self, x: Tensor) -> Tensor:
+        return _Tiled.apply(x, self) if self.tiles > 1 else self.part(x)  # type: ignore[no-untyped-call]
+
+    def part(self, x: Tensor) -> Tensor:
         if self.kernel is None:
             result: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
-        else:
+        elif self.tiles == 1:
             result = self.down(self.kernel(self.gate(x), self.up(x)))
+        else:
+            gate, up = self.gate(x), self.up(x)  # both are alive during the last GEMM
+            result = self.down(self.kernel(gate, up))
         return result
+
+
+class _Tiled(torch.autograd.Function):
+    """Run an MLP tile by tile, without saving a graph. Backward repeats forward and adds to slices of one gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: _MLP) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.model = model
+        parts = x.chunk(model.tiles, -2)
+        return torch.cat([model.part(part) for part in parts], -2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,), model = ctx.saved_tensors, ctx.model
+        rows, grad_input = (t.flatten(0, 1).detach() for t in (x, torch.zeros_like(x)))
+        tiles = (t.chunk(model.tiles) for t in (rows, grad_input, gradient.flatten(0, 1)))
+        for part, grad_part, grad_output in zip(*tiles, strict=True):
+            part.requires_grad_().grad = grad_part
+            with torch.enable_grad():
+                result = model.part(part)
+            result.backward(grad_output)
+        return grad_input.view_as(x), None
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -103,25 +139,28 @@ def _packed(x: Tensor) -> Tensor:
 def _program(row: dict[str, str], counted: _Counted) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
     """Return a row's program and its input; None if the row's program is not modeled."""
     config, size = json.loads(row["config"]), int(float(row["size"]))
+    dtype = torch.float32 if "float32" in config.get("dtype", "") else torch.bfloat16
     kernel, provider = row["kernel"], row["provider"]
     shape: tuple[Any, ...] = ()
-    is_mlp = kernel in ("swiglu", "geglu")
+    is_mlp = kernel.removeprefix("tiled_") in ("swiglu", "geglu")
     fn: Callable[[Tensor], Tensor] = _one_kernel(counted, provider == "liger_in_place" or is_mlp)
-    if kernel == "relu_squared":
+    if kernel in ("relu_squared", "softmax"):
         # Peaks were measured with one row; the allocator's unit is 512 bytes.
-        shape = (config["M"], size) if row["metric"] == "speed" else (1, max(size, 256))
-        fn = (lambda x: F.relu(x).square()) if provider == "torch" else fn
-    elif kernel == "megatron_swiglu" and provider != "megatron":
+        shape = (config["M"], size) if row["metric"] == "speed" else (1, max(size, 512 // dtype.itemsize))
+        if provider == "torch":
+            fn = (lambda x: F.relu(x).square()) if kernel == "relu_squared" else (lambda x: torch.softmax(x, -1))
+    elif kernel == "megatron_swiglu" and provider in ("torch", "liger", "liger_in_place"):
         shape = (config["S"], config["B"], 2 * size)
         fn = _packed if provider == "torch" else fn
     elif is_mlp:
         activation = F.silu if config["hidden_act"] == "silu" else lambda x: F.gelu(x, approximate="tanh")
         shape = (config.get("B", config.get("bsz")), size, config["hidden_size"])
-        fused = fn if provider == "liger" else None
-        fn = _MLP(shape[-1], config["intermediate_size"], activation, fused).bfloat16()
+        tiles = config["num_shards"] if "tiled" in provider else 1
+        fused = fn if provider in ("liger", "liger_tiled") else None
+        fn = _MLP(shape[-1], config["intermediate_size"], activation, fused, tiles).to(dtype)
     else:
         return None
-    x = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     x.packed = kernel == "megatron_swiglu"  # type: ignore[attr-defined]
     return fn, x
 
@@ -170,6 +209,8 @@ def _step(fn: Callable[[Tensor], Tensor], x: Tensor, row: dict[str, str], counte
 SHEETS = {
     "NVIDIA H100 80GB HBM3": (3.35e12, 989.5e12),
     "NVIDIA A100-SXM4-80GB": (2.039e12, 312e12),
+    "NVIDIA GeForce RTX 4090": (1.008e12, 165.2e12),
+    "NVIDIA GeForce RTX 3090": (0.936e12, 71e12),
 }
 
 
@@ -198,6 +239,9 @@ def _fitted(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         flop, nbytes = _costs([row for row in rows if row["measured"] > LARGE], (0, 1))
         return {"flop": 1 / flop, "nbytes": 1 / nbytes}
     forward = [row for row in rows if row["pass"] == "forward" and row["measured"] > FITTED]
+    if not any(_columns(row)[2] for row in forward):
+        nbytes, launch = _costs(forward, (1, 3))
+        return {"nbytes": 1 / nbytes, "launch": launch}
     nbytes, strided, launch = _costs(forward, (1, 2, 3))
     return {"nbytes": 1 / nbytes, "strided": 1 / strided, "launch": launch}
 
@@ -215,13 +259,22 @@ def _python(row: dict[str, Any]) -> tuple[str, bool]:
 
 
 def predictions() -> dict[str, Any]:
-    """Return all predicted rows, and the rates of each GPU."""
-    rows: dict[str, list[dict[str, Any]]] = {"speed": [], "memory": []}
+    """Return all predicted rows, the rates of each GPU, and the number of rows left out."""
     with open(RESULTS / "public_measurements.csv", encoding="utf-8") as file:
-        table = [row for row in csv.DictReader(file) if row["gpu"] in SHEETS]
+        table = list(csv.DictReader(file))
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    left_out: dict[str, int] = defaultdict(int)
+    known: dict[tuple[str, ...], dict[str, Any] | None] = {}
     for row in table:
-        if counted := counts(row):
-            rows[row["metric"]].append({**row, **counted, "measured": float(row["median"])})
+        key = tuple(row[name] for name in ("kernel", "provider", "pass", "metric", "size", "config"))
+        if key not in known:
+            known[key] = counts(row)
+        counted = known[key]
+        if counted is None:
+            left_out[f"{row['metric']}: {row['kernel']}, {row['provider']}"] += 1
+            continue
+        names = ("gpu", "kernel", "provider", "pass", "metric", "size", "config", "unit")
+        rows[row["metric"]].append({**{n: row[n] for n in names}, **counted, "measured": float(row["median"])})
     rates = {}
     for gpu in SHEETS:
         speed = [row for row in rows["speed"] if row["gpu"] == gpu]
@@ -234,14 +287,20 @@ def predictions() -> dict[str, Any]:
         least = {python: statistics.median(times) for python, times in waits.items() if len(times) >= 3}
         for row in speed:
             row["predicted"] = max(row["predicted"], least.get(_python(row), 0.0))
+        rate["least"] = {
+            f"{part}, {'Python' if in_python else 'PyTorch'}": ms for (part, in_python), ms in least.items()
+        }
     for row in rows["memory"]:
         row["predicted"] = row["peak"] / 2**20
-    return {"rates": rates, **rows}
+    return {"rates": rates, "speed": rows["speed"], "memory": rows["memory"], "left_out": left_out}
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the tables."""
-    print(tables(predictions()))
+    """Write benchmarks/results/paper_and_devices.json, and print its tables."""
+    result = predictions()
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(tables(result))
     return 0
 
 
@@ -273,4 +332,4 @@ def tables(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_script(main, __doc__))
+    raise SystemExit(run_script(main, __doc__ or "", ["out"]))
