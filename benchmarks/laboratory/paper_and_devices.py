@@ -296,11 +296,8 @@ def predictions() -> dict[str, Any]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write benchmarks/results/paper_and_devices.json, and print its tables."""
-    result = predictions()
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(tables(result))
+    """Print the tables."""
+    print(tables(predictions()))
     return 0
 
 
@@ -332,4 +329,4 @@ def tables(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_script(main, __doc__ or "", ["out"]))
+    raise SystemExit(run_script(main, __doc__))
