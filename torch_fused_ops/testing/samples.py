@@ -186,7 +186,6 @@ def _softmax_cases() -> Iterator[Case]:
     yield _case("plain", core=True)
     for dtype in DTYPES:
         yield _case(dtype, (2, 2, 7, 33), dtype, dtype, mask=whole, causal=True, core=dtype != "fp32")
-        yield _case(f"wide scores {dtype}", (3, 4, 40), dtype, scale=2.0, values="wide")
         yield _case(f"tails {dtype}", (2, 3, 64), dtype, scale=1.0, values="tails")
         yield _case(f"peaked {dtype} with sink", (2, 3, 4, 40), dtype, dtype, scale=9.0, values="wide")
     for dtype, sink in MIXED_DTYPES:
@@ -291,7 +290,7 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     Args:
         op: a name in ``OPERATORS``.
         device: the tensors' device. Values are created on the CPU, so they are equal on all devices.
-        core: True yields 23 to 35 samples instead of 47 to 72.
+        core: True yields 23 to 35 samples instead of 47 to 68.
 
     Raises:
         ValueError: op is not known.
