@@ -46,32 +46,25 @@ LARGEST = 200_000_000  # parameters; larger models are not built
 
 # Names of settings in configurations. Only names that a configuration has are set.
 _NAMES: dict[int, str] = {
-    1: "n_group topk_group num_expert_groups",
+    1: "n_group topk_group",
     2: """num_hidden_layers n_layer num_layers encoder_layers decoder_layers n_layers num_decoder_layers
-        num_encoder_layers decoder_num_hidden_layers num_block_layers num_blocks encoder_num_hidden_layers
-        decoder_num_layers encoder_num_layers num_dense_layers n_enc_layers vision_layers num_hidden_blocks depth
-        num_self_attends_per_block l_layers x_layers r_layers text_num_hidden_layers num_experts_per_tok moe_topk
-        num_experts_per_token moe_k top_k_experts expert_top_k num_key_value_heads num_global_key_value_heads
-        num_frames""",
+        num_encoder_layers decoder_num_hidden_layers num_blocks encoder_num_hidden_layers decoder_num_layers
+        num_dense_layers depth num_self_attends_per_block l_layers x_layers r_layers num_experts_per_tok moe_topk
+        num_experts_per_token moe_k top_k_experts num_key_value_heads num_frames""",
     4: """num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads n_heads
         decoder_num_attention_heads encoder_num_attention_heads num_self_attention_heads num_cross_attention_heads
-        encoder_n_heads attention_heads num_kv_heads n_head_kv linear_num_key_heads linear_num_value_heads num_experts
-        num_local_experts n_routed_experts moe_num_experts num_routed_experts""",
+        attention_heads num_kv_heads linear_num_key_heads linear_num_value_heads num_experts num_local_experts
+        n_routed_experts moe_num_experts""",
     8: "sliding_window patch_size num_queries num_latents rotary_dim",
     16: "head_dim attention_head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim",
-    32: """moe_intermediate_size shared_expert_intermediate_size expert_dim expert_ffn_hidden_size q_lora_rank
-        kv_lora_rank ssm_intermediate_size attention_channel_scale moe_shared_expert_intermediate_size image_size
-        vq_num_embeds""",
-    64: """hidden_size d_model n_embd embed_dim embedding_size dim encoder_hidden_size decoder_hidden_size d_embed
-        word_embed_proj_dim projection_dim emb_dim text_embed_dim vision_embed_dim fpn_hidden_size conv_dim output_dim
-        encoder_embed_dim decoder_embed_dim lru_width fusion_hidden_size encoder_hidden_dim decoder_embedding_size
-        cross_attention_hidden_size reduced_embedding_dim mask_feature_size feature_size hidden_channels
-        input_hidden_size prompt_hidden_size qk_channels v_channels d_latents trigram_input_dims mm_hidden_size
+    32: """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size q_lora_rank kv_lora_rank
+        moe_shared_expert_intermediate_size image_size""",
+    64: """hidden_size d_model n_embd embed_dim embedding_size dim encoder_hidden_size decoder_hidden_size
+        word_embed_proj_dim projection_dim emb_dim fpn_hidden_size conv_dim output_dim lru_width fusion_hidden_size
+        encoder_hidden_dim cross_attention_hidden_size mask_feature_size feature_size qk_channels v_channels d_latents
         vision_hidden_size text_hidden_size entity_emb_size""",
     128: """intermediate_size encoder_ffn_dim decoder_ffn_dim d_ff ffn_dim n_inner ffn_hidden_size d_inner
-        decoder_intermediate_size encoder_intermediate_size mlp_dim dim_feedforward inner_dim feed_forward_size
-        feedforward_dim ff_dim ffn_intermediate_size decoder_d_ff encoder_d_ff ff_expansion_dim mlp_hidden_size
-        vision_intermediate_size text_intermediate_size encoder_feedforward_dim decoder_feedforward_dim
+        decoder_intermediate_size mlp_dim dim_feedforward feed_forward_size encoder_feedforward_dim
         dense_intermediate_size intermediate_size_mlp prompt_intermediate_size max_position_embeddings n_positions
         max_source_positions max_target_positions""",
     256: "vocab_size text_vocab_size entity_vocab_size vocab_size_per_layer_input",
@@ -81,7 +74,7 @@ SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name i
 # default is None.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
-    {"num_key_value_heads": 4, "n_head_kv": 4},
+    {"num_key_value_heads": 4},
     {"hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None, "num_heads": 1},
     {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "num_heads": 2},
     {"num_hidden_layers": 4, "num_key_value_heads": 4},
@@ -95,8 +88,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     ),  # the published sizes, two layers
 )
 SPECIAL = {"attention_types": [[["global", "local"], 1]]}  # a setting of GPT-Neo
-# In a list under one of these names, every element becomes 1.
-LISTS = ("depths", "layer_depths", "num_blocks", "num_layers", "num_hidden_layers", "encoder_layers")
 
 
 def architectures() -> dict[str, tuple[str, str]]:
@@ -130,7 +121,7 @@ def _settings(config: Any, variant: dict[str, Any]) -> dict[str, Any]:
             result[name] = {**_settings(value, variant), "model_type": value.model_type}
         elif name in SPECIAL:
             result[name] = SPECIAL[name]
-        elif name in LISTS and isinstance(value, (list, tuple)):
+        elif name == "depths" and isinstance(value, (list, tuple)):
             result[name] = [1] * len(value)
         elif value is None and sizes.get("unset") and name in SIZES:
             result[name] = sizes[name]

@@ -8,9 +8,7 @@ PART.json, written after each step, and PART.log with the output of all steps.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -85,116 +83,68 @@ def steps(part: str, device: str, quick: bool) -> list[Step]:
     ]
 
 
-class Part:
-    """A part while it runs.
+def process(command: Sequence[str], seconds: float, log: Path) -> tuple[str, list[str]]:
+    """Run ``python -m``. Return "passed", "failed" or "cut", and the last lines of the output, which is logged."""
+    began, start = time.monotonic(), log.stat().st_size
+    limited = ["timeout", "--signal=KILL", f"{max(1.0, seconds):.1f}"]  # ends the process with its children
+    with log.open("ab") as sink:
+        code = subprocess.run(
+            [*limited, sys.executable, "-m", *command], stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT, check=False
+        ).returncode
+    output = log.read_bytes()[start:].decode(errors="replace")
+    status = "passed" if code == 0 else "cut" if time.monotonic() - began >= seconds else "failed"
+    print(f"$ {' '.join(command)}: {status}, {time.monotonic() - began:.0f} s", flush=True)
+    return status, output.splitlines()[-40:]
 
-    Args:
-        name: one of ``PARTS``.
-        out: the folder for PART.json and PART.log.
-        device, quick, limit: the command's options.
-    """
 
-    def __init__(self, name: str, out: Path, device: str, quick: bool, limit: float) -> None:
-        self.name, self.out, self.device, self.quick = name, out, device, quick
-        self.until = time.monotonic() + limit - 5
-        self.json, self.log = out / f"{name}.json", out / f"{name}.log"
-        self.child: subprocess.Popen[bytes] | None = None
-
-    def log_line(self, text: str) -> None:
-        """Print to the terminal and the log."""
-        print(text, flush=True)
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(text + "\n")
-
-    def run(self) -> dict[str, Any]:
-        """Run all steps. Return the JSON's content."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.log.write_text("", encoding="utf-8")
-        todo = steps(self.name, self.device, self.quick)
-        entries: list[dict[str, Any]] = [{**s._asdict(), "status": "not run"} for s in todo]
-        result = {"benchmark": "gpu", "schema": harness.SCHEMA, "part": self.name, "quick": self.quick}
-        result |= {"machine": harness.machine(), "device": {"type": self.device}, "steps": entries}
-        for i, (step, entry) in enumerate(zip(todo, entries, strict=True)):
-            seconds = (self.until - time.monotonic()) * step.share / sum(s.share for s in todo[i:])
-            if seconds < FEWEST:
-                continue
-            self.log_line(f"\n==== {self.name}, {step.name}: at most {seconds:.0f} s")
-            run = self._bench if step.command[1] == "bench" else self._command
-            began = time.monotonic()
-            try:
-                entry.update(run(step, seconds))
-            except Exception as error:  # a failed step must not end the others
-                entry.update(status="failed", reason=f"{type(error).__name__}: {error}")
-            entry["seconds"] = round(time.monotonic() - began, 1)
-            result["device"] = entry.get("result", {}).get("device", result["device"])
-            harness.write(self.json, result)
-            print(*entry.get("output", ()), sep="\n")
-        self.log_line(f"\n{self.json}, {self.log.name}: " + ", ".join(f"{e['name']} {e['status']}" for e in entries))
-        return result
-
-    def process(self, command: Sequence[str], seconds: float) -> tuple[str, list[str]]:
-        """Run ``python -m``. Return "passed", "failed" or "cut", and the last lines of the output, which is logged."""
-        began, start = time.monotonic(), self.log.stat().st_size
-        with self.log.open("ab") as sink:
-            # Its own process group, so that its children end with it.
-            self.child = subprocess.Popen(
-                [sys.executable, "-m", *command], stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                cwd=ROOT, start_new_session=True,
-            )  # fmt: skip
-            try:
-                status = "failed" if self.child.wait(max(1.0, seconds)) else "passed"
-            except subprocess.TimeoutExpired:
-                status = "cut"
-            self.end()
-        output = self.log.read_bytes()[start:].decode(errors="replace")
-        self.log_line(f"$ {' '.join(command)}: {status}, {time.monotonic() - began:.0f} s")
-        return status, output.splitlines()[-40:]
-
-    def end(self) -> None:
-        """End the running process and its children."""
-        if self.child is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.child.pid, signal.SIGKILL)
-            self.child.wait()
-            self.child = None
-
-    def _command(self, step: Step, seconds: float) -> dict[str, Any]:
-        status, output = self.process(step.command, seconds)
-        return {"status": status, "output": output}
-
-    def _bench(self, step: Step, seconds: float) -> dict[str, Any]:
-        """Run a benchmark, and resume it without the case in which its process ended."""
-        until, out = time.monotonic() + seconds, self.out / f"{self.name}.{step.name}.part.json"
-        quick = ["--quick"] if self.quick and "--quick" not in step.command else []
-        lost: list[str] = []
-        while True:
-            left = max(1.0, until - time.monotonic())
-            options = ["--device", self.device, "--out", str(out), "--limit", f"{left - min(25.0, 0.2 * left):.0f}"]
-            resume = ["--resume"] if lost else []
-            status, output = self.process([*step.command, *quick, *options, *resume], left)
-            try:
-                result = harness.read(out, step.command[2])
-            except UsageError:
-                return {"status": status, "output": output}
-            if status != "failed" or not result["running"] or until - time.monotonic() < FEWEST:
-                break
-            lost.append(result["running"])
-        out.unlink()
-        return {"status": status, "output": output, "ended_the_process": lost, "result": result}
+def bench(command: Sequence[str], seconds: float, log: Path, out: Path) -> dict[str, Any]:
+    """Run a benchmark, and resume it without the case in which its process ended."""
+    until = time.monotonic() + seconds
+    lost: list[str] = []
+    while True:
+        left = max(1.0, until - time.monotonic())
+        options = ["--out", str(out), "--limit", f"{left - min(25.0, 0.2 * left):.0f}", *["--resume"] * bool(lost)]
+        status, output = process([*command, *options], left, log)
+        try:
+            result = harness.read(out, command[2])
+        except UsageError:
+            return {"status": status, "output": output}
+        if status != "failed" or not result["running"] or until - time.monotonic() < FEWEST:
+            break
+        lost.append(result["running"])
+    out.unlink()
+    return {"status": status, "output": output, "ended_the_process": lost, "result": result}
 
 
 def main(arguments: Namespace) -> int:
     """Run a part. Return exit code 1 if a step failed, was cut, or did not start for lack of time."""
-    device = arguments.device
+    name, device, out = arguments.part, arguments.device, arguments.out.resolve()
     if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {device} was not found; --device cpu --quick checks that everything runs")
-    part = Part(arguments.part, arguments.out.resolve(), device, arguments.quick, arguments.limit)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        result = part.run()
-    finally:
-        part.end()
-    return int(any(entry["status"] != "passed" for entry in result["steps"]))
+    until = time.monotonic() + arguments.limit - 5
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / f"{name}.log"
+    log.write_text("", encoding="utf-8")
+    todo = steps(name, device, arguments.quick)
+    entries: list[dict[str, Any]] = [{**s._asdict(), "status": "not run"} for s in todo]
+    result = {"benchmark": "gpu", "schema": harness.SCHEMA, "part": name, "quick": arguments.quick}
+    result |= {"machine": harness.machine(), "device": {"type": device}, "steps": entries}
+    for i, (step, entry) in enumerate(zip(todo, entries, strict=True)):
+        seconds = (until - time.monotonic()) * step.share / sum(s.share for s in todo[i:])
+        if seconds < FEWEST:
+            continue
+        began = time.monotonic()
+        if step.command[1] == "bench":
+            quick = ["--quick"] if arguments.quick else []
+            entry |= bench([*step.command, "--device", device, *quick], seconds, log, out / f"{name}.{step.name}.json")
+        else:
+            entry["status"], entry["output"] = process(step.command, seconds, log)
+        entry["seconds"] = round(time.monotonic() - began, 1)
+        result["device"] = entry.get("result", {}).get("device", result["device"])
+        harness.write(out / f"{name}.json", result)
+        print(*entry["output"], sep="\n", flush=True)
+    print(f"\n{out / name}.json, {log.name}: " + ", ".join(f"{e['name']} {e['status']}" for e in entries))
+    return int(any(entry["status"] != "passed" for entry in entries))
 
 
 if __name__ == "__main__":

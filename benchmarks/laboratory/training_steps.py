@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torch_fused_ops as tfo
+from torch_fused_ops.benchmarks import models
 from torch_fused_ops.benchmarks.harness import RESULTS
 from torch_fused_ops.benchmarks.laboratory import run_script
+from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP
 
 aten = torch.ops.aten
 
@@ -60,18 +62,6 @@ SIZES = {
 }
 
 
-class Norm(nn.Module):
-    """RMSNorm in float32."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
-
-
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
     """Apply a rotary embedding by complex numbers, as torchtitan's Llama does: x (batch, length, heads, size)."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
@@ -92,7 +82,7 @@ class Attention(nn.Module):
         self.q = nn.Linear(s.width, s.heads * s.head_size, bias=s.parallel)
         self.k, self.v = (nn.Linear(s.width, s.kv_heads * s.head_size, bias=s.parallel) for _ in range(2))
         self.o = nn.Linear(s.heads * s.head_size, s.width, bias=s.parallel)
-        self.q_norm, self.k_norm = (Norm(s.head_size) if s.qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (models.RMSNorm(s.head_size) if s.qk_norm else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, self.size)) for f in (self.q, self.k, self.v))
@@ -137,27 +127,13 @@ def halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 
 
-class MLP(nn.Module):
-    def __init__(self, s: Sizes) -> None:
-        super().__init__()
-        self.parallel = s.parallel
-        self.up, self.down = (
-            nn.Linear(s.width, s.hidden, bias=s.parallel),
-            nn.Linear(s.hidden, s.width, bias=s.parallel),
-        )
-        self.gate = None if s.parallel else nn.Linear(s.width, s.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x))
-
-
 class Block(nn.Module):
     def __init__(self, s: Sizes, kind: str) -> None:
         super().__init__()
         self.parallel = s.parallel
-        self.norm1, self.norm2 = (nn.LayerNorm(s.width) if s.parallel else Norm(s.width) for _ in range(2))
+        self.norm1, self.norm2 = (nn.LayerNorm(s.width) if s.parallel else models.RMSNorm(s.width) for _ in range(2))
         self.attention = FusedAttention(s) if kind == "litgpt" else Attention(s, kind == "torchtitan")
-        self.mlp = MLP(s)
+        self.mlp = GELUMLP(s.width, s.hidden) if s.parallel else models.SwiGLUMLP(s.width, s.hidden)
 
     def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
         if self.parallel:
@@ -194,7 +170,7 @@ class Decoder(nn.Module):
         self.float_logits = float_logits
         self.token = nn.Embedding(s.vocabulary, s.width)
         self.blocks = nn.ModuleList(Block(s, kind) for _ in range(layers))
-        self.norm = nn.LayerNorm(s.width) if s.parallel else Norm(s.width)
+        self.norm = nn.LayerNorm(s.width) if s.parallel else models.RMSNorm(s.width)
         self.head = nn.Linear(s.width, s.vocabulary, bias=False)
         if s.tied:
             self.head.weight = self.token.weight
@@ -298,16 +274,12 @@ def prediction(row: dict[str, str]) -> dict[str, Any]:
             "predicted": nbytes / 2**30, "measured": float(row["measured_GiB"])}  # fmt: skip
 
 
-def rows() -> list[dict[str, str]]:
-    """Return the published rows."""
-    with open(RESULTS / "training_steps.csv", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Print each row's prediction, and write benchmarks/results/training_steps.json."""
     results = []
-    for row in rows():
+    with open(RESULTS / "training_steps.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
         result = prediction(row)
         results.append(result)
         ratio = result["predicted"] / result["measured"]
