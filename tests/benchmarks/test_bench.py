@@ -96,7 +96,7 @@ def test_an_emulated_gpu_is_timed(command: tuple[str, ...], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["mlp", "--device", "toaster"], "--device toaster is not known; accepted: cpu, cuda, cuda:N"),
+        (["mlp", "--device", "toaster"], "--device toaster cannot be used"),
         (["mlp", "--device", "cuda:77"], "--device cuda:77 cannot be used"),
         (["mlp", "--device", "meta"], "--device meta cannot be timed"),
         (["mlp", "--device", "cpu", "--sizes", "8x"], "--sizes 8x is not accepted: it must be TOKENSxWIDTH"),
