@@ -148,7 +148,7 @@ def main(arguments: Namespace) -> int:
 
 
 if __name__ == "__main__":
-    options = {
+    options: dict[str, Any] = {
         "part": {"choices": PARTS, "required": True},
         "out": {"type": Path, "metavar": "DIR", "required": True, "help": "the folder for PART.json and PART.log"},
         "device": {"default": "cuda", "help": "(default: cuda)"},
