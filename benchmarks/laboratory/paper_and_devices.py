@@ -259,22 +259,13 @@ def _python(row: dict[str, Any]) -> tuple[str, bool]:
 
 
 def predictions() -> dict[str, Any]:
-    """Return all predicted rows, the rates of each GPU, and the number of rows left out."""
+    """Return all predicted rows, and the rates of each GPU."""
+    rows: dict[str, list[dict[str, Any]]] = {"speed": [], "memory": []}
     with open(RESULTS / "public_measurements.csv", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
-    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    left_out: dict[str, int] = defaultdict(int)
-    known: dict[tuple[str, ...], dict[str, Any] | None] = {}
     for row in table:
-        key = tuple(row[name] for name in ("kernel", "provider", "pass", "metric", "size", "config"))
-        if key not in known:
-            known[key] = counts(row)
-        counted = known[key]
-        if counted is None:
-            left_out[f"{row['metric']}: {row['kernel']}, {row['provider']}"] += 1
-            continue
-        names = ("gpu", "kernel", "provider", "pass", "metric", "size", "config", "unit")
-        rows[row["metric"]].append({**{n: row[n] for n in names}, **counted, "measured": float(row["median"])})
+        if counted := counts(row):
+            rows[row["metric"]].append({**row, **counted, "measured": float(row["median"])})
     rates = {}
     for gpu in SHEETS:
         speed = [row for row in rows["speed"] if row["gpu"] == gpu]
@@ -287,12 +278,9 @@ def predictions() -> dict[str, Any]:
         least = {python: statistics.median(times) for python, times in waits.items() if len(times) >= 3}
         for row in speed:
             row["predicted"] = max(row["predicted"], least.get(_python(row), 0.0))
-        rate["least"] = {
-            f"{part}, {'Python' if in_python else 'PyTorch'}": ms for (part, in_python), ms in least.items()
-        }
     for row in rows["memory"]:
         row["predicted"] = row["peak"] / 2**20
-    return {"rates": rates, "speed": rows["speed"], "memory": rows["memory"], "left_out": left_out}
+    return {"rates": rates, **rows}
 
 
 def main(arguments: argparse.Namespace) -> int:
