@@ -70,3 +70,37 @@ def overflows(x, out, rows, columns, XBLOCK: tl.constexpr, WIDE: tl.constexpr):
     i = tl.arange(0, XBLOCK)
     for start in range(0, columns, XBLOCK):
         tl.store(out + row * columns + start + i, tl.load(x + row * columns + start + i))
+
+
+@triton.jit
+def reads_columns(x, out, rows, columns, XBLOCK: tl.constexpr):
+    """Each program sums one column."""
+    i = tl.arange(0, XBLOCK)
+    total = tl.zeros([XBLOCK], tl.float32)
+    for start in range(0, rows, XBLOCK):
+        total += tl.load(x + (start + i) * columns + tl.program_id(0)).to(tl.float32)
+    tl.store(out + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def spills(x, out, XBLOCK: tl.constexpr, TERMS: tl.constexpr):
+    """All values are alive in the middle, so a few registers cannot hold them."""
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    a = tl.load(x + i)
+    values = ()
+    for k in tl.static_range(TERMS):
+        values = values + (tl.exp(a * (k + 1)),)  # noqa: RUF005 (Triton has no starred items)
+    total = a
+    for k in tl.static_range(TERMS):
+        total = total * values[TERMS - 1 - k] + values[k]
+    tl.store(out + i, total)
+
+
+@triton.jit
+def has_one_large_block(x, out, columns, XBLOCK: tl.constexpr):
+    i = tl.arange(0, XBLOCK)
+    row = tl.program_id(0) * columns
+    a = tl.load(x + row + i, i < columns, other=0.0)
+    largest = tl.max(a, 0)
+    e = tl.exp(a - largest)
+    tl.store(out + row + i, e / tl.sum(e, 0), i < columns)

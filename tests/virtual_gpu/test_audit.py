@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import faulty_kernels as kernels
+import triton
 from torch import nn
 
 import torch_fused_ops as tfo
@@ -82,6 +83,22 @@ def test_overflows_of_32_bit_indices_are_found(wide: bool) -> None:
     assert kinds(audit) == ([] if wide else ["overflow"] * 2), str(audit)
 
 
+def test_column_reads_are_uncoalesced() -> None:
+    audit = audited(kernels.reads_columns, bf16(N, N), meta(N), N, N, grid=(N,), XBLOCK=1024)
+    assert kinds(audit) == ["uncoalesced"] and "moves 16 × its bytes" in audit.findings[0].evidence
+    assert audited(kernels.reads_columns, bf16(N, 16), meta(16), N, 16, grid=(16,), XBLOCK=1024).ok, "small"
+
+
+def test_spills_and_low_occupancy_are_found() -> None:
+    large = meta(1 << 22), meta(1 << 22)
+    assert kinds(audited(kernels.spills, *large, grid=(N,), XBLOCK=1024, TERMS=24, maxnreg=24)) == ["spills"]
+    rows = meta(N, 20000), meta(N, 20000), 20000
+    audit = audited(kernels.has_one_large_block, *rows, grid=(N,), XBLOCK=32768, num_warps=32)
+    assert kinds(audit) == ["occupancy"] and audit.findings[0].where == "1 block a multiprocessor"
+    rows = meta(N, 1000), meta(N, 1000), 1000
+    assert audited(kernels.has_one_large_block, *rows, grid=(N,), XBLOCK=1024, num_warps=4).ok
+
+
 def test_audits_convert_to_text_and_json() -> None:
     audit = audited(
         kernels.reads_another_program, meta(N), bf16(N), N, grid=lambda meta: (N // meta["XBLOCK"],), XBLOCK=512
@@ -94,6 +111,15 @@ def test_audits_convert_to_text_and_json() -> None:
         audited(kernels.correct, meta(N), bf16(N), meta(N), grid=64, XBLOCK=512)
     with pytest.raises(TypeError, match="got int"):
         audited(3, grid=(1,))
+
+
+def test_autotuned_kernels_are_audited_in_every_configuration() -> None:
+    configs = [triton.Config({"XBLOCK": 64}), triton.Config({"XBLOCK": 1024}, num_warps=8)]
+    tuned = triton.autotune(configs, key=[])(kernels.has_copies)
+    audit = audited(tuned, meta(N), meta(N // 64), grid=lambda meta: (N // meta["XBLOCK"],))
+    assert audit.configurations == 2 and [f.configuration for f in audit.findings if f.kind == "race"] == [
+        "XBLOCK 64, 4 warps"
+    ]
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

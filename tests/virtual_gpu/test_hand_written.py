@@ -35,6 +35,12 @@ def shifted_without_a_mask(x, y, n, SHIFT: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
+def named_as_options(x, y, n, num_warps: tl.constexpr, num_stages: tl.constexpr):
+    i = tl.program_id(0) * num_warps * num_stages + tl.arange(0, num_warps * num_stages)
+    tl.store(y + i, tl.load(x + i, i < n), i < n)
+
+
+@triton.jit
 def copied(x, y, n, B: tl.constexpr = 512, EVEN: tl.constexpr = False):
     i = tl.program_id(0) * B + tl.arange(0, B)
     if EVEN:
@@ -172,6 +178,12 @@ def scanned(x, y, n, B: tl.constexpr):
 
 
 @triton.jit
+def strided(x, y, from_stride, to_stride, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(y + i * to_stride, tl.load(x + i * from_stride))
+
+
+@triton.jit
 def gemm(a, b, c, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     r = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
     q = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
@@ -213,6 +225,14 @@ def alternating(x, y, turns, B: tl.constexpr):
     tl.store(y + tl.arange(0, B), total)
 
 
+def even(arguments: dict[str, Any]) -> bool:
+    return arguments["n"] % arguments["B"] == 0
+
+
+guarded = triton.heuristics({"EVEN": even})(copied)
+unguarded = triton.heuristics({"EVEN": lambda arguments: True})(copied)
+CONFIGS = [triton.Config({"B": 256}), triton.Config({"B": 1024}, num_warps=8)]
+tuned = triton.autotune(CONFIGS, key=["n"])(triton.heuristics({"EVEN": even})(copied))
 bf16 = torch.bfloat16
 same = meta(N)
 huge = meta(1 << 17, 1 << 17)
@@ -225,6 +245,9 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any, dict[str, Any], str, str]] = {
     "defaults": (copied, (meta(N), meta(N), N), (8,), {}, "", ""),
     "all by name": (copied, (), (8,), {"x": meta(N), "y": meta(N), "n": N}, "", ""),
     "constexpr by position": (copied, (meta(N), meta(N), N, 1024, True), (4,), {}, "", ""),
+    "parameters named as options, too few programs": (named_as_options, (meta(N), meta(N), N), (N // 64 - 1,), {"num_warps": 8, "num_stages": 8}, "unwritten", ""),
+    "wrong heuristics": (unguarded, (meta(N - 5), meta(N - 5), N - 5), (8,), {}, "out of bounds, out of bounds", ""),
+    "autotune, a wrong grid": (tuned, (meta(N), meta(N), N), (4,), {}, "unwritten", ""),
     "rows": (summed_rows, (meta(64, 1000), meta(64), 1000, 1000), (64,), {"B": 256}, "", ""),
     "rows of a wrong stride": (summed_rows, (meta(64, 1000), meta(64), 1000, 1001), (64,), {"B": 256}, "out of bounds", ""),
     "huge rows by pointer": (summed_rows_by_pointer, (meta(1 << 30), meta(1), 1 << 30, 0), (1,), {"B": 256}, "", ""),
@@ -252,11 +275,13 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any, dict[str, Any], str, str]] = {
     "scan in place": (scanned, (same, same, N), (4,), {"B": 1024}, "", ""),
     "GEMM": (gemm, (meta(256, 192, dtype=bf16), meta(192, 128, dtype=bf16), meta(256, 128, dtype=bf16), 256, 128, 192), (4, 2), {"BM": 64, "BN": 64, "BK": 64}, "", ""),
     "GEMM with too few programs": (gemm, (meta(256, 192, dtype=bf16), meta(192, 128, dtype=bf16), meta(256, 128, dtype=bf16), 256, 128, 192), (3, 2), {"BM": 64, "BN": 64, "BK": 64}, "unwritten", ""),
-    "zeroed": (only_the_first, (meta(N), meta(N), N), (4,), {"B": 1024, "zeroed": ["y"]}, "", ""),
+    "zeroed": (only_the_first, (meta(N), torch.zeros(N, device="meta"), N), (4,), {"B": 1024}, "", ""),
+    "said to be zeroed": (only_the_first, (meta(N), meta(N), N), (4,), {"B": 1024, "zeroed": ["y"]}, "", ""),
     "32 GiB, all but a block": (only_the_first, (meta(N), huge, N), (4,), {"B": 1024}, "unwritten", ""),
 }  # fmt: skip
 QUICK = (
-    "no mask before the first", "one result of all programs", "shifted in place", "defaults",
+    "no mask before the first", "one result of all programs", "shifted in place", "defaults", "wrong heuristics",
+    "autotune, a wrong grid", "parameters named as options, too few programs", "said to be zeroed",
     "huge rows by pointer, no mask", "many iterations", "index that starts over", "index that alternates",
     "while", "mask of data", "branch on data", "loop on data", "zeroed", "32 GiB, all but a block",
 )  # fmt: skip
@@ -282,3 +307,11 @@ def test_audits_name_unwritten_bytes_and_invalid_arguments() -> None:
         virtual_gpu.audit(only_the_first, meta(N), meta(N), N, zeroed=["z"], **options)
     with pytest.raises(TypeError, match="BLOCK: not a parameter of only_the_first or an option; accepted are x, y"):
         virtual_gpu.audit(only_the_first, meta(N), meta(N), N, BLOCK=3, **options)
+
+
+@pytest.mark.parametrize("strided_store", [False, True])
+def test_equally_uncoalesced_accesses_are_found(strided_store: bool) -> None:
+    n = 1 << 22
+    args = meta(8 * n), meta(8 * n if strided_store else n), 8, 8 if strided_store else 1
+    audit = virtual_gpu.audit(strided, *args, grid=(n // 1024,), B=1024, gpu=virtual_gpu.H100)
+    assert [finding.kind for finding in audit.findings] == ["uncoalesced"] * (1 + strided_store), str(audit)

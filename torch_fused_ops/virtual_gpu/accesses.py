@@ -203,18 +203,24 @@ class _Storage:
 # ---- sectors ---------------------------------------------------------------------------------------------------------
 
 
-def traffic(accesses: Sequence[Access]) -> tuple[int, int]:
-    """Return the bytes that a program's accesses use, and the bytes of the sectors that contain them.
+class Traffic(NamedTuple):
+    """An access's traffic in one program: the bytes it uses, and the bytes of the sectors that contain them."""
 
-    A sector counts once for each load or store, also in a loop: caches hold it while the program runs.
+    access: Access
+    used: int
+    in_sectors: int
+
+
+def traffic(accesses: Sequence[Access]) -> Iterator[Traffic]:
+    """Yield the traffic of each load and store in one program.
+
+    A sector counts once for each, also in a loop: caches hold it while the program runs.
     """
     groups: dict[str, list[Access]] = defaultdict(list)
     for access in accesses:
         if access.argument:
             groups[access.name].append(access)
-    used = in_sectors = 0
     for group in groups.values():
         addresses = torch.unique(torch.cat([access.address[access.active] for access in group]))
-        used += len(addresses) * group[0].itemsize
-        in_sectors += len(torch.unique(addresses // SECTOR)) * SECTOR
-    return used, in_sectors
+        in_sectors = len(torch.unique(addresses // SECTOR)) * SECTOR
+        yield Traffic(group[0], len(addresses) * group[0].itemsize, in_sectors)

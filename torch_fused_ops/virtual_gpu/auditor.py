@@ -12,17 +12,24 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .accesses import Memory, faults
+from . import filled
+from .accesses import Memory, faults, traffic
 from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, load
-from .machine_code import assemble_configuration, bind_arguments, specialized
+from .machine_code import MachineCode, assemble_configuration, bind_arguments, cost, specialized
 from .timeline import PaperCompilation, timeline_of
-from .ttgir import Grid, NotAnalyzed, evaluate_launch
+from .ttgir import Grid, NotAnalyzed, evaluate, evaluate_launch
+from .work import LANE_INSTRUCTIONS
+
+_MANY_BYTES = 8 << 20  # moving fewer bytes takes less time than the launch itself, some 2 µs
+_UNCOALESCED = 4  # ratio of bytes moved to bytes used
+_SPILLED = 0.25  # ratio of spilled bytes to the bytes that a thread loads and stores
 
 
 @dataclass(frozen=True)
@@ -110,16 +117,19 @@ def audit(
 ) -> Audit:
     """Look for faults in the kernels of a program, or in one hand-written kernel, without a device.
 
-    A small launch is evaluated completely, a large launch in part (`ttgir.evaluate_launch`).
+    A small launch is evaluated completely, a large launch in part (`ttgir.evaluate_launch`). Slow code (uncoalesced,
+    spills, occupancy) is reported for a kernel's best configuration only, other faults for every configuration.
 
     Args:
-        paper_or_kernel: the result of `compile_on_paper`, or a hand-written kernel: a `triton.jit` function.
+        paper_or_kernel: the result of `compile_on_paper`, or a hand-written kernel: a `triton.jit` function, which
+            `triton.autotune` and `triton.heuristics` may wrap.
         *args: the hand-written kernel's arguments. Tensors may be on any device, including "meta". Tensors
             that share memory must share a storage.
         gpu: the GPU to compile for. The default is the program's GPU, or an H200 for a hand-written kernel.
         grid: the hand-written kernel's grid, as Triton accepts it.
         zeroed: names of the hand-written kernel's arguments that have values before the launch, such as zeros. The
-            kernel need not write all of their bytes.
+            kernel need not write all of their bytes. Tensors on "meta" need not be named if `torch.zeros` or
+            `torch.ones` made them after this module was imported, or if they were written in place.
         **constexprs: the hand-written kernel's remaining arguments, `num_warps` and `num_stages`, by name.
 
     Returns:
@@ -177,10 +187,41 @@ def _hand_written(
         if not isinstance(values.get(name), Tensor):
             tensors = [argument for argument, value in values.items() if isinstance(value, Tensor)]
             raise ValueError(f"zeroed: got {name!r}, expected names of tensors among {', '.join(tensors)}")
-    kernel = specialized(kernel, args, options)
+    configurations = _configurations(function, values, options)
+    kernel = specialized(kernel, args, {**options, **configurations[0].block})
+    kernel = replace(kernel, configurations=configurations)
     named = {name: value for name, value in values.items() if name not in kernel.constants}
-    sizes: Sequence[int] = grid(values) if callable(grid) else grid
-    return _Launch(kernel.jit.__name__, kernel, named, lambda _: sizes, zeroed)
+    is_filled = [name for name, value in named.items() if isinstance(value, Tensor) and filled.known(value)]
+
+    def sizes(configuration: Configuration) -> Sequence[int]:
+        blocks: Sequence[int] = grid({**values, **configuration.block}) if callable(grid) else grid
+        return blocks
+
+    return _Launch(kernel.jit.__name__, kernel, named, sizes, {*zeroed, *is_filled})
+
+
+def _configurations(function: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Configuration, ...]:
+    """Return the configurations of `triton.autotune`, with the values that `triton.heuristics` computes for each."""
+    requested = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+    configurations = [{**requested}]
+    while hasattr(getattr(function, "fn", None), "fn"):  # the wrappers, outermost first
+        if hasattr(function, "configs"):
+            tuned = [config.all_kwargs() for config in function.configs]
+            configurations = [{**before, **config} for before in configurations for config in tuned]
+        elif hasattr(function, "values"):
+            for configuration in configurations:
+                for name, heuristic in function.values.items():
+                    configuration[name] = heuristic({**values, **configuration})
+        function = function.fn
+    names = load(function).jit.arg_names
+    return tuple(
+        Configuration(
+            {name: value for name, value in settings.items() if name in names and name not in requested},
+            settings.get("num_warps", 4),
+            settings.get("num_stages"),
+        )
+        for settings in configurations
+    )
 
 
 # ---- the audit -------------------------------------------------------------------------------------------------------
@@ -194,11 +235,13 @@ class _Auditor:
         self.findings: list[Finding] = []
         self.notes: Counter[str] = Counter()
         self.seen: set[Any] = set()
-        self.codes: dict[Any, list[tuple[str, Configuration]]] = {}  # TTGIR in each configuration, by kernel
+        self.codes: dict[Any, tuple[_Launch, list[tuple[MachineCode, Configuration]]]] = {}  # by kernel
 
     def result(self) -> Audit:
-        """Return the audit of all launches so far."""
-        configurations = sum(map(len, self.codes.values()))
+        """Examine the machine code, all disassembled together, and return the audit of all launches so far."""
+        for launch, compiled in self.codes.values():
+            self.speed(launch, *min(compiled, key=lambda pair: cost(pair[0], launch.kernel)))
+        configurations = sum(len(compiled) for _, compiled in self.codes.values())
         notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
         return Audit(self.gpu.name, len(self.codes), configurations, tuple(self.findings), notes)
 
@@ -211,9 +254,10 @@ class _Auditor:
             return
         self.seen.add(launched)
         if key not in self.codes:
-            self.codes[key] = [(assemble_configuration(kernel, self.gpu, c).ttgir, c) for c in kernel.configurations]
-        for ttgir, configuration in self.codes[key]:
-            self.addresses(launch, configuration, ttgir)
+            compiled = [(assemble_configuration(kernel, self.gpu, c), c) for c in kernel.configurations]
+            self.codes[key] = launch, compiled
+        for code, configuration in self.codes[key][1]:
+            self.addresses(launch, configuration, code.ttgir)
 
     def add(self, launch: _Launch, configuration: Configuration, kind: str, where: str, evidence: str) -> None:
         blocks = [f"{name} {size}" for name, size in configuration.block.items()]
@@ -237,3 +281,38 @@ class _Auditor:
             distinct.setdefault((kind, where), evidence)
         for (kind, where), evidence in distinct.items():
             self.add(launch, configuration, kind, where, evidence)
+
+    def speed(self, launch: _Launch, code: MachineCode, configuration: Configuration) -> None:
+        """Look for slow code in a kernel's best configuration, if the launch moves many bytes."""
+        grid, add = launch.grid(configuration, self.gpu), functools.partial(self.add, launch, configuration)
+        count = math.prod(grid.sizes)
+        program = torch.zeros(1, dtype=torch.int64, device="cpu")
+        try:
+            evaluated, _ = evaluate(code.ttgir, launch.integers, program, grid, max_iterations=4)
+        except NotAnalyzed:
+            return
+        accesses = list(traffic(evaluated))
+        nbytes = sum(access.in_sectors for access in accesses)
+        if nbytes * count < _MANY_BYTES and not any(access.in_part for access in evaluated):
+            return
+        slow = [access for access in accesses if access.in_sectors >= _UNCOALESCED * max(1, access.used)]
+        slow_bytes = sum(access.in_sectors for access in slow)
+        for access in slow:  # skip accesses that move few of the slow bytes
+            if slow_bytes > nbytes / 2 and 2 * len(slow) * access.in_sectors >= slow_bytes:
+                times = access.in_sectors / max(1, access.used)
+                evidence = f"moves {times:.0f} × its bytes: {access.in_sectors:,} bytes in sectors for {access.used:,}"
+                add("uncoalesced", str(access.access), evidence)
+        if code.spills > _SPILLED * max(1, code.bytes_accessed):
+            evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"
+            add("spills", f"{code.registers} registers", evidence)
+        _, roofline, instructions = cost(code, launch.kernel)
+        gpu, threads, shared = self.gpu, code.threads, code.shared
+        registers = -(-max(1, code.registers) // 8) * 8 * threads // (2 if gpu.is_amd else 1)
+        blocks = min(  # the system reserves 1024 bytes of shared memory per block
+            gpu.max_threads_per_multi_processor // threads,
+            gpu.regs_per_multiprocessor // registers,
+            (gpu.shared_memory_per_block_optin + 1024) // (shared + 1024),
+        )
+        if blocks < 2 and count > gpu.multi_processor_count and roofline > instructions / LANE_INSTRUCTIONS:
+            evidence = f"{code.registers} registers of {threads} threads, {shared:,} bytes of shared memory"
+            add("occupancy", f"{blocks} block a multiprocessor", evidence)

@@ -42,8 +42,8 @@ class Kernel:
         constants: values of arguments that are fixed.
         attrs: divisibility of arguments, by position.
         options: compiler options.
-        configurations: the configurations that Inductor would try, in order; for a hand-written kernel, one
-            configuration without block sizes.
+        configurations: the configurations that Inductor would try, in order; for a hand-written kernel, those of
+            `triton.autotune`, or one without block sizes.
         inductor_meta: Inductor's metadata for its launcher; empty for a hand-written kernel.
     """
 
@@ -94,7 +94,8 @@ def _load(source: str, gpu: GPU) -> Kernel:
 
 
 def load(kernel: Any, gpu: GPU = H200) -> Kernel:
-    """Load a kernel from a `GeneratedKernel`, from its source, or from a hand-written `triton.jit` function.
+    """Load a kernel from a `GeneratedKernel`, from its source, or from a hand-written `triton.jit` function, which
+    `triton.autotune` and `triton.heuristics` may wrap.
 
     Raises:
         TypeError: `kernel` is of another type.
@@ -104,6 +105,8 @@ def load(kernel: Any, gpu: GPU = H200) -> Kernel:
         kernel = kernel.source
     if isinstance(kernel, str):
         return _load(kernel, gpu)
+    while hasattr(getattr(kernel, "fn", None), "fn"):  # autotune and heuristics wrap the function
+        kernel = kernel.fn
     JITFunction = import_triton("triton.runtime.jit").JITFunction
     if type(kernel).__name__ == "InterpretedFunction":  # decorated under TRITON_INTERPRET=1
         return Kernel(JITFunction(kernel.fn))

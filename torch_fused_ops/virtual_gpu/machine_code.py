@@ -150,10 +150,10 @@ def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
     program, grid = torch.zeros(1, dtype=torch.int64, device="cpu"), Grid((1, 1, 1), code.threads, code.gpu.warp_size)
     try:
         evaluated, _ = evaluate(code.ttgir, written_sizes(kernel.jit.src), program, grid, max_iterations=4)
-        used, in_sectors = traffic(evaluated)
+        accesses = list(traffic(evaluated))
     except NotAnalyzed:
-        used = in_sectors = 0
-    sectors = in_sectors / used if used else 1.0  # if unknown, assume that accesses move only the bytes they use
+        accesses = []  # assume that each access moves only the bytes it uses
+    sectors = sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0
     instructions = len(code.instructions) / max(code.bytes_accessed, 1)
     return code.spills, max(sectors / BYTES_MOVED, instructions / LANE_INSTRUCTIONS), instructions
 
