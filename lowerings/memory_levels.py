@@ -256,7 +256,13 @@ def _replace(pair: SavedTensors, node: Node, recomputation: Recomputation) -> No
 # ---- below "free" --------------------------------------------------------------------------------
 
 
-def apply_levels(graphs: Graphs, policy: FusionPolicy, outputs: int, static_inputs: Sequence[int]) -> Graphs:
+def apply_levels(
+    graphs: Graphs,
+    policy: FusionPolicy,
+    outputs: int,
+    static_inputs: Sequence[int],
+    on_edit: Callable[[Edit, int, str], None] = lambda *_: None,
+) -> Graphs:
     """Return copies of both graphs that save less for backward, at the policy's memory levels below "free".
 
     Args:
@@ -264,6 +270,7 @@ def apply_levels(graphs: Graphs, policy: FusionPolicy, outputs: int, static_inpu
         policy: the fusion policy with the memory levels.
         outputs: number of forward's results that belong to the user. The tensors saved for backward follow them.
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
+        on_edit: called for each edit, with the bytes that are no longer saved, and the reason if it has no effect.
     """
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
@@ -272,8 +279,10 @@ def apply_levels(graphs: Graphs, policy: FusionPolicy, outputs: int, static_inpu
         try:
             edit.apply()
             log.info("%s: %s, %d bytes less saved", edit.place, edit.setting, before - pair.nbytes())
+            on_edit(edit, before - pair.nbytes(), "")
         except Rejection as rejection:
             log.info("%s: %s has no effect: %s", edit.place, edit.setting, rejection)
+            on_edit(edit, 0, str(rejection))
             if policy.strict and edit.is_site:
                 text = f"strict=True and {edit.setting} has no effect on {edit.place}: {rejection}"
                 raise UnfusedError(text) from rejection

@@ -256,6 +256,9 @@ class Partitioner(Pass, CustomPartitionerFn):
 
     name = "partitioner"
 
+    def on_edit(self, edit: memory_levels.Edit, nbytes: int, reason: str) -> None:
+        """Called for each edit that a memory level requests (``apply_levels``). Reports override it."""
+
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_to_run()
         if policy is None:
@@ -280,7 +283,7 @@ class Partitioner(Pass, CustomPartitionerFn):
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
         edits: list[Callable[[partition.Graphs], partition.Graphs]] = [merged]
         if applies_levels:
-            edits.insert(0, lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static))
+            edits.insert(0, lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static, self.on_edit))
         if free:
             edits.insert(0, lambda graphs: memory_levels.recompute_linear_inputs(graphs, outputs, static))
         for edit in edits:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from torch_fused_ops.graphs.listing import SavedRow
+from torch_fused_ops.graphs.listing import AttentionSite, SavedRow
 from torch_fused_ops.graphs.modules import module_path
 from torch_fused_ops.lowerings import attention, compat, memory_levels, partition
 from torch_fused_ops.lowerings.passes import Partitioner
@@ -71,6 +71,22 @@ class Variants(Partitioner):
                     tuple((s or "the policy", str(r)) for s, r in reasons.items() if r and (not s or r != reasons[""])),
                 )
             )
+        raise Partitioned
+
+
+class AttentionSites(Partitioner):
+    """Partition a joint graph under a policy, list the attention in it, then raise ``Partitioned``."""
+
+    def __init__(self, policy: FusionPolicy) -> None:
+        super().__init__(policy)
+        self.sites: list[AttentionSite] = []
+
+    def on_edit(self, edit: memory_levels.Edit, nbytes: int, reason: str) -> None:
+        if edit.is_site:
+            self.sites.append(AttentionSite(edit.place, nbytes, reason))
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        super().__call__(gm, joint_inputs, **kwargs)
         raise Partitioned
 
 

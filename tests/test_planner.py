@@ -749,7 +749,7 @@ def test_missing_bytes_and_advice_are_printed() -> None:
     poor = rich.within(lowest - MiB)
     assert not poor.fits and poor.missing == MiB and poor.reserved_bytes == lowest
     assert poor.missing == min(row.missing for row in poor.levels if row.level != "checkpoint")
-    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time")
+    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time", "MiB for each ms")
     assert "  ".join((*columns, f"in {size(poor.limit)}")) in re.sub("  +", "  ", str(poor))
     assert poor.help[-1] == "Otherwise use fewer tokens, or FSDP2 over more GPUs (dp=)."
     (said,) = [line for line in rich.within("1MiB").help if "torch.utils.checkpoint" in line]

@@ -16,9 +16,9 @@ if not (ROOT / "docs").is_dir():
 
 # A change may lower a number, and not raise it.
 LIMITS = {
-    "product": {"sentences": 98, "names": 22, "private words": 0},
-    "tests": {"sentences": 42, "names": 70},
-    "docs": {"sentences": 28, "words": 23000, "long paragraphs": 1},
+    "product": {"sentences": 54, "names": 21, "private words": 0},
+    "tests": {"sentences": 18, "names": 65},
+    "docs": {"sentences": 27, "words": 22500, "long paragraphs": 1},
 }
 
 IS = r"\b(?:is|are|was|were|be|been)"

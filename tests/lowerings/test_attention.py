@@ -520,3 +520,17 @@ def test_attention_that_does_not_change_has_a_reason() -> None:
     policy = FusionPolicy(attention={"attention.[qkv]": "input"})
     advice = [row.advice for row in tfo.explain(Bare(frozen=True), inputs(), policy=policy).saved.rows]
     assert sum("the policy does not apply" in text and "the caller may modify" in text for text in advice) > 0, advice
+
+
+def test_explain_lists_attention() -> None:
+    pytest.importorskip("triton", reason="the virtual GPU needs Triton")
+    model, x = model_of(Attention, 2), inputs()
+    report = tfo.explain(model, x, policy=BOTH)
+    (site,) = report.attention
+    sizes = [saved_bytes(policy, 2) for policy in (MLP_ONLY, BOTH)]
+    assert (site.module, site.count, site.nbytes, site.reason) == ("0,1.attention", 2, sizes[0] - sizes[1], "")
+    assert 'attention="input": ' in str(report) and "less saved by 0,1.attention ×2" in str(report)
+    frozen = tfo.explain(Bare(frozen=True), x, policy=FusionPolicy(attention={"attention.[qkv]": "input"}))
+    (site,) = frozen.attention
+    assert site.nbytes == 0 and "the caller may modify" in site.reason and site.reason in str(frozen)
+    assert not tfo.explain(model, x, policy=MLP_ONLY).attention

@@ -178,6 +178,38 @@ _LEVELS = {
 }
 
 
+@dataclass(frozen=True)
+class AttentionSite:
+    """Attention for which a policy requests ``attention="input"``, in layers that differ only in their number.
+
+    Attributes:
+        module: the innermost module that contains all its linear layers, "layers.0…31.attn".
+        nbytes: the bytes in all layers that are no longer saved for backward.
+        reason: the reason why nothing changes; "" if backward recomputes at least one tensor.
+        count: the number of layers.
+    """
+
+    module: str
+    nbytes: int
+    reason: str = ""
+    count: int = 1
+
+    @property
+    def text(self) -> str:
+        """Return the module, the number of layers, and the reason."""
+        return self.module + (f" ×{self.count}" if self.count > 1 else "") + (f": {self.reason}" if self.reason else "")
+
+
+def merged_attention(sites: Iterable[AttentionSite]) -> Iterator[AttentionSite]:
+    """Merge sites that differ only in their layer's number, in the order of each group's first site."""
+    groups: dict[tuple[str, bool], list[AttentionSite]] = {}
+    for site in sites:  # reasons may name nodes
+        groups.setdefault((without_numbers(site.module), bool(site.reason)), []).append(site)
+    for group in groups.values():
+        nbytes, module = sum(site.nbytes for site in group), joined_paths(site.module for site in group)
+        yield AttentionSite(module, nbytes, group[0].reason, len(group))
+
+
 def merged(rows: Iterable[SavedRow]) -> Iterator[SavedRow]:
     """Merge rows that differ only in their layer's number, in the order of each group's first row."""
     groups: dict[SavedRow, list[SavedRow]] = {}

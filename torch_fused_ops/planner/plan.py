@@ -355,8 +355,8 @@ class _Planner:
         if resident.optimizer_peak > limit:  # independent of forward and backward
             alone = f"The optimizer's step takes {size(resident.optimizer_peak)} by itself"
             yield f"{alone}, however few tokens there are: shards, another optimizer, or fewer parameters."
-        others = "" if checkpointed is not None else ", checkpoints"
-        yield f"Otherwise use fewer tokens{others}, or FSDP2 over more GPUs (dp=)."
+        checkpoints = "" if checkpointed is not None else ", checkpoints"
+        yield f"Otherwise use fewer tokens{checkpoints}, or FSDP2 over more GPUs (dp=)."
 
 
 def _unit_inputs(captured: CapturedModel) -> dict[str, int]:

@@ -178,14 +178,16 @@ def chosen(plan: Plan) -> str:
 
 
 def level_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """List each level's peak, reserved bytes, time, and missing bytes."""
-    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time")
+    """List each level's peak, reserved bytes, time, MiB saved for each additional ms, and missing bytes."""
+    columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time", "MiB for each ms")
     rows: list[tuple[str, ...]] = [(*columns, f"in {size(plan.limit)}")]
     for row in plan.levels:
         lacking = f"{size(row.missing)} missing"
         if row.reserved == plan.setup.reserved(plan.optimizer_peak):
             lacking += " for the optimizer's step"
-        figures = (size(row.peak), size(row.reserved), duration(row.seconds))
+        bought, paid = (max(plan.off_curve) - row.peak) / 2**20, 1000 * (row.seconds - plan.off_seconds)
+        price = f"{bought / paid:.0f}" if paid > 1e-5 * plan.off_seconds and bought > 0 else ""
+        figures = (size(row.peak), size(row.reserved), duration(row.seconds), price)
         rows.append((row.level, *figures, "fits" if row.fits else lacking))
     return rows
 

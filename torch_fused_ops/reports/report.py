@@ -14,15 +14,15 @@ import torch
 
 from torch_fused_ops.graphs import listing
 from torch_fused_ops.graphs.fusion_events import unobserved
-from torch_fused_ops.graphs.listing import grouped, sites_table, unread_lines
+from torch_fused_ops.graphs.listing import AttentionSite, grouped, sites_table, unread_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.captures import Capture
 from torch_fused_ops.reports.page import template
-from torch_fused_ops.reports.saved import Saved, saved
-from torch_fused_ops.reports.text import breaks_text
+from torch_fused_ops.reports.saved import Saved, attention_sites, saved
+from torch_fused_ops.reports.text import breaks_text, size
 from torch_fused_ops.settings.environment import writable
 
 NOTHING_CAPTURED = "Dynamo captured no graph of the model"
@@ -100,6 +100,17 @@ class Report:
         with unobserved():
             return saved(self._captures, H200)
 
+    @functools.cached_property
+    def attention(self) -> tuple[AttentionSite, ...]:
+        """The attention calls for which the policy requests a level, with the level's effect; computed like ``saved``.
+
+        Empty at ``attention="off"``, in ``record``'s reports, or if no graph has a backward.
+        """
+        from torch_fused_ops.virtual_gpu import H200
+
+        with unobserved():
+            return attention_sites(self._captures, H200)
+
     def __repr__(self) -> str:
         return str(self)
 
@@ -109,6 +120,7 @@ class Report:
         if all(site.op is None and site.activation == DROPOUT for site in self.sites):
             parts.append(self.nothing)
         parts += unread_lines(grouped(self.unread))
+        parts += [f'attention="input": {size(site.nbytes)} less saved by {site.text}' for site in self.attention]
         if self.breaks:
             parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
         if "saved" in vars(self):
@@ -147,10 +159,10 @@ class Report:
         """Convert the report to JSON.
 
         ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
-        "notes", "saved"}``. Entries have the attributes of ``Site`` (``kind`` by name) and ``Break``. "saved" has the
-        attributes of ``Saved``, and is null unless computed.
+        "notes", "attention", "saved"}``. Entries have the attributes of ``Site`` (``kind`` by name), ``Break`` and
+        ``AttentionSite``. "saved" has the attributes of ``Saved``, and is null unless computed.
         """
-        names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "notes")
+        names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "notes", "attention")
         report = {name: getattr(self, name) for name in names} | {"saved": vars(self).get("saved")}
         plain: dict[type, Any] = {Kind: lambda kind: kind.name, Saved: Saved.as_dict}
         return json.dumps(report, indent=2, ensure_ascii=False, default=lambda v: plain.get(type(v), asdict)(v))

@@ -1,17 +1,22 @@
-"""``Report.saved``: the tensors that a training step saves for backward."""
+"""``Report.saved`` and ``Report.attention``: the tensors that a training step saves for backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch_fused_ops.graphs.listing import SavedRow, merged
+from torch_fused_ops.graphs.listing import AttentionSite, SavedRow, merged, merged_attention
+from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.captures import Capture, fused_graph, said
 from torch_fused_ops.reports.text import size
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU
+
+log = logging.getLogger("torch_fused_ops")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,14 +63,37 @@ def saved(captures: Sequence[Capture], gpu: GPU) -> Saved:
         captures: the results of ``capture``.
         gpu: the GPU to partition for.
     """
+    from torch_fused_ops.lowerings.saved_variants import Variants
+
+    done, skipped = _partitioned(captures, gpu, Variants)
+    settings = [name for name in (done[0].totals if done else ()) if all(name in v.totals for v in done)]
+    totals = {name: sum(v.totals[name] for v in done) for name in settings}
+    smaller = {name: total for name, total in totals.items() if total < totals[""]}
+    return Saved(tuple(merged(row for v in done for row in v.rows)), smaller, skipped)
+
+
+def attention_sites(captures: Sequence[Capture], gpu: GPU) -> tuple[AttentionSite, ...]:
+    """List the attention calls whose policy is not "off". Partitions the graphs without a device; generates no code."""
+    from torch_fused_ops.lowerings.saved_variants import AttentionSites
+
+    done, skipped = _partitioned([c for c in captures if c.policy.attention != "off"], gpu, AttentionSites)
+    for reason in skipped:
+        log.warning("attention is not listed: %s", reason)
+    return tuple(merged_attention(site for partitioner in done for site in partitioner.sites))
+
+
+def _partitioned(
+    captures: Sequence[Capture], gpu: GPU, make: Callable[[FusionPolicy], _T]
+) -> tuple[list[_T], tuple[str, ...]]:
+    """Partition graphs with a backward by ``make(policy)``. Return the partitioners and the reasons for failures."""
     from torch_fused_ops.lowerings import passes
-    from torch_fused_ops.lowerings.saved_variants import Partitioned, Variants
+    from torch_fused_ops.lowerings.saved_variants import Partitioned
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper
 
-    done: list[Variants] = []
+    done: list[_T] = []
     skipped: dict[str, None] = {}
     for captured in captures:
-        partitioner = Variants(replace(captured.policy, strict=False))
+        partitioner = make(replace(captured.policy, strict=False))
         try:
             if captured.graph is None or captured.graph.needs_gradients:
                 graph = fused_graph(captured, gpu, captured.policy)
@@ -75,7 +103,4 @@ def saved(captures: Sequence[Capture], gpu: GPU) -> Saved:
             done.append(partitioner)
         except Exception as error:
             skipped[said(error)] = None
-    settings = [name for name in (done[0].totals if done else ()) if all(name in v.totals for v in done)]
-    totals = {name: sum(v.totals[name] for v in done) for name in settings}
-    smaller = {name: total for name, total in totals.items() if total < totals[""]}
-    return Saved(tuple(merged(row for v in done for row in v.rows)), smaller, tuple(skipped))
+    return done, tuple(skipped)

@@ -214,7 +214,7 @@ class Traffic(NamedTuple):
 def traffic(accesses: Sequence[Access]) -> Iterator[Traffic]:
     """Yield the traffic of each load and store in one program.
 
-    A sector counts once for each, also in a loop: caches hold it while the program runs.
+    A sector counts once for each, even in a loop, because caches hold it while the program runs.
     """
     groups: dict[str, list[Access]] = defaultdict(list)
     for access in accesses:
