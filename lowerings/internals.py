@@ -27,7 +27,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "min_cut_rematerialization_partition",
         "pointwise_ops",
     ),
-    "torch._guards": ("TracingContext",),
+    "torch._guards": ("CompileContext", "TracingContext"),
     "torch._inductor.config": (
         "_post_fusion_custom_pass",
         "cpp_wrapper",

@@ -172,6 +172,7 @@ def fake_captured_model(*units: str, names: Sequence[str] = ()) -> Any:
         layers={unit: unit for unit in units},
         unit_of=lambda path: path if path in units else "",
         parameter=lambda graph, number: names[number],
+        unread=0,
     )
 
 

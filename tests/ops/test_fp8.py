@@ -146,7 +146,7 @@ def test_every_function_takes_memory(name):
     parameter = inspect.signature(getattr(FF, name)).parameters["memory"]
     assert (parameter.default, parameter.kind) == ("free", inspect.Parameter.KEYWORD_ONLY)
     x = torch.randn(3, 8, requires_grad=True)
-    glu = name in ("glu", "swiglu")
+    glu = name in ("glu", "swiglu", "geglu")
     args = (x, torch.randn(3, 8)) if glu else (x,)
     extra = {"activation": "silu"} if name in ("bias_act", "glu", "bias_glu") else {}
     plain = getattr(FF, name)(*args, **extra)

@@ -43,7 +43,7 @@ REPEATS = 1000  # smaller calls until one compiles; on 512 elements, a kernel ta
 _KERNELS: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
 activations._on_change.append(_KERNELS.clear)  # a name among the scalars may stand for another function
 _MOST_KERNELS = 64  # per operator: a probability that changes with every step must not compile each time
-_calls = functools.lru_cache(maxsize=1000)(lambda key: itertools.count(1))  # counts a key's calls without a kernel
+_calls = functools.lru_cache(maxsize=128)(lambda key: itertools.count(1))  # counts a key's calls without a kernel
 _lock = threading.Lock()
 _failure = ""  # the reason if no kernel can be compiled
 
