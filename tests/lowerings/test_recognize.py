@@ -459,6 +459,12 @@ def test_a_glu_that_is_not_fused_stays_a_call():
     torch.testing.assert_close(torch.fx.GraphModule({}, graph)(X, V1, V2), fn(X, V1, V2))
 
 
+def test_a_fused_glu_leaves_no_call():
+    graph = traced(lambda x, w1, w2: F.linear(F.glu(F.linear(x, w1)), w2[:, : w1.shape[0] // 2]), X, V1, V2)
+    assert [site.op for site in rewrite(graph, POLICY)] == ["fused::bias_glu"]
+    assert F.glu not in [node.target for node in graph.nodes]
+
+
 def test_copies_of_a_tensor_that_changes_are_two_operands():
     def fn(x, w1, w2):
         h = F.linear(x, w1)
