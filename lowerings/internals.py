@@ -28,6 +28,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "pointwise_ops",
     ),
     "torch._guards": ("CompileContext", "TracingContext"),
+    "torch._inductor.codegen.cpp": ("CppOverrides", "CppVecOverrides"),
     "torch._inductor.config": (
         "_post_fusion_custom_pass",
         "cpp_wrapper",
@@ -64,7 +65,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "ir_node_to_tensor",
     ),
     "torch._inductor.lowering": ("fallback_handler", "lowerings", "make_fallback", "register_lowering", "to_dtype"),
-    "torch._inductor.ops_handler": ("DefaultHandler",),
+    "torch._inductor.ops_handler": ("DefaultHandler", "OpsHandler"),
     "torch._inductor.pattern_matcher": ("stable_topological_sort",),
     "torch._inductor.runtime.hints": ("DeviceProperties",),
     "torch._inductor.scheduler": ("OutputNode",),

@@ -29,7 +29,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops import activations
 from torch_fused_ops.declaration import DATA, PointwiseOperator, pointwise_operators
-from torch_fused_ops.lowerings import compat
+from torch_fused_ops.lowerings import compat, cpp_vectors
 from torch_fused_ops.lowerings.partition import VIEWS
 
 Box = Any  # ir.TensorBox
@@ -178,6 +178,7 @@ def _programs(
     steps = recorder.steps
     if device_type == "cpu" and floating:
         steps = _fused_multiply_adds(steps, results)
+        steps = _vectorized(steps) if dtype == torch.float32 else steps
     return tuple(Program.of(result, steps) for result in results)
 
 
@@ -193,6 +194,18 @@ def _fused_multiply_adds(steps: Sequence[_Step], results: Sequence[_ValueId]) ->
         return step
 
     return list(map(fused, steps))
+
+
+def _vectorized(steps: list[_Step]) -> list[_Step]:
+    """Replace exp2 and clamping by a number with the faster operations of ``cpp_vectors``."""
+    numbers = {step.value_id for step in steps if step.name == "constant"}
+
+    def replaced(step: _Step) -> _Step:
+        if step.name == "exp2" or (step.name in ("maximum", "minimum") and step.args[1] in numbers):
+            return step._replace(name="inline_asm_elementwise", kwargs=cpp_vectors.keywords(step.name))
+        return step
+
+    return list(map(replaced, steps)) if cpp_vectors.install() else steps
 
 
 activations._on_change.append(_programs.cache_clear)  # an activation's name among the scalars may mean a new function

@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops.families.softmax import formulas
-from torch_fused_ops.lowerings import operators  # not its functions: it may still be importing
+from torch_fused_ops.lowerings import cpp_vectors, operators  # not its functions: it may still be importing
 
 if TYPE_CHECKING:
     from torch_fused_ops.lowerings.operators import Box, Index, Load, Value
@@ -124,8 +124,8 @@ def _softmax(
             return seen(index)
         return ops.where(is_open(index), seen(index), ops.constant(-math.inf, dtype))
 
-    power, log2e = (ops.exp2, 1 / math.log(2)) if on_gpu else (ops.exp, 1.0)
-    factor = min(size * log2e, torch.finfo(dtype).max)
+    power = cpp_vectors.exp2 if dtype == torch.float32 and not on_gpu else ops.exp2
+    factor = min(size / math.log(2), torch.finfo(dtype).max)
     top = lowerings[aten.amax.default](_node(input, dtype, shape, scores), [len(shape) - 1], True)
     peaks = _row_node(formulas.softmax_peak, (), top).make_loader()
 

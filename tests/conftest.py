@@ -38,7 +38,7 @@ from torch_fused_ops import activations
 from torch_fused_ops.kernels import compiled
 
 # Eager operators on CPUs run their formulas: only kernels/test_compiled.py compiles a few CPU kernels.
-compiled.FEWEST = sys.maxsize
+compiled.FEWEST = compiled.REPEATS = sys.maxsize
 
 # Dynamo times each graph's guards once, with flushed processor caches: 40 ms of a small capture's 140 ms.
 if hasattr(torch._C._dynamo.guards, "profile_guard_manager"):

@@ -176,7 +176,7 @@ def store_fp8(x: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
     """
     x = x.to(torch.float32) if x.dtype == torch.float64 else x  # the float32 factor widens other dtypes
     # torch's reference of vector_norm rejects every empty tensor (2.13); eager mode and kernels reject empty rows.
-    if isinstance(x.numel(), int) and x.numel() == 0:
+    if any(isinstance(n, int) and n == 0 for n in x.shape):
         return x.to(FP8, memory_format=torch.contiguous_format), x.new_ones(x.shape[:-1], dtype=torch.float32)
     parts = unpack(x, "halves") if halves else (x,)
     sizes = (torch.linalg.vector_norm(part, math.inf, -1, dtype=torch.float32) for part in parts)

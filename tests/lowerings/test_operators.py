@@ -1,6 +1,7 @@
 """The lowerings: compiled equals eager, forward and backward, static and dynamic, and no operator remains a call."""
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,13 @@ import torch.nn.functional as F
 from harness import meta, step_of
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.cpp import CppVecOverrides
 from torch._inductor.utils import run_and_get_code
 
 import torch_fused_ops as tfo
 from torch_fused_ops import activations
 from torch_fused_ops import functional as FF
-from torch_fused_ops.lowerings import operators
+from torch_fused_ops.lowerings import cpp_vectors, operators
 
 fused = torch.ops.fused
 BF16 = torch.bfloat16
@@ -211,6 +213,42 @@ def test_programs_evaluate_each_step_once() -> None:
     assert len([step for step in program.steps if step.name != "constant"]) <= 30
 
 
+def exponentials(code: str) -> int:
+    return code.count("at::vec::clamp(" if cpp_vectors.install() else "exp2()")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpus_inline_exponentials(dtype: torch.dtype) -> None:
+    """Inlined code agrees with exp2, except that powers below 2**-125 may be 0."""
+    tfo.register_activation("power", torch.exp2)
+    x = torch.cat([torch.linspace(-160, 135, 4096), torch.tensor([math.nan, math.inf, -math.inf])]).to(dtype)
+    y = torch.compile(lambda x: fused.bias_act(x, None, None, "power"), dynamic=False)(x)
+    expected = torch.exp2(x.double()).to(dtype)
+    error = 3e-7 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(y, expected, rtol=error, atol=2.0**-125, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda x: torch.clamp(x, -1.0, 2.0), lambda x: torch.maximum(x, torch.sqrt(x + 2.0))],
+    ids=["number", "value"],
+)
+def test_cpus_clamp_by_numbers(fn: Callable[[Tensor], Tensor]) -> None:
+    """NaN stays NaN, in a clamped value and in a bound that is not a number."""
+    tfo.register_activation("bounded", fn, replace=True)
+    x = torch.linspace(-3, 3, 100)
+    x[::7] = torch.nan
+    y = torch.compile(lambda x: fused.bias_act(x, None, None, "bounded"), dynamic=False)(x)
+    torch.testing.assert_close(y, fn(x), equal_nan=True)
+
+
+def test_inline_assembly_on_cpus_stays_an_error() -> None:
+    if not cpp_vectors.install():
+        pytest.skip("this torch passes no operations to C++")
+    with pytest.raises(NotImplementedError, match="mov"):
+        CppVecOverrides.inline_asm_elementwise("x", asm="mov", constraints="=r,r")
+
+
 def test_cpus_use_fma() -> None:
     """Kernels call fma, as Inductor's flags forbid fusing, and no selects, whose masks go through memory."""
     (code,) = cpp(lambda x: fused.bias_act(x, None, None, "gelu"), leaf(8, 64, grad=False))
@@ -222,7 +260,7 @@ def test_cpus_sum_gradients_without_recomputation(rows: int, together: int) -> N
     grad, bias, mask = torch.ones(rows, 64, dtype=BF16), torch.ones(64), [True, True, False]
     step = lambda g, b: (fused.bias_act(g, b, None, "silu"), *fused.bias_act_backward(g, g, b, None, "silu", mask))  # noqa: E731
     (code,) = cpp(step, grad, bias)
-    assert 2 * code.count("exp2()") == 2 * together == code.count("at::vec::convert<at::BFloat16,1,float,2>")
+    assert 2 * exponentials(code) == 2 * together == code.count("at::vec::convert<at::BFloat16,1,float,2>")
 
 
 def test_integers_do_not_use_fma() -> None:

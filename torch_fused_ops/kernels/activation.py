@@ -92,8 +92,8 @@ def _gelu(x):
             q = t * q + NORMAL_TAIL[i]
         q = t * q
         e = tl.exp2(x * x * (-0.5 * LOG2E))
-        below = (q - a * INV_SQRT_2PI) * e
-        return tl.maximum(x, 0.0) - (a * q) * e, tl.where(x < 0, below, 1.0 - below)
+        below = (q + a * INV_SQRT_2PI) * -e
+        return tl.maximum(x, 0.0) + (a * q) * e, tl.where(x < 0, below, 1.0 - below)
 
 
 @triton.jit

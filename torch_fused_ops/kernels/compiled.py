@@ -36,7 +36,8 @@ log = logging.getLogger("torch_fused_ops")
 
 FEWEST = 1 << 17
 """Elements of the smallest call that compiles at once."""
-REPEATS = 1000  # smaller calls until one compiles; on 512 elements, a kernel takes a third of the formula's time
+REPEATS = 1000  # small calls of an operator before one compiles; a kernel takes a third to a tenth of a formula's time
+KEY_REPEATS = 100  # of the calls after these, the number with a key until one compiles
 
 # The keys have scalars, dtypes and layouts, then the operator's name, the number of axes, and whether four divides the
 # rows. The value is None if compiling failed.
@@ -60,7 +61,7 @@ def status() -> str:
     if _failure:
         return f"formulas in plain PyTorch: {_failure}"
     loaded = len({*_KERNELS.values()} - {None})
-    return f"compiled by Inductor at a call on {FEWEST:,} elements, or at {REPEATS:,} smaller calls; {loaded} loaded"
+    return f"compiled by Inductor at a call on {FEWEST:,} elements, or after {REPEATS:,} smaller calls; {loaded} loaded"
 
 
 def kernel(signature: Signature, formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,8 +72,12 @@ def kernel(signature: Signature, formula: Callable[..., Any]) -> Callable[..., A
     name, is_backward = signature.name, signature.is_backward
     bias = signature.results.index("per_column") if is_backward and "per_column" in signature.results else None
 
+    small_calls = itertools.count()
+
     def run(*args: Any) -> Any:
         first, tensors = args[0], []
+        if first.numel() < FEWEST and next(small_calls) < REPEATS:  # a key would take 3 µs
+            return formula(*args)
         by_fours = bias is not None and args[-1][bias] and first.ndim > 1 and first.shape[-2] % 4 == 0
         key = [*args, name, first.ndim, by_fours]
         for i, kind in kinds:
@@ -87,7 +92,7 @@ def kernel(signature: Signature, formula: Callable[..., Any]) -> Callable[..., A
             key[len(args) - 1] = tuple(args[-1])
         identity = tuple(key)
         if identity not in _KERNELS:
-            if _failure or (first.numel() < FEWEST and next(_calls(identity)) % REPEATS):
+            if _failure or (first.numel() < FEWEST and next(_calls(identity)) % KEY_REPEATS):
                 return formula(*args)
             if any(t.dtype == torch.float64 for t in tensors):
                 return formula(*args)

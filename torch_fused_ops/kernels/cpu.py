@@ -43,8 +43,14 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
         # Do not return a view: in-place writes fail on a view that a custom autograd function returns.
         return part.new_empty((*lead, *part.shape[1:]), dtype=dtype)
 
-    @activations.spelled_for_derivatives(True)  # these formulas have fewer steps
     def blocked(*args: Any) -> Any:
+        token = activations._for_derivatives.set(True)  # these formulas have fewer steps
+        try:
+            return in_blocks(*args)
+        finally:
+            activations._for_derivatives.reset(token)
+
+    def in_blocks(*args: Any) -> Any:
         if args[0].numel() <= _FEWEST_BLOCKS * block():
             outputs = plain(*args)
             if isinstance(outputs, Tensor):  # a registered activation may return its argument
