@@ -19,17 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._inductor.ops_handler import OpsHandler
-from torch._inductor.virtualized import V, ops
+from torch._inductor.virtualized import V
 
 _ROUNDING = 12582912.0  # 1.5·2²³: float32 numbers of this size have a distance of 1
 # A minimax fit of 2·2ᶠ for |f| <= 1/2 with relative error 9.1e-8, exact at 0. Coefficients start at the lowest power.
 _POWER = (2.0, 1.3862939551961837, 0.48044483167425205, 0.11101467488449647, 0.019343025486496742, 0.002652945434804242)
 
 _SCALARS: dict[str, Callable[..., str]] = {
-    "exp2": lambda x: f"std::exp2({x})",
-    "maximum": lambda x, bound: f"({x} < {bound} ? {bound} : {x})",
-    "minimum": lambda x, bound: f"({x} > {bound} ? {bound} : {x})",
+    "fused exp2": lambda x: f"std::exp2({x})",
+    "fused maximum": lambda x, bound: f"({x} < {bound} ? {bound} : {x})",
+    "fused minimum": lambda x, bound: f"({x} > {bound} ? {bound} : {x})",
 }
 
 
@@ -55,42 +54,33 @@ def _exp2(x: Any) -> str:
 
 
 _VECTORS: dict[str, Callable[..., str]] = {
-    "exp2": _exp2,
-    "maximum": lambda x, bound: f"at::vec::clamp_min({x}, {bound})",
-    "minimum": lambda x, bound: f"at::vec::clamp_max({x}, {bound})",
+    "fused exp2": _exp2,
+    "fused maximum": lambda x, bound: f"at::vec::clamp_min({x}, {bound})",
+    "fused minimum": lambda x, bound: f"at::vec::clamp_max({x}, {bound})",
 }
 
 
-def exp2(x: Any) -> Any:
-    """Return 2ˣ of a float32 value in a loop on a CPU."""
-    return ops.inline_asm_elementwise(x, **keywords("exp2")) if install() else ops.exp2(x)
-
-
 def keywords(name: str) -> dict[str, Any]:
-    """Return the keywords with which ``ops.inline_asm_elementwise`` is an operation of this module."""
+    """Return the keywords with which ``ops.inline_asm_elementwise`` is exp2, or clamps by a number."""
     return {"asm": f"fused {name}", "dtype": torch.float32}
+
+
+@functools.lru_cache(maxsize=1)
+def install() -> None:
+    """Add the operations to Inductor's C++ code.
+
+    A loop can only contain operations that Inductor names. One of these contains a text, and C++ has no code for it.
+    """
+    from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+
+    for overrides, codes in ((CppOverrides, _SCALARS), (CppVecOverrides, _VECTORS)):
+        overrides.inline_asm_elementwise = _generate(codes)  # type: ignore[method-assign]
 
 
 def _generate(codes: dict[str, Callable[..., str]]) -> Any:
     def inline_asm_elementwise(*values: Any, asm: str, **_options: Any) -> str:
-        prefix, _, name = asm.partition(" ")
-        if prefix != "fused":
+        if asm not in codes:
             raise NotImplementedError(asm)
-        return codes[name](*values)
+        return codes[asm](*values)
 
     return staticmethod(inline_asm_elementwise)
-
-
-@functools.lru_cache(maxsize=1)
-def install() -> bool:
-    """Add the operations to Inductor's C++ code. Return False if this torch's loops cannot contain other operations.
-
-    A loop can only contain operations that Inductor names. It has one with a text, which C++ does not use.
-    """
-    from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
-
-    if not hasattr(OpsHandler, "inline_asm_elementwise"):
-        return False
-    for overrides, codes in ((CppOverrides, _SCALARS), (CppVecOverrides, _VECTORS)):
-        overrides.inline_asm_elementwise = _generate(codes)  # type: ignore[method-assign]
-    return True

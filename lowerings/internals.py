@@ -65,7 +65,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "ir_node_to_tensor",
     ),
     "torch._inductor.lowering": ("fallback_handler", "lowerings", "make_fallback", "register_lowering", "to_dtype"),
-    "torch._inductor.ops_handler": ("DefaultHandler", "OpsHandler"),
+    "torch._inductor.ops_handler": ("DefaultHandler",),
     "torch._inductor.pattern_matcher": ("stable_topological_sort",),
     "torch._inductor.runtime.hints": ("DeviceProperties",),
     "torch._inductor.scheduler": ("OutputNode",),

@@ -198,6 +198,7 @@ def _fused_multiply_adds(steps: Sequence[_Step], results: Sequence[_ValueId]) ->
 
 def _vectorized(steps: list[_Step]) -> list[_Step]:
     """Replace exp2 and clamping by a number with the faster operations of ``cpp_vectors``."""
+    cpp_vectors.install()
     numbers = {step.value_id for step in steps if step.name == "constant"}
 
     def replaced(step: _Step) -> _Step:
@@ -205,7 +206,7 @@ def _vectorized(steps: list[_Step]) -> list[_Step]:
             return step._replace(name="inline_asm_elementwise", kwargs=cpp_vectors.keywords(step.name))
         return step
 
-    return list(map(replaced, steps)) if cpp_vectors.install() else steps
+    return list(map(replaced, steps))
 
 
 activations._on_change.append(_programs.cache_clear)  # an activation's name among the scalars may mean a new function

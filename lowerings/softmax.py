@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops.families.softmax import formulas
-from torch_fused_ops.lowerings import cpp_vectors, operators  # not its functions: it may still be importing
+from torch_fused_ops.lowerings import operators  # not its functions: it may still be importing
 
 if TYPE_CHECKING:
     from torch_fused_ops.lowerings.operators import Box, Index, Load, Value
@@ -124,16 +124,16 @@ def _softmax(
             return seen(index)
         return ops.where(is_open(index), seen(index), ops.constant(-math.inf, dtype))
 
-    power = cpp_vectors.exp2 if dtype == torch.float32 and not on_gpu else ops.exp2
+    (power,) = operators._programs(torch.exp2, (True,), (), dtype, input.get_device().type)
     factor = min(size / math.log(2), torch.finfo(dtype).max)
     top = lowerings[aten.amax.default](_node(input, dtype, shape, scores), [len(shape) - 1], True)
     peaks = _row_node(formulas.softmax_peak, (), top).make_loader()
 
-    def weight(index: Index) -> Value:
+    def exponent(index: Index) -> Value:
         x = ops.sub(scores(index), peaks(_row(index)))
-        return power(x if factor == 1.0 else ops.mul(x, ops.constant(factor, dtype)))
+        return x if factor == 1.0 else ops.mul(x, ops.constant(factor, dtype))
 
-    weights = _node(input, dtype, shape, weight)
+    weights = _node(input, dtype, shape, lambda index: power([exponent], index))
     if not on_gpu:
         weights.realize()  # on a CPU, reading a row from the cache is cheaper than a second exponential
     weight_of = weights.make_loader()

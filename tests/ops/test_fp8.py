@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from harness import Calls
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_fused_ops import functional as FF
 from torch_fused_ops.declaration import OPERATORS
@@ -48,6 +49,8 @@ def test_rows_without_a_scale():
     assert scale[[0, 3]].tolist() == [1, 1] and torch.equal(loaded[[0, 3]], torch.zeros(2, 4))
     assert loaded[[1, 2]].isnan().all() and torch.equal(loaded[4], x[4])
     assert reference.store_fp8(torch.zeros(3, 0))[1].tolist() == [1, 1, 1]
+    traced = make_fx(lambda x: reference.store_fp8(x), tracing_mode="symbolic")(torch.zeros(3, 0))
+    assert traced(torch.zeros(2, 0))[1].tolist() == [1, 1]
     largest = torch.finfo(torch.float32).max * torch.ones(1, 3)
     assert reference.load_fp8(*reference.store_fp8(largest), torch.float32).isfinite().all()
 

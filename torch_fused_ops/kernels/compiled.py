@@ -37,7 +37,7 @@ log = logging.getLogger("torch_fused_ops")
 FEWEST = 1 << 17
 """Elements of the smallest call that compiles at once."""
 REPEATS = 1000  # small calls of an operator before one compiles; a kernel takes a third to a tenth of a formula's time
-KEY_REPEATS = 100  # of the calls after these, the number with a key until one compiles
+KEY_REPEATS = 100  # after REPEATS calls, a kernel compiles at this call with the same key
 
 # The keys have scalars, dtypes and layouts, then the operator's name, the number of axes, and whether four divides the
 # rows. The value is None if compiling failed.

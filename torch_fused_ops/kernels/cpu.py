@@ -44,11 +44,8 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
         return part.new_empty((*lead, *part.shape[1:]), dtype=dtype)
 
     def blocked(*args: Any) -> Any:
-        token = activations._for_derivatives.set(True)  # these formulas have fewer steps
-        try:
+        with activations.spelled_for_derivatives(True):  # these formulas have fewer steps
             return in_blocks(*args)
-        finally:
-            activations._for_derivatives.reset(token)
 
     def in_blocks(*args: Any) -> Any:
         if args[0].numel() <= _FEWEST_BLOCKS * block():
