@@ -57,8 +57,8 @@ def find(graph: Graph) -> Iterator[Attention]:
             continue
         after = list(_projections(node))
         if before or after:
-            values = _computed_from(before, between).union(*map(_results, after))
-            yield Attention((*before, *after), frozenset(values))
+            linears = (*before, *after)
+            yield Attention(linears, frozenset(_values(linears, between)))
 
 
 def is_fused(node: Node) -> bool:
@@ -94,13 +94,18 @@ def _sources(core: Node) -> tuple[list[Node], list[Node]]:
     return list(linears), list(between)
 
 
-def _computed_from(linears: Iterable[Node], between: Iterable[Node]) -> set[Node]:
-    """Return these linear layers, the values between that depend on them (a mask does not), and all their views."""
-    remaining, values, pending = set(between), set[Node](), list(linears)
+def _values(linears: Iterable[Node], between: Iterable[Node]) -> set[Node]:
+    """Return the results of these linear layers, and the values of ``between`` that depend on them (a mask does not).
+
+    Views are included, as well as pointwise calls that read a linear layer's result: a bias, a dropout, a residual.
+    """
+    kinds, remaining, values, pending = op_types(), set(between), set[Node](), list(linears)
     while pending:
         node = pending.pop()
         values.add(node)
-        pending += [u for u in node.users if (u in remaining or op_types().is_view(u)) and u not in values]
+        near = node in remaining or is_linear(node) or kinds.is_view(node)
+        new = [u for u in node.users if u in remaining or (near and (kinds.is_view(u) or _is_pointwise(u)))]
+        pending += [u for u in new if u not in values]
     return values
 
 
@@ -124,14 +129,5 @@ def _moves(node: Node) -> bool:
     return first or copies or bool(op_types().is_view(node))
 
 
-def _results(linear: Node) -> Iterator[Node]:
-    """Yield a linear layer's result, its views, and the pointwise calls that read it: a bias, a dropout, a residual."""
-    yield linear
-    pending = list(linear.users)
-    while pending:
-        node = pending.pop()
-        if op_types().is_view(node):
-            pending += node.users
-            yield node
-        elif torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is fused.dropout_add.default:
-            yield node
+def _is_pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is fused.dropout_add.default

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -33,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import PointwiseOperator, pointwise_operators
-from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.modules import innermost, module_stack
 from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.lowerings import attention, compat
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
@@ -274,12 +275,13 @@ def apply_levels(
     """
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
-    for edit in (*_mlp_edits(pair, policy), *_attention_edits(pair, policy)):
-        before = pair.nbytes()
+    for edit in itertools.chain(_mlp_edits(pair, policy), _attention_edits(pair, policy)):
+        before = pair.cost(pair.saved())
         try:
             edit.apply()
-            log.info("%s: %s, %d bytes less saved", edit.place, edit.setting, before - pair.nbytes())
-            on_edit(edit, before - pair.nbytes(), "")
+            fewer = before - pair.cost(pair.saved())
+            log.info("%s: %s, %d bytes less saved", edit.place, edit.setting, fewer)
+            on_edit(edit, fewer, "")
         except Rejection as rejection:
             log.info("%s: %s has no effect: %s", edit.place, edit.setting, rejection)
             on_edit(edit, 0, str(rejection))
@@ -350,7 +352,7 @@ def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[Edit]:
         nodes = [source for source in sources if source is not None and source not in seen]
         seen.update(nodes)
         if nodes:
-            place = f"{', '.join(n.name for n in nodes)} in {next(reversed(module_stack(node)), '')}"
+            place = f"{', '.join(n.name for n in nodes)} in {innermost(node)}"
             yield Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes))
 
 
@@ -363,7 +365,8 @@ def _attention_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[Edit]
         linears = {n for n, modules in stacks.items() if policy.attention_of(modules) == "input"}
         linears = {n for n in linears if policy.excluding(stacks[n]) is None}
         if linears:
-            edit = functools.partial(_save_attention_inputs, pair, site.values, linears)
+            nodes = [node for node in pair.saved() if node in site.values and _may_be_replaced(pair, node)]
+            edit = functools.partial(_save_inputs, pair, nodes, linears)
             yield Edit("attention='input'", site.module or "the model", edit, is_site=True)
 
 
@@ -383,18 +386,12 @@ def without_fp8_rounding(on: bool = True) -> Iterator[None]:
         _without_fp8_rounding.reset(token)
 
 
-def _save_fp8(pair: SavedTensors, nodes: Sequence[Node]) -> None:
-    """Save tensors as float8. Tensors that must stay exact are not changed.
+def _save_fp8(pair: SavedTensors, node: Node) -> Node:
+    """Save a tensor as float8. Return backward's node that reads it.
 
     Raises:
-        Rejection: no tensor can be saved as float8. It has the first tensor's reason.
+        Rejection: the tensor must stay exact, or it or the device does not allow float8.
     """
-    _apply_to_each(functools.partial(_save_one_fp8, pair), nodes)
-
-
-def _save_one_fp8(pair: SavedTensors, node: Node) -> Node:
-    """Save a tensor as float8. Return backward's node that reads it."""
-    _check_not_checkpointed(node)
     value, exact = node.meta["val"], _without_fp8_rounding.get()
     if value.dtype not in (torch.bfloat16, torch.float16, torch.float32) and not exact:
         raise Rejection(Kind.FP8_DTYPE, f"it is {value.dtype}")
@@ -456,7 +453,6 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
     """
 
     def plan(node: Node) -> Recomputation | None:
-        _check_not_checkpointed(node)
         recomputation = _recomputation(pair, node, gemms=True)
         repeats_others = linears is not None and any(is_gemm(c) and c not in linears for c in recomputation.calls)
         return None if repeats_others else recomputation
@@ -474,18 +470,10 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
         _replace(pair, node, recomputation)
 
 
-def _save_attention_inputs(pair: SavedTensors, values: Collection[Node], linears: Collection[Node]) -> None:
-    """Recompute the saved ``values`` of one attention that only these linear layers compute."""
-    nodes = [node for node in pair.saved() if node in values and _may_be_replaced(pair, node)]
-    _save_inputs(pair, nodes, linears)
-
-
-_EDITS: dict[str, Callable[[SavedTensors, Sequence[Node]], None]] = {"fp8": _save_fp8, "input": _save_inputs}
-
-
-def _check_not_checkpointed(node: Node) -> None:
-    if isinstance(node.meta.get("recompute"), CheckpointPolicy):
-        raise Rejection(Kind.CHECKPOINTED, "selective checkpointing saves it")
+_EDITS: dict[str, Callable[[SavedTensors, Sequence[Node]], Any]] = {
+    "fp8": lambda pair, nodes: _apply_to_each(functools.partial(_save_fp8, pair), nodes),
+    "input": _save_inputs,
+}
 
 
 def _apply_to_each(fn: Callable[[Node], _T | None], nodes: Sequence[Node]) -> dict[Node, _T]:
@@ -494,6 +482,8 @@ def _apply_to_each(fn: Callable[[Node], _T | None], nodes: Sequence[Node]) -> di
     rejections: list[Rejection] = []
     for node in nodes:
         try:
+            if isinstance(node.meta.get("recompute"), CheckpointPolicy):
+                raise Rejection(Kind.CHECKPOINTED, "selective checkpointing saves it")
             result = fn(node)
             if result is not None:
                 results[node] = result

@@ -112,10 +112,6 @@ class SavedTensors:
         first: Node = next(reader for reader in self.backward.nodes if reader in users)
         return first
 
-    def nbytes(self) -> int:
-        """Return the bytes saved for backward, without parameters and buffers."""
-        return self.cost(self.saved())
-
     def cost(self, nodes: Iterable[Node]) -> int:
         """Return the bytes that saving these values takes; 0 for parameters and buffers."""
         values = [node.meta.get("val") for node in nodes if node not in self.static]
@@ -260,16 +256,6 @@ class SavedTensors:
             reader = self.reader_of_rounding(node)
             if reader is not None:
                 raise UnsoundGraphs(f"{reader} reads {node}, which is rounded in backward")
-
-
-def saved_by(forward: Graph, outputs: int, static_inputs: Sequence[int]) -> Iterator[Node]:
-    """Yield the tensors that a forward graph saves, except parameters, buffers and their views."""
-    inputs = forward.find_nodes(op="placeholder")
-    static = {inputs[i] for i in static_inputs}
-    results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
-    for node in (node for node in results[outputs:] if isinstance(node, Node)):
-        if isinstance(node.meta.get("val"), torch.Tensor) and base(node) not in static:
-            yield node
 
 
 def _kind(node: Node) -> type:

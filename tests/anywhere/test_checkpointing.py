@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Ran
+from harness import Ran, saving
 from torch import Tensor
 from torch.autograd.graph import (
     disable_saved_tensors_hooks,
@@ -249,22 +249,13 @@ def test_bytes_saved_by_compiled_checkpoints(way: str, backend: str) -> None:
     w, v = torch.randn(WIDTH, 64) / 4, (torch.randn(64, WIDTH) / 8).requires_grad_()
     spelled, called = mlp_of(w, v), lambda x: FF.bias_gelu(x @ w) @ v
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    saved: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
     fn = checkpoint_variants(spelled if backend == "fused" else called, fused.bias_act)[way]
     options = {"policy": tfo.FusionPolicy(strict=True, memory="off")} if backend == "fused" else None
     compiled = torch.compile(fn, backend=backend, fullgraph=True, options=options)
-    with saved_tensors_hooks(keep, lambda t: t):
-        y = compiled(x)
-    for given in (x, w, v):
-        saved.pop(given.untyped_storage()._cdata, None)
+    y, nbytes = saving(lambda: compiled(x), (x, w, v))
     middle = ROWS * 64 * 4
     # "none" saves the activation's input, and its result, which v's gradient reads.
-    assert sum(saved.values()) == {"none": 2 * middle, "not reentrant": 0, "nested": 0}.get(way, middle)
+    assert nbytes == {"none": 2 * middle, "not reentrant": 0, "nested": 0}.get(way, middle)
     expected = torch.autograd.grad(spelled(x).square().sum(), [x, v])
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [x, v]), expected, rtol=1e-4, atol=1e-4)
 

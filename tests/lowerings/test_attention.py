@@ -221,6 +221,10 @@ def test_gradients_are_exact_and_only_inputs_are_saved(
     assert len(large) == SAVED_TENSORS[kind], large
 
 
+def test_residual_sums_between_blocks_are_not_saved() -> None:
+    assert saved_bytes(BOTH, blocks=2) <= 2 * saved_bytes(BOTH)
+
+
 def test_repeated_keys_are_saved_once_at_free() -> None:
     model, x = model_of(GroupedQuery), inputs()
     actual, _, saved = step(model, fused(model, FusionPolicy(memory="free", strict=True)), x)

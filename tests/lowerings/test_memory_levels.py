@@ -508,7 +508,7 @@ def test_after_a_failure_free_applies(
             raise RuntimeError(f"on purpose: {level}")
         return original(*args)
 
-    name = {"fp8": "_save_one_fp8", "input": "_replace"}[level]
+    name = {"fp8": "_save_fp8", "input": "_replace"}[level]
     original = getattr(memory_levels, name)
     monkeypatch.setattr(memory_levels, name, fail)
     monkeypatch.setattr(passes, "_logged", set())  # a failure is logged once per process

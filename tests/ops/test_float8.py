@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Calls, raises
+from harness import Calls, raises, saved_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -244,9 +244,7 @@ def test_saved_input_has_one_byte_per_element() -> None:
     x, w = torch.randn(256, 128, requires_grad=True), torch.randn(384, 128, requires_grad=True)
     saved: dict[str, int] = {}
     for recipe in RECIPES:
-        tensors: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=tensors: (to.append(t), t)[1], lambda t: t):
-            FF.linear_fp8(x, w, recipe=recipe)
+        _, tensors = saved_by(lambda recipe=recipe: FF.linear_fp8(x, w, recipe=recipe))
         saved[recipe] = sum(t.nbytes for t in tensors if t.data_ptr() != w.data_ptr())
     unquantized = 256 * 128 * 4
     assert saved == {

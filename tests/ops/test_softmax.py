@@ -6,9 +6,8 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from harness import Calls
+from harness import Calls, saved_by
 from hypothesis import given, settings
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp
 
 from torch_fused_ops.operators import reference
@@ -247,8 +246,6 @@ def test_frozen_arguments_cost_nothing(mask):
 
 
 def test_output_is_the_only_saved_tensor():
-    saved = []
     x, sink = (t.requires_grad_() for t in tensors(2, 3, 4))
-    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        out = softmax(x, masked(3, 4), sink, 0.3, True)
+    out, saved = saved_by(lambda: softmax(x, masked(3, 4), sink, 0.3, True))
     assert [t.data_ptr() for t in saved] == [out.data_ptr()]

@@ -42,8 +42,14 @@ def tensor_path(path: str) -> str:
 
 
 def module_stack(node: fx.Node) -> list[str]:
-    """Return the paths of the modules that contain a captured node, outermost first."""
-    return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    """Return the paths of the modules that contain a node of a captured graph or its backward, outermost first."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [module_path(path) for path, _ in stack.values()]
+
+
+def innermost(node: fx.Node) -> str:
+    """Return the path of the innermost module that contains a node; "" for the model itself."""
+    return next(reversed(module_stack(node)), "")
 
 
 def is_parameter(node: fx.Node) -> bool:

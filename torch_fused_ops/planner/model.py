@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_fused_ops.graphs.capture import run_captured
-from torch_fused_ops.graphs.modules import is_parameter, module_stack, source_name, tensor_path
+from torch_fused_ops.graphs.modules import innermost, is_parameter, source_name, tensor_path
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.planner.setup import check
 from torch_fused_ops.policy import FusionPolicy
@@ -99,7 +99,7 @@ class CapturedModel:
             placeholders = (node for node in nodes if node.op == "placeholder")
             paths = dict(zip(placeholders, capture.graph.paths if capture.graph else (), strict=True))
             for node in nodes:
-                passed |= self.unit_of(next(reversed(module_stack(node)), "")) != ""
+                passed |= self.unit_of(innermost(node)) != ""
                 if node.op != "placeholder" and any(paths.get(x) == path for x in node.all_input_nodes):
                     ends.add(HEAD if passed else EMBEDDING)
         if len(ends) > 1:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.modules import innermost
 from torch_fused_ops.planner.model import LOSS, CapturedModel, returned
 from torch_fused_ops.reports.captures import Capture
 from torch_fused_ops.virtual_gpu import GPU, CapturedGraph
@@ -172,10 +172,10 @@ def _groups(
 
 def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:
     """Return a node's layer. For a checkpoint, return the layer of most nodes in its body."""
-    unit = captured.unit_of(next(reversed(module_stack(node)), ""))
+    unit = captured.unit_of(innermost(node))
     bodies = [getattr(gm, str(x.target), None) for x in node.all_input_nodes if x.op == "get_attr"]
     inner = [
-        captured.unit_of(next(reversed(module_stack(n)), ""))
+        captured.unit_of(innermost(n))
         for body in bodies if isinstance(body, fx.GraphModule) for n in body.graph.nodes if n.op.startswith("call")
     ]  # fmt: skip
     return max(dict.fromkeys(inner), key=inner.count) if inner and not unit else unit

@@ -21,7 +21,7 @@ from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.captures import Capture
 from torch_fused_ops.reports.page import template
-from torch_fused_ops.reports.saved import Saved, attention_sites, saved
+from torch_fused_ops.reports.saved import Saved, saved
 from torch_fused_ops.reports.text import breaks_text, size
 from torch_fused_ops.settings.environment import writable
 
@@ -108,8 +108,11 @@ class Report:
         """
         from torch_fused_ops.virtual_gpu import H200
 
-        with unobserved():
-            return attention_sites(self._captures, H200)
+        listed = vars(self).get("saved")
+        if listed is None:
+            with unobserved():
+                listed = saved([c for c in self._captures if c.policy.attention != "off"], H200, compare=False)
+        return listed.attention
 
     def __repr__(self) -> str:
         return str(self)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch_fused_ops.graphs.listing import AttentionSite, SavedRow, merged, merged_attention
-from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.captures import Capture, fused_graph, said
 from torch_fused_ops.reports.text import size
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU
 
 log = logging.getLogger("torch_fused_ops")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,12 +24,14 @@ class Saved:
     Attributes:
         rows: the tensors, in graph order; identical layers share a row.
         totals: the bytes saved under each setting that saves less than the policy.
-        skipped: the reason for each graph that is missing.
+        skipped: the reason for each missing graph.
+        attention: the attention calls whose policy is not "off", and the effect of the level.
     """
 
     rows: tuple[SavedRow, ...]
     totals: dict[str, int]
     skipped: tuple[str, ...] = ()
+    attention: tuple[AttentionSite, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -56,44 +56,22 @@ class Saved:
         return "\n".join(lines + [f"a graph is missing: {reason}" for reason in self.skipped])
 
 
-def saved(captures: Sequence[Capture], gpu: GPU) -> Saved:
+def saved(captures: Sequence[Capture], gpu: GPU, *, compare: bool = True) -> Saved:
     """List the tensors that graphs save for backward. Partitions them without a device; generates no code.
 
     Args:
         captures: the results of ``capture``.
         gpu: the GPU to partition for.
+        compare: False to leave out which settings would save less, which takes a partition for each setting.
     """
-    from torch_fused_ops.lowerings.saved_variants import Variants
-
-    done, skipped = _partitioned(captures, gpu, Variants)
-    settings = [name for name in (done[0].totals if done else ()) if all(name in v.totals for v in done)]
-    totals = {name: sum(v.totals[name] for v in done) for name in settings}
-    smaller = {name: total for name, total in totals.items() if total < totals[""]}
-    return Saved(tuple(merged(row for v in done for row in v.rows)), smaller, skipped)
-
-
-def attention_sites(captures: Sequence[Capture], gpu: GPU) -> tuple[AttentionSite, ...]:
-    """List the attention calls whose policy is not "off". Partitions the graphs without a device; generates no code."""
-    from torch_fused_ops.lowerings.saved_variants import AttentionSites
-
-    done, skipped = _partitioned([c for c in captures if c.policy.attention != "off"], gpu, AttentionSites)
-    for reason in skipped:
-        log.warning("attention is not listed: %s", reason)
-    return tuple(merged_attention(site for partitioner in done for site in partitioner.sites))
-
-
-def _partitioned(
-    captures: Sequence[Capture], gpu: GPU, make: Callable[[FusionPolicy], _T]
-) -> tuple[list[_T], tuple[str, ...]]:
-    """Partition graphs with a backward by ``make(policy)``. Return the partitioners and the reasons for failures."""
     from torch_fused_ops.lowerings import passes
-    from torch_fused_ops.lowerings.saved_variants import Partitioned
+    from torch_fused_ops.lowerings.saved_variants import Partitioned, Variants
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper
 
-    done: list[_T] = []
+    done: list[Variants] = []
     skipped: dict[str, None] = {}
     for captured in captures:
-        partitioner = make(replace(captured.policy, strict=False))
+        partitioner = Variants(replace(captured.policy, strict=False), compare=compare)
         try:
             if captured.graph is None or captured.graph.needs_gradients:
                 graph = fused_graph(captured, gpu, captured.policy)
@@ -103,4 +81,10 @@ def _partitioned(
             done.append(partitioner)
         except Exception as error:
             skipped[said(error)] = None
-    return done, tuple(skipped)
+    for reason in skipped:
+        log.warning("saved tensors of a graph are not listed: %s", reason)
+    settings = [name for name in (done[0].totals if done else ()) if all(name in v.totals for v in done)]
+    totals = {name: sum(v.totals[name] for v in done) for name in settings}
+    smaller = {name: total for name, total in totals.items() if total < totals[""]}
+    attention = merged_attention(site for v in done for site in v.attention)
+    return Saved(tuple(merged(row for v in done for row in v.rows)), smaller, tuple(skipped), tuple(attention))
