@@ -114,7 +114,9 @@ def _marked(memory: object, *tensors: Any) -> Any:
     if memory != "fp8":
         raise ValueError(f"memory={memory!r} is not known; accepted: 'free', 'fp8'")
     needed = any(t is not None and (not isinstance(t, Tensor) or t.requires_grad) for t in tensors)
-    if needed and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    # Torch 2.11's Dynamo evaluates torch.compiler.is_exporting() as True in every compilation.
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    if needed and torch.is_grad_enabled() and not is_exporting:
         return torch.ops.fused.keep_fp8(tensors[0])
     return tensors[0]
 
