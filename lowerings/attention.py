@@ -55,7 +55,7 @@ def find(graph: Graph) -> Iterator[Attention]:
         before, between = _sources(node)
         if not (is_fused(node) or _has_scores(between)):
             continue
-        after = list(_projections(node))
+        after = dict.fromkeys(_projections(node))
         if before or after:
             linears = (*before, *after)
             yield Attention(linears, frozenset(_values(linears, between)))
@@ -111,16 +111,11 @@ def _values(linears: Iterable[Node], between: Iterable[Node]) -> set[Node]:
 
 def _projections(core: Node) -> Iterator[Node]:
     """Yield the linear layers that read a core's result, through views, casts and factors."""
-    pending, seen = list(core.users), set[Node]()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_linear(node):
-            yield node
-        elif _moves(node) or node.target is aten.mul.Tensor:
-            pending += node.users
+    for user in core.users:
+        if is_linear(user):
+            yield user
+        elif _moves(user) or user.target is aten.mul.Tensor:
+            yield from _projections(user)
 
 
 def _moves(node: Node) -> bool:

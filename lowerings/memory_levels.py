@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import PointwiseOperator, pointwise_operators
 from torch_fused_ops.graphs.modules import innermost, module_stack
-from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
+from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import attention, compat
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
 from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors, readers, views_and_readers
@@ -168,18 +168,20 @@ def _recomputation(pair: SavedTensors, node: Node, *, gemms: bool) -> Recomputat
             return Recomputation((), ())
         if base(source) in pair.overwritten:
             raise Rejection(Kind.MADE_OF_WRITTEN, f"cannot recompute: forward writes {base(source)}")
-        repeated = None
+        repeated, is_tensor = None, isinstance(source.meta.get("val"), torch.Tensor)
         if (_is_recomputable(source) or (gemms and not role and is_gemm(source))) and depth < MAX_CALLS:
             try:
                 repeated = repeat(source, role)
             except Rejection:  # save it instead, unless it is ``node`` or a GEMM
                 if source is node or (gemms and not role):
                     raise
-        if repeated and (source is node or (gemms and not role) or _is_cheaper(pair, repeated, source)):
-            return repeated
+        if repeated:
+            must_repeat = source is node or (gemms and not role) or not is_tensor
+            if must_repeat or not (added := pair.cost(repeated.to_save)) or added < pair.cost([source]):
+                return repeated
         if source is node:
             raise Rejection(Kind.NO_GEMM, "it is not the result of a GEMM")
-        if not isinstance(source.meta.get("val"), torch.Tensor):
+        if not is_tensor:
             raise Rejection(Kind.MADE_OF_SIZE, f"cannot recompute: the size {source} is not saved")
         if role != "weight" and base(source) in exposed:
             text = f"cannot recompute: the caller may modify {base(source)} before backward needs it"
@@ -201,11 +203,6 @@ def _recomputation(pair: SavedTensors, node: Node, *, gemms: bool) -> Recomputat
     return obtain(node, "")
 
 
-def _is_cheaper(pair: SavedTensors, repeated: Recomputation, source: Node) -> bool:
-    added_bytes = pair.cost(repeated.to_save)
-    return not added_bytes or not isinstance(source.meta.get("val"), torch.Tensor) or added_bytes < pair.cost([source])
-
-
 def operand_role(call: Node, source: Node) -> str:
     """Return the role of an operand in a GEMM: "data", or "weight" (also for a bias). Return "" for other calls."""
     if not is_gemm(call):
@@ -216,29 +213,20 @@ def operand_role(call: Node, source: Node) -> str:
 
 def _is_recomputable(node: Node) -> bool:
     """True if a call is a view, is pointwise, picks rows, joins tensors, or quantizes a weight."""
-    tags = getattr(node.target, "tags", ())
+    # For one of a call's results, the call decides: "tiled" splits tokens, and a float8 weight has scales.
+    target = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
+    tags = getattr(target, "tags", ())
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
         return False
-    pointwise = torch.Tag.pointwise in tags or node.target in OPERATOR
-    moves = node.target in _MOVES
-    if node.target is operator.getitem:  # a part of a split tensor: "tiled" splits tokens
-        moves = node.all_input_nodes[0].target in SAME_ELEMENTS
-    return pointwise or moves or node.target in SAME_ELEMENTS or _is_quantized(node)
+    return torch.Tag.pointwise in tags or target in _RECOMPUTABLE
 
 
-_MOVES = {
-    aten.index.Tensor,
-    aten.gather.default,
-    aten.index_select.default,
-    aten.cat.default,
-    fused.dropout_add.default,  # its mask is a function of a seed
-}
-
-
-def _is_quantized(node: Node) -> bool:
-    """True for a weight in float8 or its scales. Recomputing them takes one pass over the weight."""
-    call = node.args[0] if node.target is operator.getitem else node
-    return isinstance(call, Node) and call.target is fused.quantize.default
+_RECOMPUTABLE = SAME_ELEMENTS.union(
+    OPERATOR,
+    {aten.index.Tensor, aten.gather.default, aten.index_select.default, aten.cat.default},
+    {fused.dropout_add.default},  # its mask is a function of a seed
+    {fused.quantize.default},  # takes one pass over the weight
+)
 
 
 def _replace(pair: SavedTensors, node: Node, recomputation: Recomputation) -> None:
@@ -495,17 +483,11 @@ def _apply_to_each(fn: Callable[[Node], _T | None], nodes: Sequence[Node]) -> di
     return results
 
 
-_REJECTED = "torch_fused_ops_rejected"
+REJECTED = "torch_fused_ops_rejected"  # key of the reason why a tensor stays saved although the policy has a level
 
 
 def _record_rejection(rejection: Rejection, nodes: Iterable[Node]) -> Rejection:
     """Record on saved tensors why a level does not apply to them."""
     for node in nodes:
-        node.meta[_REJECTED] = rejection.reason
+        node.meta[REJECTED] = rejection.reason
     return rejection
-
-
-def rejection_reason(node: Node) -> Reason | None:
-    """Return why a tensor stays saved although the policy has a level for it; None if the policy has no such level."""
-    reason: Reason | None = node.meta.get(_REJECTED)
-    return reason

@@ -66,7 +66,7 @@ class Variants(Partitioner):
         for name, node in nodes[""].items():
             value, source = node.meta["val"], partition.base(node)
             removed = tuple(s for s in nodes if name not in nodes[s])
-            reasons = {s: memory_levels.rejection_reason(nodes[s][name]) for s in nodes if s not in removed}
+            reasons = {s: nodes[s][name].meta.get(memory_levels.REJECTED) for s in nodes if s not in removed}
             self.rows.append(
                 SavedRow(
                     "(inputs)" if source.op == "placeholder" else innermost(source),

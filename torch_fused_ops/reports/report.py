@@ -115,9 +115,6 @@ class Report:
         return listed.attention
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         sites = grouped(self.sites)
         parts = [sites_table(sites), "", self.summary] if sites else [self.summary]
         if all(site.op is None and site.activation == DROPOUT for site in self.sites):

@@ -43,9 +43,6 @@ class Saved:
         return {"nbytes": self.nbytes, **asdict(self)}
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         lines = [f"saved for backward: {size(self.nbytes)}"]
         lines += [f"  {size(total, self.nbytes)} with {name}" for name, total in self.totals.items()]
         small = [row for row in self.rows if row.nbytes < self.nbytes / 1000]
