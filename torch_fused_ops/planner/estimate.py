@@ -6,13 +6,13 @@ This takes seconds; compiling the whole model takes minutes at each level. The e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch._inductor import config
 
-from torch_fused_ops.planner.model import LOSS, CapturedModel
+from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.planner.pieces import divided
 from torch_fused_ops.planner.step import SegmentedStep, compiled_timeline, cut, policy_of
 from torch_fused_ops.virtual_gpu import GPU
@@ -38,8 +38,7 @@ class Estimates:
         return self.divided(self.captured)
 
     def divided(self, captured: CapturedModel) -> CapturedModel:
-        pieces = divided(captured, self.gpu, "layers", self.loss, self.keep_logits)
-        return replace(pieces, eager=frozenset(i for i in pieces.eager if pieces.pieces[i] == LOSS))
+        return divided(captured, self.gpu, "pieces", self.loss, self.keep_logits)
 
     def step_at(
         self, levels: Mapping[str, str], pieces: CapturedModel | None = None, chunks: bool = False

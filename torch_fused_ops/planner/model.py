@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_fused_ops.graphs.capture import run_captured
@@ -68,20 +69,17 @@ class CapturedModel:
             detach: detach these results instead of removing them.
         """
         *earlier_graphs, capture = self.graphs
-        if capture.graph is None:
+        if capture.graph is None or not beside_loss(capture.graph.gm):
             return None
         gm = copy_graph(capture.graph.gm)
-        output = gm.graph.output_node()
-        beside = beside_loss(gm)
-        if not beside:
-            return None
-        returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-        with gm.graph.inserting_before(output):
-            results = [gm.graph.call_method("detach", (x,)) if x in beside else x for x in returned]
-        for x, result in zip(returned, results, strict=True):
+        output, beside = gm.graph.output_node(), beside_loss(gm)
+        results: list[Any] = [x for x in output.args[0] if detach or x not in beside]  # type: ignore[union-attr]
+        for i, x in enumerate(results):
             if x in beside:
-                result.meta = {**x.meta, "example_value": x.meta["example_value"].detach()}
-        output.args = (tuple(results) if detach else tuple(x for x in returned if x not in beside),)
+                with gm.graph.inserting_before(output):
+                    results[i] = gm.graph.call_method("detach", (x,))
+                results[i].meta = {**x.meta, "example_value": x.meta["example_value"].detach()}
+        output.args = (tuple(results),)
         gm.graph.eliminate_dead_code()
         gm.recompile()
         return replace(self, graphs=(*earlier_graphs, replace(capture, graph=replace(capture.graph, gm=gm))))
@@ -94,11 +92,9 @@ class CapturedModel:
         """
         ends = set()
         passed = False
-        for capture in self.graphs:
-            nodes = capture.graph.gm.graph.nodes if capture.graph else ()
-            placeholders = (node for node in nodes if node.op == "placeholder")
-            paths = dict(zip(placeholders, capture.graph.paths if capture.graph else (), strict=True))
-            for node in nodes:
+        for graph in (capture.graph for capture in self.graphs if capture.graph):
+            paths = dict(zip(graph.gm.graph.find_nodes(op="placeholder"), graph.paths, strict=True))
+            for node in graph.gm.graph.nodes:
                 passed |= self.unit_of(innermost(node)) != ""
                 if node.op != "placeholder" and any(paths.get(x) == path for x in node.all_input_nodes):
                     ends.add(HEAD if passed else EMBEDDING)
@@ -128,28 +124,15 @@ def _storages(values: Any) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-@contextlib.contextmanager
-def weights_as(model: Callable[..., Any], dtype: torch.dtype | None) -> Iterator[None]:
+def weights_as(model: Callable[..., Any], dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
     """Inside the block, replace floating-point parameters by uninitialized ones of ``dtype`` unless it is None."""
-    replacements: dict[int, nn.Parameter] = {}
-    before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    modules = model.modules() if isinstance(model, nn.Module) and dtype is not None else ()
-    for module in modules:
-        for name, p in module._parameters.items():
-            if p is not None and p.is_floating_point():
-                other = replacements.setdefault(id(p), nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad))
-                before.append((module, name, p))
-                module._parameters[name] = other
-    try:
-        yield
-    finally:
-        for module, name, p in before:
-            module._parameters[name] = p
-
-
-def floats_as(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in nested values to ``dtype``."""
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+    if dtype is None or not isinstance(model, nn.Module):
+        return contextlib.nullcontext()
+    floats = ((name, p) for name, p in model.named_parameters() if p.is_floating_point())
+    weights: dict[str, Tensor] = {
+        name: nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad) for name, p in floats
+    }
+    return _reparametrize_module(model, weights, tie_weights=True)
 
 
 def loss_of(loss: Any) -> tuple[Callable[[Any], Tensor] | None, str]:
@@ -158,7 +141,7 @@ def loss_of(loss: Any) -> tuple[Callable[[Any], Tensor] | None, str]:
     Raises:
         ValueError: loss is neither callable nor an accepted word.
     """
-    if loss is None or not callable(loss):
+    if not callable(loss):
         check("loss", loss)
         return (None, "") if loss is None else (cross_entropy, loss)
     original = getattr(loss, "_orig_mod", getattr(loss, "_torchdynamo_orig_callable", loss))
@@ -199,7 +182,7 @@ def captured_model(
     known: dict[int, int] = {}
     names: dict[int, str] = {}
     unregistered: dict[str, Tensor] = {}
-    read: dict[int, int] = {}  # storages of graphs' inputs
+    read: set[int] = set()  # storages of graphs' inputs
     left_out: list[str] = []
     torch._dynamo.allow_in_graph(returned)
 
@@ -263,9 +246,6 @@ def captured_model(
             if not fullgraph:
                 raise
             why = said(error)
-            graphs.clear()
-            sites.clear()
-            read.clear()
             known = _storages((args, kwargs))
             if isinstance(model, nn.Module):
                 known |= _storages([list(vars(module).values()) for module in model.modules()])
@@ -276,15 +256,12 @@ def captured_model(
     paths = [path for path, _ in model.named_modules()] if isinstance(model, nn.Module) else []
     paths += [site.module for site in sites if site.module not in paths]
     layers = layers_of(paths)
-    mlps: dict[str, dict[str, None]] = {}
-    for site in sites:
-        if site.op is not None and site.is_mlp:
-            mlps.setdefault(layers[site.module], {})[site.module] = None
+    mlps: dict[str, tuple[str, ...]] = {}
+    for module in dict.fromkeys(site.module for site in sites if site.op is not None and site.is_mlp):
+        mlps[layers[module]] = (*mlps.get(layers[module], ()), module)
     units = [unit for unit in dict.fromkeys(layers.values()) if unit in mlps or unit.rpartition(".")[2].isdigit()]
-    of_mlps = {unit: tuple(modules) for unit, modules in mlps.items()}
-    arguments = {key: nbytes for key, nbytes in _storages((args, kwargs)).items() if key not in read}
-    unread = sum(arguments.values())
-    return CapturedModel(tuple(graphs), links, tuple(units), of_mlps, layers, unregistered, unread)
+    unread = sum(nbytes for key, nbytes in _storages((args, kwargs)).items() if key not in read)
+    return CapturedModel(tuple(graphs), links, tuple(units), mlps, layers, unregistered, unread)
 
 
 def layers_of(paths: Iterable[str]) -> dict[str, str]:

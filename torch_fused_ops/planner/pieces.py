@@ -6,13 +6,13 @@ A loss outside of the compiled model is a separate piece. Equal layers are equal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from torch_fused_ops.graphs.modules import innermost
 from torch_fused_ops.planner.model import LOSS, CapturedModel, returned
@@ -26,8 +26,7 @@ _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._e
 _STATE = (*_AUTOCAST, torch._C._set_grad_enabled)
 
 
-@dataclass(frozen=True)
-class _Key:
+class _Key(NamedTuple):
     """A node's key. Neighboring nodes with equal keys form one piece."""
 
     unit: str
@@ -40,12 +39,8 @@ class _Values(Checkpointing):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        n.meta["example_value"] = tree_map(_detached, value)
+        n.meta["example_value"] = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
         return value
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def divided(
@@ -57,7 +52,7 @@ def divided(
         captured: the model.
         gpu: the target device. Its rules for autocast and attention determine the values between pieces.
         compiled: "model": everything before the loss is one piece. "layers": each layer is a compiled piece. "none":
-            each layer is a piece in eager mode.
+            each layer is a piece in eager mode. "pieces": all pieces before the loss are compiled.
         loss: "eager" or "compiled". The loss is a separate piece if the model was captured with a loss.
         keep_logits: True if the caller references the loss's inputs until the step ends.
     """
@@ -67,41 +62,37 @@ def divided(
     shared: dict[tuple[int, int], str] = {}
     eager: set[int] = set()
     results: dict[tuple[int, int], tuple[int, int]] = {}  # maps (graph, result) to (piece, result)
-    logits: set[tuple[int, int]] = set()
+    retained: set[tuple[int, int]] = set()
     for i, capture in enumerate(captured.graphs):
         if capture.graph is None:
             raise ValueError(capture.reason)
         graph, parameters = _with_values(capture.graph, gpu)
-        groups = list(_groups(captured, capture.graph, graph, as_one_piece=compiled == "model"))
+        groups = _groups(captured, capture.graph, graph, as_one_piece=compiled == "model")
         written_by: dict[fx.Node, tuple[int, int]] = {}
         numbers = {node: j for j, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
         output = graph.graph.output_node()
         inner = {node: n for n, (_, nodes) in enumerate(groups) for node in nodes}
-        for n, (key, nodes) in enumerate(groups):
-            unit = key.unit
+        for n, ((unit, autocast, training), nodes) in enumerate(groups):
             read = dict.fromkeys(
                 x for node in nodes for x in node.all_input_nodes if inner.get(x) != n and x.op != "get_attr"
             )
             written = [x for x in nodes if any(inner.get(user) != n for user in x.users)]
             number = len(pieces)
-            is_eager = (
-                loss == "eager"
-                if unit == LOSS
-                else compiled == "none" or (compiled == "layers" and unit not in captured.units)
-            )
+            outside = compiled == "none" or (compiled == "layers" and unit not in captured.units)
+            is_eager = loss == "eager" if unit == LOSS else outside
             if is_eager:
                 eager.add(number)
             inputs = [numbers.get(x) for x in read]
             paths = tuple("" if j is None else capture.graph.paths[j] for j in inputs)
             lives = tuple(j is not None and parameters[j] for j in inputs)
-            gm = _piece(graph, list(read), nodes, written)
-            pieces.append(replace(capture, graph=CapturedGraph(gm, lives, key.training, key.autocast, paths)))
+            gm = _piece(graph, read, nodes, written)
+            pieces.append(replace(capture, graph=CapturedGraph(gm, lives, training, autocast, paths)))
             units.append(None if compiled == "model" and unit != LOSS else unit)
             for j, (x, original) in enumerate(zip(read, inputs, strict=True)):
                 if original is None:
                     links[number, j] = written_by[x]
-                    if unit == LOSS:
-                        logits.add(written_by[x])
+                    if unit == LOSS and keep_logits:
+                        retained.add(written_by[x])
                 elif (i, original) in captured.links:
                     links[number, j] = results[captured.links[i, original]]
                 else:
@@ -112,7 +103,7 @@ def divided(
                 results[i, r] = written_by[x]
     return replace(
         captured, graphs=tuple(pieces), links=links, pieces=tuple(units), eager=frozenset(eager), shared=shared,
-        retained=frozenset(logits) if keep_logits else frozenset(),
+        retained=frozenset(retained),
     )  # fmt: skip
 
 
@@ -131,8 +122,8 @@ def _with_values(captured: CapturedGraph, gpu: GPU) -> tuple[fx.GraphModule, lis
 
 def _groups(
     captured: CapturedModel, graph: CapturedGraph, gm: fx.GraphModule, as_one_piece: bool
-) -> Iterator[tuple[_Key, list[fx.Node]]]:
-    """Yield each piece's key and nodes, in execution order."""
+) -> list[tuple[_Key, list[fx.Node]]]:
+    """List each piece's key and nodes, in execution order."""
     pieces: list[tuple[_Key, list[fx.Node]]] = []
     entered: dict[fx.Node, torch.dtype | None] = {}
     training, is_loss = graph.training, False
@@ -144,7 +135,7 @@ def _groups(
             is_loss = True
             node.replace_all_uses_with(node.args[0])
             continue
-        if node.target in _STATE and not (as_one_piece and not is_loss):
+        if node.target in _STATE and (is_loss or not as_one_piece):
             if node.target is _AUTOCAST[0]:
                 entered[node] = (node.args[1] or torch.get_autocast_dtype("cuda")) if node.args[2] else None
             elif node.target is _AUTOCAST[1]:
@@ -154,8 +145,7 @@ def _groups(
             continue
         autocast = list(entered.values())[-1] if entered else graph.autocast
         unit = LOSS if is_loss else "" if as_one_piece else _unit_of(captured, gm, node)
-        as_captured = _Key("", graph.autocast, graph.training)
-        key = as_captured if as_one_piece and not is_loss else _Key(unit, autocast, training)
+        key = _Key(unit, autocast, training)
         sources = [
             x for x in node.all_input_nodes if not isinstance(x.meta.get("example_value"), Tensor) and x in place
         ]
@@ -167,7 +157,7 @@ def _groups(
             nodes = pieces[-1][1]
         nodes.append(node)
         place[node] = nodes
-    yield from pieces
+    return pieces
 
 
 def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:
@@ -181,23 +171,20 @@ def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:
     return max(dict.fromkeys(inner), key=inner.count) if inner and not unit else unit
 
 
-def _piece(root: fx.GraphModule, read: list[fx.Node], nodes: list[fx.Node], written: list[fx.Node]) -> fx.GraphModule:
+def _piece(
+    root: fx.GraphModule, read: Iterable[fx.Node], nodes: list[fx.Node], written: list[fx.Node]
+) -> fx.GraphModule:
     """Copy nodes to a new graph, with ``read`` as its inputs and ``written`` as its results."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-
-    def copied(x: fx.Node) -> fx.Node:
-        if x.op == "get_attr" and x not in copies:
-            copies[x] = graph.node_copy(x)
-        return copies[x]
-
     for x in read:
         copies[x] = graph.placeholder(x.name)
-        copies[x].meta = {key: x.meta[key] for key in ("example_value",) if key in x.meta}
+        copies[x].meta["example_value"] = x.meta["example_value"]
     for node in nodes:
         for x in node.all_input_nodes:
-            copied(x)
-        copies[node] = graph.node_copy(node, copied)
+            if x.op == "get_attr" and x not in copies:
+                copies[x] = graph.node_copy(x)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[x] for x in written))
     return fx.GraphModule(root, graph)
 

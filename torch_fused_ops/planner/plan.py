@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from torch_fused_ops.graphs.capture import check_model, name_of
 from torch_fused_ops.planner import max_batch, search
@@ -113,7 +114,8 @@ def plan(
 
     def capture(at_size: int) -> CapturedModel:
         resized = max_batch.resized((args, kwargs), maximum, at_size) if maximum is not None else (args, kwargs)
-        resized = models.floats_as(resized, torch.bfloat16) if mixed_precision else resized
+        if mixed_precision:
+            resized = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, resized)
         with models.weights_as(model, weights):
             captured = models.captured_model(model, resized[0], resized[1], loss_function)
         return captured.under_autocast() if master_weights else captured

@@ -30,7 +30,7 @@ class EagerRun:
     """State from an eager graph's forward for its backward."""
 
     edges: list[Any] = field(default_factory=list)  # per result: its gradient edge; None if not differentiable
-    results: list[GraphInput | None] = field(default_factory=list)  # descriptions; None if not differentiable
+    starts: list[GraphInput | None] = field(default_factory=list)  # descriptions; None if not differentiable
     gradients: dict[int, Tensor] = field(default_factory=dict)  # gradients of inputs by number
 
 
@@ -45,10 +45,7 @@ class EagerGraph(Program):
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         with emulated(gpu):
             self.gm, self.examples, parameters = concrete(captured, self.mode)
-        described = zip(self.examples, parameters, strict=True)
-        self.inputs: tuple[GraphInput, ...] = tuple(
-            graph_input(value, is_parameter) for value, is_parameter in described
-        )
+        self.inputs: tuple[GraphInput, ...] = tuple(map(graph_input, self.examples, parameters))
 
     def forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], EagerRun]:
         """Run the graph. Return its results as meta tensors, and the state for backward. Empties ``inputs``."""
@@ -60,27 +57,25 @@ class EagerGraph(Program):
             for result in results:
                 differentiable = isinstance(result, Tensor) and result.requires_grad
                 run.edges.append(torch.autograd.graph.get_gradient_edge(result) if differentiable else None)
-                run.results.append(graph_input(result, is_parameter=False) if differentiable else None)
+                run.starts.append(graph_input(result, is_parameter=False) if differentiable else None)
             memory.finish()
         return [_on_meta(result) for result in results], run
 
     def backward(self, memory: Memory, run: EagerRun, tangents: list[Tensor | None]) -> list[Tensor | None]:
         """Run backward from the results' gradients. Return the inputs' gradients. Empties ``tangents``."""
         with self._running(memory, "backward"):
-            pairs = [(e, t) for e, t in zip(run.edges, tangents, strict=True) if e is not None and t is not None]
-            fake_tangents = [self._fake(tangent) for _, tangent in pairs]
-            edges = [edge for edge, _ in pairs]
+            starts = [
+                (edge, self._fake(tangent))
+                for edge, tangent in zip(run.edges, tangents, strict=True)
+                if edge is not None and tangent is not None
+            ]
             tangents.clear()
             run.edges.clear()
-            del pairs
-            if edges:
-                _run_backward(edges, fake_tangents)
+            if starts:
+                torch.autograd.backward([edge for edge, _ in starts], [tangent for _, tangent in starts])
+            starts.clear()
             memory.finish()
         return [_on_meta(run.gradients.pop(i, None)) for i in range(len(self.inputs))]
-
-    def backward_starts(self, state: EagerRun) -> list[GraphInput | None]:
-        """Return a description of each result that has a gradient, and None for each other result."""
-        return state.results
 
     @contextlib.contextmanager
     def _running(self, memory: Memory, kind: str) -> Iterator[None]:
@@ -105,14 +100,6 @@ class EagerGraph(Program):
         with _disable_current_modes(), self.mode:
             anchor = torch.empty(0, requires_grad=True)
             return _Enter.apply(anchor, fake, run, number)  # type: ignore[no-untyped-call]
-
-
-def _run_backward(edges: list[Any], tangents: list[Tensor]) -> None:
-    """Run backward from several results at once. Empties both lists, so the tangents are freed on return."""
-    roots, gradients = tuple(edges), tuple(tangents)
-    edges.clear()
-    tangents.clear()
-    torch.autograd.backward(roots, gradients)
 
 
 class _Enter(torch.autograd.Function):

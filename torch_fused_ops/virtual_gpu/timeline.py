@@ -148,15 +148,14 @@ class Program:
     inputs: tuple[GraphInput, ...]
 
     def forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], Any]:
-        """Run forward. Return the results and the state for backward. Empties ``inputs``."""
+        """Run forward. Return the results and the state for backward. Empties ``inputs``.
+
+        The state's ``starts`` describe the results that backward can start from; None for each other result.
+        """
         raise NotImplementedError
 
     def backward(self, memory: Memory, state: Any, tangents: list[Any]) -> list[Any]:
         """Run backward from the results' gradients. Return the inputs' gradients. Empties ``tangents``."""
-        raise NotImplementedError
-
-    def backward_starts(self, state: Any) -> list[GraphInput | None]:
-        """Return a description of each result that backward can start from, and None for each other result."""
         raise NotImplementedError
 
 
@@ -332,10 +331,9 @@ def timeline_of(
             graph, state = programs[i], saved.pop()
             memory.modules = unit_of(i)
             if isinstance(paper, Program):
-                starts = enumerate(paper.backward_starts(state))
                 starting = [
                     tangents.pop((i, j), None) if spec is None or (i, j) in last_reader else memory.new(spec, True)
-                    for j, spec in starts
+                    for j, spec in enumerate(state.starts)
                 ]
                 gradients = paper.backward(memory, state, starting)
             elif paper.backward is None:
