@@ -339,19 +339,16 @@ def test_shards_are_padded_pieces_of_dimension_0() -> None:
     resident_bytes = Resident.of(resident_tensors(model, unit_of), Setup(dp=4))
     weight, bias, head = 4 * 3 * 4, 4 * 3, 2 * (2 * 3 + 2)
     assert resident_bytes.shards is not None and resident_bytes.shards.groups == {
-        "layers.0": Group(*(weight + bias,) * 3),
-        "layers.1": Group(weight + bias, weight, weight),
-        "": Group(*(head,) * 3),
+        "layers.0": Group(weight + bias, weight + bias),
+        "layers.1": Group(weight + bias, weight),
+        "": Group(head, head),
     }
     assert (resident_bytes.parameters, resident_bytes.gradients) == (
         2 * (weight + bias) + head + 28,
         2 * weight + bias + head,
     )
     assert resident_bytes.state == 2 * resident_bytes.gradients
-    assert (
-        resident_bytes.shards.gathered("layers.1") == 4 * (weight + bias)
-        and resident_bytes.shards.reduced("layers.1") == 4 * weight
-    )
+    assert resident_bytes.shards.gathered("layers.1") == 4 * (weight + bias)
     assert Resident.of(resident_tensors(model, unit_of), Setup()).parameters == 2 * 200 + 2 * 20 + 28
 
 
@@ -378,7 +375,7 @@ def test_shards_equal_a_hand_calculation() -> None:
     backward = {"b": Segment((11,), 4, 0.0, 6), "a": Segment((1,), 5, 0.0, 8)}
     ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
     parts = SegmentedStep(10, pieces_in_order(forward, dict(reversed(backward.items())), ends[0], *ends[1], ends[2]))
-    groups = {"a": Group(4, 4, 4), "b": Group(3, 3, 3), "": Group(2, 2, 2)}
+    groups = {"a": Group(4, 4), "b": Group(3, 3), "": Group(2, 2)}
     step = Step(("a", "b"), {}, {"free": parts}, FullyShard(2, groups))
     root, a, b = 4, 8, 6
     assert step.points({}) == [
@@ -535,7 +532,7 @@ def test_mixed_precision_has_three_sizes_per_parameter() -> None:
     """A shard has 4 bytes per element, a gathered copy 2, a reduced gradient 4. AdamW's state is float32."""
     model = nn.Linear(6, 8, bias=False).bfloat16()
     sharded = Resident.of(resident_tensors(model, lambda path: ""), Setup(dp=2, mixed_precision=True))
-    assert sharded.shards is not None and sharded.shards.groups == {"": Group(48, 96, 96)}
+    assert sharded.shards is not None and sharded.shards.groups == {"": Group(48, 96)}
     assert (sharded.parameters, sharded.gradients, sharded.state) == (96, 96, 192)
     one_gpu = Resident.of(resident_tensors(model, lambda path: ""), Setup(master_weights="float32"))
     assert (one_gpu.parameters, one_gpu.gradients, one_gpu.state, one_gpu.shards) == (192, 192, 384, None)
@@ -831,10 +828,10 @@ def test_longest_sequence_ends_where_the_model_fails(tmp_path: Path, inductor: A
 
 
 def recompiled_peak(plan: tfo.Plan) -> int:
-    """Capture the model again, compile it with the plan's policy, and return its peak."""
-    planner, chosen = plan._planner, plan._chosen
-    assert planner is not None and chosen is not None
-    return planner.resident.nbytes + planner.recompiled(chosen).at_levels(chosen.levels).peak
+    """Compile the captured model again with the plan's policy, and return its peak."""
+    planner = plan._planner
+    parts = step_module.segmented_step(planner.captured, H100, plan.policy)
+    return planner.resident.nbytes + planner.step.only(parts).at_levels({}).peak
 
 
 @pytest.mark.slow

@@ -148,6 +148,7 @@ def predicted(model, tokens, setup):
         layers={unit: unit for unit in units},
         unit_of=unit_of,
         parameter=lambda graph, number: names[number],
+        unread=0,
     )
     parts = cut(Timeline(moments, entry, saved, end, gradients), captured, lambda call: 0.0)
     outer = {"token.weight": "(embedding)", "norm.weight": "(head)", "head.weight": "(head)"}

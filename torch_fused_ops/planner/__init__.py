@@ -3,7 +3,6 @@
 setup.py        the settings of a plan, checked without importing torch
 model.py        a captured model: its graphs, its layers, its MLPs
 pieces.py       the model divided into pieces, compiled or in eager mode
-estimate.py     a quick estimate: only one of equal layers is compiled
 step.py         a step's memory and time, split into segments at layer boundaries
 fsdp.py         the bytes that FSDP2 adds to a step
 static_memory.py  parameters, gradients and optimizer state, whole or sharded

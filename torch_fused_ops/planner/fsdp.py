@@ -41,8 +41,7 @@ class Group:
     """The bytes, per GPU, of parameters that FSDP2 gathers together: a layer's parameters, or those outside layers."""
 
     shard: int = 0  # bytes of the parameters' shards, counted in the dtype of the gathered parameters
-    gradients: int = 0  # bytes of the gradients' shards after the reduction
-    reduced: int = 0  # bytes of the gradients' shards in the dtype of the reduction
+    gradients: int = 0  # bytes of the gradients' shards, in the dtype of the reduction
 
 
 class Additional(NamedTuple):
@@ -73,9 +72,9 @@ class FullyShard:
         """Return the bytes of a layer's gathered parameters, with padding. Their flat buffer has the same size."""
         return self.dp * self.groups.get(unit, Group()).shard
 
-    def reduced(self, unit: str) -> int:
-        """Return the bytes of the flat buffer that reduces and scatters a layer's gradients, with padding."""
-        return self.dp * self.groups.get(unit, Group()).reduced
+    def gradients(self, unit: str) -> int:
+        """Return the bytes of a layer's gradients' shards."""
+        return self.groups.get(unit, Group()).gradients
 
     def stay_gathered(self, forward: Sequence[str]) -> frozenset[str]:
         """Return the groups, except the root, that stay gathered between forward and backward."""
@@ -100,12 +99,11 @@ class FullyShard:
             live = segment.points if each_call else (segment.peak,) if segment.points else ()
             points = (start, *(during + point for point in live), segment.net + end)
             points = tuple(shards + point - alive for point in points)
-            shards_before, gradients_before = shards, gradients
-            if graph == "backward" and ((name and name != LOSS) or i == len(step) - 1):
-                gradients += self.groups.get(name, Group()).gradients * (not self.accumulate)
-                shards += self.groups.get(name, Group()).gradients * (not self.accumulate)
-            first, inside, last, _ = (at_time.main - gradients_before for at_time in four)
-            main_pool = max(first, inside + segment.peak + segment.hole, last + segment.net) + shards_before - alive
+            first, inside, last, _ = (at_time.main + shards - gradients - alive for at_time in four)
+            main_pool = max(first, inside + segment.peak + segment.hole, last + segment.net)
+            if graph == "backward" and ((name and name != LOSS) or i == len(step) - 1) and not self.accumulate:
+                gradients += self.gradients(name)
+                shards += self.gradients(name)
             shards -= segment.gradients + (segment.head if name == HEAD else 0)
             shards += sum(s.head for _, _, s in step) if name == EMBEDDING and graph == "backward" else 0
             net = segment.net + after + shards - alive
@@ -162,6 +160,6 @@ class FullyShard:
                 main -= layer * gone
                 start = Additional(main + layer + reducing, flat(i))
                 during = Additional(main + layer + reducing, flat(i + 1))
-                reducing = self.reduced(unit)
+                reducing = self.dp * self.gradients(unit)  # the flat buffer that reduces them, with padding
                 end = Additional(main + reducing, flat(i + 1))
                 yield start, during, end, end if i < len(units) - 1 else Additional(0, 0)

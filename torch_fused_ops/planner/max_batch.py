@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.planner.setup import LEVELS
-from torch_fused_ops.planner.step import Step, clock, compiled_timeline, cut, policy_at
+from torch_fused_ops.planner.step import Step, StepSummary, clock, compiled_timeline, cut, policy_at
 from torch_fused_ops.reports.captures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.timeline import Timeline
@@ -85,24 +85,17 @@ def step_of(size: int, dimension: str) -> int:
     return 1 if dimension == "batch" else min(size & -size, 128)
 
 
+@dataclass(frozen=True)
 class Sizes:
-    """Captures a model once at each size, and compiles it at memory levels.
+    """Captures a model once at each size, and compiles it at memory levels."""
 
-    Args:
-        capture: captures the model at a size.
-        dimension: "batch" or "tokens".
-        given: the size that the model was called with.
-        gpu: the target device.
-        step: the compiled step at the given size.
-    """
-
-    def __init__(
-        self, capture: Callable[[int], CapturedModel], dimension: str, given: int, gpu: GPU, step: Step
-    ) -> None:
-        self.capture, self.dimension, self.given, self.gpu, self.step = capture, dimension, given, gpu, step
-        self.between = step_of(given, dimension)
-        self.captured: dict[int, CapturedModel | str] = {}  # the error if the model fails at a size
-        self.compiled = functools.cache(self._compiled)
+    capture: Callable[[int], CapturedModel]
+    dimension: str  # "batch" or "tokens"
+    given: int  # the size that the model was called with
+    gpu: GPU
+    step: Step  # the compiled step at the given size
+    captured: dict[int, CapturedModel | str] = field(default_factory=dict)  # by size; the error if the model fails
+    compiled: dict[tuple[str, int], tuple[Timeline, tuple[PaperCompilation, ...]]] = field(default_factory=dict)
 
     def largest(self, resident: int, available: int) -> Largest:
         """Find the largest size at each level.
@@ -111,40 +104,38 @@ class Sizes:
             resident: bytes of parameters and optimizer state.
             available: bytes for everything else.
         """
-        rows = []
+        rows, between = [], step_of(self.given, self.dimension)
         for level in sorted(self.step.parts, key=LEVELS.index):
-            peak = functools.partial(self.peak, level)
-            size = bisected(peak, available, self.given, self.between) if available > 0 else 0
-            row = LargestRow(level, size, 0, 0.0)
-            if size:
-                summary = self.step_at(level, size, timed=True).at_levels(dict.fromkeys(self.step.mlps, level))
-                row = LargestRow(level, size, resident + summary.peak, summary.seconds)
-            rows.append(row)
+            peak_at = functools.partial(self.peak, level)
+            size = bisected(peak_at, available, self.given, between) if available > 0 else 0
+            summary = self.summary(level, size, timed=True) if size else None
+            peak, seconds = (resident + summary.peak, summary.seconds) if summary else (0, 0.0)
+            rows.append(LargestRow(level, size, peak, seconds))
         stopped = [f"{n}: {error}" for n, error in sorted(self.captured.items()) if isinstance(error, str)]
-        return Largest(self.dimension, self.given, self.between, tuple(rows), next(iter(stopped), ""))
+        return Largest(self.dimension, self.given, between, tuple(rows), next(iter(stopped), ""))
 
     def peak(self, level: str, size: int) -> int | None:
-        """Return the peak at a size, with every MLP at a level; None if the model does not run at this size."""
-        if size != self.given:
-            if size not in self.captured:
-                self._capture(size)
-            if isinstance(self.captured[size], str):
-                return None
-        return self.step_at(level, size).at_levels(dict.fromkeys(self.step.mlps, level)).peak
+        summary = self.summary(level, size)
+        return summary.peak if summary else None
 
-    def step_at(self, level: str, size: int, timed: bool = False) -> Step:
-        """Return the step at a size, with every MLP at a level. Times need machine code, and are 0 unless ``timed``."""
+    def summary(self, level: str, size: int, timed: bool = False) -> StepSummary | None:
+        """Summarize the step at a size, with every MLP at a level; None if the model does not run at this size.
+
+        Times need machine code, and are 0 unless ``timed``.
+        """
         if size == self.given:
-            return self.step
-        captured, timeline, papers = self.compiled(level, size)
-        parts = cut(timeline, captured, clock(papers, self.gpu) if timed else lambda call: 0.0)
-        return replace(self.step, units=captured.units, mlps=captured.mlps, parts={level: parts})
-
-    def _compiled(self, level: str, size: int) -> tuple[CapturedModel, Timeline, tuple[PaperCompilation, ...]]:
-        log.info('compiling: %s %d, every MLP at "%s"', self.dimension, size, level)
+            return self.step.only(self.step.parts[level]).at_levels({})
+        if size not in self.captured:
+            self._capture(size)
         captured = self.captured[size]
-        assert not isinstance(captured, str)
-        return captured, *compiled_timeline(captured, self.gpu, policy_at(level))
+        if isinstance(captured, str):
+            return None
+        if (level, size) not in self.compiled:
+            log.info('compiling: %s %d, every MLP at "%s"', self.dimension, size, level)
+            self.compiled[level, size] = compiled_timeline(captured, self.gpu, policy_at(level))
+        timeline, papers = self.compiled[level, size]
+        seconds = clock(papers, self.gpu) if timed else lambda call: 0.0
+        return self.step.only(cut(timeline, captured, seconds)).at_levels({})
 
     def _capture(self, size: int) -> None:
         log.info("capturing: %s %d", self.dimension, size)

@@ -46,16 +46,18 @@ class _Values(Checkpointing):
 def divided(
     captured: CapturedModel, gpu: GPU, compiled: str, loss: str = "eager", keep_logits: bool = False
 ) -> CapturedModel:
-    """Divide a captured model into pieces.
+    """Divide a captured model into pieces, except a whole compiled model with its loss.
 
     Args:
         captured: the model.
         gpu: the target device. Its rules for autocast and attention determine the values between pieces.
         compiled: "model": everything before the loss is one piece. "layers": each layer is a compiled piece. "none":
             each layer is a piece in eager mode. "pieces": all pieces before the loss are compiled.
-        loss: "eager" or "compiled". The loss is a separate piece if the model was captured with a loss.
+        loss: "eager" or "compiled" if the model was captured with a loss, which is then a separate piece; else "".
         keep_logits: True if the caller references the loss's inputs until the step ends.
     """
+    if compiled == "model" and not loss:
+        return captured
     pieces: list[Capture] = []
     units: list[str | None] = []
     links: dict[tuple[int, int], tuple[int, int]] = {}

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import config
 from torch.utils._pytree import tree_map_only
 
 from torch_fused_ops.graphs.capture import check_model, name_of
 from torch_fused_ops.planner import max_batch, search
 from torch_fused_ops.planner import model as models
-from torch_fused_ops.planner.estimate import CHUNKS, Estimates
 from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.planner.pieces import divided
 from torch_fused_ops.planner.report import LevelRow, Plan
@@ -31,6 +31,11 @@ from torch_fused_ops.virtual_gpu import GPU, gpus
 __all__ = ["Plan", "plan"]
 
 log = logging.getLogger("torch_fused_ops.planner")
+
+# Settings of torch._inductor.config. By default, auto_chunker splits a GEMM only if its result is more than 8 times
+# the size of its operands. With 32,768 tokens, the result of Llama-3-8B's head is 6.4 times the operands' size.
+CHUNKS = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 4}
+_SETTINGS = ", ".join(f"torch._inductor.config.{name} = {value}" for name, value in CHUNKS.items())
 
 
 def plan(
@@ -120,17 +125,15 @@ def plan(
             captured = models.captured_model(model, resized[0], resized[1], loss_function)
         return captured.under_autocast() if master_weights else captured
 
-    def prepared(captured: CapturedModel) -> CapturedModel:
-        undivided = compiled == "model" and loss_function is None
-        return captured if undivided else divided(captured, described, compiled, loss_runs, keep_logits)
-
+    divide = functools.partial(divided, gpu=described, compiled=compiled, loss=loss_runs, keep_logits=keep_logits)
     captured = capture(first_size)
     if setup.sharded:
         check_shards(model, captured.unit_of, dp, captured.unregistered)  # raise errors before minutes of compiling
     fused = bool(captured.mlps) and compiled != "none"
-    known = [level for level in search.DEFAULT if captured.has_attention or not level.endswith(WITH_ATTENTION)]
-    chosen_among = tuple(level for level in LEVELS if level != OFF and level in (levels or known)) or ("free",)
-    estimates = Estimates(captured, described, loss_runs, keep_logits)
+    default = [level for level in search.DEFAULT if captured.has_attention or not level.endswith(WITH_ATTENTION)]
+    chosen_among = tuple(level for level in LEVELS if level != OFF and level in (levels or default)) or ("free",)
+    pieces = divide(captured, compiled="pieces") if compiled == "model" else divide(captured)
+    known: dict[object, Any] = {}
 
     def planner_of(ready: CapturedModel, parts: Mapping[str, SegmentedStep]) -> _Planner:
         step = Step(captured.units, captured.mlps if fused else {}, parts)
@@ -141,16 +144,17 @@ def plan(
         step = replace(step, shards=resident.shards, accumulates=ends if resident.accumulated else "")
         gradients = 0 if resident.accumulated else resident.gradients
         resident = replace(resident, batch=max(step.entry, step.at_levels({}).end - gradients))
-        recapture = lambda: prepared(capture(first_size))  # noqa: E731
-        return _Planner(model, recapture, ready, step, resident, described, chosen_among, setup, estimates)
+        return _Planner(name_of(model), ready, pieces, known, step, resident, described, chosen_among, setup)
 
     advice = []
     if compiled == "model":
-        quick = planner_of(estimates.pieces, {"free": estimates.step_at({})})
+        quick = planner_of(pieces, {"free": segmented_step(pieces, described, policy_at("free"), known)})
         for line in quick.quick_answer():
             log.info(line)
-        advice = list(quick.beside_loss()) if loss_function is None else []
-    ready = prepared(captured)
+        variants = [captured.with_loss_alone(detach) for detach in (False, True)] if not loss_runs else []
+        in_pieces = [divide(variant, compiled="pieces") for variant in variants if variant is not None]
+        advice = list(quick.beside_loss(*in_pieces)) if in_pieces else []
+    ready = divide(captured) if compiled == "model" else pieces
     parts = {}
     to_compile = (*chosen_among, OFF) if fused else chosen_among[:1]
     for i, level in enumerate(to_compile):
@@ -164,7 +168,7 @@ def plan(
     available = setup.available(limit)
     slack = max(c.summary.pools - c.summary.peak for c in planner.candidates)  # pools beyond the peak
     available_for_step = available - resident.nbytes - slack if resident.optimizer_peak <= available else 0
-    sizes = max_batch.Sizes(lambda n: prepared(capture(n)), maximum, first_size, described, planner.step)
+    sizes = max_batch.Sizes(lambda n: divide(capture(n)), maximum, first_size, described, planner.step)
     return replace(result, largest=sizes.largest(resident.nbytes, available_for_step))
 
 
@@ -172,42 +176,54 @@ def plan(
 class _Planner:
     """Plans a compiled model's step for any limit."""
 
-    model: Callable[..., Any]
-    capture: Callable[[], CapturedModel]
+    title: str
     captured: CapturedModel
+    pieces: CapturedModel  # divided at its layers, for estimates
+    known: dict[object, Any]  # cache of compiled pieces
     step: Step  # at each level, with shards if FSDP2 shards the model
     resident: Resident
     gpu: GPU
     levels: Sequence[str]  # the plainest first
     setup: Setup
-    estimates: Estimates
     advice: tuple[str, ...] = ()  # sentences that do not depend on the limit
-    _mixed: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict, init=False)  # by levels
+    _mixed: dict[FusionPolicy, Step] = field(default_factory=dict, init=False)
 
-    def estimated(self, levels: Mapping[str, str], **changes: Any) -> StepSummary:
-        """Estimate the step quickly at each unit's level; ``changes`` are passed to ``Estimates.step_at``."""
-        parts = self.estimates.step_at(levels, **changes)
-        return replace(self.step, parts=dict.fromkeys([*self.step.parts, *levels.values()], parts)).at_levels(levels)
+    def estimated(
+        self, levels: Mapping[str, str], pieces: CapturedModel | None = None, chunks: bool = False
+    ) -> StepSummary:
+        """Estimate the step quickly.
+
+        Args:
+            levels: the level of each unit.
+            pieces: the model divided into pieces; by default ``self.pieces``.
+            chunks: True to compute the loss in chunks, if PyTorch's ``auto_chunker`` accepts it.
+        """
+        with config.patch(CHUNKS if chunks else {}):
+            policy = policy_of(self.pieces.mlps, levels)
+            return self.step.only(segmented_step(pieces or self.pieces, self.gpu, policy, self.known)).at_levels({})
 
     def quick_answer(self) -> Iterator[str]:
         """Yield a sentence with the estimate at "off", if an MLP is fused, and at "free"."""
         for level in ("off", "free") if self.step.mlps else ("free",):
-            nbytes = self.resident.nbytes + self.estimated(dict.fromkeys(self.step.mlps, level)).pools
-            why = " for the optimizer's step" if nbytes < self.resident.optimizer_peak else ""
-            yield f'about {size(self.reserved(nbytes))}{why} at "{level}", estimated from one layer of each kind'
+            summary = self.estimated(dict.fromkeys(self.step.mlps, level))
+            reserved = size(self.setup.reserved(self.held(summary)))
+            why = " for the optimizer's step" if self.held(summary) > self.resident.nbytes + summary.pools else ""
+            yield f'about {reserved}{why} at "{level}", estimated from one layer of each kind'
 
-    def beside_loss(self) -> Iterator[str]:
-        """Yield advice if the model returns more than its loss: backward begins with zeros for each other result."""
-        alone, detached = (self.estimates.captured.with_loss_alone(detach) for detach in (False, True))
-        if alone is not None and detached is not None:
-            divided = self.estimates.divided
-            peak_alone, peak_detached = (self.estimated({}, pieces=divided(model)).peak for model in (alone, detached))
-            excess = self.step.at_levels({}).peak - peak_alone
-            if excess > 0:
-                yield (
-                    f"The logits are returned beside the loss: +{size(excess)}, estimated (pytorch#131794). Return the "
-                    f"loss alone, or detach the logits (+{size(peak_detached - peak_alone)}): docs/out-of-memory.md."
-                )
+    def beside_loss(self, alone: CapturedModel, detached: CapturedModel) -> Iterator[str]:
+        """Yield advice if the model returns more than its loss: backward begins with zeros for each other result.
+
+        Args:
+            alone: the model in pieces, without its other results.
+            detached: the same with detached results.
+        """
+        peak_alone, peak_detached = (self.estimated({}, pieces).peak for pieces in (alone, detached))
+        excess = self.step.at_levels({}).peak - peak_alone
+        if excess > 0:
+            yield (
+                f"The logits are returned beside the loss: +{size(excess)}, estimated (pytorch#131794). Return the "
+                f"loss alone, or detach the logits (+{size(peak_detached - peak_alone)}): docs/out-of-memory.md."
+            )
 
     def in_chunks(self, levels: Mapping[str, str], curve: StepSummary) -> StepSummary | None:
         """Estimate the step with the loss in chunks (``auto_chunker``); None if it does not lower the peak.
@@ -228,133 +244,116 @@ class _Planner:
         pools = curve.pools - plain.pools + chunked.pools
         return None if small else replace(curve, peak=curve.peak - saving, pools=pools)
 
-    @cached_property
+    @functools.cached_property
     def candidates(self) -> list[Candidate]:
         """The assignments of levels, the fastest first."""
         return search.candidates(self.step, self.levels)
 
-    def recompiled(self, chosen: Candidate) -> Step:
-        """Capture and compile the model again at these levels. The step has the same segments for every level."""
-        parts = segmented_step(self.capture(), self.gpu, policy_of(self.step.mlps, chosen.levels))
-        return replace(self.step, parts=dict.fromkeys(self.step.parts, parts))
-
     def exact(self, chosen: Candidate) -> Step:
-        """Return the step compiled at these levels. Mixed levels are compiled at the first call."""
+        """Return the step compiled at these levels alone. Mixed levels are compiled at the first call."""
         if not chosen.is_mixed:
-            return self.step
-        key = tuple(chosen.levels.items())
-        if key not in self._mixed:
-            self._mixed[key] = self.recompiled(chosen)
-        return self._mixed[key]
+            return self.step.only(self.step.parts[self.step.default(chosen.levels)])
+        policy = policy_of(self.step.mlps, chosen.levels)
+        if policy not in self._mixed:
+            self._mixed[policy] = self.step.only(segmented_step(self.captured, self.gpu, policy))
+        return self._mixed[policy]
 
-    def pool_bytes(self, chosen: Candidate) -> int:
-        """Return the bytes of PyTorch's pools in forward and backward of the step compiled at these levels."""
-        return self.resident.nbytes + self.exact(chosen).at_levels(chosen.levels).pools
+    def exact_pools(self, chosen: Candidate) -> int:
+        """Return the bytes of PyTorch's pools, without resident bytes, in the step compiled at these levels."""
+        return self.exact(chosen).at_levels({}).pools
 
-    def reserved(self, nbytes: int) -> int:
-        """Return about how many bytes PyTorch reserves if forward and backward need ``nbytes`` in its pools."""
-        return self.setup.reserved(max(nbytes, self.resident.optimizer_peak))
+    def held(self, summary: StepSummary) -> int:
+        """Return the bytes of PyTorch's pools in a whole step: forward, backward and the optimizer's step."""
+        return max(self.resident.nbytes + summary.pools, self.resident.optimizer_peak)
+
+    def row(self, level: str, summary: StepSummary, limit: int) -> LevelRow:
+        """Return the row of a step in the plan's table of levels."""
+        reserved = self.setup.reserved(self.held(summary))
+        peak = self.resident.nbytes + summary.peak
+        return LevelRow(level, peak, summary.seconds, reserved, max(0, reserved - limit))
 
     def within(self, limit: int) -> Plan:
         """Make the plan for a limit in bytes."""
         step, resident = self.step, self.resident
         uniform = [candidate for candidate in self.candidates if not candidate.is_mixed]
         available = self.setup.available(limit) - resident.nbytes
-        chosen = search.best(self.candidates, available, lambda candidate: self.pool_bytes(candidate) - resident.nbytes)
+        chosen = search.best(self.candidates, available, self.exact_pools)
         if chosen is not None and chosen.is_mixed:  # compare with uniform levels by compiled times
             plainer = search.best(uniform, available)
-            if plainer is not None and plainer.summary.seconds <= self.exact(chosen).at_levels(chosen.levels).seconds:
+            if plainer is not None and plainer.summary.seconds <= self.exact(chosen).at_levels({}).seconds:
                 chosen = plainer
         if chosen is None:
             least = resident.optimizer_peak - resident.nbytes  # saving more would only cost time
             groups = (self.candidates, uniform)
             lowest = (min(candidates, key=lambda c: max(c.summary.pools, least)) for candidates in groups)
-            chosen = min(lowest, key=lambda candidate: max(self.pool_bytes(candidate), resident.optimizer_peak))
+            chosen = min(lowest, key=lambda candidate: max(self.exact_pools(candidate), least))
         exact = self.exact(chosen)
-        in_pools = max(self.pool_bytes(chosen), resident.optimizer_peak)
-        curve = exact.at_levels(chosen.levels)
-        step_peak = resident.nbytes + curve.peak
-        plainest = OFF if OFF in step.parts else next(iter(step.parts))
-        off_levels = dict.fromkeys(step.mlps, plainest)
-        off = step.at_levels(off_levels)
-        name = "eager mode" if self.setup.compiled == "none" else step.base
+        curve = exact.at_levels({})
+        row = self.row("chosen", curve, limit)
+        plainest = step.only(step.parts.get(OFF) or next(iter(step.parts.values())))
         summaries = {level: candidate.summary for candidate in uniform for level in candidate.levels.values()}
-        summaries = summaries or {name: curve}
-        inputs = _unit_inputs(self.captured if self.captured.pieces else self.estimates.pieces)
-        checkpointed = step.checkpointed(inputs) if inputs and step.units else None
+        if not summaries:
+            summaries["eager mode" if self.setup.compiled == "none" else step.base] = curve
+        inputs = _unit_inputs(self.captured if self.captured.pieces else self.pieces)
+        checkpointed = step.checkpointed(inputs) if inputs else None
         chunked = self.in_chunks(chosen.levels, curve)
         estimates = {"checkpoint": checkpointed, "chosen, + chunked loss": chunked}
-        chunks = []
-        if chunked is not None:
-            settings = ", ".join(f"torch._inductor.config.{name} = {value}" for name, value in CHUNKS.items())
-            chunks.append(f"PyTorch can compute the loss in chunks: {settings} (docs/out-of-memory.md).")
-        rows = []
-        for level in ("eager mode", *LEVELS, *estimates):
-            summary = summaries.get(level) or estimates.get(level)
-            if summary is not None:
-                reserved = self.reserved(resident.nbytes + summary.pools)
-                peak = resident.nbytes + summary.peak
-                rows.append(LevelRow(level, peak, summary.seconds, reserved, max(0, reserved - limit)))
-        reserved = self.setup.reserved(in_pools)
-        missing = max(0, reserved - limit)
+        summaries |= {level: summary for level, summary in estimates.items() if summary is not None}
+        levels = (level for level in ("eager mode", *LEVELS, *estimates) if level in summaries)
+        chunks = f"PyTorch can compute the loss in chunks: {_SETTINGS} (docs/out-of-memory.md)."
         return Plan(
-            title=name_of(self.model),
+            title=self.title,
             gpu=self.gpu.name,
             limit=limit,
-            fits=not missing,
-            reserved_bytes=reserved,
-            held_bytes=in_pools,
-            peak_bytes=max(step_peak, resident.optimizer_peak),
-            step_peak=step_peak,
+            fits=row.fits,
+            reserved_bytes=row.reserved,
+            held_bytes=self.held(curve),
+            peak_bytes=max(row.peak, resident.optimizer_peak),
+            step_peak=row.peak,
             optimizer_peak=resident.optimizer_peak,
             parameters=resident.parameters,
             gradients=resident.gradients,
             optimizer_state=resident.state,
             saved=curve.saved,
-            transient=step_peak - resident.nbytes - curve.saved,
+            transient=curve.peak - curve.saved,
             seconds=curve.seconds,
-            off_seconds=off.seconds,
-            policy=policy_of(step.mlps, chosen.levels) if step.mlps else FusionPolicy(),
+            off_seconds=plainest.at_levels({}).seconds,
+            policy=policy_of(step.mlps, chosen.levels),
             choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
-            levels=tuple(rows),
-            missing=missing,
-            help=(*self.advice, *self.help(curve, checkpointed, limit), *chunks),
+            levels=tuple(self.row(level, summaries[level], limit) for level in levels),
+            missing=row.missing,
+            help=(*self.advice, *self.help(curve, checkpointed, limit), *([chunks] if chunked is not None else [])),
             setup=self.setup,
-            curve=tuple(resident.nbytes + point for point in exact.points(chosen.levels)),
-            off_curve=tuple(resident.nbytes + point for point in step.points(off_levels)),
+            curve=tuple(resident.nbytes + point for point in exact.points({})),
+            off_curve=tuple(resident.nbytes + point for point in plainest.points({})),
             _planner=self,
-            _chosen=chosen,
         )
 
     def help(self, curve: StepSummary, checkpointed: StepSummary | None, limit: int) -> Iterator[str]:
         """Yield advice to make the step fit, or cheaper."""
-        resident, reserved, requested = self.resident, self.setup.reserved, limit
-        limit = self.setup.available(limit)
+        resident, available = self.resident, self.setup.available(limit)
         if self.setup.compiled == "none":
             yield "Nothing is compiled, so there is no level to choose."
         elif not self.step.mlps:
             yield "No MLP is fused, so there is no level to choose."
-        if resident.optimizer_peak > limit and resident.optimizer_peak - resident.transient <= limit:
+        if resident.optimizer_peak > available and resident.optimizer_peak - resident.transient <= available:
             beside = f"{size(resident.transient)} beside its state"
             yield f'The optimizer\'s step allocates {beside}; with fused=True (optimizer="adamw-fused") it does not.'
-        in_pools = max(resident.nbytes + curve.pools, resident.optimizer_peak)
-        if not self.setup.expandable_segments and replace(self.setup, expandable_segments=True).reserved(
-            in_pools
-        ) <= requested < reserved(in_pools):
+        expandable = replace(self, setup=replace(self.setup, expandable_segments=True))
+        if self.row("", curve, limit).missing and expandable.row("", curve, limit).fits:
             yield "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits (expandable_segments=True)."
-        if resident.nbytes + curve.pools <= limit:
+        if resident.nbytes + curve.pools <= available:
             return
         if checkpointed is not None and checkpointed.peak < curve.peak:
-            peak, in_pools = (resident.nbytes + nbytes for nbytes in (checkpointed.peak, checkpointed.pools))
-            short = max(0, self.reserved(in_pools) - requested)
-            verdict = f"{size(short)} are missing then, too" if short else "fits"
-            if short and in_pools <= limit:
+            row = self.row("checkpoint", checkpointed, limit)
+            verdict = f"{size(row.missing)} are missing then, too" if row.missing else "fits"
+            if row.missing and resident.nbytes + checkpointed.pools <= available:
                 verdict = "forward and backward fit then"
             yield (
-                f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, and "
-                f"{checkpointed.seconds / curve.seconds:.2f} times as long as the chosen levels; {verdict}."
+                f"torch.utils.checkpoint around each whole layer: a peak of {size(row.peak)}, by arithmetic, and "
+                f"{row.seconds / curve.seconds:.2f} times as long as the chosen levels; {verdict}."
             )
-        if resident.optimizer_peak > limit:  # independent of forward and backward
+        if resident.optimizer_peak > available:  # independent of forward and backward
             alone = f"The optimizer's step takes {size(resident.optimizer_peak)} by itself"
             yield f"{alone}, however few tokens there are: shards, another optimizer, or fewer parameters."
         checkpoints = "" if checkpointed is not None else ", checkpoints"

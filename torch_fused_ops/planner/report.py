@@ -91,7 +91,6 @@ class Plan:
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
     _planner: Any = field(default=None, repr=False, compare=False)
-    _chosen: Any = field(default=None, repr=False, compare=False)
 
     def within(self, memory: str | int) -> Plan:
         """Plan again for another limit, without ``largest``. Mixed levels compile the whole model again.
@@ -104,7 +103,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the attributes to plain types, without live-bytes timelines, and with the policy's levels."""
-        left_out = {"policy", "curve", "off_curve", "_planner", "_chosen"}
+        left_out = {"policy", "curve", "off_curve", "_planner"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         rows: dict[str, Any] = {"levels": [{**asdict(row), "fits": row.fits} for row in self.levels]}
         rows["largest"] = asdict(self.largest) if self.largest else None

@@ -176,11 +176,7 @@ class Resident:
             name = t.unit or (group_of(t.name) if setup.root == "apart" else "")
             group = groups.get(name, Group())
             gathered = int(t.nbytes * (bf16_ratio if setup.mixed_precision and is_cast else 1))
-            groups[name] = Group(
-                group.shard + gathered * t.is_parameter,
-                group.gradients + t.nbytes * t.trained,
-                group.reduced + t.nbytes * t.trained,
-            )
+            groups[name] = Group(group.shard + gathered * t.is_parameter, group.gradients + t.nbytes * t.trained)
         shards = FullyShard(dp, groups, setup.reshard, setup.accumulate > 1) if dp > 1 else None
         buckets = gradients if setup.dp > 1 and setup.parallel == "ddp" else 0
         accumulated = gradients if setup.accumulate > 1 else 0

@@ -77,6 +77,10 @@ class Step:
         """The default level of a unit: "free" if it was compiled, else the plainest compiled level."""
         return "free" if "free" in self.parts else next(iter(self.parts))
 
+    def only(self, parts: SegmentedStep) -> Step:
+        """Return the step with one compiled step at the units' levels, which ``at_levels({})`` then summarizes."""
+        return replace(self, parts={"free": parts})
+
     def default(self, levels: Mapping[str, str]) -> str:
         """Return the level outside the units with MLPs: these units' only level, or ``base`` if they have several."""
         chosen = {levels.get(unit, self.base) for unit in self.mlps}
@@ -128,22 +132,18 @@ class Step:
         Args:
             inputs: bytes of each unit's inputs that earlier units compute.
         """
-
-        def pieces() -> Iterator[PlacedSegment]:
-            for graph, unit, segment in self.pieces({}):
-                if unit:
-                    forward, backward = (self.segment(kind, unit, self.base) for kind in ("forward", "backward"))
-                    nbytes = inputs.get(unit, 0)
-                    if graph == "forward":
-                        segment = Segment(forward.points, nbytes, forward.seconds)
-                    else:
-                        recomputed = (*forward.points, *(forward.net + point for point in backward.points))
-                        net = forward.net + backward.net - nbytes
-                        seconds = forward.seconds + backward.seconds
-                        segment = Segment(recomputed, net, seconds, backward.gradients)
-                yield graph, unit, segment
-
-        return self.summarize(pieces())
+        pieces: list[PlacedSegment] = []
+        for graph, unit, segment in self.pieces({}):
+            saved = inputs.get(unit, 0)
+            if unit and graph == "forward":
+                segment = Segment(segment.points, saved, segment.seconds)
+            elif unit:
+                forward = self.segment("forward", unit, self.base)
+                recomputed = (*forward.points, *(forward.net + point for point in segment.points))
+                net, seconds = forward.net + segment.net - saved, forward.seconds + segment.seconds
+                segment = Segment(recomputed, net, seconds, segment.gradients)
+            pieces.append((graph, unit, segment))
+        return self.summarize(pieces)
 
     def points(self, levels: Mapping[str, str]) -> list[int]:
         """Return the bytes alive before the step, at each call, and after the step."""
@@ -166,8 +166,8 @@ def policy_at(level: str) -> FusionPolicy:
 def policy_of(mlps: Mapping[str, Sequence[str]], levels: Mapping[str, str]) -> FusionPolicy:
     """Return the policy with each unit's level for its MLPs and its attention."""
     chosen = {unit: levels.get(unit, "free") for unit in mlps}
-    if len(set(chosen.values())) == 1:
-        return policy_at(next(iter(chosen.values())))
+    if len(set(chosen.values())) <= 1:
+        return policy_at(next(iter(chosen.values()), "free"))
     policies = {unit: policy_at(level) for unit, level in chosen.items()}
     memory = {module: str(policies[unit].memory) for unit, modules in mlps.items() for module in modules}
     attention = {f"{unit}.*": "input" for unit, policy in policies.items() if policy.attention == "input"}
@@ -189,27 +189,19 @@ def compiled_timeline(
     Raises:
         ValueError: a graph could not be captured, or no graph has a backward.
     """
-    memory = policy.memory if isinstance(policy.memory, str) else dict(policy.memory)
     programs: list[Compiled] = []
     known = {} if known is None else known
     for i, captured in enumerate(model.graphs):
         unit, graph, piece_policy = model.pieces[i] if model.pieces else None, captured.graph, policy
         key: object = i
+        is_eager = i in model.eager
         if unit is not None and graph is not None:
-            level = memory if isinstance(memory, str) else memory.get(next(iter(model.mlps.get(unit, ("",)))), "free")
-            piece_policy = FusionPolicy(memory=level, attention=policy.attention_of({unit}))  # type: ignore[arg-type]
+            memory, attention = policy.memory_of(model.mlps.get(unit, ())), policy.attention_of({unit})
+            piece_policy = FusionPolicy(memory=memory, attention=attention)  # type: ignore[arg-type]
             chunks = config.auto_chunker.enable and unit not in model.units
-            key = (
-                signature(graph.gm),
-                graph.parameters,
-                graph.autocast,
-                graph.training,
-                piece_policy,
-                i in model.eager,
-                chunks,
-            )
+            compiled_as = (graph.parameters, graph.autocast, graph.training, piece_policy, is_eager, chunks)
+            key = (signature(graph.gm), *compiled_as)
         if key not in known:
-            is_eager = graph is not None and i in model.eager
             known[key] = EagerGraph(graph, gpu) if graph and is_eager else on_paper(captured, gpu, piece_policy)
         programs.append(known[key])
     papers = tuple(paper for paper in programs if isinstance(paper, PaperCompilation))
@@ -219,10 +211,16 @@ def compiled_timeline(
     return timeline, papers
 
 
-def segmented_step(model: CapturedModel, gpu: GPU, policy: FusionPolicy) -> SegmentedStep:
-    """Compile a captured model with a policy, and split its step into segments."""
-    timeline, papers = compiled_timeline(model, gpu, policy)
-    return cut(timeline, model, clock(papers, gpu))
+def segmented_step(
+    model: CapturedModel, gpu: GPU, policy: FusionPolicy, known: dict[object, Compiled] | None = None
+) -> SegmentedStep:
+    """Compile a captured model with a policy, and split its step into segments.
+
+    With ``known``, this estimates the memory of a divided model within seconds; compiling the whole model takes
+    minutes. Only one of equal pieces is compiled, fusions across pieces are missed, and all times are 0.
+    """
+    timeline, papers = compiled_timeline(model, gpu, policy, known)
+    return cut(timeline, model, clock(papers, gpu) if known is None else lambda call: 0.0)
 
 
 def clock(papers: Sequence[PaperCompilation], gpu: GPU) -> Callable[[Event], float]:
@@ -248,8 +246,7 @@ AFTER_UNITS = "(after units)"  # never a module's name
 
 def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], float]) -> SegmentedStep:
     """Split a compiled step into segments at its units. ``seconds`` returns a call's least time."""
-    kinds = [event.graph == "backward" for event in timeline.events]
-    first = kinds.index(True) if True in kinds else len(kinds)
+    first = sum(event.graph != "backward" for event in timeline.events)  # the first event of backward
     sides = timeline.events[:first], timeline.events[first:]
     forward, backward = (_owners(side, model) for side in sides)
     segments = [
@@ -278,14 +275,12 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
     for i, (kind, by_owner) in enumerate(zip(("forward", "backward"), segments, strict=True)):
         # Bytes freed between the last call and the graph's return count for the segment after the units.
         remaining = limits[i + 1] - limits[i] - sum(segment.net for segment in by_owner.values())
-        before_units, after_units, loss = (by_owner.pop(name, None) for name in ("", AFTER_UNITS, LOSS))
-        placed = [(kind, "", before_units or Segment())]
-        placed += [(kind, unit, segment) for unit, segment in by_owner.items()]
-        placed.append((kind, "", after_units or Segment()))
-        if loss is not None:
-            placed.insert(len(placed) if kind == "forward" else 0, (kind, LOSS, loss))
-        last = placed[-1][2]
-        pieces += [*placed[:-1], (*placed[-1][:2], replace(last, net=last.net + remaining))]
+        loss = [LOSS] * (LOSS in by_owner)
+        placed = ["", *(owner for owner in by_owner if owner not in ("", AFTER_UNITS, LOSS)), AFTER_UNITS]
+        placed = [*placed, *loss] if kind == "forward" else [*loss, *placed]
+        last = by_owner.get(placed[-1], Segment())
+        by_owner[placed[-1]] = replace(last, net=last.net + remaining)
+        pieces += [(kind, owner.replace(AFTER_UNITS, ""), by_owner.get(owner, Segment())) for owner in placed]
     trained = frozenset(model.parameter(*key) for key in timeline.gradients)
     return SegmentedStep(timeline.entry + model.unread, tuple(pieces), trained)
 
