@@ -96,8 +96,8 @@ def test_shapes_are_static_after_other_sizes_were_compiled() -> None:
     for length in (16, 24):
         tokens = torch.zeros(2, length, dtype=torch.long, device="meta")
         torch.compile(model, backend="eager")(tokens, tokens)
-        (captured,) = captured_model(model, (tokens, tokens), {}).graphs
-        values = [node.meta.get("example_value") for node in captured.graph.gm.graph.nodes]
+        (graph,) = captured_model(model, (tokens, tokens), {}).graphs
+        values = [node.meta.get("example_value") for node in graph.gm.graph.nodes]
         assert all(type(size) is int for value in values if isinstance(value, torch.Tensor) for size in value.shape)
 
 
@@ -142,7 +142,7 @@ def random_step(units: int, seed: int, equal: bool, tiled: tuple[float, float] =
             backward[unit] = Segment((recomputed + transient,), 3 - net, 2 * slower * (saved + 1))
         ends = Segment((5,), 5, 1.0), Segment((40,), 20, 1.0), Segment((30,), -20, 1.0), Segment((2,), -5, 1.0)
         parts[level] = SegmentedStep(100, pieces_in_order(forward, backward, *ends))
-    return Step(tuple(names), {name: (f"{name}.mlp",) for name in names}, parts)
+    return Step({name: (f"{name}.mlp",) for name in names}, parts)
 
 
 def pieces_in_order(
@@ -200,7 +200,7 @@ def test_segments_in_any_order_join_to_the_timeline(backward: str) -> None:
     moments = events_of("forward", "", "a", "b", "b", "c", "", live=live[:6])
     moments += events_of("backward", "", *backward, "a", "", live=live[6:])
     timeline = Timeline(moments, 3, 40, 5)
-    step = Step(("a", "b", "c"), {}, {"free": cut(timeline, fake_captured_model("a", "b", "c"), lambda call: 1.0)})
+    step = Step({}, {"free": cut(timeline, fake_captured_model("a", "b", "c"), lambda call: 1.0)})
     curve = step.at_levels({})
     assert (curve.peak, curve.saved, curve.end, curve.seconds) == (timeline.peak, 40, 5, 12.0)
     assert step.points({})[1:-1] == [moment.live for moment in moments]
@@ -219,7 +219,7 @@ def test_checkpoint_saves_the_input_and_recomputes() -> None:
     step = random_step(6, 0, equal=True)
     forward = step.segment("forward", "layers.1", "free")
     saved = forward.net
-    checkpointed = step.checkpointed(dict.fromkeys(step.units, 7))
+    checkpointed = step.checkpointed(dict.fromkeys(step.mlps, 7))
     assert checkpointed.saved == step.at_levels({}).saved - 6 * (saved - 7)
     assert checkpointed.end == step.at_levels({}).end
     assert checkpointed.seconds == pytest.approx(step.at_levels({}).seconds + 6 * forward.seconds)
@@ -376,7 +376,7 @@ def test_shards_equal_a_hand_calculation() -> None:
     ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
     parts = SegmentedStep(10, pieces_in_order(forward, dict(reversed(backward.items())), ends[0], *ends[1], ends[2]))
     groups = {"a": Group(4, 4), "b": Group(3, 3), "": Group(2, 2)}
-    step = Step(("a", "b"), {}, {"free": parts}, FullyShard(2, groups))
+    step = Step({}, {"free": parts}, FullyShard(2, groups))
     root, a, b = 4, 8, 6
     assert step.points({}) == [
         10,
@@ -550,7 +550,7 @@ def test_ddp_buckets_and_accumulated_gradients_are_resident() -> None:
 def test_accumulated_gradients_are_freed_when_added() -> None:
     ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
     forward, backward = {"a": Segment((5,), 3)}, {"a": Segment((1,), 5, 0.0, 8)}
-    step = Step(("a",), {}, {"free": SegmentedStep(10, pieces_in_order(forward, backward, ends[0], *ends[1], ends[2]))})
+    step = Step({}, {"free": SegmentedStep(10, pieces_in_order(forward, backward, ends[0], *ends[1], ends[2]))})
     at_layer_end, at_step_end = (replace(step, accumulates=how).points({}) for how in ("layer", "step"))
     assert [b - a for a, b in zip(at_layer_end, at_step_end, strict=True)] == [0] * 6 + [8, 0]
     assert step.points({})[-1] - at_step_end[-1] == 12

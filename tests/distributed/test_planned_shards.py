@@ -153,7 +153,7 @@ def predicted(model, tokens, setup):
     parts = cut(Timeline(moments, entry, saved, end, gradients), captured, lambda call: 0.0)
     outer = {"token.weight": "(embedding)", "norm.weight": "(head)", "head.weight": "(head)"}
     resident = Resident.of(tensors, setup, outer.get)
-    sharded = Step(units, {}, {"free": parts}, resident.shards)
+    sharded = Step({}, {"free": parts}, resident.shards)
     alive, peaks = 0, dict.fromkeys(("forward", "backward"), 0)
     for graph, _, segment in sharded.sharded(sharded.pieces({})):
         peaks[graph] = max(peaks[graph], alive + segment.peak)

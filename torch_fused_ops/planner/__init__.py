@@ -4,11 +4,10 @@ setup.py        the settings of a plan, checked without importing torch
 model.py        a captured model: its graphs, its layers, its MLPs
 pieces.py       the model divided into pieces, compiled or in eager mode
 step.py         a step's memory and time, split into segments at layer boundaries
-fsdp.py         the bytes that FSDP2 adds to a step
+fsdp.py         a step's segments, and the bytes that FSDP2 adds to them
 static_memory.py  parameters, gradients and optimizer state, whole or sharded
 max_batch.py    the largest batch or sequence that fits
 search.py       the candidates, and the choice of the fastest that fits
 plan.py         the function ``plan``
 report.py       a plan's figures, as text, JSON and a page
-segments.py     parts of a step's live-bytes timeline
 """

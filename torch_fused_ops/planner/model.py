@@ -19,9 +19,9 @@ from torch_fused_ops.graphs.modules import innermost, is_parameter, source_name,
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.planner.setup import check
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.captures import Capture, beside_loss, graphs_of, said, sites_of
+from torch_fused_ops.reports.captures import beside_loss, graphs_of, said, sites_of
 from torch_fused_ops.reports.captures import capture as set_aside
-from torch_fused_ops.virtual_gpu.captured import copy_graph
+from torch_fused_ops.virtual_gpu.captured import CapturedGraph, copy_graph
 
 # Units that are not modules: a loss outside the model, and the parts before and after the layers.
 LOSS, EMBEDDING, HEAD = "(loss)", "(embedding)", "(head)"
@@ -31,7 +31,7 @@ LOSS, EMBEDDING, HEAD = "(loss)", "(embedding)", "(head)"
 class CapturedModel:
     """A model's captured graphs."""
 
-    graphs: tuple[Capture, ...]  # in the order in which they run
+    graphs: tuple[CapturedGraph, ...]  # in the order in which they run
     links: Mapping[tuple[int, int], tuple[int, int]]  # maps (graph, input) to (earlier graph, result)
     units: tuple[str, ...]  # the layers with MLPs, and all items of module lists, in the model's order
     mlps: Mapping[str, tuple[str, ...]]  # paths of the fused MLPs' modules, by unit
@@ -47,18 +47,16 @@ class CapturedModel:
 
     def parameter(self, graph: int, number: int) -> str:
         """Return the path of the parameter or buffer at a graph's input; "" if the input is another tensor."""
-        captured = self.graphs[graph].graph
-        return captured.paths[number] if captured else ""
+        return self.graphs[graph].paths[number]
 
     def under_autocast(self) -> CapturedModel:
         """Return the model with its forward under bfloat16 autocast."""
-        graphs = (replace(c.graph, autocast=torch.bfloat16) if c.graph else None for c in self.graphs)
-        return replace(self, graphs=tuple(replace(c, graph=g) for c, g in zip(self.graphs, graphs, strict=True)))
+        return replace(self, graphs=tuple(replace(graph, autocast=torch.bfloat16) for graph in self.graphs))
 
     @property
     def has_attention(self) -> bool:
         """True if a graph calls attention or a softmax."""
-        graphs = (gm for capture in self.graphs if capture.graph for gm in graphs_of(capture.graph.gm))
+        graphs = (gm for graph in self.graphs for gm in graphs_of(graph.gm))
         calls = (str(getattr(node.target, "__name__", node.target)) for gm in graphs for node in gm.graph.nodes)
         return any(name in call for call in calls for name in ("attention", "softmax"))
 
@@ -68,10 +66,10 @@ class CapturedModel:
         Args:
             detach: detach these results instead of removing them.
         """
-        *earlier_graphs, capture = self.graphs
-        if capture.graph is None or not beside_loss(capture.graph.gm):
+        *earlier_graphs, graph = self.graphs
+        if not beside_loss(graph.gm):
             return None
-        gm = copy_graph(capture.graph.gm)
+        gm = copy_graph(graph.gm)
         output, beside = gm.graph.output_node(), beside_loss(gm)
         results: list[Any] = [x for x in output.args[0] if detach or x not in beside]  # type: ignore[union-attr]
         for i, x in enumerate(results):
@@ -82,7 +80,7 @@ class CapturedModel:
         output.args = (tuple(results),)
         gm.graph.eliminate_dead_code()
         gm.recompile()
-        return replace(self, graphs=(*earlier_graphs, replace(capture, graph=replace(capture.graph, gm=gm))))
+        return replace(self, graphs=(*earlier_graphs, replace(graph, gm=gm)))
 
     def group_of(self, path: str) -> str:
         """Return a parameter's group outside layers: ``HEAD`` if it is read after the layers, else ``EMBEDDING``.
@@ -92,7 +90,7 @@ class CapturedModel:
         """
         ends = set()
         passed = False
-        for graph in (capture.graph for capture in self.graphs if capture.graph):
+        for graph in self.graphs:
             paths = dict(zip(graph.gm.graph.find_nodes(op="placeholder"), graph.paths, strict=True))
             for node in graph.gm.graph.nodes:
                 passed |= self.unit_of(innermost(node)) != ""
@@ -176,7 +174,7 @@ def captured_model(
     """
     policy = FusionPolicy()
     sites: list[Site] = []
-    graphs: list[Capture] = []
+    graphs: list[CapturedGraph] = []
     links: dict[tuple[int, int], tuple[int, int]] = {}
     earlier: list[tuple[Any, tuple[int, int]]] = []  # references results, for comparison by identity
     known: dict[int, int] = {}
@@ -184,6 +182,7 @@ def captured_model(
     unregistered: dict[str, Tensor] = {}
     read: set[int] = set()  # storages of graphs' inputs
     left_out: list[str] = []
+    not_copied: list[str] = []
     torch._dynamo.allow_in_graph(returned)
 
     def with_loss(*args: Any, **kwargs: Any) -> Tensor:
@@ -209,9 +208,9 @@ def captured_model(
         placeholders = gm.graph.find_nodes(op="placeholder")
         read.update(_storages(example_inputs))
         if captured.graph is not None:
-            paths = tuple(map(path_of, placeholders, example_inputs))
-            captured = replace(captured, graph=replace(captured.graph, paths=paths))
-        graphs.append(captured)
+            graphs.append(replace(captured.graph, paths=tuple(map(path_of, placeholders, example_inputs))))
+        else:
+            not_copied.append(captured.reason)
         sites.extend(sites_of(gm, policy))
         if fullgraph:
             raise _Captured
@@ -249,6 +248,8 @@ def captured_model(
             known = _storages((args, kwargs))
             if isinstance(model, nn.Module):
                 known |= _storages([list(vars(module).values()) for module in model.modules()])
+    if not_copied:
+        raise ValueError(not_copied[0])
     if not graphs:
         raise ValueError(f"model: torch.compile captures no graph of it, as with a graph break inside a loop: {why}")
     if left_out:

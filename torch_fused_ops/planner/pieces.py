@@ -16,11 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 from torch_fused_ops.graphs.modules import innermost
 from torch_fused_ops.planner.model import LOSS, CapturedModel, returned
-from torch_fused_ops.reports.captures import Capture
 from torch_fused_ops.virtual_gpu import GPU, CapturedGraph
-from torch_fused_ops.virtual_gpu.captured import concrete
 from torch_fused_ops.virtual_gpu.compile import emulated
-from torch_fused_ops.virtual_gpu.eager import Checkpointing
+from torch_fused_ops.virtual_gpu.eager import Checkpointing, EagerGraph
 
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 _STATE = (*_AUTOCAST, torch._C._set_grad_enabled)
@@ -58,18 +56,19 @@ def divided(
     """
     if compiled == "model" and not loss:
         return captured
-    pieces: list[Capture] = []
+    pieces: list[CapturedGraph] = []
     units: list[str | None] = []
     links: dict[tuple[int, int], tuple[int, int]] = {}
     shared: dict[tuple[int, int], str] = {}
     eager: set[int] = set()
     results: dict[tuple[int, int], tuple[int, int]] = {}  # maps (graph, result) to (piece, result)
     retained: set[tuple[int, int]] = set()
-    for i, capture in enumerate(captured.graphs):
-        if capture.graph is None:
-            raise ValueError(capture.reason)
-        graph, parameters = _with_values(capture.graph, gpu)
-        groups = _groups(captured, capture.graph, graph, as_one_piece=compiled == "model")
+    for i, whole in enumerate(captured.graphs):
+        program = EagerGraph(whole, gpu)
+        graph = program.gm
+        with emulated(gpu, whole.autocast), torch.set_grad_enabled(whole.training), program.mode:
+            _Values(graph).run(*program.examples)
+        groups = _groups(captured, whole, graph, as_one_piece=compiled == "model")
         written_by: dict[fx.Node, tuple[int, int]] = {}
         numbers = {node: j for j, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
         output = graph.graph.output_node()
@@ -85,10 +84,10 @@ def divided(
             if is_eager:
                 eager.add(number)
             inputs = [numbers.get(x) for x in read]
-            paths = tuple("" if j is None else capture.graph.paths[j] for j in inputs)
-            lives = tuple(j is not None and parameters[j] for j in inputs)
+            paths = tuple("" if j is None else whole.paths[j] for j in inputs)
+            lives = tuple(j is not None and program.inputs[j].is_parameter for j in inputs)
             gm = _piece(graph, read, nodes, written)
-            pieces.append(replace(capture, graph=CapturedGraph(gm, lives, training, autocast, paths)))
+            pieces.append(CapturedGraph(gm, lives, training, autocast, paths))
             units.append(None if compiled == "model" and unit != LOSS else unit)
             for j, (x, original) in enumerate(zip(read, inputs, strict=True)):
                 if original is None:
@@ -107,19 +106,6 @@ def divided(
         captured, graphs=tuple(pieces), links=links, pieces=tuple(units), eager=frozenset(eager), shared=shared,
         retained=frozenset(retained),
     )  # fmt: skip
-
-
-def _with_values(captured: CapturedGraph, gpu: GPU) -> tuple[fx.GraphModule, list[bool]]:
-    """Copy a graph, and record each node's value on a GPU as a fake tensor; also return which inputs stay alive."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with emulated(gpu, captured.autocast), torch.set_grad_enabled(captured.training):
-        gm, inputs, parameters = concrete(captured, mode)
-        with mode:
-            _Values(gm).run(*inputs)
-    return gm, parameters
 
 
 def _groups(

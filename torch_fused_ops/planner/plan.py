@@ -136,7 +136,7 @@ def plan(
     known: dict[object, Any] = {}
 
     def planner_of(ready: CapturedModel, parts: Mapping[str, SegmentedStep]) -> _Planner:
-        step = Step(captured.units, captured.mlps if fused else {}, parts)
+        step = Step(captured.mlps if fused else {}, parts)
         trained = next(iter(parts.values())).trained.__contains__
         tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
         resident = Resident.of(tensors, setup, ready.group_of)
@@ -363,10 +363,9 @@ class _Planner:
 def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
     """Return the bytes of each unit's inputs that earlier pieces compute, for a model divided into pieces."""
     inputs: dict[str, int] = {}
-    for i, part in enumerate(captured.graphs):
-        unit = captured.pieces[i]
-        if unit in captured.units and part.graph is not None:
-            placeholders = enumerate(part.graph.gm.graph.find_nodes(op="placeholder"))
+    for i, (unit, graph) in enumerate(zip(captured.pieces, captured.graphs, strict=True)):
+        if unit in captured.units:
+            placeholders = enumerate(graph.gm.graph.find_nodes(op="placeholder"))
             values = (node.meta["example_value"] for j, node in placeholders if (i, j) in captured.links)
             inputs[unit] = inputs.get(unit, 0) + sum(value.nbytes for value in values)
     return inputs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,20 +49,14 @@ def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]
     return state, storages.most - state
 
 
-@dataclass(frozen=True)
-class ResidentTensor:
+class ResidentTensor(NamedTuple):
     """A parameter, a buffer, or an unregistered tensor that stays in memory."""
 
     name: str  # its path in the model
     unit: str  # its layer; "" outside layers
-    shape: tuple[int, ...]  # before sharding
-    dtype: torch.dtype  # also its gradient's dtype
+    tensor: Tensor  # on the meta device, before sharding
     is_parameter: bool  # False for a buffer or an unregistered tensor
     trained: bool  # True if it needs a gradient
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def resident_tensors(
@@ -87,7 +81,8 @@ def resident_tensors(
     for kind, named in ((0, module.named_parameters()), (1, module.named_buffers()), (2, unregistered_tensors)):
         for name, t in named:
             unit, trained = unit_of(name.rpartition(".")[0]), t.requires_grad and id(t) in reached
-            tensors.append(ResidentTensor(name, unit, tuple(t.shape), t.dtype, kind == 0, trained))
+            on_meta = torch.empty(t.shape, dtype=t.dtype, device="meta")
+            tensors.append(ResidentTensor(name, unit, on_meta, kind == 0, trained))
     return tensors
 
 
@@ -162,21 +157,22 @@ class Resident:
         """
         dp, trained = setup.dp if setup.sharded else 1, []
         bf16_ratio = torch.bfloat16.itemsize / torch.float32.itemsize
-        total = gradients = 0
+        total = 0
         groups: dict[str, Group] = {}
-        for t in tensors:
-            if t.is_parameter and dp > 1:  # the first GPU's shard is the largest; others are padded to its size
-                t = replace(t, shape=(math.ceil(t.shape[0] / dp), *t.shape[1:]))
-            is_cast = t.is_parameter and t.dtype.is_floating_point
+        for path, unit, t, is_parameter, needs_gradient in tensors:
+            if is_parameter and dp > 1:  # the first GPU's shard is the largest; others are padded to its size
+                t = t[: math.ceil(len(t) / dp)]
+            is_cast = is_parameter and t.is_floating_point()
             if is_cast and (setup.mixed_precision or setup.master_weights):
-                t = replace(t, dtype=torch.float32)
-            if t.trained:
-                trained.append(torch.empty(t.shape, dtype=t.dtype, device="meta"))
-            total, gradients = total + t.nbytes, gradients + t.nbytes * t.trained
-            name = t.unit or (group_of(t.name) if setup.root == "apart" else "")
+                t = t.float()
+            if needs_gradient:
+                trained.append(t)
+            total += t.nbytes
+            name = unit or (group_of(path) if setup.root == "apart" else "")
             group = groups.get(name, Group())
             gathered = int(t.nbytes * (bf16_ratio if setup.mixed_precision and is_cast else 1))
-            groups[name] = Group(group.shard + gathered * t.is_parameter, group.gradients + t.nbytes * t.trained)
+            groups[name] = Group(group.shard + gathered * is_parameter, group.gradients + t.nbytes * needs_gradient)
+        gradients = sum(t.nbytes for t in trained)
         shards = FullyShard(dp, groups, setup.reshard, setup.accumulate > 1) if dp > 1 else None
         buckets = gradients if setup.dp > 1 and setup.parallel == "ddp" else 0
         accumulated = gradients if setup.accumulate > 1 else 0

@@ -17,13 +17,12 @@ from functools import cached_property
 
 from torch._inductor import config
 
-from torch_fused_ops.planner.fsdp import FullyShard
+from torch_fused_ops.planner.fsdp import FullyShard, PlacedSegment, Segment
 from torch_fused_ops.planner.model import LOSS, CapturedModel
 from torch_fused_ops.planner.pieces import signature
-from torch_fused_ops.planner.segments import PlacedSegment, Segment
 from torch_fused_ops.planner.setup import WITH_ATTENTION
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.captures import on_paper
+from torch_fused_ops.reports.captures import Capture, on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
 from torch_fused_ops.virtual_gpu.eager import EagerGraph
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
@@ -61,7 +60,6 @@ class SegmentedStep:
 class Step:
     """A model's compiled step at each level."""
 
-    units: tuple[str, ...]  # the layers, in the model's order
     mlps: Mapping[str, tuple[str, ...]]  # MLPs by unit; levels are chosen for these units
     parts: Mapping[str, SegmentedStep]  # the compiled steps, by the level of all units
     shards: FullyShard | None = None
@@ -191,18 +189,19 @@ def compiled_timeline(
     """
     programs: list[Compiled] = []
     known = {} if known is None else known
-    for i, captured in enumerate(model.graphs):
-        unit, graph, piece_policy = model.pieces[i] if model.pieces else None, captured.graph, policy
+    for i, graph in enumerate(model.graphs):
+        unit = model.pieces[i] if model.pieces else None
+        is_eager, piece_policy = i in model.eager, policy
         key: object = i
-        is_eager = i in model.eager
-        if unit is not None and graph is not None:
+        if unit is not None:
             memory, attention = policy.memory_of(model.mlps.get(unit, ())), policy.attention_of({unit})
             piece_policy = FusionPolicy(memory=memory, attention=attention)  # type: ignore[arg-type]
             chunks = config.auto_chunker.enable and unit not in model.units
             compiled_as = (graph.parameters, graph.autocast, graph.training, piece_policy, is_eager, chunks)
             key = (signature(graph.gm), *compiled_as)
         if key not in known:
-            known[key] = EagerGraph(graph, gpu) if graph and is_eager else on_paper(captured, gpu, piece_policy)
+            capture = Capture(graph, piece_policy)
+            known[key] = EagerGraph(graph, gpu) if is_eager else on_paper(capture, gpu, piece_policy)
         programs.append(known[key])
     papers = tuple(paper for paper in programs if isinstance(paper, PaperCompilation))
     if all(paper.backward is None for paper in papers) and not model.eager:
