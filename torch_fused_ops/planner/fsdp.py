@@ -79,6 +79,10 @@ class Additional(NamedTuple):
     gather: int
 
 
+# At a segment's start, during its calls, at its end, and after it.
+AtTimes = tuple[Additional, Additional, Additional, Additional]
+
+
 @dataclass(frozen=True)
 class FullyShard:
     """A model that FSDP2 shards over ``dp`` GPUs.
@@ -153,8 +157,8 @@ class FullyShard:
             units[outer[0]], units[outer[-1]] = ends
         return units
 
-    def _forward(self, units: Sequence[str]) -> Iterator[tuple[Additional, Additional, Additional, Additional]]:
-        """Yield each forward segment's additional bytes: at its start, during its calls, at its end, and after it."""
+    def _forward(self, units: Sequence[str]) -> Iterator[AtTimes]:
+        """Yield each forward segment's additional bytes."""
         main = self.gathered("")
         flat = main
         stays_gathered, last = self.stay_gathered(units), max(i for i, unit in enumerate(units) if unit != LOSS)
@@ -167,27 +171,22 @@ class FullyShard:
             flat *= i != last  # the end of the root's forward frees the last flat buffer
             yield start, inside, inside, Additional(main, flat)
 
-    def _backward(
-        self, units: Sequence[str], stays_gathered: frozenset[str]
-    ) -> Iterator[tuple[Additional, Additional, Additional, Additional]]:
+    def _backward(self, units: Sequence[str], stays_gathered: frozenset[str]) -> Iterator[AtTimes]:
         """Yield the same for each backward segment. At its end, its gradients and their flat copy are both alive."""
         root, reducing = self.gathered(""), 0
         main = root + sum(map(self.gathered, stays_gathered))
-
-        def flat(i: int) -> int:
-            unit = units[i] if i < len(units) else ""
-            return 0 if unit in ("", LOSS, *stays_gathered) else self.gathered(unit)
-
+        whole = ("", LOSS, *stays_gathered)
+        flat = [0 if unit in whole else self.gathered(unit) for unit in (*units, "")]
         for i, unit in enumerate(units):
             if unit == LOSS:
                 yield (Additional(main, 0),) * 4
             elif not unit and i < len(units) - 1:
-                yield (Additional(main, flat(i + 1) if root else 0),) * 4
+                yield (Additional(main, flat[i + 1] if root else 0),) * 4
             else:
                 layer, gone = self.gathered(unit), unit in stays_gathered or not unit
                 main -= layer * gone
-                start = Additional(main + layer + reducing, flat(i))
-                during = Additional(main + layer + reducing, flat(i + 1))
+                start = Additional(main + layer + reducing, flat[i])
+                during = Additional(main + layer + reducing, flat[i + 1])
                 reducing = self.dp * self.gradients(unit)  # the flat buffer that reduces them, with padding
-                end = Additional(main + reducing, flat(i + 1))
+                end = Additional(main + reducing, flat[i + 1])
                 yield start, during, end, end if i < len(units) - 1 else Additional(0, 0)

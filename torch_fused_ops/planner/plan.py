@@ -200,14 +200,16 @@ class _Planner:
         """
         with config.patch(CHUNKS if chunks else {}):
             policy = policy_of(self.pieces.mlps, levels)
-            return self.step.only(segmented_step(pieces or self.pieces, self.gpu, policy, self.known)).at_levels({})
+            parts = segmented_step(pieces or self.pieces, self.gpu, policy, self.known)
+        return self.step.only(parts).at_levels({})
 
     def quick_answer(self) -> Iterator[str]:
         """Yield a sentence with the estimate at "off", if an MLP is fused, and at "free"."""
         for level in ("off", "free") if self.step.mlps else ("free",):
             summary = self.estimated(dict.fromkeys(self.step.mlps, level))
-            reserved = size(self.setup.reserved(self.held(summary)))
-            why = " for the optimizer's step" if self.held(summary) > self.resident.nbytes + summary.pools else ""
+            held = self.held(summary)
+            why = " for the optimizer's step" if held > self.resident.nbytes + summary.pools else ""
+            reserved = size(self.setup.reserved(held))
             yield f'about {reserved}{why} at "{level}", estimated from one layer of each kind'
 
     def beside_loss(self, alone: CapturedModel, detached: CapturedModel) -> Iterator[str]:
@@ -285,7 +287,7 @@ class _Planner:
         if chosen is None:
             least = resident.optimizer_peak - resident.nbytes  # saving more would only cost time
             groups = (self.candidates, uniform)
-            lowest = (min(candidates, key=lambda c: max(c.summary.pools, least)) for candidates in groups)
+            lowest = (min(group, key=lambda c: max(c.summary.pools, least)) for group in groups)
             chosen = min(lowest, key=lambda candidate: max(self.exact_pools(candidate), least))
         exact = self.exact(chosen)
         curve = exact.at_levels({})
@@ -300,7 +302,9 @@ class _Planner:
         estimates = {"checkpoint": checkpointed, "chosen, + chunked loss": chunked}
         summaries |= {level: summary for level, summary in estimates.items() if summary is not None}
         levels = (level for level in ("eager mode", *LEVELS, *estimates) if level in summaries)
-        chunks = f"PyTorch can compute the loss in chunks: {_SETTINGS} (docs/out-of-memory.md)."
+        advice = [*self.advice, *self.help(curve, checkpointed, limit)]
+        if chunked is not None:
+            advice.append(f"PyTorch can compute the loss in chunks: {_SETTINGS} (docs/out-of-memory.md).")
         return Plan(
             title=self.title,
             gpu=self.gpu.name,
@@ -322,7 +326,7 @@ class _Planner:
             choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
             levels=tuple(self.row(level, summaries[level], limit) for level in levels),
             missing=row.missing,
-            help=(*self.advice, *self.help(curve, checkpointed, limit), *([chunks] if chunked is not None else [])),
+            help=tuple(advice),
             setup=self.setup,
             curve=tuple(resident.nbytes + point for point in exact.points({})),
             off_curve=tuple(resident.nbytes + point for point in plainest.points({})),

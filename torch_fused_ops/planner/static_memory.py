@@ -156,7 +156,6 @@ class Resident:
             group_of: returns the FSDP2 group of the parameter at a path outside layers; used for ``root="apart"``.
         """
         dp, trained = setup.dp if setup.sharded else 1, []
-        bf16_ratio = torch.bfloat16.itemsize / torch.float32.itemsize
         total = 0
         groups: dict[str, Group] = {}
         for path, unit, t, is_parameter, needs_gradient in tensors:
@@ -170,8 +169,9 @@ class Resident:
             total += t.nbytes
             name = unit or (group_of(path) if setup.root == "apart" else "")
             group = groups.get(name, Group())
-            gathered = int(t.nbytes * (bf16_ratio if setup.mixed_precision and is_cast else 1))
-            groups[name] = Group(group.shard + gathered * is_parameter, group.gradients + t.nbytes * needs_gradient)
+            gathered = t.bfloat16() if setup.mixed_precision and is_cast else t
+            shard = group.shard + gathered.nbytes * is_parameter
+            groups[name] = Group(shard, group.gradients + t.nbytes * needs_gradient)
         gradients = sum(t.nbytes for t in trained)
         shards = FullyShard(dp, groups, setup.reshard, setup.accumulate > 1) if dp > 1 else None
         buckets = gradients if setup.dp > 1 and setup.parallel == "ddp" else 0
