@@ -175,8 +175,8 @@ class FullyShard:
         """Yield the same for each backward segment. At its end, its gradients and their flat copy are both alive."""
         root, reducing = self.gathered(""), 0
         main = root + sum(map(self.gathered, stays_gathered))
-        whole = ("", LOSS, *stays_gathered)
-        flat = [0 if unit in whole else self.gathered(unit) for unit in (*units, "")]
+        without_flat = ("", LOSS, *stays_gathered)
+        flat = [0 if unit in without_flat else self.gathered(unit) for unit in (*units, "")]
         for i, unit in enumerate(units):
             if unit == LOSS:
                 yield (Additional(main, 0),) * 4

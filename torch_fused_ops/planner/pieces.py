@@ -63,12 +63,12 @@ def divided(
     eager: set[int] = set()
     results: dict[tuple[int, int], tuple[int, int]] = {}  # maps (graph, result) to (piece, result)
     retained: set[tuple[int, int]] = set()
-    for i, whole in enumerate(captured.graphs):
-        program = EagerGraph(whole, gpu)
+    for i, source in enumerate(captured.graphs):
+        program = EagerGraph(source, gpu)
         graph = program.gm
-        with emulated(gpu, whole.autocast), torch.set_grad_enabled(whole.training), program.mode:
+        with emulated(gpu, source.autocast), torch.set_grad_enabled(source.training), program.mode:
             _Values(graph).run(*program.examples)
-        groups = _groups(captured, whole, graph, as_one_piece=compiled == "model")
+        groups = _groups(captured, source, graph, as_one_piece=compiled == "model")
         written_by: dict[fx.Node, tuple[int, int]] = {}
         numbers = {node: j for j, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
         output = graph.graph.output_node()
@@ -84,7 +84,7 @@ def divided(
             if is_eager:
                 eager.add(number)
             inputs = [numbers.get(x) for x in read]
-            paths = tuple("" if j is None else whole.paths[j] for j in inputs)
+            paths = tuple("" if j is None else source.paths[j] for j in inputs)
             lives = tuple(j is not None and program.inputs[j].is_parameter for j in inputs)
             gm = _piece(graph, read, nodes, written)
             pieces.append(CapturedGraph(gm, lives, training, autocast, paths))

@@ -136,12 +136,11 @@ def plan(
     known: dict[object, Any] = {}
 
     def planner_of(ready: CapturedModel, parts: Mapping[str, SegmentedStep]) -> _Planner:
-        step = Step(captured.mlps if fused else {}, parts)
         trained = next(iter(parts.values())).trained.__contains__
         tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
         resident = Resident.of(tensors, setup, ready.group_of)
-        ends = "layer" if ready.pieces and compiled != "model" else "step"
-        step = replace(step, shards=resident.shards, accumulates=ends if resident.accumulated else "")
+        ends = ("step" if compiled == "model" else "layer") if resident.accumulated else ""
+        step = Step(captured.mlps if fused else {}, parts, resident.shards, ends)
         gradients = 0 if resident.accumulated else resident.gradients
         resident = replace(resident, batch=max(step.entry, step.at_levels({}).end - gradients))
         return _Planner(name_of(model), ready, pieces, known, step, resident, described, chosen_among, setup)
@@ -207,9 +206,9 @@ class _Planner:
         """Yield a sentence with the estimate at "off", if an MLP is fused, and at "free"."""
         for level in ("off", "free") if self.step.mlps else ("free",):
             summary = self.estimated(dict.fromkeys(self.step.mlps, level))
-            held = self.held(summary)
-            why = " for the optimizer's step" if held > self.resident.nbytes + summary.pools else ""
-            reserved = size(self.setup.reserved(held))
+            in_pools = self.held(summary)
+            why = " for the optimizer's step" if in_pools > self.resident.nbytes + summary.pools else ""
+            reserved = size(self.setup.reserved(in_pools))
             yield f'about {reserved}{why} at "{level}", estimated from one layer of each kind'
 
     def beside_loss(self, alone: CapturedModel, detached: CapturedModel) -> Iterator[str]:

@@ -38,8 +38,6 @@ def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
         step: the compiled step.
         levels: memory levels, the plainest first.
     """
-    if not step.mlps:
-        return [Candidate({}, step.at_levels({}))]
     used = useful(step, levels)
     alike = (dict.fromkeys(step.mlps, level) for level in (*levels, OFF))
     assigned = {tuple(sorted(chosen.items())): chosen for chosen in (*greedy(step, used), *alike)}

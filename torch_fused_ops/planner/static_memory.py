@@ -73,16 +73,16 @@ def resident_tensors(
         gets_gradient: returns True if backward reaches the parameter at a path; other parameters are not trained.
         unregistered: parameters and buffers that the step reads and the model does not register, by path.
     """
-    unregistered_tensors = list((unregistered or {}).items())
+    others = list((unregistered or {}).items())
     module = model if isinstance(model, nn.Module) else nn.Module()
-    every = [*module.named_parameters(remove_duplicate=False), *unregistered_tensors]
+    every = [*module.named_parameters(remove_duplicate=False), *others]
     reached = {id(p) for name, p in every if gets_gradient(name)}
     tensors = []
-    for kind, named in ((0, module.named_parameters()), (1, module.named_buffers()), (2, unregistered_tensors)):
+    for is_parameter, named in ((True, module.named_parameters()), (False, [*module.named_buffers(), *others])):
         for name, t in named:
             unit, trained = unit_of(name.rpartition(".")[0]), t.requires_grad and id(t) in reached
             on_meta = torch.empty(t.shape, dtype=t.dtype, device="meta")
-            tensors.append(ResidentTensor(name, unit, on_meta, kind == 0, trained))
+            tensors.append(ResidentTensor(name, unit, on_meta, is_parameter, trained))
     return tensors
 
 

@@ -246,12 +246,10 @@ AFTER_UNITS = "(after units)"  # never a module's name
 def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], float]) -> SegmentedStep:
     """Split a compiled step into segments at its units. ``seconds`` returns a call's least time."""
     first = sum(event.graph != "backward" for event in timeline.events)  # the first event of backward
-    sides = timeline.events[:first], timeline.events[first:]
-    forward, backward = (_owners(side, model) for side in sides)
-    segments = [
-        _segments(side, owners, start, seconds)
-        for side, owners, start in zip(sides, (forward, backward), (timeline.entry, timeline.between), strict=True)
-    ]
+    before, after = timeline.events[:first], timeline.events[first:]
+    backward = _owners(after, model)
+    in_forward = _segments(before, _owners(before, model), timeline.entry, seconds)
+    in_backward = _segments(after, backward, timeline.between, seconds)
     # A gradient is complete at the end of its layer, or later if the compiler deferred it.
     owners = dict.fromkeys(["", *(owner for owner in backward if owner != AFTER_UNITS), AFTER_UNITS])
     order = {owner: i for i, owner in enumerate(owners)}
@@ -263,17 +261,17 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         gradient_bytes[max(created_in, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
         head += nbytes * (created_in == "" and owner_unit == AFTER_UNITS)
     for owner, nbytes in (+gradient_bytes).items():
-        segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
-    segments[1][""] = replace(segments[1].get("", Segment()), head=head)
+        in_backward[owner] = replace(in_backward.get(owner, Segment()), gradients=nbytes)
+    in_backward[""] = replace(in_backward.get("", Segment()), head=head)
     of_loss = [i for i, event in enumerate(timeline.events) if event.modules == (LOSS,)]
     if of_loss:
         hole = timeline.hole(of_loss[0], of_loss[-1])
-        segments[1][LOSS] = replace(segments[1][LOSS], hole=hole)
+        in_backward[LOSS] = replace(in_backward[LOSS], hole=hole)
     pieces: list[PlacedSegment] = []
-    limits = (timeline.entry, timeline.between, timeline.end)
-    for i, (kind, by_owner) in enumerate(zip(("forward", "backward"), segments, strict=True)):
+    change = timeline.between - timeline.entry, timeline.end - timeline.between
+    for kind, by_owner, nbytes in zip(("forward", "backward"), (in_forward, in_backward), change, strict=True):
         # Bytes freed between the last call and the graph's return count for the segment after the units.
-        remaining = limits[i + 1] - limits[i] - sum(segment.net for segment in by_owner.values())
+        remaining = nbytes - sum(segment.net for segment in by_owner.values())
         loss = [LOSS] * (LOSS in by_owner)
         placed = ["", *(owner for owner in by_owner if owner not in ("", AFTER_UNITS, LOSS)), AFTER_UNITS]
         placed = [*placed, *loss] if kind == "forward" else [*loss, *placed]
