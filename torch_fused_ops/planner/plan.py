@@ -129,7 +129,7 @@ def plan(
     captured = capture(first_size)
     if setup.sharded:
         check_shards(model, captured.unit_of, dp, captured.unregistered)  # raise errors before minutes of compiling
-    fused = bool(captured.mlps) and compiled != "none"
+    mlps = captured.mlps if compiled != "none" else {}
     default = [level for level in search.DEFAULT if captured.has_attention or not level.endswith(WITH_ATTENTION)]
     chosen_among = tuple(level for level in LEVELS if level != OFF and level in (levels or default)) or ("free",)
     pieces = divide(captured, compiled="pieces") if compiled == "model" else divide(captured)
@@ -140,7 +140,7 @@ def plan(
         tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
         resident = Resident.of(tensors, setup, ready.group_of)
         ends = ("step" if compiled == "model" else "layer") if resident.accumulated else ""
-        step = Step(captured.mlps if fused else {}, parts, resident.shards, ends)
+        step = Step(mlps, parts, resident.shards, ends)
         gradients = 0 if resident.accumulated else resident.gradients
         resident = replace(resident, batch=max(step.entry, step.at_levels({}).end - gradients))
         return _Planner(name_of(model), ready, pieces, known, step, resident, described, chosen_among, setup)
@@ -155,7 +155,7 @@ def plan(
         advice = list(quick.beside_loss(*in_pieces)) if in_pieces else []
     ready = divide(captured) if compiled == "model" else pieces
     parts = {}
-    to_compile = (*chosen_among, OFF) if fused else chosen_among[:1]
+    to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]
     for i, level in enumerate(to_compile):
         took = f"{time.monotonic() - started:.0f} s so far"
         log.info('compiling: every MLP at "%s", %d of %d levels, %s', level, i + 1, len(to_compile), took)
