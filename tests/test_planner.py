@@ -881,7 +881,7 @@ class Spread(nn.Module):
         self.conv = nn.ConvTranspose2d(width, width, 2, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        spread = F.gelu(self.conv(x.T.unflatten(1, (64, 64)).unsqueeze(0)))
+        spread = F.gelu(self.conv(x.T.reshape(1, -1, 64, 64)))
         return spread[0, :, :64, :64].flatten(1).T
 
 
@@ -922,7 +922,7 @@ def check_peaks_are_not_underestimated(model: nn.Module, x: Tensor) -> None:
         patch.setattr(search, "MISSES", 1)
         plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
         rows = {row.level: row for row in plan.levels if row.level in ("off", "free", "input")}
-        assert bool(rows) == bool(plan.choices), "rows are of models with MLPs"
+        assert (len(rows) > 1) == bool(plan.choices), "only models with MLPs have several levels"
         timeline = compiled_timeline(captured_model(model, (x,), {}), H100, FusionPolicy(memory="free"))[0]
         free = rows.get("free")
         assert (free.peak if free else plan.step_peak) >= 0.99 * (plan.parameters + timeline.peak)

@@ -294,6 +294,7 @@ def constants_folded_on_cpu() -> Iterator[None]:
 def _getitem(tensor: Tensor, index: Any) -> Tensor:
     """Compute `tensor[index]` with the operators that torch uses for it."""
     entries = list(index) if isinstance(index, tuple) else [index]
+    entries = [torch.tensor(e, device=tensor.device) if isinstance(e, list) else e for e in entries]
     consumed = sum(_dims_consumed(entry) for entry in entries)
     tensors: dict[int, Tensor] = {}
     dim = 0
