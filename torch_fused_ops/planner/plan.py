@@ -295,7 +295,7 @@ class _Planner:
         summaries = {level: candidate.summary for candidate in uniform for level in candidate.levels.values()}
         if not summaries:
             summaries["eager mode" if self.setup.compiled == "none" else step.base] = curve
-        inputs = _unit_inputs(self.captured if self.captured.pieces else self.pieces)
+        inputs = _unit_inputs(self.pieces)
         checkpointed = step.checkpointed(inputs) if inputs else None
         chunked = self.in_chunks(chosen.levels, curve)
         estimates = {"checkpoint": checkpointed, "chosen, + chunked loss": chunked}
