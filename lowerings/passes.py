@@ -227,9 +227,8 @@ class PreGradPass(Pass, CustomGraphPass):
             environment.remind()
 
 
-_decision_hashes: WeakKeyDictionary[TracingContext, str] = (
-    WeakKeyDictionary()
-)  # by compilation of a forward and its backward
+# By compilation of a forward and its backward.
+_decision_hashes: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()
 
 
 def _decision_hash() -> str:

@@ -9,9 +9,9 @@ from torch import fx, nn
 
 # The prefix of Dynamo's path to the model: a variable, and the lookups from it to the model. A lookup can be an element
 # of the frame's ``args`` or ``kwargs`` (accelerate wraps ``forward`` for autocast) or of the user's list or dict, the
-# module of a method or closure, or the content of ``functools.partial``.
+# module of a method or closure, or the content of ``functools.partial``. A wrapper can lead to a method's module.
 _VARIABLE = re.compile(
-    r"""^[LG]\[(['"]).*?\1\]"""
+    r"""^[LG]\[(['"]).*?\1\](.*\.(__self__|cell_contents)\b)?"""
     r"""((?<=^L\['fn'\])\.(func\b|args(?=\[)|keywords(?=\[)))?"""
     r"""(\[.*?\]|\.__(closure|self|func|wrapped|defaults|kwdefaults)__|\.cell_contents)*"""
 )

@@ -145,14 +145,17 @@ def plan(
         resident = replace(resident, batch=max(step.entry, step.at_levels({}).end - gradients))
         return _Planner(name_of(model), ready, pieces, known, step, resident, described, chosen_among, setup)
 
-    advice = []
+    advice: list[str] = []
     if compiled == "model":
         quick = planner_of(pieces, {"free": segmented_step(pieces, described, policy_at("free"), known)})
         for line in quick.quick_answer():
             log.info(line)
         variants = [captured.with_loss_alone(detach) for detach in (False, True)] if not loss_runs else []
         in_pieces = [divide(variant, compiled="pieces") for variant in variants if variant is not None]
-        advice = list(quick.beside_loss(*in_pieces)) if in_pieces else []
+        advice += quick.beside_loss(*in_pieces) if in_pieces else ()
+    results = [node.meta.get("example_value") for node in captured.graphs[-1].gm.graph.output_node().all_input_nodes]
+    if loss_function is None and all(result.dim() for result in results if isinstance(result, Tensor)):
+        advice.append('The model returns no scalar. If a loss is computed outside of it, pass loss="eager".')
     ready = divide(captured) if compiled == "model" else pieces
     parts = {}
     to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]

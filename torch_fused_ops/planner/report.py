@@ -214,7 +214,7 @@ def notes(plan: Plan) -> Iterator[str]:
         "CUDA context, NCCL and libraries take 0.6 to 1.3 GB beside it."
     )
     if plan.optimizer_state:
-        yield f"The first step lacks {size(plan.optimizer_state)} of optimizer state: that it fits proves little."
+        yield f"The first step lacks {size(plan.optimizer_state)} of optimizer state: if it fits, later ones may not."
     yield "Least time: published training steps took 1.2 to 1.9 times as long (collectives, optimizer, data)."
     yield (
         "Not modeled: tensor, context and pipeline parallelism, HSDP, offloading, float8 gathering, reference cycles."
@@ -224,9 +224,11 @@ def notes(plan: Plan) -> Iterator[str]:
 def sections(plan: Plan) -> Iterator[Section]:
     """Yield the tables of a plan, for text and page."""
     shards = plan.setup.sharded
+    earlier = plan.step_peak - plan.parameters - plan.optimizer_state - plan.saved - plan.transient
     parts = (
         ("parameters, in shards, and buffers" if shards else "parameters and buffers", plan.parameters),
         (f"optimizer state ({plan.setup.optimizer}{', in shards' if shards else ''})", plan.optimizer_state),
+        *((("gradients of earlier micro-batches, DDP's buckets", earlier),) if earlier else ()),
         ("saved for backward, the root gathered" if shards else "saved for backward", plan.saved),
         ("transient, gradients so far included", plan.transient),
         ("peak of forward and backward", plan.step_peak),

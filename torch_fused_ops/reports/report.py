@@ -164,7 +164,7 @@ class Report:
         """
         names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "notes", "attention")
         report = {name: getattr(self, name) for name in names} | {"saved": vars(self).get("saved")}
-        plain: dict[type, Any] = {Kind: lambda kind: kind.name, Saved: Saved.as_dict}
+        plain: dict[type, Any] = {Kind: lambda v: v.name, Saved: lambda v: {"nbytes": v.nbytes, **asdict(v)}}
         return json.dumps(report, indent=2, ensure_ascii=False, default=lambda v: plain.get(type(v), asdict)(v))
 
     def to_html(self, path: str | Path) -> Path:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch_fused_ops.graphs.listing import AttentionSite, SavedRow, merged, merged_attention
 from torch_fused_ops.reports.captures import Capture, fused_graph, said
@@ -37,10 +37,6 @@ class Saved:
     def nbytes(self) -> int:
         """The bytes of all rows."""
         return sum(row.nbytes for row in self.rows)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Convert the attributes and the sum to plain types, for JSON."""
-        return {"nbytes": self.nbytes, **asdict(self)}
 
     def __repr__(self) -> str:
         lines = [f"saved for backward: {size(self.nbytes)}"]
