@@ -212,7 +212,7 @@ class _Planner:
             in_pools = self.held(summary)
             why = " for the optimizer's step" if in_pools > self.resident.nbytes + summary.pools else ""
             reserved = size(self.setup.reserved(in_pools))
-            yield f'about {reserved}{why} at "{level}", estimated from one layer of each kind'
+            yield f'about {reserved} reserved{why} at "{level}", estimated from one layer of each kind'
 
     def beside_loss(self, alone: CapturedModel, detached: CapturedModel) -> Iterator[str]:
         """Yield advice if the model returns more than its loss: backward begins with zeros for each other result.
