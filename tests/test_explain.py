@@ -639,6 +639,7 @@ def test_summaries_of_models_with_dropouts_only():
         ("L['models'][1]._orig_mod.layers.0", "layers.0"),
         ("L['__nested_frame_values'][0][1].layers.0", "layers.0"),
         ("G['model'].layers.0", "layers.0"),
+        ("L['step'].__closure__[0].cell_contents.layers.0", "layers.0"),
         ("L['forward'].__self__.layers.0", "layers.0"),
         ("L['f'].model_forward.__closure__[1].cell_contents.forward.__self__.layers.0", "layers.0"),
         ("L['forward'].__wrapped__.__func__.__closure__[1].cell_contents[0].layers.0", "layers.0"),

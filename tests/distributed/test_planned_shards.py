@@ -249,7 +249,7 @@ def profiled(rank, ranks, folder):
         for accumulate in (1, 2):
             plan = tfo.plan(model, x, accumulate=accumulate, **common, **settings)
             measured = profiled_peak(model, x, wrap, accumulate > 1)
-            # Equal on an idle machine. On a busy one, Gloo's threads release buffers late in every step.
+            # Gloo's threads release buffers late: on two cores, between 0 bytes and 1.5 % more are alive.
             assert plan.step_peak <= measured <= 1.02 * plan.step_peak, (settings, accumulate, measured, plan.step_peak)
 
 
