@@ -101,9 +101,6 @@ def test_before_sm_90_it_is_arithmetic_on_bits(monkeypatch: pytest.MonkeyPatch) 
     assert code.spills == 0 and not [i for i in code.instructions if i.startswith("F2FP.SATFINITE")]
 
 
-L40S = virtual_gpu.GPU(
-    "NVIDIA L40S", "sm_89", (8, 9), 142, 48 << 30, 49152, 101376, 96 << 20, max_threads_per_multi_processor=1536
-)
 SCALE = meta(1, 1, dtype=torch.float32)
 IN_ROWS: dict[str, tuple[Any, ...]] = {
     "row": (kernels.quantize, meta(ROWS, 14336), 1, 14336),
@@ -114,7 +111,7 @@ IN_ROWS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", IN_ROWS)
-@pytest.mark.parametrize("gpu", [L40S, virtual_gpu.H100, virtual_gpu.MI300X], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gpu", [virtual_gpu.L40S, virtual_gpu.H100, virtual_gpu.MI300X], ids=lambda gpu: gpu.arch)
 def test_rows_spill_nowhere(name: str, gpu: virtual_gpu.GPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of 14336 is loaded once, into registers; a transpose is stored by words of 4 elements, or more."""
     monkeypatch.setattr(kernels, "_converts", lambda t: not gpu.is_amd)

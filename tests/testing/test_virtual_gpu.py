@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.language.extra.libdevice import tanh as device_tanh
 
 from torch_fused_ops import virtual_gpu
-from torch_fused_ops.virtual_gpu import compile_on_paper
+from torch_fused_ops.virtual_gpu import compile_on_paper, gpus
 from torch_fused_ops.virtual_gpu.kernels import load
 
 MIB = 2**20
@@ -314,8 +314,8 @@ def elementwise(fn, tensors: int):
     return kernel
 
 
-@pytest.mark.covering(every=3)
-@pytest.mark.parametrize("gpu", [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X])
+@pytest.mark.covering(every=6)
+@pytest.mark.parametrize("gpu", gpus.GPUS.values(), ids=lambda gpu: gpu.name)
 def test_kernels_assemble_for_every_gpu(gpu):
     code = virtual_gpu.assemble(elementwise(copied, 1), gpu, block=1024, num_warps=4)
     assert code.threads == 4 * gpu.warp_size and code.elements == 1024

@@ -70,7 +70,7 @@ def plan(
             backward begins with all results.
         *args: its arguments on one GPU. Model and arguments may be on the meta device: data does not matter.
         memory: the limit, "72GiB", "800MiB" or bytes. Leave room for the CUDA context, NCCL and libraries.
-        gpu: "A100", "H100", "H200", "B200" or "MI300X".
+        gpu: one of ``setup.GPUS``, such as "H200" or "RTX 5090".
         optimizer: PyTorch's "adamw", "adamw-fused" or "sgd", with default settings; or "none".
         levels: the levels to choose among, from ``setup.LEVELS``. "input+attention" is ``memory="input",
             attention="input"``. The default is all levels except "free+attention", since each level takes minutes.

@@ -13,7 +13,7 @@ from torch_fused_ops.policy import is_level
 WITH_ATTENTION = "+attention"
 LEVELS = ("off", "free", "fp8", "free+attention", "fp8+attention", "input", "input+attention", "tiled")
 # Accepted values of each setting, by its name in Python.
-GPUS = ("A100", "H100", "H200", "B200", "MI300X")
+GPUS = ("A100", "H100", "H200", "B200", "GB200", "GB300", "MI300X", "A10G", "L40S", "RTX5090", "RTXPRO6000")
 ACCEPTED: Mapping[str, Sequence[object]] = {
     "gpu": GPUS,
     "optimizer": ("adamw", "adamw-fused", "sgd", "none"),
@@ -112,6 +112,6 @@ def check(name: str, value: object) -> None:
             raise ValueError(f"levels={value!r} is not accepted: it must list some of {', '.join(LEVELS)}")
     elif name in ACCEPTED:
         known = ACCEPTED[name]
-        if (value.upper() if name == "gpu" and isinstance(value, str) else value) not in known:
+        if (value.upper().replace(" ", "") if name == "gpu" and isinstance(value, str) else value) not in known:
             accepted = ", ".join(str(value) for value in known if value is not None)
             raise ValueError(f"{name}={value!r} is not known; accepted: {accepted}")

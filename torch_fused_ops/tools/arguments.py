@@ -68,7 +68,7 @@ _POLICY: dict[str, dict[str, Any]] = {
 _FLAG = {"action": "store_true"}
 _PLAN: dict[str, dict[str, Any]] = {
     "--memory": {"required": True, "help": 'the memory limit: "72GiB", "800MiB" or bytes'},
-    "--gpu": {"default": "H200", "help": "A100, H100, H200 (default), B200 or MI300X"},
+    "--gpu": {"default": "H200", "help": f"{', '.join(setup.GPUS)}; H200 by default"},
     "--optimizer": {"default": "adamw", "help": "adamw (default), adamw-fused, sgd or none"},
     "--levels": {
         "type": lambda text: tuple(text.split(",")), "metavar": "LEVEL,…",
@@ -124,7 +124,7 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         **_POLICY,
         "--plain": {**_FLAG, "help": "the kernels of plain torch.compile, without fusion"},
         "--eval": {**_FLAG, "help": "evaluation mode; by default forward and backward"},
-        "--gpu": {"default": "H100", "help": "A100, H100 (default), H200, B200 or MI300X"},
+        "--gpu": {"default": "H100", "help": f"{', '.join(setup.GPUS)}; H100 by default"},
         "--json": _FILES["--json"],
     }),
     "run": ("run a Python program with fusion in every torch.compile", {

@@ -81,20 +81,33 @@ B200 = GPU("NVIDIA B200", "sm_100", (10, 0), 148, 180 * GiB, 49152, 232448, 126 
 MI300X = GPU(
     "AMD Instinct MI300X", "gfx942", (9, 4), 304, 192 * GiB, 65536, 65536, 4 * MiB, 64, regs_per_multiprocessor=131072
 )
-GPUS = {"A100": A100, "H100": H100, "H200": H200, "B200": B200, "MI300X": MI300X}
+# One of a superchip's two GPUs. `nvidia-smi` lists 189,471 and 284,208 MiB.
+GB200 = GPU("NVIDIA GB200", "sm_100", (10, 0), 152, 185 * GiB, 49152, 232448, 126 * MiB)
+GB300 = GPU("NVIDIA GB300", "sm_103", (10, 3), 152, 277 * GiB, 49152, 232448, 126 * MiB)
+_gpu_without_hbm = functools.partial(
+    GPU, shared_memory_per_block=49152, shared_memory_per_block_optin=101376, max_threads_per_multi_processor=1536
+)
+A10G = _gpu_without_hbm("NVIDIA A10G", "sm_86", (8, 6), 80, 24 * GiB, L2_cache_size=6 * MiB)
+L40S = _gpu_without_hbm("NVIDIA L40S", "sm_89", (8, 9), 142, 48 * GiB, L2_cache_size=96 * MiB)
+RTX5090 = _gpu_without_hbm("NVIDIA GeForce RTX 5090", "sm_120", (12, 0), 170, 32 * GiB, L2_cache_size=96 * MiB)
+RTXPRO6000 = _gpu_without_hbm(
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "sm_120", (12, 0), 188, 96 * GiB, L2_cache_size=128 * MiB
+)
+GPUS = {"A100": A100, "H100": H100, "H200": H200, "B200": B200, "GB200": GB200, "GB300": GB300, "MI300X": MI300X}
+GPUS |= {"A10G": A10G, "L40S": L40S, "RTX5090": RTX5090, "RTXPRO6000": RTXPRO6000}
 
 
 def by_name(name: str | GPU, argument: str = "name") -> GPU:
     """Return the described GPU called `name`.
 
     Args:
-        name: "A100", "H100", "H200", "B200" or "MI300X", in upper or lower case; or a GPU, which is returned.
+        name: a key of `GPUS`, in upper or lower case, with or without spaces ("RTX 5090"); or a GPU, which is returned.
         argument: the argument's name in messages.
 
     Raises:
         ValueError: for any other name.
     """
-    gpu = name if isinstance(name, GPU) else GPUS.get(str(name).upper())
+    gpu = name if isinstance(name, GPU) else GPUS.get(str(name).upper().replace(" ", ""))
     if gpu is None:
         raise ValueError(f"{argument}={name!r} is not known; accepted: {', '.join(GPUS)}, or a GPU(…)")
     return gpu

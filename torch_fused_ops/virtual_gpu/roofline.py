@@ -56,13 +56,22 @@ class Rates:
 
 
 H200_RATES = Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)  # rates of an H200
-# Data sheets: FLOP/s of dense bfloat16 GEMMs, and bytes/s of memory.
+# Data sheets: FLOP/s of dense bfloat16 GEMMs that sum in float32 (a sheet's rate with sparsity is twice that), and
+# bytes/s of memory. GeForce GPUs sum in float32 at half rate (NVIDIA RTX Blackwell GPU Architecture, appendix). Second
+# sources: https://verda.com/blog/gb300-nvl72-architecture for GB200 and GB300, https://www.codesota.com/hardware/rtx-5090,
+# https://www.baseten.co/blog/nvidia-a10-vs-a10g-for-ml-model-inference/ for the A10G.
 _SHEETS: Mapping[str, tuple[float, float]] = {
     "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12),
     "NVIDIA H100 80GB HBM3": (989.5e12, 3.35e12),
     "NVIDIA H200": (989.5e12, 4.8e12),
     "NVIDIA B200": (2250e12, 8.0e12),
+    "NVIDIA GB200": (2500e12, 8.0e12),
+    "NVIDIA GB300": (2500e12, 8.0e12),
     "AMD Instinct MI300X": (1307.4e12, 5.3e12),
+    "NVIDIA A10G": (70e12, 0.6e12),
+    "NVIDIA L40S": (362.05e12, 0.864e12),
+    "NVIDIA GeForce RTX 5090": (209.5e12, 1.792e12),
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (503.8e12, 1.792e12),
 }
 
 
