@@ -247,7 +247,7 @@ def _largest(largest: dict[str, Any]) -> list[str]:
     dimension = largest["dimension"]
     off = next(row["size"] for row in largest["rows"] if row["level"] == "off")
     heads = f"{dimension}, at most", "÷ off", "peak", f"{dimension} a second, at most"
-    lines = [f"| {largest['memory']}, every MLP at | {' | '.join(heads)} |", "|---|---|---|---|---|"]
+    lines = [f"| {largest['capacity']}, every MLP at | {' | '.join(heads)} |", "|---|---|---|---|---|"]
     for row in sorted(largest["rows"], key=lambda row: LEVELS.index(row["level"])):
         rate = f"{row['size'] / row['seconds']:,.0f}" if row["size"] else ""
         lines.append(f"| {row['level']} | {row['size']} | {row['size'] / off:.2f} | {size(row['peak'])} | {rate} |")

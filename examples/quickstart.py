@@ -399,7 +399,7 @@ fused         saves as few of the MLPs' activations as activation_memory_budget=
 fp8, input    save less: fp8 rounds gradients, input recomputes GEMMs (lower budgets also recompute attention)
 the tail      {lost_tail()}
 float8        options={{"gemm": "fp8"}}, on an H100 or H200
-will it fit?  python -m torch_fused_ops plan your_module:make_model --gpu H100 --memory 72GiB""")
+will it fit?  python -m torch_fused_ops plan your_module:make_model --gpu H100 --capacity 72GiB""")
 
     about = f"{config.layers} layers of width {config.width}, {args.mlp} MLPs; {where}"
     args.out.write_text(picture(runs, about), encoding="utf-8")

@@ -37,6 +37,9 @@ class MLP(nn.Module):
 def example():
     return MLP(), (torch.randn(4, 8),)
 
+def scalar():
+    return MLP(), (torch.tensor(1.0),)
+
 def with_keywords():
     return MLP(), [torch.randn(4, 8)], {"scale": 2.0}
 
@@ -205,7 +208,7 @@ def test_missing_triton_is_reported_before_the_model_is_created(models, capsys, 
     assert capsys.readouterr().err == "error: Triton is missing\n"
 
 
-@pytest.mark.parametrize("command", [["explain"], ["plan", "--memory", "1MiB"], ["verify"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [["explain"], ["plan", "--capacity", "1MiB"], ["verify"]], ids=lambda c: c[0])
 def test_model_errors_exit_with_2(models, capsys, command):
     assert main([*command, "some_models:wrong"]) == 2
     output = capsys.readouterr().err
@@ -216,7 +219,7 @@ def test_model_errors_exit_with_2(models, capsys, command):
 def test_plan_writes_all_formats(models, capsys):
     pytest.importorskip("triton")
     arguments = ["plan", "some_models:example", "--gpu", "H100", "--optimizer", "sgd", "--meta"]
-    assert main([*arguments, "--dp", "3", "--memory", "1MiB", "--json", "plan.json", "--html", "plan.html"]) == 0
+    assert main([*arguments, "--dp", "3", "--capacity", "1MiB", "--json", "plan.json", "--html", "plan.html"]) == 0
     output = capsys.readouterr().out
     assert "MLP in 1.00 MiB of an NVIDIA H100 80GB HBM3, one of 3: fits" in output
     parsed = json.loads((models / "plan.json").read_text())
@@ -258,7 +261,7 @@ def test_version_is_printed(capsys):
 
 @pytest.mark.parametrize("arguments", [
     *(["--help"], ["plan", "--help"], ["bench", "mlp", "--help"], ["plan"]),
-    ["plan", "no_such:x", "--memory", "1GiB", "--gpu", "H1000"],
+    ["plan", "no_such:x", "--capacity", "1GiB", "--gpu", "H1000"],
 ])  # fmt: skip
 def test_help_and_usage_errors_do_not_import_torch(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "torch_fused_ops", *arguments]
@@ -385,12 +388,16 @@ INVALID = {
     "explain some_models:example --memry fp8": "unrecognized arguments: --memry fp8",
     "explain some_models:example --memory tiled:1": "'tiled:1' is not known; accepted: off, free, fp8, input, tiled, ",
     "explain some_models:example --exclude b.[7": "'b.[7' has a [ without a ]",
-    "plan no_such:x --memory 72gigs": "error: memory='72gigs' is not accepted: it must be a size",
-    "plan no_such:x --memory 1GiB --gpu H1000": "error: gpu='H1000' is not known; accepted: A100, ",
-    "plan no_such:x --memory 1GiB --max batches": "error: maximum='batches' is not known; accepted: batch, tokens",
-    "plan no_such:x --memory 1GiB --levels free,fp9": "error: levels=('free', 'fp9') is not accepted: it must list",
-    "plan no_such:x --memory 1GiB --mixed-precision": "error: mixed_precision=True is not accepted: it is a",
-    "plan no_such:x --memory 1GiB --dp two": "argument --dp: invalid int value: 'two'",
+    "plan no_such:x --capacity 72gigs": "error: --capacity 72gigs is not accepted: it must be a size",
+    "plan no_such:x --capacity -5GiB": "error: --capacity -5GiB is not accepted: it must be a size",
+    "plan no_such:x --capacity": "argument --capacity: expected one argument",
+    "plan no_such:x": "error: the following arguments are required: --capacity",
+    "plan no_such:x --gpu H1000": "error: --gpu H1000 is not known; accepted: A100, ",
+    "plan no_such:x --capacity 1GiB --max batches": "error: --max batches is not known; accepted: batch, tokens",
+    "plan no_such:x --capacity 1GiB --levels free,fp9": "error: --levels free,fp9 is not accepted: it must list",
+    "plan no_such:x --capacity 1GiB --mixed-precision": "error: --mixed-precision is not accepted: it is a",
+    "plan some_models:scalar --capacity 1GiB --max tokens": "error: --max tokens is not accepted: none of",
+    "plan no_such:x --capacity 1GiB --dp two": "argument --dp: invalid int value: 'two'",
     "bench mlp --quik": "unrecognized arguments: --quik",
     "run": "the following arguments are required: SCRIPT",
     "run --report no/such/folder.txt some_models.py": "--report no/such/folder.txt cannot be written",

@@ -134,7 +134,7 @@ def test_long_reasons_are_wrapped_and_do_not_start_with_a_minus():
     assert text[0].startswith("the value -1 + ") and " ".join(text) == f"the value {reason}"
 
 
-@pytest.mark.parametrize("call", [explain, functools.partial(plan, memory="1GiB"), verify])
+@pytest.mark.parametrize("call", [explain, functools.partial(plan, capacity="1GiB"), verify])
 def test_arguments_in_a_tuple_are_explained(call: Any):
     x = torch.randn(2, 4)
     with pytest.raises(TypeError, match=r"args=\(tuple of 1,\): .* one by one: \(model, x\), not \(model, \(x,\)\)$"):
@@ -417,7 +417,7 @@ def test_invalid_arguments_are_named_and_model_errors_propagate():
     with pytest.raises(TypeError, match=r"model=<class .*Block'> is a class: it must be an instance of it, Block\(…\)"):
         explain(Block, torch.randn(4, 8))
     raises(TypeError, "is a class: it must be an instance of it", verify, Block, torch.randn(4, 8))
-    raises(TypeError, "is a class: it must be an instance of it", plan, Block, torch.randn(4, 8), memory="1GiB")
+    raises(TypeError, "is a class: it must be an instance of it", plan, Block, torch.randn(4, 8), capacity="1GiB")
     raises(TypeError, "policy='free'", explain, Block(), torch.randn(4, 8), policy="free")
 
 

@@ -51,7 +51,7 @@ SMALL = models.Config(layers=8, width=256, hidden=1024, heads=4, context=128, vo
 
 
 @pytest.mark.parametrize(
-    ("memory", "nbytes"),
+    ("capacity", "nbytes"),
     [
         ("72GiB", 72 * 2**30),
         ("800MiB", 800 * MiB),
@@ -61,20 +61,19 @@ SMALL = models.Config(layers=8, width=256, hidden=1024, heads=4, context=128, vo
         (12345, 12345),
     ],
 )
-def test_sizes_are_parsed(memory: str | int, nbytes: int) -> None:
-    assert bytes_of(memory) == nbytes
+def test_sizes_are_parsed(capacity: str | int, nbytes: int) -> None:
+    assert bytes_of(capacity) == nbytes
 
 
-@pytest.mark.parametrize("memory", ["", "72", "72 gigs", "GiB", "-1GiB", "0MiB", "1e9", 0, -1, True, 1.5, None])
-def test_invalid_sizes_are_rejected(memory: Any) -> None:
-    raises(ValueError, r"memory=.* is not accepted: it must be a size", bytes_of, memory)
+@pytest.mark.parametrize("capacity", ["", "72", "72 gigs", "GiB", "-1GiB", "0MiB", "1e9", 0, -1, True, 1.5, None])
+def test_invalid_sizes_are_rejected(capacity: Any) -> None:
+    raises(ValueError, r"capacity=.* is not accepted: it must be a size", bytes_of, capacity)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory": "lots"}, "memory='lots' is not accepted"),
-        ({"memory": "fp8"}, r"memory='fp8' is not accepted: .*; plan chooses the levels itself"),
+        ({"capacity": "lots"}, "capacity='lots' is not accepted"),
         ({"gpu": "RTX9"}, "gpu='RTX9' is not known; accepted: A100, H100, H200, B200, "),
         ({"maximum": "width"}, "maximum='width' is not known; accepted: batch, tokens"),
         ({"dp": 0}, "dp=0 is not accepted: it must be a number of GPUs, 1 or more"),
@@ -82,7 +81,7 @@ def test_invalid_sizes_are_rejected(memory: Any) -> None:
     ],
 )
 def test_unknown_settings_are_rejected(arguments: dict[str, Any], message: str) -> None:
-    raises(ValueError, message, tfo.plan, nn.Linear(2, 2), torch.empty(1, 2), **{"memory": "1GiB", **arguments})
+    raises(ValueError, message, tfo.plan, nn.Linear(2, 2), torch.empty(1, 2), **{"capacity": "1GiB", **arguments})
 
 
 def test_described_gpus_and_optimizers_are_accepted() -> None:
@@ -104,8 +103,8 @@ def test_shapes_are_static_after_other_sizes_were_compiled() -> None:
 
 
 def test_functions_without_gradients_are_rejected() -> None:
-    raises(TypeError, "model=3 is not callable", tfo.plan, 3, memory="1GiB")
-    raises(ValueError, "nothing in it needs a gradient", tfo.plan, torch.relu, torch.empty(4, 4), memory="1GiB")
+    raises(TypeError, "model=3 is not callable", tfo.plan, 3, capacity="1GiB")
+    raises(ValueError, "nothing in it needs a gradient", tfo.plan, torch.relu, torch.empty(4, 4), capacity="1GiB")
 
 
 def test_optimizer_memory_is_that_of_its_step() -> None:
@@ -560,15 +559,15 @@ def test_accumulated_gradients_are_freed_when_added() -> None:
 
 def test_contradicting_settings_are_rejected() -> None:
     for setting in ({"mixed_precision": True}, {"root": "apart", "dp": 2, "parallel": "ddp"}, {"reshard": "never"}):
-        raises(ValueError, "is not accepted: it is a setting of FSDP, so dp must be above 1", Setup, **setting)
+        raises(ValueError, "is not accepted: it is a setting of FSDP2, for more than one GPU", Setup, **setting)
     contradiction = {"mixed_precision": True, "dp": 2, "master_weights": "float32"}
-    raises(ValueError, "master_weights is not accepted with mixed_precision", Setup, **contradiction)
+    raises(ValueError, "master_weights='float32' is not accepted with mixed precision", Setup, **contradiction)
 
 
 @pytest.mark.slow
 def test_loss_outside_the_compiled_model_is_planned() -> None:
     model, x = Classifier().bfloat16().to("meta"), torch.empty(256, 32, dtype=torch.bfloat16, device="meta")
-    settings: dict[str, Any] = {"memory": "1GiB", "gpu": "H100", "levels": ["free"], "compiled": "layers"}
+    settings: dict[str, Any] = {"capacity": "1GiB", "gpu": "H100", "levels": ["free"], "compiled": "layers"}
     eager = tfo.plan(model, x, loss="eager", **settings)
     whole = tfo.plan(model, x, loss="eager", **settings | {"compiled": "model"})
     assert all({row.level for row in plan.levels} == {"off", "free", "checkpoint"} for plan in (eager, whole))
@@ -599,7 +598,7 @@ class Causal(nn.Module):
 
 def test_logits_beside_the_loss_are_reported() -> None:
     x = torch.empty(4096, 32, dtype=torch.bfloat16, device="meta")
-    settings: dict[str, Any] = {"memory": "1GiB", "gpu": "H100", "levels": ["free"]}
+    settings: dict[str, Any] = {"capacity": "1GiB", "gpu": "H100", "levels": ["free"]}
     plans = {how: tfo.plan(Causal(how).bfloat16().to("meta"), x, **settings) for how in ("both", "detached", "loss")}
     both, detached, alone = (plan.step_peak for plan in plans.values())
     (line,) = (line for line in plans["both"].help if "beside the loss" in line)
@@ -613,7 +612,7 @@ def test_logits_beside_the_loss_are_reported() -> None:
 
 def test_loss_in_chunks_is_offered() -> None:
     x = torch.empty(8192, 32, dtype=torch.bfloat16, device="meta")
-    settings: dict[str, Any] = {"memory": "1GiB", "gpu": "H100", "levels": ["free"]}
+    settings: dict[str, Any] = {"capacity": "1GiB", "gpu": "H100", "levels": ["free"]}
     plan = tfo.plan(Causal("loss").bfloat16().to("meta"), x, **settings)
     rows = {row.level: row for row in plan.levels}
     assert rows["chosen, + chunked loss"].peak < 0.8 * plan.step_peak
@@ -626,7 +625,7 @@ def test_attention_is_a_level_of_its_own(caplog: pytest.LogCaptureFixture) -> No
         model, tokens = models.Llama(SMALL).bfloat16(), torch.zeros(16, 128, dtype=torch.long)
     levels = ["input", "input+attention"]
     with caplog.at_level("INFO", "torch_fused_ops.planner"):
-        plan = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none", levels=levels)
+        plan = tfo.plan(model, tokens, tokens, capacity="10GiB", gpu="H100", optimizer="none", levels=levels)
     rows = {row.level: row for row in plan.levels}
     assert rows["input+attention"].peak < rows["input"].peak < rows["off"].peak
     strict = plan.within(rows["input+attention"].reserved)
@@ -726,7 +725,7 @@ def on_meta(*layers: nn.Module) -> tuple[nn.Module, Tensor]:
 @functools.cache
 def two_mlps() -> tfo.Plan:
     model, x = on_meta(MLP(256, 1024), MLP(256, 1024))
-    return tfo.plan(model, x, memory="1GiB", gpu="H100", levels=["free", "input", "tiled"])
+    return tfo.plan(model, x, capacity="1GiB", gpu="H100", levels=["free", "input", "tiled"])
 
 
 def test_plan_chooses_the_cheapest_level_that_fits(inductor: Any) -> None:
@@ -752,7 +751,7 @@ def test_missing_bytes_and_advice_are_printed() -> None:
     assert poor.missing == min(row.missing for row in poor.levels if row.level != "checkpoint")
     columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time", "MiB for each ms")
     assert "  ".join((*columns, f"in {size(poor.limit)}")) in re.sub("  +", "  ", str(poor))
-    assert poor.help[-1] == "Otherwise use fewer tokens, or FSDP2 over more GPUs (dp=)."
+    assert poor.help[-1] == "Otherwise use fewer tokens, or FSDP2 over more GPUs (dp=, --dp)."
     (said,) = [line for line in rich.within("1MiB").help if "torch.utils.checkpoint" in line]
     (row,) = [row for row in rich.within("1MiB").levels if row.level == "checkpoint"]
     assert said.endswith(f"; {size(row.missing)} are missing then, too.")
@@ -785,11 +784,11 @@ def test_plan_is_written_as_json_and_html(tmp_path: Path) -> None:
 
 def test_models_without_mlps_are_planned() -> None:
     model, x = on_meta(nn.Linear(256, 256))
-    plan = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none")
+    plan = tfo.plan(model, x, capacity="1GiB", gpu="H100", optimizer="none")
     assert plan.fits and plan.choices == {} and plan.policy == FusionPolicy() and plan.optimizer_state == 0
     assert plan.help == ("No MLP is fused, so there is no level to choose.",)
     assert [row.level for row in plan.levels] == ["free"]
-    eager = tfo.plan(nn.Linear(256, 256).to(x), x, memory="1GiB", gpu="H100", optimizer="none", compiled="none")
+    eager = tfo.plan(nn.Linear(256, 256).to(x), x, capacity="1GiB", gpu="H100", optimizer="none", compiled="none")
     assert [row.level for row in eager.levels] == ["eager mode"] and "FusionPolicy" not in str(eager)
     assert eager.help[0].startswith("The model returns no scalar")
 
@@ -805,12 +804,12 @@ def positions() -> nn.Module:
 def test_largest_batch_fits_and_the_next_does_not(inductor: Any) -> None:
     model, x = positions(), torch.empty(4, 512, 256, device="meta", dtype=torch.bfloat16)
     settings: dict[str, Any] = {"gpu": "H100", "optimizer": "none"}
-    plan = tfo.plan(model, x, memory="64MiB", maximum="batch", **settings)
+    plan = tfo.plan(model, x, capacity="64MiB", maximum="batch", **settings)
     assert plan.largest is not None and (plan.largest.dimension, plan.largest.given) == ("batch", 4)
     (row,) = plan.largest.rows
     available = plan.setup.available(64 * MiB)
     assert row.level == "free" and row.size > 4 and row.peak <= available
-    one_more = tfo.plan(model, x.new_empty(row.size + 1, 512, 256), memory="64MiB", **settings)
+    one_more = tfo.plan(model, x.new_empty(row.size + 1, 512, 256), capacity="64MiB", **settings)
     assert not one_more.fits and one_more.peak_bytes > available
     assert plan.within("1GiB").largest is None
 
@@ -818,7 +817,7 @@ def test_largest_batch_fits_and_the_next_does_not(inductor: Any) -> None:
 @pytest.mark.slow
 def test_longest_sequence_ends_where_the_model_fails(tmp_path: Path, inductor: Any) -> None:
     model, x = positions(), torch.empty(1, 512, 256, device="meta", dtype=torch.bfloat16)
-    plan = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none", maximum="tokens")
+    plan = tfo.plan(model, x, capacity="1GiB", gpu="H100", optimizer="none", maximum="tokens")
     assert plan.largest is not None
     (row,) = plan.largest.rows
     assert (row.size, plan.largest.step) == (2048, 128)
@@ -827,7 +826,7 @@ def test_longest_sequence_ends_where_the_model_fails(tmp_path: Path, inductor: A
     assert json.loads(plan.to_json())["largest"]["rows"][0]["size"] == 2048
     plan.to_html(tmp_path / "plan.html")
     assert "<h2>Tokens, at most</h2>" in (tmp_path / "plan.html").read_text(encoding="utf-8")
-    small = tfo.plan(model, x, memory="1MiB", gpu="H100", maximum="tokens").largest  # parameters alone exceed 1 MiB
+    small = tfo.plan(model, x, capacity="1MiB", gpu="H100", maximum="tokens").largest  # parameters alone exceed 1 MiB
     assert small is not None and small.rows[0].size == 0
 
 
@@ -842,7 +841,7 @@ def recompiled_peak(plan: tfo.Plan) -> int:
 def test_recompiled_plan_meets_the_limit() -> None:
     with torch.device("meta"):
         model, tokens = models.GPT(SMALL).bfloat16(), torch.zeros(16, 128, dtype=torch.long)
-    plan = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none")
+    plan = tfo.plan(model, tokens, tokens, capacity="10GiB", gpu="H100", optimizer="none")
     rows = {row.level: row.reserved for row in plan.levels}
     limit = int(rows["input"] + 0.4 * (rows["free"] - rows["input"]))
     tight = plan.within(limit)
@@ -866,7 +865,7 @@ def test_uniform_levels_are_exact() -> None:
 def test_missing_bytes_are_those_of_a_compiled_plan() -> None:
     """The second layer reuses the first layer's gate and up buffers, so neither layer saves them."""
     model, x = on_meta(*(SwiGLU(256, 1024, nn.Linear) for _ in range(2)))
-    rich = tfo.plan(model, x, memory="1GiB", gpu="H100")
+    rich = tfo.plan(model, x, capacity="1GiB", gpu="H100")
     lowest = rich.within("1MiB")
     for limit in (lowest.reserved_bytes - 1, lowest.reserved_bytes - MiB):
         poor = rich.within(limit)
@@ -924,7 +923,7 @@ def check_peaks_are_not_underestimated(model: nn.Module, x: Tensor) -> None:
     with pytest.MonkeyPatch.context() as patch:  # to save minutes, compile two levels and one miss
         patch.setattr(search, "DEFAULT", ("free", "input"))
         patch.setattr(search, "MISSES", 1)
-        plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
+        plan = tfo.plan(model, x, capacity="1TiB", gpu="H100", optimizer="none")
         rows = {row.level: row for row in plan.levels if row.level in ("off", "free", "input")}
         assert (len(rows) > 1) == bool(plan.choices), "only models with MLPs have several levels"
         timeline = compiled_timeline(captured_model(model, (x,), {}), H100, FusionPolicy(memory="free"))[0]

@@ -38,7 +38,7 @@ class Case:
     limits: tuple[str, ...]
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.bfloat16
-    maximum: tuple[str, str] | None = None  # ("batch", memory): find the largest batch within memory
+    maximum: tuple[str, str] | None = None  # ("batch", capacity): find the largest batch within it
     settings: dict[str, Any] = field(default_factory=dict)  # further arguments of ``plan``
 
 
@@ -101,11 +101,11 @@ def planned(case: Case) -> tuple[list[tfo.Plan], float]:
     with torch.device("meta"):
         model = case.make().to(case.dtype)
         tokens = torch.zeros(case.tokens, dtype=torch.long)
-    dimension, memory = case.maximum or (None, case.limits[0])
+    dimension, capacity = case.maximum or (None, case.limits[0])
     arguments = (tokens,) if "loss" in case.settings else (tokens, tokens)
-    settings = {"memory": memory, "gpu": case.gpu, "optimizer": case.optimizer, "maximum": dimension, **case.settings}
+    settings = {"capacity": capacity, "gpu": case.gpu, "optimizer": case.optimizer, "maximum": dimension}
     start = time.perf_counter()
-    first = tfo.plan(model, *arguments, expandable_segments=True, **settings)
+    first = tfo.plan(model, *arguments, expandable_segments=True, **settings, **case.settings)
     took = time.perf_counter() - start
     plans = [first, *(first.within(limit) for limit in case.limits)]
     for plan in plans:
@@ -127,7 +127,7 @@ def main() -> None:
         results[name] = {"tokens": tokens, "limits": CASES[name].limits, "torch": torch.__version__}
         results[name]["plans"] = [plan.as_dict() for plan in plans]
         if (largest := results[name]["plans"].pop(0)["largest"]) is not None:
-            results[name]["largest"] = {"memory": (CASES[name].maximum or ("", ""))[1], **largest}
+            results[name]["largest"] = {"capacity": (CASES[name].maximum or ("", ""))[1], **largest}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     picture(DRAWN, results[DRAWN]).savefig(PICTURE, dpi=110, metadata={"Software": None})
 

@@ -214,7 +214,7 @@ def deberta() -> tfo.Plan:
     )  # fmt: skip
     with torch.device("meta"):
         model, ids = DebertaV2ForTokenClassification(config), torch.zeros(2, 16, dtype=torch.long)
-    return tfo.plan(model, input_ids=ids, labels=ids, memory="1TiB", gpu="H100", compiled="none")
+    return tfo.plan(model, input_ids=ids, labels=ids, capacity="1TiB", gpu="H100", compiled="none")
 
 
 def cross_entropy(logits: Tensor, as_float: bool) -> Tensor:
@@ -254,7 +254,7 @@ def planned(row: dict[str, str]) -> tfo.Plan:
         compiled = "layers"
     settings["compiled"] = compiled
     return tfo.plan(
-        model, tokens, memory="1TiB", gpu="H100", levels=["free"],
+        model, tokens, capacity="1TiB", gpu="H100", levels=["free"],
         optimizer="adamw-fused" if "fused" in row["optimizer"] else "adamw",
         loss=torch.compile(loss) if row["loss"].startswith("compiled") else loss, keep_logits="alive" in row["loss"],
         expandable_segments=row["expandable_segments"] == "yes", **settings,

@@ -240,7 +240,7 @@ def profiled(rank, ranks, folder):
         return model
 
     model = Stack([MLP(64, 256) for _ in range(4)], residual=True, end=nn.Linear(64, 2000, bias=False))
-    common = {"memory": "1GiB", "gpu": "H100", "optimizer": "none", "loss": "eager", "compiled": "none", "dp": ranks}
+    common = {"capacity": "1GiB", "gpu": "H100", "optimizer": "none", "loss": "eager", "compiled": "none", "dp": ranks}
     for wrap, dtype, settings in (
         (DistributedDataParallel, torch.float32, {"parallel": "ddp"}),
         (shard, torch.bfloat16, {"mixed_precision": True}),

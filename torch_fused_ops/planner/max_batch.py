@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.planner.model import CapturedModel
-from torch_fused_ops.planner.setup import LEVELS
+from torch_fused_ops.planner.setup import LEVELS, SettingError
 from torch_fused_ops.planner.step import Step, StepSummary, clock, compiled_timeline, cut, policy_at
 from torch_fused_ops.reports.captures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
@@ -56,14 +56,13 @@ def size_of(args: Any, dimension: str) -> int:
     """Return the size of the first argument tensor that has this dimension.
 
     Raises:
-        ValueError: no argument tensor has this dimension.
+        SettingError: no argument tensor has this dimension.
     """
     i = DIMENSIONS[dimension]
     size = next((t.shape[i] for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim() > i and t.shape[i]), None)
     if size is None:
-        raise ValueError(
-            f"maximum={dimension!r} is not accepted: none of the model's input tensors has a dimension {i}"
-        )
+        problem = f"is not accepted: none of the model's input tensors has a dimension {i}"
+        raise SettingError("maximum", dimension, problem)
     return int(size)
 
 

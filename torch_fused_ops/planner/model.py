@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_fused_ops.graphs.capture import run_captured
 from torch_fused_ops.graphs.modules import innermost, is_parameter, source_name, tensor_path
 from torch_fused_ops.graphs.sites import Site
-from torch_fused_ops.planner.setup import check
+from torch_fused_ops.planner.setup import SettingError, check
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.captures import beside_loss, graphs_of, said, sites_of
 from torch_fused_ops.reports.captures import capture as set_aside
@@ -86,7 +86,7 @@ class CapturedModel:
         """Return a parameter's group outside layers: ``HEAD`` if it is read after the layers, else ``EMBEDDING``.
 
         Raises:
-            ValueError: the parameter is read before and after the layers.
+            SettingError: the parameter is read before and after the layers.
         """
         ends = set()
         passed = False
@@ -97,7 +97,7 @@ class CapturedModel:
                 if node.op != "placeholder" and any(paths.get(x) == path for x in node.all_input_nodes):
                     ends.add(HEAD if passed else EMBEDDING)
         if len(ends) > 1:
-            raise ValueError(f"root='apart' is not accepted: {path} is read before the layers and after them")
+            raise SettingError("root", "apart", f"is not accepted: {path} is read before the layers and after them")
         return ends.pop() if ends else EMBEDDING
 
     def unit_of(self, path: str) -> str:
@@ -137,7 +137,7 @@ def loss_of(loss: Any) -> tuple[Callable[[Any], Tensor] | None, str]:
     """Return the function for ``plan``'s argument ``loss``, and "eager" or "compiled"; (None, "") without a loss.
 
     Raises:
-        ValueError: loss is neither callable nor an accepted word.
+        SettingError: loss is neither callable nor an accepted word.
     """
     if not callable(loss):
         check("loss", loss)

@@ -41,7 +41,7 @@ _SETTINGS = ", ".join(f"torch._inductor.config.{name} = {value}" for name, value
 def plan(
     model: Callable[..., Any],
     *args: Any,
-    memory: str | int,
+    capacity: str | int,
     gpu: str = "H200",
     optimizer: str = "adamw",
     levels: Sequence[str] | None = None,
@@ -69,7 +69,7 @@ def plan(
         model: a module or a function that returns its loss, or a result to call ``loss`` with. Without ``loss``,
             backward begins with all results.
         *args: its arguments on one GPU. Model and arguments may be on the meta device: data does not matter.
-        memory: the limit, "72GiB", "800MiB" or bytes. Leave room for the CUDA context, NCCL and libraries.
+        capacity: the limit, "72GiB", "800MiB" or bytes. Leave room for the CUDA context, NCCL and libraries.
         gpu: one of ``setup.GPUS``, such as "H200" or "RTX 5090".
         optimizer: PyTorch's "adamw", "adamw-fused" or "sgd", with default settings; or "none".
         levels: the levels to choose among, from ``setup.LEVELS``. "input+attention" is ``memory="input",
@@ -98,19 +98,19 @@ def plan(
 
     Raises:
         TypeError: model is not callable, or is a class.
-        ValueError: a setting is not accepted; FSDP2 cannot shard the model; nothing in the model needs a gradient; or
-            the model is not captured as a whole.
+        ValueError: a setting is not accepted (``setup.SettingError``); FSDP2 cannot shard the model; nothing in the
+            model needs a gradient; or the model is not captured as a whole.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
 
     started = time.monotonic()
     model = check_model(model)
-    for name, value in {"memory": memory, "gpu": gpu, "maximum": maximum, "levels": levels}.items():
+    for name, value in {"capacity": capacity, "gpu": gpu, "maximum": maximum, "levels": levels}.items():
         check(name, value)
     sharing = (dp, parallel, mixed_precision, root, reshard)
     setup = Setup(optimizer, *sharing, master_weights, accumulate, compiled, expandable_segments)
-    limit, described = bytes_of(memory), gpus.by_name(gpu)
+    limit, described = bytes_of(capacity), gpus.by_name(gpu)
     loss_function, loss_runs = models.loss_of(loss)
     weights = torch.bfloat16 if mixed_precision else torch.float32 if master_weights else None
     first_size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
@@ -155,7 +155,9 @@ def plan(
         advice += quick.beside_loss(*in_pieces) if in_pieces else ()
     results = [node.meta.get("example_value") for node in captured.graphs[-1].gm.graph.output_node().all_input_nodes]
     if loss_function is None and all(result.dim() for result in results if isinstance(result, Tensor)):
-        advice.append('The model returns no scalar. If a loss is computed outside of it, pass loss="eager".')
+        advice.append(
+            'The model returns no scalar. If a loss is computed outside of it, pass loss="eager" (--loss eager).'
+        )
     ready = divide(captured) if compiled == "model" else pieces
     parts = {}
     to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]
@@ -344,10 +346,10 @@ class _Planner:
             yield "No MLP is fused, so there is no level to choose."
         if resident.optimizer_peak > available and resident.optimizer_peak - resident.transient <= available:
             beside = f"{size(resident.transient)} beside its state"
-            yield f'The optimizer\'s step allocates {beside}; with fused=True (optimizer="adamw-fused") it does not.'
+            yield f"The optimizer's step allocates {beside}; with fused=True (--optimizer adamw-fused) it does not."
         expandable = replace(self, setup=replace(self.setup, expandable_segments=True))
         if self.row("", curve, limit).missing and expandable.row("", curve, limit).fits:
-            yield "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits (expandable_segments=True)."
+            yield "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits (plan: --expandable-segments)."
         if resident.nbytes + curve.pools <= available:
             return
         if checkpointed is not None and checkpointed.peak < curve.peak:
@@ -363,7 +365,7 @@ class _Planner:
             alone = f"The optimizer's step takes {size(resident.optimizer_peak)} by itself"
             yield f"{alone}, however few tokens there are: shards, another optimizer, or fewer parameters."
         checkpoints = "" if checkpointed is not None else ", checkpoints"
-        yield f"Otherwise use fewer tokens{checkpoints}, or FSDP2 over more GPUs (dp=)."
+        yield f"Otherwise use fewer tokens{checkpoints}, or FSDP2 over more GPUs (dp=, --dp)."
 
 
 def _unit_inputs(captured: CapturedModel) -> dict[str, int]:

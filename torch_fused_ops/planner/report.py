@@ -92,13 +92,13 @@ class Plan:
     off_curve: tuple[int, ...] = field(default=(), repr=False)
     _planner: Any = field(default=None, repr=False, compare=False)
 
-    def within(self, memory: str | int) -> Plan:
+    def within(self, capacity: str | int) -> Plan:
         """Plan again for another limit, without ``largest``. Mixed levels compile the whole model again.
 
         Raises:
-            ValueError: ``plan`` would not accept this memory.
+            ValueError: ``plan`` would not accept this capacity.
         """
-        plan: Plan = self._planner.within(bytes_of(memory))
+        plan: Plan = self._planner.within(bytes_of(capacity))
         return plan
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_fused_ops.policy import is_level
-
 # A layer's levels, the plainest first: the memory level of its MLPs. "+attention" adds "input" for its attention.
 WITH_ATTENTION = "+attention"
 LEVELS = ("off", "free", "fp8", "free+attention", "fp8+attention", "input", "input+attention", "tiled")
@@ -35,6 +33,14 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
+class SettingError(ValueError):
+    """A setting of ``plan`` is not accepted. The message names the argument; the command line names its option."""
+
+    def __init__(self, name: str, value: object, problem: str) -> None:
+        super().__init__(f"{name}={value!r} {problem}")
+        self.name, self.value, self.problem = name, value, problem
+
+
 @dataclass(frozen=True)
 class Setup:
     """How a model is trained. ``plan`` documents each setting."""
@@ -56,9 +62,11 @@ class Setup:
         fsdp_settings = (("mixed_precision", True), ("root", "apart"), ("reshard", "not-last"), ("reshard", "never"))
         for name, value in fsdp_settings:
             if getattr(self, name) == value and not self.sharded:
-                raise ValueError(f"{name}={value!r} is not accepted: it is a setting of FSDP, so dp must be above 1")
+                problem = "is not accepted: it is a setting of FSDP2, for more than one GPU"
+                raise SettingError(name, value, problem)
         if self.mixed_precision and self.master_weights:
-            raise ValueError("master_weights is not accepted with mixed_precision, whose shards are float32")
+            problem = "is not accepted with mixed precision, whose shards are float32"
+            raise SettingError("master_weights", self.master_weights, problem)
 
     @property
     def sharded(self) -> bool:
@@ -74,23 +82,22 @@ class Setup:
         return math.ceil(nbytes * (1 + FRAGMENTATION[self.expandable_segments]))
 
 
-def bytes_of(memory: object) -> int:
+def bytes_of(capacity: object) -> int:
     """Parse bytes: "72GiB", "800 MiB", "80GB", or a number.
 
     Raises:
-        ValueError: memory is neither such a text nor a number of bytes above 0.
+        SettingError: capacity is neither such a text nor a number of bytes above 0.
     """
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
-        return memory
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
+    if isinstance(capacity, int) and not isinstance(capacity, bool) and capacity > 0:
+        return capacity
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", capacity) if isinstance(capacity, str) else None
     size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     bare = bool(match and not match[2] and size < _UNITS["MiB"])
     if size <= 0 or bare:
-        why = "; plan chooses the levels itself" if is_level(memory) else ""
-        why = f"; {memory.strip()} without a unit means bytes" if bare and isinstance(memory, str) else why
+        why = f"; {str(capacity).strip()} without a unit means bytes" if bare else ""
         units = ", ".join(filter(None, _UNITS))
         accepted = f'it must be a size such as "72GiB", "800MiB" or bytes, with one of {units}'
-        raise ValueError(f"memory={memory!r} is not accepted: {accepted}{why}")
+        raise SettingError("capacity", capacity, f"is not accepted: {accepted}{why}")
     return size
 
 
@@ -98,20 +105,20 @@ def check(name: str, value: object) -> None:
     """Check one setting of ``plan``.
 
     Raises:
-        ValueError: the value is not accepted; the message lists the accepted values.
+        SettingError: the value is not accepted; the message lists the accepted values.
     """
-    if name == "memory":
+    if name == "capacity":
         bytes_of(value)
     elif name in ("dp", "accumulate"):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             counted = "GPUs" if name == "dp" else "micro-batches"
-            raise ValueError(f"{name}={value!r} is not accepted: it must be a number of {counted}, 1 or more")
+            raise SettingError(name, value, f"is not accepted: it must be a number of {counted}, 1 or more")
     elif name == "levels":
         unknown = [level for level in value if level not in LEVELS] if isinstance(value, (list, tuple)) else [value]
         if value is not None and (unknown or not value):
-            raise ValueError(f"levels={value!r} is not accepted: it must list some of {', '.join(LEVELS)}")
+            raise SettingError(name, value, f"is not accepted: it must list some of {', '.join(LEVELS)}")
     elif name in ACCEPTED:
         known = ACCEPTED[name]
         if (value.upper().replace(" ", "") if name == "gpu" and isinstance(value, str) else value) not in known:
             accepted = ", ".join(str(value) for value in known if value is not None)
-            raise ValueError(f"{name}={value!r} is not known; accepted: {accepted}")
+            raise SettingError(name, value, f"is not known; accepted: {accepted}")

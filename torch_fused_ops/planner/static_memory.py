@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.planner.fsdp import FullyShard, Group
-from torch_fused_ops.planner.setup import Setup
+from torch_fused_ops.planner.setup import SettingError, Setup
 from torch_fused_ops.virtual_gpu.timeline import Storages
 
 # foreach is PyTorch's default on GPUs; fused must be requested.
@@ -95,14 +95,15 @@ def check_shards(
     """Raise if ``fully_shard`` would reject the model.
 
     Raises:
-        ValueError: the model is a function or has sharded parameters; or a parameter is a scalar, belongs to several
+        SettingError: the model is a function or has sharded parameters; or a parameter is a scalar, belongs to several
             layers, or is trained and not registered; or a layer's trained parameters have several dtypes.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"dp={dp} is not accepted: model={model!r} is a function; it must be a module")
+        raise SettingError("dp", dp, f"is not accepted: model={model!r} is a function; it must be a module")
     path = next((name for name, t in (unregistered or {}).items() if t.requires_grad), None)
     if path is not None:
-        raise ValueError(f"dp={dp} is not accepted: the model does not register {path}, so FSDP2 does not shard it")
+        problem = f"is not accepted: the model does not register {path}, so FSDP2 does not shard it"
+        raise SettingError("dp", dp, problem)
     units: dict[int, tuple[str, str]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -118,7 +119,7 @@ def check_shards(
             siblings = f"other parameters {f'of {unit}' if unit else 'outside layers'} are {dtypes[unit]}"
             why = f"{name} is {p.dtype}, but {siblings}; FSDP2 cannot reduce their gradients together"
         if why:
-            raise ValueError(f"dp={dp} is not accepted: {why}")
+            raise SettingError("dp", dp, f"is not accepted: {why}")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,7 @@ _POLICY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _FLAG = {"action": "store_true"}
 _PLAN: dict[str, dict[str, Any]] = {
-    "--memory": {"required": True, "help": 'the memory limit: "72GiB", "800MiB" or bytes'},
+    "--capacity": {"help": 'the memory limit: "72GiB", "800MiB" or bytes (required)'},
     "--gpu": {"default": "H200", "help": f"{', '.join(setup.GPUS)}; H200 by default"},
     "--optimizer": {"default": "adamw", "help": "adamw (default), adamw-fused, sgd or none"},
     "--levels": {
@@ -87,7 +89,7 @@ _PLAN: dict[str, dict[str, Any]] = {
     "--compile": {"dest": "compiled", "default": "model", "help": "the compiled part: model (default), layers or none"},
     "--expandable-segments": {**_FLAG, "help": "the allocator's setting: PyTorch reserves less"},
 }  # fmt: skip
-PLAN = tuple(settings.get("dest", option[2:].replace("-", "_")) for option, settings in _PLAN.items())
+PLAN = {settings.get("dest", option[2:].replace("-", "_")): option for option, settings in _PLAN.items()}
 _FILES = {
     "--json": {"metavar": "FILE", "help": "also write the result as JSON"},
     "--html": {"metavar": "FILE", "help": "also write the result as a page"},
@@ -163,12 +165,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     Invalid arguments exit with code 2. The namespace has the policy as text in ``policy``, for ``FusionPolicy.parse``.
     """
-    arguments = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    for i, word in enumerate(words[:-1]):  # argparse reads "-5GiB" as an option
+        if words[0] == "plan" and word == "--capacity" and re.match(r"-\.?\d", words[i + 1]):
+            words[i : i + 2] = [f"{word}={words[i + 1]}"]
+    arguments = parser().parse_args(words)
     try:
         if arguments.command == "plan":
             for name in PLAN:
-                setup.check(name, getattr(arguments, name))
+                if name != "capacity":
+                    setup.check(name, getattr(arguments, name))
             setup.Setup(**{name: getattr(arguments, name) for name in setup.Setup.__dataclass_fields__})
+            if arguments.capacity is None:  # not argparse's ``required``, which would hide other mistakes
+                raise ValueError("the following arguments are required: --capacity")
+            setup.check("capacity", arguments.capacity)
         elif hasattr(arguments, "gemm"):
             fields = [name for name in ("memory", "gemm", "attention", "strict") if hasattr(arguments, name)]
             pairs = [f"{name}={getattr(arguments, name)}" for name in fields]
@@ -178,5 +188,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             if file := getattr(arguments, option, None):
                 writable(f"--{option} {file}", file)
     except (TypeError, ValueError) as error:
-        arguments.error(str(error))
+        arguments.error(described(error))
     return arguments
+
+
+def described(error: Exception) -> str:
+    """Return the message of an error, with the option's name for a setting of ``plan``."""
+    if not isinstance(error, setup.SettingError):
+        return str(error)
+    values = ",".join(map(str, error.value)) if isinstance(error.value, tuple) else error.value
+    return f"{PLAN[error.name]}{'' if values is True else f' {values}'} {error.problem}"

@@ -22,7 +22,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.settings import environment
 from torch_fused_ops.settings.environment import version_of
-from torch_fused_ops.tools.arguments import PLAN, parse
+from torch_fused_ops.tools.arguments import PLAN, described, parse
 from torch_fused_ops.virtual_gpu import gpus
 
 
@@ -36,7 +36,7 @@ def _usage_errors(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as e:
-        raise _UsageError(str(e)) from None
+        raise _UsageError(described(e)) from None
 
 
 def _works() -> Iterator[tuple[str, str]]:
