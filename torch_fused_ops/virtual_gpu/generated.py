@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_fused_ops.graphs.modules import module_path
+from torch_fused_ops.graphs.modules import innermost, module_path
 
 from .captured import hint
 from .results import GeneratedGraph, GeneratedKernel, GraphInput, Launch, SavedTensor
@@ -98,8 +98,12 @@ def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]
 
 def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
     root = node
-    while isinstance(root.target, torch._ops.OpOverload) and is_view(root.target):
-        root = root.all_input_nodes[0]
+    while root.all_input_nodes:
+        source = root.all_input_nodes[0]
+        call: Any = source.target if root.target is operator.getitem else root.target  # getitem selects a result
+        if not isinstance(call, torch._ops.OpOverload) or not is_view(call):
+            break
+        root = source
     value = node.meta["val"]
     shape = tuple(hint(size) for size in value.shape)
     numel = functools.reduce(operator.mul, shape, 1)
@@ -112,6 +116,7 @@ def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
         numel * value.element_size(),
         is_parameter,
         is_input and not is_parameter,
+        innermost(root),
     )
 
 

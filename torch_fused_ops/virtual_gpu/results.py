@@ -98,6 +98,7 @@ class SavedTensor:
         nbytes: size in bytes.
         is_parameter: True for an `nn.Parameter`, a module's buffer, or a view of either, which stay alive anyway.
         is_graph_input: True for another input of the function, or a view of an input.
+        module: the path of the innermost module that computes its memory; "" if unknown.
     """
 
     name: str
@@ -106,3 +107,4 @@ class SavedTensor:
     nbytes: int
     is_parameter: bool
     is_graph_input: bool
+    module: str = ""

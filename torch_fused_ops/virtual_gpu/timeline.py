@@ -13,7 +13,7 @@ import math
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,42 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A copy between the device and the host, on its own stream. Copies run one after the other.
+
+    Attributes:
+        nbytes: size in bytes.
+        queued: the number of the call at which the copy may begin, when all earlier calls and copies have ended.
+        awaited: the number of the call that begins only after the copy.
+    """
+
+    nbytes: int
+    queued: int
+    awaited: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Memory that a forward graph computes, saves for backward and does not return. All calls have numbers.
+
+    Attributes:
+        nbytes: size in bytes.
+        saved: a tensor with this memory.
+        ready: the first GEMM or attention that reads it, or else the call after its last use in forward.
+        ends: the call after the forward graph.
+        starts: the first call of the backward graph.
+        read: the first call of backward that reads it.
+    """
+
+    nbytes: int
+    saved: SavedTensor
+    ready: int
+    ends: int
+    starts: int
+    read: int
+
+
+@dataclass(frozen=True)
 class Timeline:
     """The bytes alive during forward and backward: gradients count, parameters and buffers do not.
 
@@ -67,6 +103,8 @@ class Timeline:
         log: (call, storage, bytes) for each allocated storage, and with negative bytes for each freed storage.
         gradients: maps (graph, input) of a parameter to its gradient's allocation: the number of the call, and the
             bytes. If gradients share a storage, the first has all bytes and the others have 0.
+        copies: the copies between device and host (``ao::offload``, ``ao::reload``), in order.
+        stored: the memory saved for backward.
     """
 
     events: tuple[Event, ...]
@@ -75,6 +113,8 @@ class Timeline:
     end: int
     gradients: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     log: tuple[tuple[int, int, int], ...] = ()
+    copies: tuple[Copy, ...] = ()
+    stored: tuple[Stored, ...] = ()
 
     def hole(self, first: int, last: int) -> int:
         """Return the bytes that the caching allocator's pool holds beyond the peak of live bytes between two calls.
@@ -313,6 +353,7 @@ def timeline_of(
             else:
                 assert isinstance(graph, GeneratedGraph)
                 outputs = _call(memory, graph, "forward" if paper.forward else "inference", inputs)
+                memory.save(paper.saved, outputs[graph.results :], i)
                 saved.append([None if j is None else outputs[j] for j in paper.handed])
                 count = graph.results
             for j, output in enumerate(outputs[:count]):
@@ -348,6 +389,7 @@ def timeline_of(
                     inputs.append(memory.new(spec, counted=True) if tangent is None else tangent)
                     del tangent
                 del state
+                memory.starts[i] = memory.now
                 gradients = _call(memory, paper.backward, "backward", inputs)
             trained = {j for j, spec in enumerate(graph.inputs) if spec.is_parameter} if graph else set()
             for j, birth in memory.born(gradients).items():
@@ -365,7 +407,9 @@ def timeline_of(
                     tangents[links[i, j]] = gradient
             gradients = gradient = None
         end = memory.live
-    return Timeline(memory.finished(), entry, between, end, born, tuple(memory.log))
+    events = memory.finished()
+    copies = tuple(Copy(*copy) for copy in memory.copies.values())
+    return Timeline(events, entry, between, end, born, tuple(memory.log), copies, tuple(memory.stored(events)))
 
 
 def _call(memory: Memory, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
@@ -395,6 +439,7 @@ class Storages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.most = 0
         self.known: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}  # each live storage's place in ``log``
         self.log: list[tuple[int, int, int]] = []  # (now, storage, bytes); negative bytes for a free
 
     @property
@@ -417,7 +462,7 @@ class Storages(TorchDispatchMode):
             self.known[key] = self.now
             nbytes = storage.nbytes() if counted else 0
             self.live += nbytes
-            number = len(self.log)  # a new storage may get a freed storage's identity
+            number = self.numbers[key] = len(self.log)  # a new storage may get a freed storage's identity
             self.log.append((self.now, number, nbytes))
             self.most = max(self.most, self.live)
             weakref.finalize(storage, lambda: self.log.append((self.now, number, -nbytes)))
@@ -426,6 +471,7 @@ class Storages(TorchDispatchMode):
 
     def _freed(self, key: int, nbytes: int) -> None:
         self.known.pop(key, None)
+        self.numbers.pop(key, None)
         self.live -= nbytes
 
 
@@ -439,6 +485,11 @@ class Memory(Storages):
         self.touched: dict[int, int] = {}  # storage -> the last call that used it
         self.reused: dict[int, int] = {}  # storage that will be reused -> the last call that used it
         self.waited: list[tuple[int, int, int]] = []  # (first call, last call, bytes) of memory that waited for reuse
+        self.uses: dict[int, list[int]] = {}  # storage's place in ``log`` -> the calls that use it
+        self.written: dict[int, int] = {}  # storage's place in ``log`` -> the last call of forward that writes it
+        self.copies: dict[int, list[int]] = {}  # copy's place in ``log`` -> fields of its ``Copy``
+        self.saved: dict[int, tuple[SavedTensor, int, int]] = {}  # place in ``log`` -> tensor, graph, end of forward
+        self.starts: dict[int, int] = {}  # graph -> the first call of its backward
         self.kind = ""
         self.scheduled: Sequence[Launch] = ()
         self.launch: Launch | None = None
@@ -462,6 +513,8 @@ class Memory(Storages):
         if isinstance(func, torch._ops.HigherOrderOperator):
             return self._with_random_state(func.name(), list(args), dict(kwargs or {}))
         self.touch(tree_leaves((args, kwargs)))
+        if func.namespace == "ao":
+            return self._copy(func._opname, args[0])
         meta = torch.device("meta")
 
         def on_meta(value: Any) -> Any:
@@ -474,6 +527,38 @@ class Memory(Storages):
             self.note(str(func).removesuffix(".default"), flop_of_bf16(func.overloadpacket, args, kwargs, result))
             self.workspace(func, args)
         return result
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Record a copy between the device and the host, or the call that waits for it."""
+        self.note(f"ao.{name}")
+        if name == "wait_tensor":
+            self.copies[self.numbers[tensor.untyped_storage()._cdata]][2] = self.now
+            return tensor
+        with _disable_current_modes():  # on meta, the operator would allocate host memory
+            result = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        self.add(result, counted=name == "reload")
+        self.copies[self.numbers[result.untyped_storage()._cdata]] = [result.nbytes, self.now, self.now]
+        return result
+
+    def save(self, described: Sequence[SavedTensor], values: Sequence[Any], graph: int) -> None:
+        """Record the tensors that a forward graph saves for its backward."""
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        pairs = zip(described, tensors, strict=True) if len(described) == len(tensors) else ()  # else, copies on the host
+        for saved, tensor in pairs:
+            number = self.numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None and not saved.is_parameter and not saved.is_graph_input:
+                self.saved.setdefault(number, (saved, graph, self.now))
+
+    def stored(self, events: Sequence[Event]) -> Iterator[Stored]:
+        """Yield the memory that is saved, read and freed in backward."""
+        freed = {number for _, number, nbytes in self.log if nbytes < 0}
+        for number, (saved, graph, ends) in self.saved.items():
+            uses, starts = self.uses.get(number, []), self.starts.get(graph, len(events))
+            before, after = [i for i in uses if i < ends], [i for i in uses if i >= starts]
+            if number in freed and before and after:
+                written = self.written.get(number, before[0])  # earlier uses are of a tensor whose memory it reuses
+                ready = next((i for i in before if i > written and events[i].flop), before[-1] + 1)
+                yield Stored(self.log[number][2], saved, ready, ends, starts, after[0])
 
     def workspace(self, func: Any, args: Any) -> None:
         """Count the bytes that a library allocates during a call."""
@@ -518,6 +603,12 @@ class Memory(Storages):
                 if since is not None and not reads:
                     self.waited.append((since, self.now, storage.nbytes()))
                 self.touched[storage._cdata] = self.now
+                number = self.numbers.get(storage._cdata, -1)
+                uses = self.uses.setdefault(number, [])
+                if uses[-1:] != [self.now]:
+                    uses.append(self.now)
+                if not reads and self.kind == "forward":
+                    self.written[number] = self.now
 
     def reuse(self, tensor: Tensor) -> None:
         """Record that a result will reuse a tensor's memory. Only the next call may still read the tensor."""
@@ -553,6 +644,7 @@ class Memory(Storages):
     def finish(self) -> None:
         if self.call:
             nbytes, modules = (self.launch.bytes_moved, self.launch.modules) if self.launch else (0, ())
+            nbytes *= not self.call.startswith("ao.")  # a copy does not occupy the compute stream
             modules = modules if self.modules is None else self.modules
             self.events.append(Event(self.kind, self.call, self.most, self.live, 0, nbytes, self.flop, modules))
             self.most = self.live
@@ -583,10 +675,9 @@ class _Kernel:
         self.memory.note(self.name)
         if self.memory.launched is not None:
             self.memory.launched(self.memory.kind, self.name, args)
-        names = itertools.chain(self.parameters, itertools.repeat(""))
-        written = [name.startswith("out_ptr") for name, _ in zip(names, args, strict=False)]
-        self.memory.touch([arg for arg, only in zip(args, written, strict=True) if not only])
-        self.memory.touch([arg for arg, only in zip(args, written, strict=True) if only], reads=False)
+        named = list(zip(itertools.chain(self.parameters, itertools.repeat("")), args))  # noqa: B905
+        self.memory.touch([arg for name, arg in named if not name.startswith("out_ptr")])
+        self.memory.touch([arg for name, arg in named if name.startswith(("out_ptr", "in_out_ptr"))], reads=False)
 
     __call__ = run
 
