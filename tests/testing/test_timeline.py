@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from torch_fused_ops.virtual_gpu import compile_on_paper, roofline
 from torch_fused_ops.virtual_gpu.generated import graph_input
 from torch_fused_ops.virtual_gpu.results import GeneratedGraph
-from torch_fused_ops.virtual_gpu.timeline import PaperCompilation, timeline_of
+from torch_fused_ops.virtual_gpu.timeline import Memory, PaperCompilation, timeline_of
 from torch_fused_ops.virtual_gpu.work import flop_of
 
 MiB = 2**20
@@ -216,6 +216,32 @@ def test_a_gelu_mlps_timeline_matches_figures_by_hand() -> None:
     assert sum(moment.flop for moment in curve.events) == 6 * 2 * 8192 * 4096 * 16384
     assert sum(moment.nbytes for moment in curve.events) == paper.bytes_moved
     assert [moment.modules for moment in curve.events if moment.call == "addmm"] == [("0",), ("2",)]
+    # Forward's calls: GEMM, activation, GEMM. Backward's first calls: the bias's gradient, then two GEMMs.
+    uses = {stored.saved.module: (stored.nbytes // MiB, stored.ready, stored.ends) for stored in curve.stored}
+    assert uses == {"0": (256, 2, 3), "1": (256, 2, 3)}
+    reads = {stored.saved.module: stored.read for stored in curve.stored}
+    products_backward = [i for i, moment in enumerate(curve.events) if moment.call == "mm"]
+    assert reads["1"] == products_backward[1] and reads["0"] > products_backward[0]
+
+
+def test_a_copy_on_the_host_takes_no_device_memory() -> None:
+    pytest.importorskip("torch._functorch._activation_offloading.offload_ops")  # torch 2.13 and later
+    memory, lives = Memory("cuda"), []
+    with memory:
+        x = memory.empty_strided((1024,), (1,), torch.float32, "cuda")
+        memory.begin("forward", ())
+        for step in ("offload", "wait", "reload", "wait"):
+            if step == "offload":
+                tensor = host = torch.ops.ao.offload(x)
+            elif step == "reload":
+                tensor = torch.ops.ao.reload(host, torch.device("cuda"))
+            else:
+                torch.ops.ao.wait_tensor(tensor, None, x)
+                x = None
+            memory.finish()
+            lives.append(memory.live)
+    assert [event.call for event in memory.events] == ["ao.offload", "ao.wait_tensor", "ao.reload", "ao.wait_tensor"]
+    assert [*memory.copies.values()] == [[4096, 0, 1], [4096, 2, 3]] and lives == [4096, 0, 4096, 4096]
 
 
 def test_inference_has_a_timeline() -> None:

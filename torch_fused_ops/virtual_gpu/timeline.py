@@ -543,7 +543,9 @@ class Memory(Storages):
     def save(self, described: Sequence[SavedTensor], values: Sequence[Any], graph: int) -> None:
         """Record the tensors that a forward graph saves for its backward."""
         tensors = [value for value in values if isinstance(value, Tensor)]
-        pairs = zip(described, tensors, strict=True) if len(described) == len(tensors) else ()  # else, copies on the host
+        pairs = (
+            zip(described, tensors, strict=True) if len(described) == len(tensors) else ()
+        )  # else, copies on the host
         for saved, tensor in pairs:
             number = self.numbers.get(tensor.untyped_storage()._cdata)
             if number is not None and not saved.is_parameter and not saved.is_graph_input:
