@@ -40,6 +40,7 @@ from torch_fused_ops.graphs.listing import listed
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.lowerings import (
     buffer_reuse,
+    checkpoints,
     compat,
     memory_levels,
     partition,
@@ -271,6 +272,8 @@ class Partitioner(Pass, CustomPartitionerFn):
         kwargs["static_lifetime_input_indices"] = static
 
         def divide() -> partition.Graphs:
+            if has_precedence:
+                checkpoints.drop(gm.graph, policy)
             graphs = partition.partition(gm, joint_inputs, free=free, **kwargs)
             saved_tensors.SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static).check()
             return graphs

@@ -30,7 +30,7 @@ PHRASES = (
     rf"{IS} (?:no|none|nothing|nobody)\b(?! longer| more than| less than)|\bno \w+ but\b",
     r"\bbut for\b|\b(?:all|nothing|none|anything|everything) but\b",
     r"\b(?:likewise|besides|beside (?:it|them)|alike|above all|in any case|as (?:it|they) (?:is|are|was|were))\b",
-    r"\b(?:stands?(?! for)|stood|lies?|kept|keeps?|rebuil[dt]s?|(?:made|computed?|computes) again)\b",
+    r"(?<!\")\b(?:stands?(?! for)|stood|lies?|kept|keeps?|rebuil[dt]s?|(?:made|computed?|computes) again)\b",
     r"\bhand(?:s|ed|ing)? (?:over|on|back|in|it|out)\b|\btakes? part\b",
     rf"{IS} (?:wanted|asked|meant|told|said|looked for)\b|\basks? (?:for|of|which|whether)\b",
     r"(?<!it)(?<!that)\b\w+'s(?=[.,;:)]|$| (?:is|are|and|or|in|to|as|has|alone)\b)",

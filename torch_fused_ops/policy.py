@@ -13,9 +13,11 @@ from torch_fused_ops.settings import tiles
 
 Memory = Literal["off", "free", "fp8", "input", "tiled"]
 Attention = Literal["off", "input"]
+Checkpoints = Literal["keep", "replace"]
 Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
 MEMORY: tuple[str, ...] = get_args(Memory)  # memory levels; each saves fewer bytes for backward than the level before
 ATTENTION: tuple[str, ...] = get_args(Attention)
+CHECKPOINTS: tuple[str, ...] = get_args(Checkpoints)
 GEMM: tuple[str, ...] = get_args(Recipe)  # families/float8/recipes.py defines them
 LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # the accepted values, for messages
 
@@ -36,6 +38,7 @@ class PolicyFields(TypedDict, total=False):
     exclude: Sequence[str]
     gemm: Recipe | Mapping[str, str]
     attention: Attention | Mapping[str, str]
+    checkpoints: Checkpoints | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class FusionPolicy:
             and the projected result, and recomputes their linear layers in backward, but never attention itself.
             ``"off"`` leaves the choice to PyTorch's partitioner. A mapping from module patterns to levels selects
             linear layers, or all linear layers of a module; "off" is the default.
+        checkpoints: whether levels take the place of activation checkpoints (``docs/checkpoints.md``). Inside a
+            checkpoint a level saves nothing. ``"keep"`` changes no checkpoint. ``"replace"`` drops each checkpoint that
+            contains an MLP or attention with a level; only ``memory="off"`` and ``attention="off"`` are not levels.
+            Calls that the checkpoint's own policy must save or must recompute stay marked. A mapping from module
+            patterns to these values drops the checkpoints of calls in these modules only; "keep" is the default.
     """
 
     memory: Level | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
@@ -79,6 +87,7 @@ class FusionPolicy:
     exclude: Sequence[str] = ()
     gemm: Recipe | Mapping[str, str] | tuple[tuple[str, str], ...] = "bf16"
     attention: Attention | Mapping[str, str] | tuple[tuple[str, str], ...] = "off"
+    checkpoints: Checkpoints | Mapping[str, str] | tuple[tuple[str, str], ...] = "keep"
 
     def __new__(cls, *args: Any, **fields: Any) -> FusionPolicy:
         for name in fields:
@@ -110,9 +119,10 @@ class FusionPolicy:
     def parse(cls, text: str) -> FusionPolicy:
         """Parse a policy, as in ``TORCH_FUSED_OPS``: ``"memory=fp8,gemm=fp8,strict=true"``.
 
-        Commas separate fields. ``exclude`` may occur several times, each time with a pattern. ``memory``, ``gemm`` and
-        ``attention`` also accept PATTERN=VALUE pairs: ``"memory=layers.[0-3].*=input,*=fp8,gemm=fp8"``. From the second
-        pair on, a pattern must have a character that field names lack. ``"1"`` and ``"on"`` mean the default policy.
+        Commas separate fields. ``exclude`` may occur several times, each time with a pattern. ``memory``, ``gemm``,
+        ``attention`` and ``checkpoints`` also accept PATTERN=VALUE pairs: ``"memory=layers.[0-3].*=input,*=fp8"``. From
+        the second pair on, a pattern must have a character that field names lack, such as "." or "*". ``"1"`` and
+        ``"on"`` mean the default policy.
 
         Raises:
             TypeError: a field is not known.
@@ -166,6 +176,14 @@ class FusionPolicy:
         """Return the memory level of attention's linear layers inside these modules."""
         return self._choice("attention", modules, "off")
 
+    def names_level(self, modules: Collection[str]) -> bool:
+        """Return True if ``memory`` names a level for these modules, "free" included. Return False at "off"."""
+        return self._choice("memory", modules, "off") != "off"
+
+    def replaces_checkpoints(self, modules: Collection[str]) -> bool:
+        """Return True if a level inside these modules takes the place of a checkpoint."""
+        return self._choice("checkpoints", modules, "keep") == "replace"
+
     def decisions(self, modules: Collection[str]) -> tuple[str | None, ...]:
         """Return the patterns' choices inside these modules. Compile keys need them: a graph may lack module paths."""
         return *(self._choice(name, modules, "") for name in _KNOWN), self.excluding(modules)
@@ -208,6 +226,9 @@ _KNOWN = {
     "memory": _Known(is_level, LEVELS, "level"),
     "gemm": _Known(lambda value: isinstance(value, str) and value in GEMM, ", ".join(GEMM), "recipe"),
     "attention": _Known(lambda value: isinstance(value, str) and value in ATTENTION, ", ".join(ATTENTION), "level"),
+    "checkpoints": _Known(
+        lambda value: isinstance(value, str) and value in CHECKPOINTS, ", ".join(CHECKPOINTS), "value"
+    ),
 }
 
 
@@ -260,7 +281,8 @@ def unmatched(
         policy: the policy whose patterns are checked.
         sites: the model's sites.
         inner: known paths of modules inside these sites, which patterns may also match.
-        every: the paths of all modules, for patterns of ``attention``. If empty, these patterns are not checked.
+        every: the paths of all modules, for patterns of ``attention`` and ``checkpoints``. If empty, these patterns are
+            not checked.
     """
     paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
     modules = enclosing_modules((*paths, *inner))
@@ -271,9 +293,9 @@ def unmatched(
     site_modules = ", ".join(joined_paths(group) or "the model itself" for group in alike.values()) or "none"
     notes = []
     for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
-        if name == "attention":
+        if name in ("attention", "checkpoints"):
             if every and not names_module(pattern, enclosing_modules(every)):
-                notes.append(f"attention={pattern!r} matches no module")
+                notes.append(f"{name}={pattern!r} matches no module")
         elif not (name == "exclude" and pattern in excluding) and not names_module(pattern, modules):
             near = difflib.get_close_matches(pattern.removesuffix(".*"), modules)
             meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

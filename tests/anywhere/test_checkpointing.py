@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Ran, saving
+from harness import MLP, Ran, saving
 from torch import Tensor
 from torch.autograd.graph import (
     disable_saved_tensors_hooks,
@@ -258,6 +258,29 @@ def test_bytes_saved_by_compiled_checkpoints(way: str, backend: str) -> None:
     assert nbytes == {"none": 2 * middle, "not reentrant": 0, "nested": 0}.get(way, middle)
     expected = torch.autograd.grad(spelled(x).square().sum(), [x, v])
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [x, v]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("way", ["not reentrant", "nested"])
+@pytest.mark.parametrize("level", ["free", "fp8", "input"])
+def test_a_level_in_the_place_of_a_checkpoint_saves_what_it_saves_without(way: str, level: str) -> None:
+    mlp = MLP(WIDTH, 64)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    saved, grads = [], []
+    for name, checkpoints in (("none", "keep"), (way, "replace"), (way, "keep")):
+        torch._dynamo.reset()
+        fn = checkpoint_variants(mlp, fused.bias_act)[name]
+        options = {"memory": level, "checkpoints": checkpoints}
+        compiled = torch.compile(fn, backend="fused", fullgraph=True, options=options)
+        y, nbytes = saving(lambda: compiled(x), (x, *mlp.parameters()))  # noqa: B023
+        saved.append(nbytes)
+        grads.append(torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()]))
+    bias = 64 * 4  # saved as a copy if a level repeats its GEMM
+    assert saved[0] == saved[1] == {"free": ROWS * 64 * 4, "fp8": ROWS * (64 + 4), "input": bias}[level]
+    assert saved[2] <= bias
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+    exact = torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
+    torch.testing.assert_close(grads[2], exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [*CASES, "FusedMLP free", "FusedMLP fp8", "FusedMLP input"])

@@ -151,6 +151,9 @@ def test_pattern_decisions_are_in_the_key(key_of: Callable[..., str], way: str) 
     mixed, without_patterns = tfo.FusionPolicy(memory={"enc": "fp8"}), tfo.FusionPolicy()
     assert key_of(way, run_enc, without_patterns) == key_of(way, run_dec, without_patterns)
     assert key_of(way, run_enc, mixed) == key_of(way, run_enc, mixed) != key_of(way, run_dec, mixed)
+    replacing = tfo.FusionPolicy(checkpoints={"enc": "replace"})
+    assert len({key_of(way, run_enc, policy) for policy in (replacing, without_patterns)}) == 2
+    assert key_of(way, run_enc, replacing) != key_of(way, run_dec, replacing)
 
 
 def test_a_called_operators_decision_is_in_the_key(key_of: Callable[..., str]) -> None:

@@ -160,6 +160,9 @@ NOT_ACCEPTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gemm": "int8"}, ValueError, "gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"),
     ({"gemm": {"a": "int8"}}, ValueError, "gemm='int8' for 'a' is not accepted"),
     ({"gemm": 3}, TypeError, "gemm=3 is not accepted: it must be a recipe"),
+    ({"checkpoints": "drop"}, ValueError, "checkpoints='drop' is not known; accepted: keep, replace"),
+    ({"checkpoints": {"a": "off"}}, ValueError, "'off' for 'a' is not accepted; accepted: keep, replace"),
+    ({"checkpoints": True}, TypeError, "checkpoints=True is not accepted: it must be a value"),
 ]
 
 
@@ -245,6 +248,9 @@ def test_policies_are_read_from_text() -> None:
     assert read("memory=layers.[0,1].*=input, *=fp8") == read("memory=layers.[0,1].*=input,memory=*=fp8")
     mixed = read("memory=layers.[0,1].*=input,*=fp8,gemm=mlp=fp8,exclude=a.*")
     assert mixed == tfo.FusionPolicy(memory=levels, gemm={"mlp": "fp8"}, exclude=("a.*",))
+    replacing = read("memory=fp8,checkpoints=layers.[0,1].*=replace,*=keep")
+    assert replacing == tfo.FusionPolicy(memory="fp8", checkpoints={"layers.[0,1].*": "replace", "*": "keep"})
+    assert replacing.replaces_checkpoints({"layers", "layers.1"}) and not replacing.replaces_checkpoints({"head"})
     raises(TypeError, "'gem' is not known", read, "memory=*=fp8,gem=fp8")
     raises(ValueError, re.escape("memory='fp9' for '*' is not accepted"), read, "memory=layers.0=input,*=fp9")
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch_fused_ops._version import __version__
 from torch_fused_ops.benchmarks.variants import MEANINGS
 from torch_fused_ops.planner import setup
-from torch_fused_ops.policy import ATTENTION, GEMM, LEVELS, FusionPolicy
+from torch_fused_ops.policy import ATTENTION, CHECKPOINTS, GEMM, LEVELS, FusionPolicy
 from torch_fused_ops.settings.environment import writable
 
 _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
@@ -64,6 +64,10 @@ _POLICY: dict[str, dict[str, Any]] = {
     "--attention": {
         "default": "off", "metavar": "LEVEL",
         "help": f"{', '.join(ATTENTION)}; or PATTERN=LEVEL,…; off by default",
+    },
+    "--checkpoints": {
+        "default": "keep", "metavar": "|".join(CHECKPOINTS),
+        "help": "replace: levels take the place of checkpoints; or PATTERN=replace,… for some modules",
     },
     "--exclude": {"metavar": "PATTERN", "action": "append", "default": [], "help": "MLPs not to fuse; may be repeated"},
 }  # fmt: skip
@@ -180,7 +184,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 raise ValueError("the following arguments are required: --capacity")
             setup.check("capacity", arguments.capacity)
         elif hasattr(arguments, "gemm"):
-            fields = [name for name in ("memory", "gemm", "attention", "strict") if hasattr(arguments, name)]
+            names = ("memory", "gemm", "attention", "checkpoints", "strict")
+            fields = [name for name in names if hasattr(arguments, name)]
             pairs = [f"{name}={getattr(arguments, name)}" for name in fields]
             arguments.policy = ",".join((*pairs, *(f"exclude={pattern}" for pattern in arguments.exclude)))
             FusionPolicy.parse(arguments.policy)
