@@ -5,8 +5,8 @@
         "act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]; gate, up (..., n).",
         tensors={"gate": "data", "up": "data", "token_scale": "per_row?"},
         scalars={"activation": "str", "up_offset": "float=0.0", "clamp": "float?=None"},
-        value=formulas.glu,
-        grads=formulas.glu_grads,
+        value=formulas.glu_element,
+        grads=formulas.glu_input_grads,
         rules=(known_activation, finite("up_offset"), above_zero("clamp", optional=True)),
     )
 

@@ -40,7 +40,7 @@ from .prove import Match, prove
 from .symbolic import RULES, Ref, Step
 from .values import FLOATING, check_plain, equal, is_contiguous, keeps_rows, same_shape, value_of
 
-MAX_CALLS = 64  # the longest activation in 260 models has 14 calls
+MAX_CALLS = 64  # the longest spelling in tests/lowerings/test_recognize.py has 9 calls
 
 
 @dataclass
@@ -93,7 +93,8 @@ def _keeps_columns(analysis: GraphAnalysis, node: Node) -> bool:
 def readers(analysis: GraphAnalysis, node: Node, through: Collection[Node] = ()) -> Iterator[Node]:
     """Yield the final readers of the node's value, each once: its users, and the users of its views, casts and dropout.
 
-    After a concatenation, count only readers of all columns. A slice may not contain this value.
+    A call that reads a part of a concatenation, such as a slice, is yielded itself, not its users: the part may lack
+    this value.
 
     Args:
         analysis: the graph's analysis.
