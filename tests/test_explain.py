@@ -140,6 +140,7 @@ def test_arguments_in_a_tuple_are_explained(call: Any):
     with pytest.raises(TypeError, match=r"args=\(tuple of 1,\): .* one by one: \(model, x\), not \(model, \(x,\)\)$"):
         call(nn.Linear(4, 4), (x,))
     raises(TypeError, r"^(?!args=)", call, nn.Linear(4, 4), x, x)
+    raises(TypeError, r"^(?!args=)", call, nn.Linear(4, 4), ["a", "batch"])
 
 
 def test_html_into_a_missing_folder_raises(tmp_path: Path):

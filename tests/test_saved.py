@@ -1,9 +1,11 @@
 """``explain(…).saved``: every tensor saved for backward, its readers, and the settings that remove it."""
 
 import functools
+import html
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,11 +177,13 @@ def test_without_gradients_nothing_is_saved() -> None:
     assert (saved.rows, saved.nbytes, saved.totals, saved.skipped) == ((), 0, {}, ())
 
 
-def test_the_listing_is_in_text_and_json_after_access() -> None:
+def test_the_listing_is_in_all_formats_after_access(tmp_path: Path) -> None:
     report = explained(without_a_site())
     assert json.loads(report.to_json())["saved"] is None and "saved for backward" not in str(report)
+    assert "saved for backward" not in report.to_html(tmp_path / "report.html").read_text()
     saved = report.saved
     assert saved is report.saved and str(saved) in str(report)
+    assert str(saved) in html.unescape(report.to_html(tmp_path / "report.html").read_text())
     data = json.loads(report.to_json())["saved"]
     assert data["nbytes"] == saved.nbytes == sum(row["nbytes"] for row in data["rows"])
     assert data["rows"][0]["module"] == "(inputs)" and data["totals"] == saved.totals

@@ -143,15 +143,15 @@ def picture(name: str, case: dict[str, Any]) -> Any:
     ax = figure.subplots()
     colors = [THEIRS if row["level"] in NAMES else OURS for row in rows]
     ax.barh(names, [row["reserved"] / 2**30 for row in rows], color=colors)
+    limit = CAPACITIES[plan["gpu"]] / 2**30
+    right = max(limit, *(row["reserved"] / 2**30 for row in rows))
     for label, row in zip(names, rows, strict=True):
         cost = row["seconds"] / plan["off_seconds"] - 1
         text = f"{row['reserved'] / 2**30:.0f} GiB" + f", step {100 * cost:+.1f} %".replace("-", "−") * bool(cost)
-        ax.annotate(text, (row["reserved"] / 2**30, label), (5, 0), textcoords="offset points", va="center",
-                    fontsize=13, bbox={"fc": "white", "ec": "none", "pad": 1}, zorder=5)  # fmt: skip
-    limit = CAPACITIES[plan["gpu"]] / 2**30
+        ax.annotate(text, (right, label), (10, 0), textcoords="offset points", va="center", fontsize=13)
     ax.axvline(limit, color="#b91c1c", linewidth=1.5, linestyle="--", zorder=2)
-    ax.text(limit, -0.6, f"{plan['gpu'].split()[1]}: {limit:.0f} GiB", color="#b91c1c", fontsize=12)
-    ax.set_xlim(0, 1.35 * max(row["reserved"] / 2**30 for row in rows))
+    ax.text(limit + 1, -0.6, f"{plan['gpu'].split()[1]}: {limit:.0f} GiB", color="#b91c1c", fontsize=12)
+    ax.set_xlim(0, 1.55 * right)
     ax.invert_yaxis()
     ax.tick_params(labelsize=13)
     ax.set_xlabel("reserved on each GPU, GiB; shards of weights and AdamW's state are float32", fontsize=10)

@@ -41,7 +41,8 @@ def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
     try:
         yield
     except TypeError as error:
-        if len(args) == 1 and isinstance(args[0], (tuple, list)) and not kwargs:
+        is_tuple = len(args) == 1 and isinstance(args[0], (tuple, list)) and not kwargs
+        if is_tuple and not all(isinstance(value, str) for value in args[0]):  # strings may be the model's batch
             kind = type(args[0]).__name__
             message = f"args=({kind} of {len(args[0])},): the model was called with one {kind}, and raised: {error}"
             raise TypeError(f"{message}. Pass its arguments one by one: (model, x), not (model, (x,))") from error

@@ -183,6 +183,7 @@ class Report:
         return template("reports/page.html", vars(listing)).render(
             report=self,
             mlps=len(mlps),
+            saved=vars(self).get("saved"),
             mlps_fused=sum(site.op is not None for site in mlps),
             torch_version=torch.__version__.partition("+")[0],
             fused=[group for group in groups if group.sites[0].op],

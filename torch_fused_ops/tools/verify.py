@@ -132,18 +132,19 @@ class Verification:
         if plain:
             lines += ["", "plain torch.compile differs, fused does not:", *_table(plain)]
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
-        ok = ["ok: nothing differs by more than rounding explains, relative to a tensor's norm:", *self._tolerances]
+        ok = ["ok: nothing differs by more than rounding explains", *self._tolerances]
         return "\n".join([*lines, "", *(ok if self.ok else ["not ok"])])
 
     @property
     def _tolerances(self) -> list[str]:
-        """Format each kind's largest tolerance, a line per dtype: "  in bfloat16 output 7.8e-03, …"."""
+        """Format each kind's largest tolerance, a line per dtype."""
         largest: dict[str, dict[str, float]] = {}
         for row in self.comparisons:
             kinds = largest.setdefault(row.dtype, {})
             kinds[row.kind] = max(kinds.get(row.kind, 0.0), row.allowed)
         return [
-            f"  in {dtype} {', '.join(f'{kind} {allowed:.1e}' for kind, allowed in kinds.items())}"
+            f"  allowed in {dtype}, relative to a tensor's norm: "
+            + ", ".join(f"{kind} {allowed:.1e}" for kind, allowed in kinds.items())
             for dtype, kinds in largest.items()
         ]
 
@@ -180,7 +181,7 @@ def verify(
     In the model's dtype, the tolerance is two rounding units or, if larger, twice the larger error of eager and plain;
     in float64 it is 4e-9. No element may differ by more than four units of the largest element or, if larger, four
     times eager's largest error. ``memory="fp8"`` and float8 GEMMs are allowed 16 % of a tensor's norm in the model's
-    dtype. In float64 they do not round, so all else is compared exactly. The report's last line states the tolerances.
+    dtype. In float64 they do not round, so all else is compared exactly. The report's last lines state tolerances.
 
     Dropouts use PyTorch's random numbers (Inductor's ``fallback_random``), so that masks equal eager masks.
 
