@@ -571,8 +571,8 @@ COMMAND_LINE = """\
 python -m torch_fused_ops COMMAND …
 ```
 
-`explain`, `plan`, `verify` and `audit` take `MODULE:CALLABLE`. They call it without arguments, and it returns `(model, args)` or
-`(model, args, kwargs)`. MODULE is a module's name or a `.py` file. `--help` and mistakes answer at once, without
+`explain`, `plan`, `verify` and `audit` take `MODULE:CALLABLE`. They call it without arguments, and it returns
+`(model, args)` or `(model, args, kwargs)`. MODULE is a module's name or a `.py` file. `--help` and mistakes answer at once, without
 importing torch.
 
 | exit code | meaning |

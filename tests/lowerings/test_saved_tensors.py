@@ -220,7 +220,7 @@ def returns_preactivation(activation: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def returns_parts(parts: Callable[[Tensor], Sequence[Tensor]]) -> nn.Module:
-    """Return a model that returns views of a 3-D pre-activation. PyTorch's list of view operators lacks some of them."""
+    """Return a model that returns views of a 3-D pre-activation. PyTorch's list of view operators lacks some."""
 
     def body(s: Any, x: Tensor) -> tuple[Tensor, ...]:
         h = s.up(x.view(2, 4, WIDTH))
