@@ -572,8 +572,8 @@ python -m torch_fused_ops COMMAND …
 ```
 
 `explain`, `plan`, `verify` and `audit` take `MODULE:CALLABLE`. They call it without arguments, and it returns
-`(model, args)` or `(model, args, kwargs)`. MODULE is a module's name or a `.py` file. `--help` and mistakes answer at once, without
-importing torch.
+`(model, args)` or `(model, args, kwargs)`. MODULE is a module's name or a `.py` file. `--help` and mistakes answer at
+once, without importing torch.
 
 | exit code | meaning |
 |---|---|
