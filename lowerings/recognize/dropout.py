@@ -112,7 +112,7 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
         raise Rejection(Kind.ORDER, "the operator does not support the memory order of its result")
     if call.inplace:
         check_in_place_call(analysis, node, node, [node])
-        site.copies = analysis.region[source] != analysis.region[node]
+        site.copies = not analysis.is_of_region(node)
     site.p, site.calls = float(p), [node]
     _include_residual(analysis, site)
 

@@ -61,6 +61,9 @@ GEMMS: dict[str, tuple[int, ...]] = {
 }
 CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM if the kernel size is 1
 CONSTANTS: dict[str, float] = {"zeros_like": 0.0, "ones_like": 1.0}
+# Calls that may return their argument itself: its gradient then ignores the grad mode of the call. In-place calls and
+# inactive dropouts always do. The other ``VIEWS`` return new tensors, also of the same shape.
+ITSELF = CASTS | PLUMBING | _words("contiguous positive flatten")
 # GEMMs under other names, custom operators included (`transformers::grouped_mm_fallback`, `aten::_scaled_mm`, …). They
 # decide which sites are listed, never which sites are sound to fuse.
 _OTHER_GEMM = re.compile(r"(?:^|_)(?:mv|mm|bmm|gemm|matmul|linear)(?:_fallback|_fp8|_v\d+)?$")
@@ -458,6 +461,7 @@ class GraphAnalysis:
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
         self.region: dict[Node, int] = {}  # equal for nodes with the same grad mode, autocast, inference mode and hooks
+        self._made_in: dict[Node, int] = {}  # the region that created the node's tensor, maybe as an earlier node
         self.inference: set[Node] = set()  # computed in inference mode
         self.state: dict[Node, int] = {}
         self.follows_gemm: dict[Node, bool] = {}  # True if the value depends on a GEMM's result
@@ -465,6 +469,7 @@ class GraphAnalysis:
         self._bodies = {} if bodies is None else bodies
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
         self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that are views of it
+        self._merged: dict[int, int] = {}  # storages that are one storage when the graph runs
         inference = 0
         modes = Modes(graph)
         for i, node in enumerate(graph.nodes):
@@ -477,6 +482,10 @@ class GraphAnalysis:
             if inference:
                 self.inference.add(node)
             self.index[node], self.region[node] = i, modes.region
+            returned = self._returned_argument(node, call)
+            self._made_in[node] = modes.region if returned is None else self._made_in[returned]
+            if returned is not None:  # up to torch 2.13, the fake result of an inactive dropout is a copy
+                self._merged[self.storage(node)] = self.storage(returned)
             passes = self.is_passthrough(node) and node.all_input_nodes
             self._origins[node] = self._origins[node.all_input_nodes[0]] if passes else node
             # Ignore an index argument: weights gathered per expert are still weights.
@@ -514,9 +523,19 @@ class GraphAnalysis:
         """Return a number that identifies the memory of the node's value. Fakes share storages like real tensors."""
         value = tensor(node)
         try:
-            return -self.index[node] if value is None else int(value.untyped_storage()._cdata)
+            storage = -self.index[node] if value is None else int(value.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # some subclasses have no storage
-            return -self.index[node]
+            storage = -self.index[node]
+        return self._merged.get(storage, storage)
+
+    def _returned_argument(self, node: Node, call: Call) -> Node | None:
+        """Return the argument that is the call's result, the same tensor; None if the result is a new tensor."""
+        source = call.kwargs["out"] if "out" in call.kwargs else next(iter(node.all_input_nodes), None)
+        if not isinstance(source, Node):
+            return None
+        if call.inplace or "out" in call.kwargs or (call.name in DROPOUTS and not call.dropout_is_active()):
+            return source
+        return source if call.name in ITSELF and self.storage(source) == self.storage(node) else None
 
     def weight_gemm(self, node: Node) -> bool:
         """Return True for a GEMM, unless both its operands depend on other GEMMs, as in attention."""
@@ -550,6 +569,15 @@ class GraphAnalysis:
         first = -1 if after is None else self.index[after]
         last = len(self.index) if before is None else self.index[before]
         return [w for w in self.writes.get(self.storage(node), ()) if first < self.index[w] < last]
+
+    def is_of_region(self, node: Node) -> bool:
+        """Return True if the node's tensor was created, and written until then, in the region of the node's call.
+
+        Otherwise its gradient also depends on other regions: under ``no_grad``, a call that works in place changes the
+        values of a tensor, and leaves its gradient as it is.
+        """
+        made_in = (self._made_in[node], *(self.region[writer] for writer in self.writers(node, before=node)))
+        return all(region == self.region[node] for region in made_in)
 
     def concat_inputs(self, node: Node) -> list[Node]:
         """Return the tensors that the node concatenates along their last axis; [] for other calls."""

@@ -409,7 +409,7 @@ def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
             raise Rejection(Kind.WRITTEN, f"{label(writer)} writes into its result in place")
     for node in subgraph.calls:
         if analysis.calls[node].inplace:
-            if analysis.region[node.all_input_nodes[0]] != analysis.region[node]:  # under no_grad it loses the gradient
+            if not analysis.is_of_region(node):
                 text = f"{label(node)} works in place in another grad mode or autocast region than its argument's"
                 raise Rejection(Kind.IN_PLACE_REGION, text)
             check_in_place_call(analysis, node, subgraph.output, subgraph.calls)

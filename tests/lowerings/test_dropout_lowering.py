@@ -342,7 +342,7 @@ def _sum_in_another_mode(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def _in_place_in_another_mode(s: Any, x: Tensor) -> Tensor:
     h = s.c(x)
     with torch.no_grad():
-        d = F.dropout(h, 0.3, True, True)
+        d = F.dropout(h.contiguous(), 0.3, True, True)  # h itself
     return d * 2
 
 

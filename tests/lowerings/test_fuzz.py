@@ -663,6 +663,57 @@ def test_many_programs(part):
     check_share(counts, 0.2)
 
 
+# Calls that return their argument itself, a view of it, or a new tensor; and activations, most of them in place.
+PASSED_ON = listed(
+    """
+{v}.double() | {v}.to({v}.dtype) | {v}.type_as(x) | {v}.contiguous() | +{v} | {v}.flatten(-1) | Dropout({v})
+F.dropout({v}, 0.0) | {v}.requires_grad_() | nn.Identity()({v}) | {v}.add_(b) | torch.add({v}, b, out={v})
+{v}.expand_as({v}) | {v}.reshape({v}.shape) | {v}.view(-1, 3)[:] | {v}.detach() | {v}.detach_() | {v}.clone()
+{v}.float() | {v} * 1.0 | {v}.mul_(0.5) | {v}.unsqueeze(0).squeeze(0) | {v}.data
+"""
+)
+ACTIVATED = listed(
+    "{v}.relu_() | F.silu({v}, inplace=True) | {v}.sigmoid_() | torch.tanh_({v}) | F.relu({v}, True) | F.gelu({v})"
+)
+
+
+def passed_on(r: random.Random) -> str:
+    """Return an MLP's source, with calls of ``PASSED_ON`` before the activation. Half of the calls are in no_grad."""
+    lines = ["v0 = F.linear(x, w, b)"]
+    for i, texts in enumerate((*[PASSED_ON] * r.choice([1, 1, 2, 3]), ACTIVATED)):
+        block = r.choice(["", "with torch.no_grad(): "])
+        lines.append(f"{block}v{i + 1} = {r.choice(texts).replace('{v}', f'v{i}')}")
+    results = [f"F.linear(v{len(lines) - 1}.to(d.dtype), d)", f"v{r.randrange(len(lines))} * 2"]
+    return "\n    ".join(["def f(x, w, b, d):", *lines, f"return {', '.join(results[: r.choice([1, 1, 2])])},"])
+
+
+@pytest.mark.parametrize(
+    ("part", "programs"), [(0, 24), *(pytest.param(n, 300, marks=pytest.mark.slow) for n in (1, 2))]
+)
+def test_tensors_that_calls_pass_on(part, programs):
+    """A call may return its argument itself. The argument's gradient then ignores the grad mode of the call."""
+    counts: Counter[str] = Counter()
+    shapes = (4, 2), (3, 2), (3,), (2, 3)
+    arguments = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    @run_on_randoms(programs, part)
+    def _(r):
+        source, way = passed_on(r), r.choice(["eager", "eager", "aot_eager"])
+        torch._dynamo.reset()
+        try:
+            sites = compare(function(source), arguments, way=way, dtype=torch.float32)
+        except EagerFails:
+            counts["raises"] += 1
+            return
+        except Exception as e:
+            e.add_note(f"{way}\n{source}")
+            raise
+        counts["programs"] += 1
+        counts["fused" if any(site.op for site in sites) else "left alone"] += 1
+
+    check_share(counts, 0.2)
+
+
 def written(e: Expression) -> str:
     """Return the expression as text, with the first pattern of each function."""
     if isinstance(e, tuple):

@@ -20,6 +20,8 @@ from harness import Net
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from torch_fused_ops.graphs.reasons import Kind
+from torch_fused_ops.lowerings.recognize import graph
 from torch_fused_ops.operators.reference import CLAMP_KEEPS_BOUNDS
 
 C = math.sqrt(2 / math.pi)
@@ -212,6 +214,14 @@ REGIONS: dict[str, tuple[Case, str]] = {
         unary(lambda x: first(x, within(torch.no_grad, torch.sigmoid_, x))),
         "switched between its parts|in place",
     ),
+    "in place without gradient, on what is written with one": (
+        binary(
+            lambda h, u: (lambda t: within(torch.no_grad, torch.relu_, t.add_(u)))(
+                within(torch.no_grad, torch.clone, h)
+            )
+        ),
+        "works in place in another grad mode",
+    ),
     "detached inside": (unary(lambda x: 0.5 * x * (1 + torch.erf(x * 0.7071067811865476).detach())), "detach stands"),
     "clipped gradient": (unary(functions.Clipped.apply), NO_DERIVATIVE),
     "scaled gradient": (unary(functions.Scaled.apply), NO_DERIVATIVE),
@@ -263,6 +273,10 @@ WRITTEN: dict[str, tuple[Case, str]] = {
     ),
     "in place on a view": (
         lambda h, u, p, w, m: F.linear(h[1:].relu_(), w).sum() + h.sum(),
+        "sum reads the tensor afterwards",
+    ),
+    "in place on an inactive dropout": (
+        lambda h, u, p, w, m: F.linear(F.dropout(h, 0.0).relu_(), w).sum() + h.sum(),
         "sum reads the tensor afterwards",
     ),
     "its input, afterwards": (
@@ -555,6 +569,48 @@ def test_a_view_that_is_written_after_the_graph_read_it():
         return F.linear(view, w)
 
     sites(case, "")
+
+
+# Calls on a float64 tensor, with arguments at which they may return it itself.
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda x: x.to(x.dtype), "type": lambda x: x.type(x.dtype), "type_as": lambda x: x.type_as(x),
+    "double": lambda x: x.double(), "contiguous": lambda x: x.contiguous(), "clone": lambda x: x.clone(),
+    "dropout": lambda x: F.dropout(x, 0.5, training=False), "dropout at 0": lambda x: F.dropout(x, 0.0),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, False), "positive": lambda x: +x,
+    "flatten": lambda x: x.flatten(-1),
+    "add_": lambda x: x.add_(torch.ones_like(x[:1])),
+    "out=": lambda x: torch.add(x, torch.ones_like(x[:1]), out=x),
+    "view": lambda x: x.view(x.shape), "reshape": lambda x: x.reshape(x.shape), "view_as": lambda x: x.view_as(x),
+    "unflatten": lambda x: x.unflatten(0, x.shape[:1]), "squeeze": lambda x: x.squeeze(0),
+    "ravel": lambda x: x.view(-1).ravel(), "transpose": lambda x: x.transpose(0, 0), "t": lambda x: x[0].t(),
+    "movedim": lambda x: x.movedim(0, 0), "permute": lambda x: x.permute(0, 1), "expand": lambda x: x.expand(x.shape),
+    "expand_as": lambda x: x.expand_as(x), "getitem": lambda x: x[...], "narrow": lambda x: x.narrow(0, 0, len(x)),
+    "detach": lambda x: x.detach(), "chunk": lambda x: x.chunk(1)[0], "mul": lambda x: x * 1.0, "relu": F.relu,
+    "index_select": lambda x: x.index_select(0, torch.arange(len(x))), "sub": lambda x: x - 0.0,
+}  # fmt: skip
+IN_PLACE = {"dropout", "dropout at 0", "alpha_dropout", "add_", "out="}
+
+
+def test_calls_that_may_return_their_argument_are_in_the_table():
+    x = torch.ones(4, 16, dtype=torch.float64)
+    for name, call in SAME.items():
+        assert (call(x) is x) == (name in graph.ITSELF | IN_PLACE), name
+
+
+def test_an_argument_that_a_call_returns_keeps_its_gradient():
+    """In no_grad, ``h.double().relu_()`` changes h's values, not its gradient. One graph has a site per call."""
+    calls = [call for name, call in SAME.items() if name in graph.ITSELF | IN_PLACE]
+
+    def without_grad(calls):
+        return lambda h, u, p, w, m: [
+            F.linear(within(torch.no_grad, lambda t, call=call: F.relu_(call(t)), h + u), w.to(call(m).dtype))
+            for call in calls
+        ]
+
+    found = sites(without_grad(calls), "")
+    assert [site.kind for site in found] == [Kind.IN_PLACE_REGION] * len(calls)
+    found = sites(without_grad([Tensor.float, Tensor.clone, Tensor.detach]), "", torch.float32)  # new tensors
+    assert [site.op for site in found] == ["fused::bias_act"] * 3
 
 
 def silu_mlp(x, w1, w2):
