@@ -573,8 +573,7 @@ class GraphAnalysis:
     def is_of_region(self, node: Node) -> bool:
         """Return True if the node's tensor was created, and written until then, in the region of the node's call.
 
-        Otherwise its gradient also depends on other regions: under ``no_grad``, a call that works in place changes the
-        values of a tensor, and leaves its gradient as it is.
+        Under ``no_grad``, a call that works in place changes a tensor's values, but not its gradient.
         """
         made_in = (self._made_in[node], *(self.region[writer] for writer in self.writers(node, before=node)))
         return all(region == self.region[node] for region in made_in)

@@ -77,8 +77,8 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
     if match is None and kinks:
         smooth = _prove(steps, result, operands, False, table)
         if smooth.activation is not None:
-            kind = Kind.RELU_KINK if smooth.activation == "relu" else Kind.KINK
-            return _rejected(kind, f"it is {smooth.activation}, but with another gradient exactly at the kink")
+            kind = Kind.RELU_KINK if smooth.activation in ("relu", "relu2") else Kind.KINK
+            return _rejected(kind, f"it is {smooth.activation}, but with another gradient at the kink or at NaN")
     return match or _explain_mismatch(algebra, expression, steps, forms, operands == 1)
 
 

@@ -52,7 +52,7 @@ class Algebra:
     """Arithmetic on canonical forms. Atoms that agree to the tolerance are represented by the first of them."""
 
     def __init__(self, kinks: bool = True, atoms: tuple[tuple[str, tuple[Poly, ...]], ...] = ()) -> None:
-        """``kinks``: True to distinguish functions by their derivatives at kinks; ``atoms``: the initial atoms."""
+        """``kinks``: True to distinguish functions by derivatives at kinks and NaN; ``atoms``: the initial atoms."""
         self.kinks = kinks
         self.atoms: list[tuple[str, tuple[Poly, ...]]] = list(atoms)
         self.lost: list[float] = []  # for each step of the last evaluation, the largest term that vanished in a sum
@@ -176,7 +176,10 @@ class Algebra:
         return {tuple(sorted([*powers.items(), (e, 1)])): 1.0}
 
     def _square_relus(self, powers: dict[int, int]) -> dict[int, int]:
-        """Replace x·relu(x) by relu(x)². The derivative of the square is 0 at the kink, for any derivative of relu."""
+        """Replace x·relu(x) by relu(x)². The derivative of the square is 0 at the kink, for any derivative of relu.
+
+        At NaN it is NaN, unless the gradients of all factors are masked.
+        """
         for atom, k in powers.items():
             function, args = self.atoms[atom]
             if function != "relu":
@@ -184,7 +187,8 @@ class Algebra:
             inner = args[0]
             relus = [b for b in powers if self.atoms[b][0] == "relu" and self.same(self.atoms[b][1][0], inner)]
             same = [b for b in powers if inner == {((b, 1),): 1.0} or b in relus]
-            ((square, _),) = next(iter(self._atom("relu", inner, {})))
+            is_masked = same == relus and not any(self.atoms[b][1][2] for b in relus)
+            ((square, _),) = next(iter(self._atom("relu", inner, {}, {} if is_masked else self.lift(1.0))))
             if same != [square] and (len(same) > 1 or k > 1):
                 remaining = {b: n for b, n in powers.items() if b not in same}
                 return self._square_relus({**remaining, square: sum(powers[b] for b in same)})
@@ -276,42 +280,61 @@ class Algebra:
             return self.mul(self.erf(self.mul(p, -1.0)), -1.0)
         return self._function("erf", p, math.erf)
 
-    def relu(self, p: Operand, kink: float = 0.0) -> Poly:
-        """Return max(p, 0). ``kink`` is torch's derivative at p = 0: 0 for relu, 1 or 0 for clamp, 1/2 for maximum."""
+    def relu(self, p: Operand, kink: float = 0.0, at_nan: float = 1.0) -> Poly:
+        """Return max(p, 0).
+
+        Args:
+            p: the operand.
+            kink: torch's derivative at p = 0: 0 for relu, 1 or 0 for clamp, 1/2 for maximum.
+            at_nan: torch's derivative at NaN: 1 for relu and maximum, 0 for clamp, which masks the gradient.
+        """
         p = self.lift(p)
         if self.constant(p) is not None:
             return self.lift(max(p.get((), 0.0), 0.0))
-        kink = kink if self.kinks else 0.0
+        kink, at_nan = (kink, at_nan) if self.kinks else (0.0, 1.0)
         lead = self._lead(p)
         if lead < 0:  # relu(p) = p + relu(-p)
-            return self.add(p, self.relu(self.mul(p, -1.0), 1.0 - kink))
+            return self.add(p, self.relu(self.mul(p, -1.0), 1.0 - kink, 1.0 - at_nan))
         if len(p) == 1 and all(self.atoms[a][0] in ("relu", "sigmoid", "exp") for a, _ in next(iter(p))):
-            return self._never_negative(p, kink)
-        return self.mul(self._atom("relu", self.mul(p, 1 / lead), self.lift(kink)), lead)  # c·relu(p), c > 0
+            simplified = self._never_negative(p, kink, at_nan)
+            if simplified is not None:
+                return simplified
+        return self.mul(self._atom("relu", self.mul(p, 1 / lead), self.lift(kink), self.lift(at_nan)), lead)
 
-    def _never_negative(self, p: Poly, kink: float) -> Poly:
-        """Return p = relu(p) for p ≥ 0. If p is relu(q), the derivative at q = 0 is the product of both derivatives."""
+    def _never_negative(self, p: Poly, kink: float, at_nan: float) -> Poly | None:
+        """Return p = relu(p) for p ≥ 0. If p is relu(q), the derivatives at q = 0 and at NaN are products of both.
+
+        Return None if the derivative at NaN differs.
+        """
         ((m, c),) = p.items()
         relus = [(atom, k) for atom, k in m if self.atoms[atom][0] == "relu"]
+        if at_nan != 1 and (not relus or m != ((relus[0][0], 1),)):
+            return None
         if len(relus) != 1 or relus[0][1] != 1:
             return p
-        inner, inner_kink = self.atoms[relus[0][0]][1]
+        inner, *derivatives = self.atoms[relus[0][0]][1]
+        products = (self.mul(q, factor) for q, factor in zip(derivatives, (kink, at_nan), strict=True))
         remaining = tuple((atom, k) for atom, k in m if atom != relus[0][0])
-        return self.mul({remaining: c}, self._atom("relu", inner, self.mul(inner_kink, kink)))
+        return self.mul({remaining: c}, self._atom("relu", inner, *products))
 
-    def maximum(self, p: Operand, q: Operand, kink: float = 0.5) -> Poly:
-        return self.add(q, self.relu(self.sub(p, q), kink))
+    def maximum(self, p: Operand, q: Operand, kink: float = 0.5, at_nan: float = 1.0) -> Poly:
+        return self.add(q, self.relu(self.sub(p, q), kink, at_nan))
 
-    def minimum(self, p: Operand, q: Operand, kink: float = 0.5) -> Poly:
-        return self.sub(p, self.relu(self.sub(p, q), 1.0 - kink))
+    def minimum(self, p: Operand, q: Operand, kink: float = 0.5, at_nan: float = 1.0) -> Poly:
+        return self.sub(p, self.relu(self.sub(p, q), 1.0 - kink, 1.0 - at_nan))
 
     def clamp(
-        self, p: Operand, low: Operand | None = None, high: Operand | None = None, kink: float = CLAMP_KINK
+        self,
+        p: Operand,
+        low: Operand | None = None,
+        high: Operand | None = None,
+        kink: float = CLAMP_KINK,
+        at_nan: float = 0.0,
     ) -> Poly:
         p = self.lift(p)
-        if low is not None and low != -math.inf:
-            p = self.maximum(p, low, kink)
-        return p if high is None or high == math.inf else self.minimum(p, high, kink)
+        if low is not None and (self.kinks or low != -math.inf):  # an infinite bound masks the gradient of NaN
+            p = self.maximum(p, low, kink, at_nan)
+        return p if high is None or (not self.kinks and high == math.inf) else self.minimum(p, high, kink, at_nan)
 
     # Calculus
 
@@ -444,7 +467,7 @@ def _softplus(a: Algebra, input: Operand, beta: float = 1.0, threshold: float = 
 
 
 def _relu6(a: Algebra, input: Operand) -> Poly:
-    return a.clamp(input, 0.0, 6.0, kink=0.0)
+    return a.clamp(input, 0.0, 6.0, kink=0.0, at_nan=1.0)
 
 
 # Every supported function's definition, under torch's name, with torch's parameter names. ``Call`` removes `inplace`,
@@ -477,7 +500,7 @@ RULES: dict[str, Rule] = {
     "erf": lambda a, input: a.erf(input),
     "erfc": lambda a, input: a.sub(1.0, a.erf(input)),
     "relu": lambda a, input: a.relu(input),
-    "abs": lambda a, input: a.add(a.relu(input, 0.5), a.relu(a.mul(input, -1.0), 0.5)),
+    "abs": lambda a, input: a.add(a.relu(input, 0.5, 0.5), a.relu(a.mul(input, -1.0), 0.5, 0.5)),
     "maximum": lambda a, input, other: a.maximum(input, other),
     "minimum": lambda a, input, other: a.minimum(input, other),
     "clamp": lambda a, input, min=None, max=None: a.clamp(input, min, max),
@@ -491,11 +514,11 @@ RULES: dict[str, Rule] = {
     "softsign": lambda a, input: a.div(input, a.add(RULES["abs"](a, input), 1.0)),
     "tanhshrink": lambda a, input: a.sub(input, a.tanh(input)),
     "relu6": _relu6,
-    "hardtanh": lambda a, input, min_val=-1.0, max_val=1.0: a.clamp(input, min_val, max_val, kink=0.0),
-    "hardsigmoid": lambda a, input: a.mul(_relu6(a, a.add(input, 3.0)), 1 / 6),
+    "hardtanh": lambda a, input, min_val=-1.0, max_val=1.0: a.clamp(input, min_val, max_val, 0.0, 1.0),
+    "hardsigmoid": lambda a, input: a.mul(a.clamp(a.add(input, 3.0), 0.0, 6.0, kink=0.0), 1 / 6),
     "hardswish": lambda a, input: a.mul(a.mul(input, _relu6(a, a.add(input, 3.0))), 1 / 6),
     "leaky_relu": lambda a, input, negative_slope=0.01: a.sub(
-        a.relu(input), a.mul(a.relu(a.mul(input, -1.0), 1.0), negative_slope)
+        a.relu(input, at_nan=0.0), a.mul(a.relu(a.mul(input, -1.0), 1.0), negative_slope)
     ),
     "elu": _elu,
     "celu": lambda a, input, alpha=1.0: _elu(a, input, alpha, input_scale=1 / alpha),
