@@ -105,11 +105,13 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "--device": _BENCH_OPTIONS["device"],
         "--quick": {**_FLAG, "help": "fewer samples"},
     }),
-    "explain": ("list a model's MLPs, fused or not, with reasons", {
-        "spec": _SPEC,
+    "explain": ("list a model's MLPs, fused or not, with reasons; or explain a memory snapshot", {
+        "spec": {**_SPEC, "nargs": "?"},
         **_POLICY,
         "--train": {**_FLAG, "help": "training mode with gradients; by default evaluation mode without"},
         "--saved": {**_FLAG, "help": "--train, and list tensors saved for backward with settings that remove them"},
+        "--snapshot": {"metavar": "FILE", "help": "explain this memory snapshot of PyTorch's; with or without a model"},
+        "--plan": {"metavar": "FILE", "help": "with --snapshot: compare it with a plan, written by plan --json"},
         **_FILES,
     }),
     "plan": ("fit a training step into a GPU's memory; exit code 1 if it does not fit", {
@@ -175,6 +177,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             words[i : i + 2] = [f"{word}={words[i + 1]}"]
     arguments = parser().parse_args(words)
     try:
+        if arguments.command == "explain" and not (arguments.spec or arguments.snapshot):
+            raise ValueError("MODULE:CALLABLE is missing; only --snapshot FILE works without a model")
         if arguments.command == "plan":
             for name in PLAN:
                 if name != "capacity":

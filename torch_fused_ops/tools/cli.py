@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import pkgutil
@@ -160,15 +161,24 @@ def _output(arguments: argparse.Namespace, result: Any, ok: bool = True) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    if arguments.saved:  # report missing Triton before slow work
-        gpus.import_triton()
-    training = arguments.train or arguments.saved
-    model, args, kwargs = _load(arguments, training)
-    with torch.set_grad_enabled(training):
-        report = tfo.explain(model, *args, policy=tfo.FusionPolicy.parse(arguments.policy), **kwargs)
-    if arguments.saved:
-        report.saved  # noqa: B018, computed here
-    return _output(arguments, report)
+    listed: dict[str, Any] = {}
+    if arguments.spec:
+        if arguments.saved or arguments.snapshot:  # report missing Triton before slow work
+            gpus.import_triton()
+        training = arguments.train or arguments.saved or arguments.snapshot is not None
+        model, args, kwargs = _load(arguments, training)
+        with torch.set_grad_enabled(training):
+            report = tfo.explain(model, *args, policy=tfo.FusionPolicy.parse(arguments.policy), **kwargs)
+        if arguments.saved or arguments.snapshot:
+            parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+            listed = {"saved": report.saved, "parameters": [p.nbytes for p in parameters]}
+        if not arguments.snapshot:
+            return _output(arguments, report)
+    from torch_fused_ops.reports.snapshot import read_snapshot
+
+    with _usage_errors(ValueError), _progress("torch_fused_ops.snapshot"):
+        plan = json.loads(Path(arguments.plan).read_text()) if arguments.plan else None
+        return _output(arguments, read_snapshot(arguments.snapshot, plan=plan, **listed))
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,479 @@
+"""Read PyTorch's memory snapshots: group the memory alive at the failure or at the peak, and name settings against it.
+
+``torch.cuda.memory._dump_snapshot`` writes a pickle of segments with blocks, and of traces of allocations, as the
+docstring of ``torch.cuda.memory._snapshot`` describes. An allocation's frames tell its kind. The autograd engine's
+threads run no Python code, so their allocations have no frames.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import io
+import itertools
+import json
+import logging
+import os
+import pickle
+import re
+import resource
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_fused_ops.graphs.listing import SavedRow
+from torch_fused_ops.reports.page import template
+from torch_fused_ops.reports.saved import Saved
+from torch_fused_ops.reports.text import aligned, size
+from torch_fused_ops.settings.environment import writable
+
+log = logging.getLogger("torch_fused_ops.snapshot")
+
+PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"
+ACTIVATIONS, RECOMPUTED, LOGITS = "saved activations", "recomputed by a checkpoint", "logits and their copies"
+TEMPORARY, EARLIER, OTHER = "temporaries", "allocated before the recording", "other"
+# Names that a writer may give a block itself, as PyTorch's profiler does (``_memory_viz._profile_to_snapshot``).
+_CATEGORIES = {
+    "parameter": PARAMETERS, "optimizer_state": STATE, "gradient": GRADIENTS, "activation": ACTIVATIONS,
+    "temporary": TEMPORARY, "autograd_detail": TEMPORARY, "input": OTHER,
+}  # fmt: skip
+
+_BACKWARD, _FORWARD = "backward", "forward"  # phases in which several kinds are allocated
+# The first row counts of which a frame, "file:function", matches.
+_PHASES = (
+    (STATE, r"/torch/optim/|/optim(izers?)?/[^:]*:step$"),
+    (RECOMPUTED, r"/torch/utils/checkpoint\.py:(unpack_hook|recompute_fn|backward)$"),
+    (_BACKWARD, r"/torch/(autograd/|_tensor\.py)[^:]*:(backward|_engine_run_backward|apply)$|torch::autograd::Engine"),
+    (LOGITS, r":(\w*cross_entropy\w*|nll_loss|log_softmax|\w*[lL]oss\w*)$|/modules/loss\.py:"),
+    (_FORWARD, r":(forward|_call_impl|call)$"),
+    (PARAMETERS, r":(from_pretrained|load_state_dict|_apply|to|cuda|to_empty|__init__|reset_parameters)$"),
+)
+_PATTERNS = tuple((phase, re.compile(pattern)) for phase, pattern in _PHASES)
+_LIBRARY = re.compile(
+    r"/torch/|/torchinductor_|<|\.(cpp|cu|h|c)$|^\?*$|/(accelerate|torch_fused_ops)/|site-packages/triton"
+)
+
+BYTES_FOR_BYTE = 24  # a loaded snapshot takes 9 to 15 bytes for each byte of its file (Python 3.11)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Load containers, numbers and strings only, so that a file cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}: a snapshot has containers, numbers and strings only")
+
+
+class _Progress(io.BufferedReader):
+    """A file that logs each 64 MiB that were read."""
+
+    def read(self, count: int | None = -1) -> bytes:
+        before = self.tell() >> 26
+        data = super().read(count)
+        if self.tell() >> 26 > before:
+            log.info("%s were read", size(self.tell()))
+        return data
+
+
+@contextlib.contextmanager
+def _bounded(nbytes: int) -> Iterator[None]:
+    """Raise MemoryError in this block if the process needs ``nbytes`` more of address space (POSIX)."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = mapped + nbytes if limits[1] == resource.RLIM_INFINITY else min(mapped + nbytes, limits[1])
+    resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Load a snapshot without running code from the file. Takes at most 24 times the file's size of memory.
+
+    Raises:
+        ValueError: the file cannot be read, is not a snapshot, or needs more memory than is free.
+    """
+    try:
+        total = os.path.getsize(path)
+        free = os.sysconf("SC_AVPHYS_PAGES") * resource.getpagesize()
+        with _Progress(io.FileIO(path)) as file, _bounded(min(BYTES_FOR_BYTE * total, free) + (1 << 28)):
+            data = _Unpickler(file).load()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except MemoryError:
+        raise ValueError(
+            f"{path}, {size(total)}, is damaged or too large. Record less: _record_memory_history(max_entries=100_000)"
+        ) from None
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise ValueError(f"{path} is not a memory snapshot, or is truncated: {error}") from None
+    try:
+        assert all(isinstance(block["size"], int) for segment in data["segments"] for block in segment["blocks"])
+        assert all(isinstance(event["action"], str) for trace in data["device_traces"] for event in trace)
+    except (AssertionError, KeyError, TypeError):
+        text = "it has no segments with blocks and no device_traces, as torch.cuda.memory._dump_snapshot writes them"
+        raise ValueError(f"{path} is not a memory snapshot: {text}") from None
+    return data  # type: ignore[no-any-return]
+
+
+class Block(NamedTuple):
+    """A tensor's memory from its allocation to its release, as numbers of events in the trace."""
+
+    nbytes: int  # requested
+    start: int  # -1: before the trace
+    end: int  # the number of events: not freed
+    frames: Sequence[Mapping[str, Any]] = ()
+    category: str = ""
+
+
+class Device:
+    """A device's trace and segments in a snapshot.
+
+    Attributes:
+        number: the device's index.
+        trace: the events, the oldest first; empty without ``_record_memory_history``.
+        segments: the allocator's segments when the file was written.
+        blocks: every block, in the order of release, then those that are alive at the end.
+        failure: the number of the last request that failed; None if none did.
+    """
+
+    def __init__(self, number: int, trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]]) -> None:
+        self.number, self.trace, self.segments = number, trace, segments
+        self.blocks: list[Block] = []
+        self.failure = next((i for i in reversed(range(len(trace))) if trace[i]["action"] == "oom"), None)
+        alive: dict[int, tuple[int, int, Any, str]] = {}
+        for i, event in enumerate(trace):
+            if event["action"] == "alloc":
+                alive[event["addr"]] = event["size"], i, event.get("frames", ()), event.get("category", "")
+            elif event["action"] == "free_completed":
+                nbytes, start, frames, category = alive.pop(event["addr"], (event["size"], -1, (), ""))
+                self.blocks.append(Block(nbytes, start, i, frames, category))
+        for segment in segments:
+            address = segment.get("address") or 0
+            for block in segment["blocks"]:  # older files have no addresses of blocks
+                if block["state"] != "inactive":
+                    known = (
+                        block.get("requested_size", block["size"]),
+                        -1,
+                        block.get("frames", ()),
+                        block.get("category", ""),
+                    )
+                    alive.setdefault(block.get("address", address), known)
+                address += block["size"]
+        self.blocks += [Block(nbytes, start, len(trace), *rest) for nbytes, start, *rest in alive.values()]
+
+    def live_bytes(self) -> list[int]:
+        """Return the bytes alive before the first event, and after each event."""
+        changes = [0] * (len(self.trace) + 2)
+        for block in self.blocks:
+            changes[block.start + 1] += block.nbytes
+            changes[block.end + 1] -= block.nbytes
+        return list(itertools.accumulate(changes[:-1]))
+
+
+# ---- kinds -----------------------------------------------------------------------------------------------------------
+
+
+class _Phases:
+    """Tell in which phase of a step a block is allocated. Equal stack traces of a pickle are one object."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, str] = {}
+
+    def of(self, block: Block) -> str:
+        if block.start < 0 and not block.frames:
+            return EARLIER
+        if not block.frames:
+            return _BACKWARD  # the autograd engine's thread
+        if (phase := self.by_id.get(id(block.frames))) is None:
+            texts = [f"{frame.get('filename', '')}:{frame.get('name', '')}" for frame in block.frames]
+            matches = (phase for phase, pattern in _PATTERNS if any(map(pattern.search, texts)))
+            phase = self.by_id[id(block.frames)] = next(matches, OTHER)
+        return phase
+
+
+def kinds_of(device: Device, at: int, sizes: Counter[int]) -> list[tuple[Block, str]]:
+    """Return the blocks alive after event ``at``, each with its kind.
+
+    Args:
+        device: the device.
+        at: the event's number.
+        sizes: the number of the model's parameters of each size in bytes; empty if unknown.
+    """
+    phases, blocks, events = _Phases(), device.blocks, len(device.trace)
+    started: dict[str, list[int]] = defaultdict(list)
+    for block in sorted(blocks, key=lambda b: b.start):
+        started[phases.of(block)].append(block.start)
+
+    def reaches(block: Block, *names: str) -> bool:
+        """Return True if one of these phases begins while the block is alive, or if it is alive at the trace's end."""
+        following = (started[name][bisect.bisect(started[name], block.start) :][:1] for name in names)
+        return block.end == events or any(start < block.end for starts in following for start in starts)
+
+    alive = sorted((b for b in blocks if b.start <= at < b.end), key=lambda b: b.start)
+    unmatched = sizes or Counter(b.nbytes for b in alive if phases.of(b) in (PARAMETERS, EARLIER))
+    parameters, gradients = Counter(unmatched), Counter(unmatched)
+    result: list[tuple[Block, str]] = []
+    for block in alive:
+        kind = phases.of(block)
+        if block.category in _CATEGORIES:
+            kind = _CATEGORIES[block.category]
+        elif kind == STATE and not any(frame["name"] == "_init_group" for frame in block.frames):
+            kind = STATE if block.end < events and reaches(block, _FORWARD) else TEMPORARY
+        elif kind == _BACKWARD:
+            kind = GRADIENTS if gradients[block.nbytes] > 0 and reaches(block, STATE, _FORWARD) else TEMPORARY
+            gradients[block.nbytes] -= kind == GRADIENTS
+        elif kind == _FORWARD:
+            kind = ACTIVATIONS if reaches(block, _BACKWARD) else TEMPORARY
+        elif kind == LOGITS and result and block.nbytes in (result[-1][0].nbytes, 2 * result[-1][0].nbytes):
+            result[-1] = result[-1][0], LOGITS  # the head's result, which the loss copies in float32
+        elif kind == EARLIER and sizes and parameters[block.nbytes] > 0:
+            kind, parameters[block.nbytes] = PARAMETERS, parameters[block.nbytes] - 1
+        result.append((block, kind))
+    return result
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of one kind that one line or module allocated."""
+
+    kind: str
+    where: str  # the module if the model is given, else the innermost line outside of libraries; "" if unknown
+    nbytes: int
+    count: int
+    setting: str = ""  # the settings that avoid saving these tensors, or the reason why they stay; with the model only
+
+
+@dataclass(frozen=True)
+class SnapshotReport:
+    """What was alive at the failure, or else at the peak, on one device. Printable.
+
+    Attributes:
+        moment: a sentence: when, and how many bytes.
+        live: bytes alive then, as requested.
+        reserved: bytes of all segments when the file was written.
+        unused: bytes of free blocks in these segments.
+        largest: bytes of the largest free block.
+        requested: bytes of the request that failed; None without a failure.
+        groups: the tensors, the largest groups first.
+        notes: remarks on the file.
+        advice: a sentence for each setting, with bytes, also where it would not help.
+        compared: (part, bytes here, planned bytes) with a plan, the largest difference first.
+    """
+
+    moment: str
+    live: int
+    reserved: int
+    unused: int
+    largest: int
+    requested: int | None
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...]
+    advice: tuple[str, ...] = ()
+    compared: tuple[tuple[str, int, int], ...] = ()
+
+    def nbytes(self, *kinds: str) -> int:
+        """Return the bytes of these kinds."""
+        return sum(group.nbytes for group in self.groups if group.kind in kinds)
+
+    def kinds(self) -> dict[str, int]:
+        """Return the bytes of each kind, the largest first."""
+        totals = {group.kind: self.nbytes(group.kind) for group in self.groups}
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def tables(self) -> Iterator[list[tuple[str, ...]]]:
+        """Yield the report's tables. The first row of each is its heading."""
+        totals = ((kind, size(n), f"{n / max(self.live, 1):.0%}") for kind, n in self.kinds().items())
+        yield [("alive", "bytes", "share"), *totals]
+        shown = [group for group in self.groups if group.where and group.nbytes >= self.live / 200][:20]
+        rows = [(f"{g.kind}: {g.where}", f"{g.count}", size(g.nbytes)) for g in shown]
+        if rows:
+            yield [("the largest groups", "tensors", "bytes"), *rows]
+        if self.compared:
+            rows = [(name, size(a), size(b), f"{a / b - 1:+.1%}" if b else "") for name, a, b in self.compared]
+            yield [("beside the plan", "snapshot", "plan", "difference"), *rows]  # type: ignore[list-item]
+
+    def __str__(self) -> str:
+        lines = [self.moment, ""]
+        for table in self.tables():
+            lines += [*aligned(table), ""]
+        return "\n".join([*lines, *self.sentences(), *(f"note: {note}" for note in self.notes)])
+
+    def sentences(self) -> list[str]:
+        """Return the settings of the largest groups, then the advice."""
+        return [
+            *(f"{g.where}: {g.setting}" for g in self.groups if g.setting and g.nbytes >= self.live / 200),
+            *self.advice,
+        ]
+
+    def to_json(self) -> str:
+        """Convert the attributes to JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the report as one self-contained page.
+
+        Raises:
+            ValueError: path cannot be written.
+        """
+        page = template("reports/snapshot.html", {"size": size}).render(report=self)
+        writable(f"path={str(path)!r}", path).write_text(page, encoding="utf-8")
+
+
+def read_snapshot(
+    path: str | Path,
+    *,
+    saved: Saved | None = None,
+    parameters: Iterable[int] = (),
+    plan: Mapping[str, Any] | None = None,
+) -> SnapshotReport:
+    """Explain a memory snapshot: what was alive when a request failed, or else at the peak, and what would shrink it.
+
+    Args:
+        path: a file that ``torch.cuda.memory._dump_snapshot`` or ``Plan.to_snapshot`` wrote.
+        saved: the model's saved tensors, ``explain(model, …).saved``. Blocks of equal sizes are taken for them.
+        parameters: bytes of each of the model's parameters.
+        plan: a plan as JSON, to compare.
+
+    Raises:
+        ValueError: the file is not a snapshot, or nothing is allocated in it.
+    """
+    data = load(path)
+    segments: dict[int, list[Any]] = defaultdict(list)
+    for segment in data["segments"]:
+        segments[segment.get("device", 0)].append(segment)
+    traces = dict(enumerate(data["device_traces"]))
+    devices = [Device(number, traces.get(number, ()), segments[number]) for number in sorted({*traces, *segments})]
+    peaks = {device: max(device.live_bytes()) for device in devices if device.blocks}
+    if not peaks:
+        raise ValueError(f"{path} has no allocated memory: write it in the process that trains, before it ends")
+    device = max(peaks, key=lambda d: (d.failure is not None, peaks[d]))
+    failed = None if device.failure is None else device.trace[device.failure]
+    at = device.live_bytes().index(peaks[device]) - 1 if device.failure is None else device.failure
+    alive = kinds_of(device, at, Counter(parameters))
+    live = sum(block.nbytes for block, _ in alive)
+    free = [b["size"] for segment in device.segments for b in segment["blocks"] if b["state"] == "inactive"]
+    when = f"when {size(failed['size'])} more were requested" if failed else "at the peak"
+    place = f"event {at + 1:,} of {len(device.trace):,}" if device.trace else "when the file was written"
+    others = ", ".join(f"{d.number}: {size(peak)}" for d, peak in peaks.items() if d is not device)
+    report = SnapshotReport(
+        moment=f"{path}, device {device.number}: {size(live)} alive {when} ({place})",
+        live=live,
+        reserved=sum(segment["total_size"] for segment in device.segments),
+        unused=sum(free),
+        largest=max(free, default=0),
+        requested=failed["size"] if failed else None,
+        groups=tuple(_grouped(alive, saved)),
+        notes=tuple(_notes(device, alive, at, others)),
+    )
+    advice = tuple(_advice(report, device, failed, saved))
+    return replace(report, advice=advice, compared=tuple(_compared(report, plan)) if plan else ())
+
+
+def _grouped(alive: Iterable[tuple[Block, str]], saved: Saved | None) -> Iterator[Group]:
+    """Group tensors by kind and place, the largest groups first."""
+    rows: dict[int, list[SavedRow]] = defaultdict(list)  # size of a tensor -> a row for each tensor
+    for row in saved.rows if saved else ():
+        rows[row.nbytes // row.count] += [row] * row.count
+    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for block, kind in alive:
+        where, setting = next(filter(None, map(_line, block.frames)), ""), ""
+        if kind == ACTIVATIONS and rows[block.nbytes]:
+            row = rows[block.nbytes].pop(0)
+            where, setting = f"{row.module} {row.dtype}{list(row.shape)}", row.advice
+        groups[kind, where, setting].append(block.nbytes)
+    for (kind, where, setting), sizes in sorted(groups.items(), key=lambda item: -sum(item[1])):
+        yield Group(kind, where, sum(sizes), len(sizes), setting)
+
+
+def _line(frame: Mapping[str, Any]) -> str:
+    """Return "file:line function" for a frame outside of libraries; "" for any other frame."""
+    file, name = str(frame.get("filename", "")), frame.get("name", "")
+    return "" if _LIBRARY.search(file) else f"{'/'.join(file.split('/')[-2:])}:{frame.get('line', 0)} {name}"
+
+
+def _notes(device: Device, alive: Sequence[tuple[Block, str]], at: int, others: str) -> Iterator[str]:
+    """Yield what the file lacks, and what its figures leave out."""
+    trace = device.trace
+    record = "torch.cuda.memory._record_memory_history()"
+    if not trace:
+        yield f"The file has no trace, so it shows the moment when it was written. Call {record} before training."
+    elif not any(block.frames for block, _ in alive):
+        yield f"Allocations have no stack traces, so most kinds are unknown. Record them: {record}, with its defaults."
+    if early := sum(block.nbytes for block, kind in alive if kind == EARLIER):
+        yield f"{size(early)} were allocated before the recording. Call {record} before the model is created."
+    if trace and at + 1 < len(trace):
+        yield f"Reserved and free bytes are those when the file was written, {len(trace) - at - 1:,} events later."
+    pools = [
+        segment["total_size"] for segment in device.segments if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+    ]
+    if pools:
+        yield f"{size(sum(pools))} are in private pools, such as CUDA graphs': other allocations cannot use them."
+    if others:
+        yield f"Other devices have memory, too (device: peak): {others}."
+
+
+def _advice(report: SnapshotReport, device: Device, failed: Any, saved: Saved | None) -> Iterator[str]:
+    """Yield a sentence for each setting that would help, or that would not, with bytes."""
+    activations = report.nbytes(ACTIVATIONS)
+    if failed is not None and "device_free" in failed:
+        yield (
+            f"PyTorch reserved {size(report.reserved)}, and {size(failed['device_free'])} were free on the device. If "
+            "the sum is less than the GPU's memory, other processes, the CUDA context, or a MIG instance have the rest."
+        )
+    setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (ROCm: PYTORCH_HIP_ALLOC_CONF)"
+    if any(segment.get("is_expandable") for segment in device.segments):
+        yield f"Expandable segments are on already; {size(report.unused)} are free inside segments."
+    elif report.requested and report.largest < report.requested <= report.unused:
+        yield f"{setting}: the request fits. {size(report.unused)} are free in pieces up to {size(report.largest)}."
+    elif report.requested:
+        yield f"{setting} would not be enough: only {size(report.unused)} are free inside segments."
+    elif report.unused > report.reserved / 20:
+        yield f"{setting} can return up to {size(report.unused)} that are free inside segments."
+    if activations and saved is None:
+        yield (
+            f"Saved activations, {size(activations)}: memory levels and offload shrink them (docs/choose-level.md). "
+            "Name the model, MODULE:CALLABLE, to see what each setting removes."
+        )
+    for name, total in saved.totals.items() if saved and activations else ():
+        yield f"{name}: {size(saved.nbytes - total)} less saved for backward."
+    if recomputed := report.nbytes(RECOMPUTED):
+        yield f"A checkpoint recomputed {size(recomputed)}: checkpoints around smaller parts recompute less at once."
+    if logits := report.nbytes(LOGITS):
+        yield f"Logits and copies, {size(logits)}: return the loss alone, or chunk it (docs/out-of-memory.md)."
+    if (gradients := report.nbytes(GRADIENTS)) and activations and not report.nbytes(TEMPORARY):
+        yield f"optimizer.zero_grad(set_to_none=True) before forward frees {size(gradients)} of gradients."
+    if state := report.nbytes(PARAMETERS, STATE, GRADIENTS):
+        yield f"FSDP2 on 8 GPUs shards parameters, gradients and state: {size(state * 7 / 8)} less on each."
+    if per_token := activations + logits:
+        yield f"Half the batch or the sequence needs about {size(per_token / 2)} less."
+
+
+def _compared(report: SnapshotReport, plan: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """Yield each part of the plan beside the snapshot's bytes, the largest difference first."""
+    resident = (PARAMETERS, STATE, EARLIER)
+    parts = [
+        ("saved for backward", report.nbytes(ACTIVATIONS), plan["saved"]),
+        (
+            "gradients, logits and temporaries",
+            report.nbytes(GRADIENTS, LOGITS, RECOMPUTED, TEMPORARY),
+            plan["transient"],
+        ),
+        ("other", report.nbytes(OTHER), 0),
+        ("alive", report.live, plan["step_peak"]),
+        ("reserved", report.reserved, plan["reserved_bytes"]),
+    ]
+    if report.nbytes(EARLIER):  # parameters and state cannot be told apart
+        parts.append(
+            ("parameters and optimizer state", report.nbytes(*resident), plan["parameters"] + plan["optimizer_state"])
+        )
+    else:
+        parts += [
+            (PARAMETERS, report.nbytes(PARAMETERS), plan["parameters"]),
+            (STATE, report.nbytes(STATE), plan["optimizer_state"]),
+        ]
+    yield from sorted((part for part in parts if part[1] or part[2]), key=lambda part: -abs(part[1] - part[2]))
