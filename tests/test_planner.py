@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import pickle
 import random
 import re
 import types
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from harness import MLP, Net, Stack, SwiGLU, raises
 from torch import Tensor, nn
+from torch.cuda import _memory_viz
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -38,6 +40,7 @@ from torch_fused_ops.planner.setup import ACCEPTED, GPUS, Setup, bytes_of
 from torch_fused_ops.planner.static_memory import OPTIMIZERS, Resident, check_shards, optimizer_memory, resident_tensors
 from torch_fused_ops.planner.step import PlacedSegment, Segment, SegmentedStep, Step, compiled_timeline, cut, policy_of
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports import snapshot
 from torch_fused_ops.reports.text import size
 from torch_fused_ops.virtual_gpu import H100, gpus, roofline
 from torch_fused_ops.virtual_gpu.timeline import Event, Pool, Timeline
@@ -726,6 +729,30 @@ def on_meta(*layers: nn.Module) -> tuple[nn.Module, Tensor]:
 def two_mlps() -> tfo.Plan:
     model, x = on_meta(MLP(256, 1024), MLP(256, 1024))
     return tfo.plan(model, x, capacity="1GiB", gpu="H100", levels=["free", "input", "tiled"])
+
+
+def test_a_planned_snapshot_has_the_planned_peak_and_tensors(inductor: Any, tmp_path: Path) -> None:
+    plan, path = two_mlps(), tmp_path / "plan.pickle"
+    plan.to_snapshot(path)
+    data, read = pickle.loads(path.read_bytes()), snapshot.read_snapshot(path)
+    kinds = read.kinds()
+    assert read.live == plan.step_peak == max(plan.curve)
+    assert (kinds["parameters"], kinds["optimizer state"]) == (plan.parameters, plan.optimizer_state)
+    allocated = [event for event in data["device_traces"][0] if event["action"] == "alloc"]
+    assert sum(event["size"] for event in allocated if event["category"] == "gradient") == plan.gradients
+    assert {"layers.0.up", "layers.1.down"} <= {frame["name"] for event in allocated for frame in event["frames"]}
+    # PyTorch's viewer agrees on the totals, and accepts the file.
+    device = snapshot.Device(0, data["device_traces"][0], data["segments"])
+    assert f"total_allocated: {_memory_viz.Bytes(device.live_bytes()[-1])}" in _memory_viz.segsum(data)
+    assert max(device.live_bytes()) == max(plan.step_peak, plan.optimizer_peak)
+    assert all(draw(data) for draw in (_memory_viz.trace, _memory_viz.trace_plot, _memory_viz.segment_plot))
+    # A plan compared with its own snapshot differs in the pools' sizes only.
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    compared = snapshot.read_snapshot(path, plan=tmp_path / "plan.json").compared
+    assert [name for name, here, planned in compared if here != planned] == ["reserved"]
+    assert not [row for row in snapshot.read_snapshot(path, plan=path).compared if row[1] != row[2]]
+    with pytest.raises(ValueError, match=r"accumulate=2: a planned snapshot"):
+        replace(plan, setup=replace(plan.setup, accumulate=2)).to_snapshot(path)
 
 
 def test_plan_chooses_the_cheapest_level_that_fits(inductor: Any) -> None:

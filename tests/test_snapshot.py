@@ -151,6 +151,16 @@ def test_equal_sizes_are_gradients_at_most_once(tmp_path: Path) -> None:
     assert kinds == {"gradients": 8 * MIB, "temporaries": 4 * MIB}
 
 
+def test_gradients_of_an_earlier_backward(tmp_path: Path) -> None:
+    recording = Recording()
+    for where in (LOADING, BACKWARD, FORWARD):
+        recording.alloc(4 * MIB, where)
+    recording.oom(MIB)
+    report = recording.read(tmp_path)
+    assert report.kinds()["gradients of an earlier backward"] == 4 * MIB
+    assert any("zero_grad(set_to_none=True) before forward frees 4.00 MiB" in line for line in report.advice)
+
+
 def test_memory_from_before_the_recording(tmp_path: Path) -> None:
     recording = Recording()
     early = [recording.alloc(4 * MIB, [], traced=False) for _ in range(3)]
@@ -197,7 +207,7 @@ def test_expandable_segments_are_advised_if_they_would_help(
     assert any(expected in line for line in report.advice)
 
 
-def test_what_a_file_lacks(tmp_path: Path) -> None:
+def test_missing_records_are_noted(tmp_path: Path) -> None:
     recording = Recording()
     recording.alloc(MIB, [], traced=False)
     assert any("no trace" in note for note in recording.read(tmp_path).notes)
@@ -278,7 +288,7 @@ def test_a_missing_file() -> None:
 @given(st.lists(st.integers(0, 9), max_size=60), st.randoms())
 @settings(max_examples=50, deadline=None)
 def test_live_bytes_equal_a_naive_count(sizes: list[int], random: Any) -> None:
-    """At each event, the blocks alive are those that a replay of the trace has; sizes of 0 free a random block."""
+    """Compare with a replay of the trace after each event. A size of 0 frees a random block."""
     recording, counts = Recording(), [0]
     for size in sizes:
         if size:

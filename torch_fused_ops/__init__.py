@@ -59,6 +59,7 @@ __all__ = [
     "explain",
     "functional",
     "plan",
+    "read_snapshot",
     "record",
     "register_activation",
     "register_gemm",
@@ -79,7 +80,12 @@ _PARTS = {
 _TOOLS = {
     **dict.fromkeys(("Plan", "plan"), "planner.plan"),
     **dict.fromkeys(("Verification", "verify"), "tools.verify"),
-    **{"Report": "reports.report", "explain": "reports.explain", "record": "reports.recording"},
+    **{
+        "read_snapshot": "reports.snapshot",
+        "Report": "reports.report",
+        "explain": "reports.explain",
+        "record": "reports.recording",
+    },
 }
 
 
@@ -97,6 +103,7 @@ if TYPE_CHECKING:
     from torch_fused_ops.reports.explain import explain
     from torch_fused_ops.reports.recording import record
     from torch_fused_ops.reports.report import Report
+    from torch_fused_ops.reports.snapshot import read_snapshot
     from torch_fused_ops.tools.verify import Verification, verify
 
     __all__ += ["distributed", "lowerings", "megatron", "nn", "ops", "reference", "slapo", "testing", "virtual_gpu"]

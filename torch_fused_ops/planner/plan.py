@@ -22,6 +22,7 @@ from torch_fused_ops.planner.pieces import divided
 from torch_fused_ops.planner.report import LevelRow, Plan
 from torch_fused_ops.planner.search import Candidate
 from torch_fused_ops.planner.setup import LEVELS, WITH_ATTENTION, Setup, bytes_of, check
+from torch_fused_ops.planner.snapshot import snapshot_of
 from torch_fused_ops.planner.static_memory import Resident, check_shards, resident_tensors
 from torch_fused_ops.planner.step import OFF, SegmentedStep, Step, StepSummary, policy_at, policy_of, segmented_step
 from torch_fused_ops.policy import FusionPolicy
@@ -295,6 +296,8 @@ class _Planner:
             chosen = min(lowest, key=lambda candidate: max(self.exact_pools(candidate), least))
         exact = self.exact(chosen)
         curve = exact.at_levels({})
+        (compiled,) = exact.parts.values()
+        assert compiled.timeline is not None
         row = self.row("chosen", curve, limit)
         plainest = step.only(step.parts.get(OFF) or next(iter(step.parts.values())))
         summaries = {level: candidate.summary for candidate in uniform for level in candidate.levels.values()}
@@ -335,6 +338,7 @@ class _Planner:
             curve=tuple(resident.nbytes + point for point in exact.points({})),
             off_curve=tuple(resident.nbytes + point for point in plainest.points({})),
             _planner=self,
+            _snapshot=functools.partial(snapshot_of, compiled.timeline, self.captured.unread, resident),
         )
 
     def help(self, curve: StepSummary, checkpointed: StepSummary | None, limit: int) -> Iterator[str]:

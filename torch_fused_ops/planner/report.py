@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,6 +92,7 @@ class Plan:
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
     _planner: Any = field(default=None, repr=False, compare=False)
+    _snapshot: Callable[[], Any] = field(default=dict, repr=False, compare=False)
 
     def within(self, capacity: str | int) -> Plan:
         """Plan again for another limit, without ``largest``. Mixed levels compile the whole model again.
@@ -103,7 +105,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the attributes to plain types, without live-bytes timelines, and with the policy's levels."""
-        left_out = {"policy", "curve", "off_curve", "_planner"}
+        left_out = {"policy", "curve", "off_curve", "_planner", "_snapshot"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         rows: dict[str, Any] = {"levels": [{**asdict(row), "fits": row.fits} for row in self.levels]}
         rows["largest"] = asdict(self.largest) if self.largest else None
@@ -124,6 +126,19 @@ class Plan:
             ValueError: path cannot be written.
         """
         writable(f"path={str(path)!r}", path).write_text(page(self), encoding="utf-8")
+
+    def to_snapshot(self, path: str | Path) -> None:
+        """Write the planned step as a memory snapshot, for PyTorch's viewer (pytorch.org/memory_viz).
+
+        Frames name modules and kernels. Blocks do not share segments, so nothing is fragmented.
+
+        Raises:
+            ValueError: path cannot be written, or FSDP2, DDP or earlier micro-batches change the step's memory.
+        """
+        if self.setup.dp > 1 or self.setup.accumulate > 1:
+            values = f"dp={self.setup.dp}, accumulate={self.setup.accumulate}"
+            raise ValueError(f"{values}: a planned snapshot is for one GPU and one batch; both must be 1")
+        writable(f"path={str(path)!r}", path).write_bytes(pickle.dumps(self._snapshot()))
 
     def __str__(self) -> str:
         return text(self)

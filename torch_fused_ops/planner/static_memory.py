@@ -134,6 +134,7 @@ class Resident:
     buckets: int = 0  # DDP's buckets, which are copies of the gradients
     accumulated: int = 0  # gradients of earlier micro-batches
     batch: int = 0  # the caller's arguments and results that are alive while the optimizer runs
+    sizes: tuple[tuple[str, int], ...] = ()  # (path, bytes) of each parameter and buffer
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +158,7 @@ class Resident:
             group_of: returns the FSDP2 group of the parameter at a path outside layers; used for ``root="apart"``.
         """
         dp, trained = setup.dp if setup.sharded else 1, []
-        total = 0
+        sizes: list[tuple[str, int]] = []
         groups: dict[str, Group] = {}
         for path, unit, t, is_parameter, needs_gradient in tensors:
             if is_parameter and dp > 1:  # the first GPU's shard is the largest; others are padded to its size
@@ -167,7 +168,7 @@ class Resident:
                 t = t.float()
             if needs_gradient:
                 trained.append(t)
-            total += t.nbytes
+            sizes.append((path, t.nbytes))
             name = unit or (group_of(path) if setup.root == "apart" else "")
             group = groups.get(name, Group())
             gathered = t.bfloat16() if setup.mixed_precision and is_cast else t
@@ -178,4 +179,5 @@ class Resident:
         buckets = gradients if setup.dp > 1 and setup.parallel == "ddp" else 0
         accumulated = gradients if setup.accumulate > 1 else 0
         memory = optimizer_memory(setup.optimizer, trained)
-        return cls(total, gradients, *memory, shards, buckets, accumulated)
+        total = sum(nbytes for _, nbytes in sizes)
+        return cls(total, gradients, *memory, shards, buckets, accumulated, sizes=tuple(sizes))

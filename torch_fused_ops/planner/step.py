@@ -49,6 +49,7 @@ class SegmentedStep:
     entry: int  # bytes alive before the step: its arguments
     pieces: tuple[PlacedSegment, ...]  # in execution order: for each graph, before, in and after the units
     trained: frozenset[str] = frozenset()  # paths of the parameters that get a gradient
+    timeline: Timeline | None = None  # what was split
 
     @cached_property
     def segments(self) -> Mapping[tuple[str, str], Segment]:
@@ -279,7 +280,7 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         by_owner[placed[-1]] = replace(last, net=last.net + remaining)
         pieces += [(kind, owner.replace(AFTER_UNITS, ""), by_owner.get(owner, Segment())) for owner in placed]
     trained = frozenset(model.parameter(*key) for key in timeline.gradients)
-    return SegmentedStep(timeline.entry + model.unread, tuple(pieces), trained)
+    return SegmentedStep(timeline.entry + model.unread, tuple(pieces), trained, timeline)
 
 
 def _owners(events: Sequence[Event], model: CapturedModel) -> list[str]:

@@ -33,13 +33,15 @@ log = logging.getLogger("torch_fused_ops.snapshot")
 
 PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"
 ACTIVATIONS, RECOMPUTED, LOGITS = "saved activations", "recomputed by a checkpoint", "logits and their copies"
-TEMPORARY, EARLIER, OTHER = "temporaries", "allocated before the recording", "other"
+TEMPORARY, INPUTS, OTHER = "temporaries", "inputs", "other"
+EARLIER, OLD_GRADIENTS = "allocated before the recording", "gradients of an earlier backward"
 # Names that a writer may give a block itself, as PyTorch's profiler does (``_memory_viz._profile_to_snapshot``).
 _CATEGORIES = {
     "parameter": PARAMETERS, "optimizer_state": STATE, "gradient": GRADIENTS, "activation": ACTIVATIONS,
-    "temporary": TEMPORARY, "autograd_detail": TEMPORARY, "input": OTHER,
+    "temporary": TEMPORARY, "autograd_detail": TEMPORARY, "input": INPUTS,
 }  # fmt: skip
 
+_IN_STEP = "activations, gradients and temporaries"
 _BACKWARD, _FORWARD = "backward", "forward"  # phases in which several kinds are allocated
 # The first row counts of which a frame, "file:function", matches.
 _PHASES = (
@@ -134,7 +136,7 @@ class Device:
         number: the device's index.
         trace: the events, the oldest first; empty without ``_record_memory_history``.
         segments: the allocator's segments when the file was written.
-        blocks: every block, in the order of release, then those that are alive at the end.
+        blocks: every block in the order of release, then the blocks alive at the end.
         failure: the number of the last request that failed; None if none did.
     """
 
@@ -161,7 +163,7 @@ class Device:
                     )
                     alive.setdefault(block.get("address", address), known)
                 address += block["size"]
-        self.blocks += [Block(nbytes, start, len(trace), *rest) for nbytes, start, *rest in alive.values()]
+        self.blocks += [Block(nbytes, start, len(trace), *stack) for nbytes, start, *stack in alive.values()]
 
     def live_bytes(self) -> list[int]:
         """Return the bytes alive before the first event, and after each event."""
@@ -207,7 +209,7 @@ def kinds_of(device: Device, at: int, sizes: Counter[int]) -> list[tuple[Block, 
         started[phases.of(block)].append(block.start)
 
     def reaches(block: Block, *names: str) -> bool:
-        """Return True if one of these phases begins while the block is alive, or if it is alive at the trace's end."""
+        """Return True if one of the phases begins before the block's release, or if it is never released."""
         following = (started[name][bisect.bisect(started[name], block.start) :][:1] for name in names)
         return block.end == events or any(start < block.end for starts in following for start in starts)
 
@@ -231,7 +233,8 @@ def kinds_of(device: Device, at: int, sizes: Counter[int]) -> list[tuple[Block, 
         elif kind == EARLIER and sizes and parameters[block.nbytes] > 0:
             kind, parameters[block.nbytes] = PARAMETERS, parameters[block.nbytes] - 1
         result.append((block, kind))
-    return result
+    forward = min((block.start for block, kind in result if kind == ACTIVATIONS), default=-1)
+    return [(b, OLD_GRADIENTS if kind == GRADIENTS and b.start < forward else kind) for b, kind in result]
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
@@ -239,7 +242,7 @@ def kinds_of(device: Device, at: int, sizes: Counter[int]) -> list[tuple[Block, 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one kind that one line or module allocated."""
+    """Tensors of one kind, allocated by the same line or module."""
 
     kind: str
     where: str  # the module if the model is given, else the innermost line outside of libraries; "" if unknown
@@ -250,7 +253,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SnapshotReport:
-    """What was alive at the failure, or else at the peak, on one device. Printable.
+    """The memory alive at the failure, or else at the peak, on one device. Printable.
 
     Attributes:
         moment: a sentence: when, and how many bytes.
@@ -289,13 +292,13 @@ class SnapshotReport:
         """Yield the report's tables. The first row of each is its heading."""
         totals = ((kind, size(n), f"{n / max(self.live, 1):.0%}") for kind, n in self.kinds().items())
         yield [("alive", "bytes", "share"), *totals]
-        shown = [group for group in self.groups if group.where and group.nbytes >= self.live / 200][:20]
-        rows = [(f"{g.kind}: {g.where}", f"{g.count}", size(g.nbytes)) for g in shown]
+        listed = [group for group in self.groups if group.where and group.nbytes >= self.live / 200][:20]
+        rows = [(f"{g.kind}: {g.where}", f"{g.count}", size(g.nbytes)) for g in listed]
         if rows:
             yield [("the largest groups", "tensors", "bytes"), *rows]
         if self.compared:
             rows = [(name, size(a), size(b), f"{a / b - 1:+.1%}" if b else "") for name, a, b in self.compared]
-            yield [("beside the plan", "snapshot", "plan", "difference"), *rows]  # type: ignore[list-item]
+            yield [("compared with the plan", "snapshot", "plan", "difference"), *rows]  # type: ignore[list-item]
 
     def __str__(self) -> str:
         lines = [self.moment, ""]
@@ -329,18 +332,18 @@ def read_snapshot(
     *,
     saved: Saved | None = None,
     parameters: Iterable[int] = (),
-    plan: Mapping[str, Any] | None = None,
+    plan: Path | None = None,
 ) -> SnapshotReport:
-    """Explain a memory snapshot: what was alive when a request failed, or else at the peak, and what would shrink it.
+    """Explain a memory snapshot: the memory alive at a failed request, or else at the peak, and settings to shrink it.
 
     Args:
         path: a file that ``torch.cuda.memory._dump_snapshot`` or ``Plan.to_snapshot`` wrote.
         saved: the model's saved tensors, ``explain(model, …).saved``. Blocks of equal sizes are taken for them.
         parameters: bytes of each of the model's parameters.
-        plan: a plan as JSON, to compare.
+        plan: a file of ``Plan.to_json`` or ``Plan.to_snapshot``, to compare.
 
     Raises:
-        ValueError: the file is not a snapshot, or nothing is allocated in it.
+        ValueError: a file is not a snapshot or a plan, or nothing is allocated in it.
     """
     data = load(path)
     segments: dict[int, list[Any]] = defaultdict(list)
@@ -359,7 +362,7 @@ def read_snapshot(
     free = [b["size"] for segment in device.segments for b in segment["blocks"] if b["state"] == "inactive"]
     when = f"when {size(failed['size'])} more were requested" if failed else "at the peak"
     place = f"event {at + 1:,} of {len(device.trace):,}" if device.trace else "when the file was written"
-    others = ", ".join(f"{d.number}: {size(peak)}" for d, peak in peaks.items() if d is not device)
+    other_peaks = ", ".join(f"{d.number}: {size(peak)}" for d, peak in peaks.items() if d is not device)
     report = SnapshotReport(
         moment=f"{path}, device {device.number}: {size(live)} alive {when} ({place})",
         live=live,
@@ -368,7 +371,7 @@ def read_snapshot(
         largest=max(free, default=0),
         requested=failed["size"] if failed else None,
         groups=tuple(_grouped(alive, saved)),
-        notes=tuple(_notes(device, alive, at, others)),
+        notes=tuple(_notes(device, alive, at, other_peaks)),
     )
     advice = tuple(_advice(report, device, failed, saved))
     return replace(report, advice=advice, compared=tuple(_compared(report, plan)) if plan else ())
@@ -391,13 +394,14 @@ def _grouped(alive: Iterable[tuple[Block, str]], saved: Saved | None) -> Iterato
 
 
 def _line(frame: Mapping[str, Any]) -> str:
-    """Return "file:line function" for a frame outside of libraries; "" for any other frame."""
+    """Return "file:line function" of a frame outside of libraries, or a planned block's module; "" for other frames."""
     file, name = str(frame.get("filename", "")), frame.get("name", "")
-    return "" if _LIBRARY.search(file) else f"{'/'.join(file.split('/')[-2:])}:{frame.get('line', 0)} {name}"
+    place = f"{'/'.join(file.split('/')[-2:])}:{frame['line']} " if frame.get("line") else ""
+    return "" if _LIBRARY.search(file) else f"{place}{name}"
 
 
-def _notes(device: Device, alive: Sequence[tuple[Block, str]], at: int, others: str) -> Iterator[str]:
-    """Yield what the file lacks, and what its figures leave out."""
+def _notes(device: Device, alive: Sequence[tuple[Block, str]], at: int, other_peaks: str) -> Iterator[str]:
+    """Yield remarks on missing records and on memory that the figures leave out."""
     trace = device.trace
     record = "torch.cuda.memory._record_memory_history()"
     if not trace:
@@ -413,8 +417,8 @@ def _notes(device: Device, alive: Sequence[tuple[Block, str]], at: int, others: 
     ]
     if pools:
         yield f"{size(sum(pools))} are in private pools, such as CUDA graphs': other allocations cannot use them."
-    if others:
-        yield f"Other devices have memory, too (device: peak): {others}."
+    if other_peaks:
+        yield f"Other devices have memory, too (device: peak): {other_peaks}."
 
 
 def _advice(report: SnapshotReport, device: Device, failed: Any, saved: Saved | None) -> Iterator[str]:
@@ -445,35 +449,33 @@ def _advice(report: SnapshotReport, device: Device, failed: Any, saved: Saved | 
         yield f"A checkpoint recomputed {size(recomputed)}: checkpoints around smaller parts recompute less at once."
     if logits := report.nbytes(LOGITS):
         yield f"Logits and copies, {size(logits)}: return the loss alone, or chunk it (docs/out-of-memory.md)."
-    if (gradients := report.nbytes(GRADIENTS)) and activations and not report.nbytes(TEMPORARY):
-        yield f"optimizer.zero_grad(set_to_none=True) before forward frees {size(gradients)} of gradients."
+    if old := report.nbytes(OLD_GRADIENTS):
+        yield f"optimizer.zero_grad(set_to_none=True) before forward frees {size(old)}, except while accumulating."
     if state := report.nbytes(PARAMETERS, STATE, GRADIENTS):
         yield f"FSDP2 on 8 GPUs shards parameters, gradients and state: {size(state * 7 / 8)} less on each."
     if per_token := activations + logits:
         yield f"Half the batch or the sequence needs about {size(per_token / 2)} less."
 
 
-def _compared(report: SnapshotReport, plan: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """Yield each part of the plan beside the snapshot's bytes, the largest difference first."""
-    resident = (PARAMETERS, STATE, EARLIER)
-    parts = [
-        ("saved for backward", report.nbytes(ACTIVATIONS), plan["saved"]),
-        (
-            "gradients, logits and temporaries",
-            report.nbytes(GRADIENTS, LOGITS, RECOMPUTED, TEMPORARY),
-            plan["transient"],
-        ),
-        ("other", report.nbytes(OTHER), 0),
-        ("alive", report.live, plan["step_peak"]),
-        ("reserved", report.reserved, plan["reserved_bytes"]),
-    ]
-    if report.nbytes(EARLIER):  # parameters and state cannot be told apart
-        parts.append(
-            ("parameters and optimizer state", report.nbytes(*resident), plan["parameters"] + plan["optimizer_state"])
-        )
-    else:
-        parts += [
-            (PARAMETERS, report.nbytes(PARAMETERS), plan["parameters"]),
-            (STATE, report.nbytes(STATE), plan["optimizer_state"]),
-        ]
-    yield from sorted((part for part in parts if part[1] or part[2]), key=lambda part: -abs(part[1] - part[2]))
+def _compared(report: SnapshotReport, plan: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield (part, bytes here, planned bytes), the largest difference first."""
+    planned: dict[str, int] = {}
+    try:
+        figures = json.loads(plan.read_text())
+        resident = figures["parameters"], figures["optimizer_state"]
+        planned = dict(zip((PARAMETERS, STATE), resident, strict=True))
+        planned |= {_IN_STEP: figures["step_peak"] - sum(resident), "reserved": figures["reserved_bytes"]}
+    except UnicodeDecodeError:
+        planned = read_snapshot(plan).kinds()
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"{plan} is not a plan: write it with plan --json or plan --snapshot") from None
+    measured = report.kinds()
+    if _IN_STEP in planned:
+        measured[_IN_STEP] = sum(measured.pop(kind, 0) for kind in set(measured) - {PARAMETERS, STATE, EARLIER})
+    if early := measured.pop(EARLIER, 0):  # parameters and state are one figure
+        name = f"{PARAMETERS}, {STATE}"
+        measured[name] = early + measured.pop(PARAMETERS, 0) + measured.pop(STATE, 0)
+        planned[name] = planned.pop(PARAMETERS, 0) + planned.pop(STATE, 0)
+    measured["reserved"] = report.reserved if "reserved" in planned else 0
+    rows = [(name, measured.get(name, 0), planned.get(name, 0)) for name in {**measured, **planned}]
+    yield from sorted((row for row in rows if row[1] or row[2]), key=lambda row: -abs(row[1] - row[2]))

@@ -118,6 +118,7 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "spec": _SPEC,
         **_PLAN,
         "--meta": {**_FLAG, "help": "create the model on the meta device, without data"},
+        "--snapshot": {"metavar": "FILE", "help": "also write the planned step as a memory snapshot of PyTorch's"},
         **_FILES,
     }),
     "verify": ("compare a training step of a model in eager mode, compiled and fused", {
@@ -193,7 +194,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             pairs = [f"{name}={getattr(arguments, name)}" for name in fields]
             arguments.policy = ",".join((*pairs, *(f"exclude={pattern}" for pattern in arguments.exclude)))
             FusionPolicy.parse(arguments.policy)
-        for option in ("json", "html"):
+        for option in ("json", "html", *(("snapshot",) if arguments.command == "plan" else ())):
             if file := getattr(arguments, option, None):
                 writable(f"--{option} {file}", file)
     except (TypeError, ValueError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import pkgutil
@@ -174,11 +173,9 @@ def _explain(arguments: argparse.Namespace) -> int:
             listed = {"saved": report.saved, "parameters": [p.nbytes for p in parameters]}
         if not arguments.snapshot:
             return _output(arguments, report)
-    from torch_fused_ops.reports.snapshot import read_snapshot
-
     with _usage_errors(ValueError), _progress("torch_fused_ops.snapshot"):
-        plan = json.loads(Path(arguments.plan).read_text()) if arguments.plan else None
-        return _output(arguments, read_snapshot(arguments.snapshot, plan=plan, **listed))
+        plan = Path(arguments.plan) if arguments.plan else None
+        return _output(arguments, tfo.read_snapshot(arguments.snapshot, plan=plan, **listed))
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -187,6 +184,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     settings = {name: getattr(arguments, name) for name in PLAN}
     with _usage_errors(ValueError), _progress("torch_fused_ops.planner"):
         plan = tfo.plan(model, *args, **settings, **kwargs)
+        if arguments.snapshot:
+            plan.to_snapshot(arguments.snapshot)
     return _output(arguments, plan, plan.fits)
 
 
