@@ -749,7 +749,7 @@ def test_a_planned_snapshot_has_the_planned_peak_and_tensors(inductor: Any, tmp_
     # A plan compared with its own snapshot differs in the pools' sizes only.
     (tmp_path / "plan.json").write_text(plan.to_json())
     compared = snapshot.read_snapshot(path, plan=tmp_path / "plan.json").compared
-    assert [name for name, here, planned in compared if here != planned] == ["reserved"]
+    assert [name for name, measured, planned in compared if measured != planned] == ["reserved"]
     assert not [row for row in snapshot.read_snapshot(path, plan=path).compared if row[1] != row[2]]
     with pytest.raises(ValueError, match=r"accumulate=2: a planned snapshot"):
         replace(plan, setup=replace(plan.setup, accumulate=2)).to_snapshot(path)

@@ -49,7 +49,7 @@ class SegmentedStep:
     entry: int  # bytes alive before the step: its arguments
     pieces: tuple[PlacedSegment, ...]  # in execution order: for each graph, before, in and after the units
     trained: frozenset[str] = frozenset()  # paths of the parameters that get a gradient
-    timeline: Timeline | None = None  # what was split
+    timeline: Timeline | None = None  # the step before it is split
 
     @cached_property
     def segments(self) -> Mapping[tuple[str, str], Segment]:
