@@ -37,6 +37,12 @@ class MLP(nn.Module):
 def example():
     return MLP(), (torch.randn(4, 8),)
 
+def floats():
+    return torch.nn.Embedding(4, 8), (torch.randn(4),)
+
+def strings():
+    return MLP(), (["a", "b"],)
+
 def scalar():
     return MLP(), (torch.tensor(1.0),)
 
@@ -398,6 +404,8 @@ INVALID = {
     "plan no_such:x --capacity 1GiB --mixed-precision": "error: --mixed-precision is not accepted: it is a",
     "plan some_models:scalar --capacity 1GiB --max tokens": "error: --max tokens is not accepted: none of",
     "plan no_such:x --capacity 1GiB --dp two": "argument --dp: invalid int value: 'two'",
+    "plan some_models:floats --capacity 1GiB": "cannot be run: RuntimeError: Expected tensor for argument #1 'indices'",
+    "plan some_models:strings --capacity 1GiB": "cannot be run: TypeError: linear(): argument 'input'",
     "bench mlp --quik": "unrecognized arguments: --quik",
     "run": "the following arguments are required: SCRIPT",
     "run --report no/such/folder.txt some_models.py": "--report no/such/folder.txt cannot be written",

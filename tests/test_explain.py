@@ -630,6 +630,7 @@ def test_summaries_of_models_with_dropouts_only():
         ("L['self'].__dict__._modules.layers.0", "layers.0"),
         ("L['fn'].0._orig_mod.layers", "0.layers"),
         ("L['self'].layers.0._checkpoint_wrapped_module.mlp", "layers.0.mlp"),
+        ("L['self'].layers._modules['0'].__dict__['_modules']['_checkpoint_wrapped_module'].mlp", "layers.0.mlp"),
         ("L['self']._fsdp_wrapped_module.layers.0", "layers.0"),
         ("L['self']", ""),
         ("L['self'].my_orig_modules.0", "my_orig_modules.0"),

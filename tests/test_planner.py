@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from harness import MLP, Net, Stack, SwiGLU, raises
 from torch import Tensor, nn
 from torch.cuda import _memory_viz
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -33,12 +34,20 @@ import torch_fused_ops.planner.step as step_module
 from torch_fused_ops.benchmarks import models
 from torch_fused_ops.planner import max_batch, report, search
 from torch_fused_ops.planner.fsdp import FullyShard, Group
-from torch_fused_ops.planner.model import CapturedModel, captured_model, cross_entropy, layers_of, loss_of, weights_as
-from torch_fused_ops.planner.pieces import divided
+from torch_fused_ops.planner.model import (
+    OTHER,
+    CapturedModel,
+    captured_model,
+    cross_entropy,
+    layers_of,
+    loss_of,
+    weights_as,
+)
+from torch_fused_ops.planner.pieces import CHECKPOINTS, checkpointed, divided, signature
 from torch_fused_ops.planner.plan import LevelRow
 from torch_fused_ops.planner.setup import ACCEPTED, GPUS, Setup, bytes_of
 from torch_fused_ops.planner.static_memory import OPTIMIZERS, Resident, check_shards, optimizer_memory, resident_tensors
-from torch_fused_ops.planner.step import PlacedSegment, Segment, SegmentedStep, Step, compiled_timeline, cut, policy_of
+from torch_fused_ops.planner.step import PlacedSegment, Segment, SegmentedStep, Step, compiled_timeline, cut
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports import snapshot
 from torch_fused_ops.reports.text import size
@@ -113,7 +122,7 @@ def test_functions_without_gradients_are_rejected() -> None:
 def test_optimizer_memory_is_that_of_its_step() -> None:
     parameters = [torch.empty(1024, 512, device="meta", dtype=torch.bfloat16) for _ in range(3)]
     adamw, sgd, none = (optimizer_memory(name, parameters) for name in ("adamw", "sgd", "none"))
-    assert adamw == (2 * 3 * MiB, 3 * MiB)  # two moments; the second moment's square roots
+    assert adamw == (2 * 3 * MiB, 3 * MiB)  # two events; the second event's square roots
     assert sgd == none == (0, 0)
 
 
@@ -201,32 +210,74 @@ def test_modules_map_to_layers(path: str, layer: str) -> None:
 def test_segments_in_any_order_join_to_the_timeline(backward: str) -> None:
     """Backward of Gemma 3 begins with a call of its first layer."""
     live = random.Random(0).choices(range(100), k=12)
-    moments = events_of("forward", "", "a", "b", "b", "c", "", live=live[:6])
-    moments += events_of("backward", "", *backward, "a", "", live=live[6:])
-    timeline = Timeline(moments, 3, 40, 5)
+    events = events_of("forward", "", "a", "b", "b", "c", "", live=live[:6])
+    events += events_of("backward", "", *backward, "a", "", live=live[6:])
+    timeline = Timeline(events, 3, 40, 5)
     step = Step({}, {"free": cut(timeline, fake_captured_model("a", "b", "c"), lambda call: 1.0)})
-    curve = step.at_levels({})
-    assert (curve.peak, curve.saved, curve.end, curve.seconds) == (timeline.peak, 40, 5, 12.0)
-    assert step.points({})[1:-1] == [moment.live for moment in moments]
+    summary = step.summary_at({})
+    assert (summary.peak, summary.saved, summary.end, summary.seconds) == (timeline.peak, 40, 5, 12.0)
+    assert step.points({})[1:-1] == [event.live for event in events]
 
 
 def test_calls_that_run_early_do_not_begin_a_layer() -> None:
     """Every layer of GPT-J has calls that depend on inputs alone. Inductor runs these first."""
     ahead, layers = events_of("forward", *"abc", live=[1, 2, 3]), [13, 14, 15, 25, 26, 27, 37, 38, 39]
-    moments = ahead + events_of("forward", *"aaabbbccc", live=layers)
-    moments += events_of("backward", *"cba", live=[30, 20, 10])
-    parts = cut(Timeline(moments, 0, 39, 10), fake_captured_model("a", "b", "c"), lambda call: 0.0)
+    events = ahead + events_of("forward", *"aaabbbccc", live=layers)
+    events += events_of("backward", *"cba", live=[30, 20, 10])
+    parts = cut(Timeline(events, 0, 39, 10), fake_captured_model("a", "b", "c"), lambda call: 0.0)
     assert [parts.segments["forward", unit].net for unit in "abc"] == [15, 12, 12]
 
 
-def test_checkpoint_saves_the_input_and_recomputes() -> None:
-    step = random_step(6, 0, equal=True)
-    forward = step.segment("forward", "layers.1", "free")
-    saved = forward.net
-    checkpointed = step.checkpointed(dict.fromkeys(step.mlps, 7))
-    assert checkpointed.saved == step.at_levels({}).saved - 6 * (saved - 7)
-    assert checkpointed.end == step.at_levels({}).end
-    assert checkpointed.seconds == pytest.approx(step.at_levels({}).seconds + 6 * forward.seconds)
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+TWO_LAYERS = replace(SMALL, layers=2, width=64, hidden=256, kv_heads=0)
+
+
+def made(name: str, kind: str = "") -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Return a model on the meta device and its arguments. ``kind``: of the checkpoints around its layers; "": none."""
+    with torch.device("meta"):
+        if name == "MLPs":
+            model: nn.Module = Stack([MLP(64, 256) for _ in range(2)], residual=True, end=loss).bfloat16()
+            args: tuple[Tensor, ...] = (torch.empty(512, 64, dtype=torch.bfloat16),)
+        else:
+            model = getattr(models, name)(TWO_LAYERS).bfloat16()
+            args = (torch.zeros(4, 128, dtype=torch.long),) * 2
+    (layers,) = (module for module in model.children() if isinstance(module, nn.ModuleList))
+    context_fn = CHECKPOINTS[kind] if kind else None
+    for i, layer in enumerate(layers if kind else ()):
+        layers[i] = checkpoint_wrapper(layer, **({"context_fn": context_fn} if context_fn else {}))
+    return model, args
+
+
+CHECKPOINTED = [("GPT", "checkpoint"), ("Llama", "checkpoint, attention saved"), ("MLPs", "checkpoint")]
+
+
+@pytest.mark.parametrize(("name", "kind"), CHECKPOINTED[:2])  # a checkpoint around x changes the order of inputs
+def test_checkpoint_rows_compile_the_graph_of_a_checkpointed_model(name: str, kind: str) -> None:
+    plain, real = (captured_model(*made(name, with_kind), {}) for with_kind in ("", kind))
+    wrapped = checkpointed(plain, CHECKPOINTS[kind])
+    assert [signature(graph.gm) for graph in wrapped.graphs] == [signature(graph.gm) for graph in real.graphs]
+    assert (
+        (wrapped.units, wrapped.mlps) == (real.units, real.mlps) and real.has_checkpoints and not plain.has_checkpoints
+    )
+    assert real.policy_at("fp8+attention") == FusionPolicy(memory="fp8", attention="input", checkpoints="replace")
+    assert real.policy_at("off") == plain.policy_at("off") == FusionPolicy(memory="off")
+    (first, second), levels = real.mlps.values(), dict.fromkeys(real.units[:1], "input")
+    memory = {first[0]: "input", second[0]: "free"}  # the second has a level of its own, which replaces its checkpoint
+    assert real.policy_of(levels) == FusionPolicy(memory=memory, checkpoints="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), CHECKPOINTED)
+def test_checkpoint_rows_equal_plans_of_checkpointed_models(name: str, kind: str) -> None:
+    settings: dict[str, Any] = {"capacity": "1GiB", "gpu": "H100", "levels": ["input"]}
+    models_and_args = (made(name), made(name, kind))
+    plain, real = (tfo.plan(model, *args, **settings) for model, args in models_and_args)
+    row = next(row for row in plain.levels if row.level == kind)
+    assert row == replace(real.levels[-1], level=kind) and real.levels[-1].level == "checkpoint"
+    assert real.off_seconds == row.seconds and any('checkpoints="replace"' in line for line in real.help)
+    (at_input,) = (row for row in plain.levels if row.level == "input")
+    assert abs(real.levels[0].peak - at_input.peak) <= 0.01 * at_input.peak and real.levels[0].level == "input"
 
 
 @pytest.mark.covering(every=2)
@@ -235,14 +286,14 @@ def test_checkpoint_saves_the_input_and_recomputes() -> None:
 def test_choice_is_within_2_percent_of_the_best(seed: int, equal: bool) -> None:
     step = random_step(7, seed, equal)
     candidates = search.candidates(step, LEVELS)
-    greedy = [search.Candidate(levels, step.at_levels(levels)) for levels in search.greedy(step, LEVELS)]
+    greedy = [search.Candidate(levels, step.summary_at(levels)) for levels in search.greedy(step, LEVELS)]
     greedy.sort(key=lambda candidate: candidate.summary.seconds)
-    curves = [
-        step.at_levels(dict(zip(step.mlps, chosen, strict=True))) for chosen in itertools.product(LEVELS, repeat=7)
+    summaries = [
+        step.summary_at(dict(zip(step.mlps, chosen, strict=True))) for chosen in itertools.product(LEVELS, repeat=7)
     ]
-    low, high = min(curve.peak for curve in curves), max(curve.peak for curve in curves)
+    low, high = min(summary.peak for summary in summaries), max(summary.peak for summary in summaries)
     for limit in range(low, high, max(1, (high - low) // 12)):
-        fastest = min(curve.seconds for curve in curves if curve.peak <= limit)
+        fastest = min(summary.seconds for summary in summaries if summary.peak <= limit)
         choice = search.best(candidates, limit)
         assert choice is not None and choice.summary.seconds <= 1.02 * fastest, limit
         greedy_choice = search.best(greedy, limit)
@@ -317,12 +368,13 @@ def test_levels_without_an_advantage_are_not_mixed(keeps: float, slower: float, 
 
 def test_levels_become_a_policy() -> None:
     mlps = {"a.0": ("a.0.mlp",), "a.1": ("a.1.mlp", "a.1.other")}
-    assert policy_of(mlps, {"a.0": "off", "a.1": "off"}) == FusionPolicy(memory="off")
-    assert policy_of(mlps, {"a.1": "input"}) == FusionPolicy(memory={"a.1.mlp": "input", "a.1.other": "input"})
+    model = CapturedModel((), {}, tuple(mlps), mlps, {}, {}, 0)
+    assert model.policy_of({"a.0": "off", "a.1": "off"}) == FusionPolicy(memory="off")
+    assert model.policy_of({"a.1": "input"}) == FusionPolicy(memory={"a.1.mlp": "input", "a.1.other": "input"})
     uniform = dict.fromkeys(mlps, "fp8+attention")
-    assert policy_of(mlps, uniform) == FusionPolicy(memory="fp8", attention="input")
+    assert model.policy_of(uniform) == FusionPolicy(memory="fp8", attention="input")
     mixed = FusionPolicy(memory={"a.0.mlp": "fp8"}, attention={"a.0.*": "input"})
-    assert policy_of(mlps, {"a.0": "fp8+attention"}) == mixed
+    assert model.policy_of({"a.0": "fp8+attention"}) == mixed
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
@@ -394,17 +446,17 @@ def test_shards_equal_a_hand_calculation() -> None:
         *(22 + root + a, 25 + root + a, 24 + root),  # the same for a; after backward for the root
         22,
     ]
-    curve = step.at_levels({})
-    assert (curve.saved, curve.peak, curve.end) == (16 + root, max(step.points({})), 22)
+    summary = step.summary_at({})
+    assert (summary.saved, summary.peak, summary.end) == (16 + root, max(step.points({})), 22)
 
 
 def test_gradients_count_for_the_layer_that_allocates_them() -> None:
     """The compiler may allocate a gradient in a later layer. The root's gradients count at the end of the step."""
     calls = [*(("forward", unit) for unit in "ab"), *(("backward", unit) for unit in ("", "b", "a", ""))]
-    moments = tuple(Event(graph, "", 0, 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
+    events = tuple(Event(graph, "", 0, 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
     names = ["a.weight", "b.weight", "b.bias", "head"]
     gradients = {(0, 0): (4, 1), (0, 1): (0, 10), (0, 2): (4, 100), (0, 3): (2, 1000)}
-    parts = cut(Timeline(moments, 0, 0, 0, gradients), fake_captured_model("a", "b", names=names), lambda call: 0.0)
+    parts = cut(Timeline(events, 0, 0, 0, gradients), fake_captured_model("a", "b", names=names), lambda call: 0.0)
     gradients_by_unit = {
         unit: segment.gradients for graph, unit, segment in parts.pieces if graph == "backward" and unit
     }
@@ -759,6 +811,7 @@ def test_plan_chooses_the_cheapest_level_that_fits(inductor: Any) -> None:
     rich = two_mlps()
     rows = {row.level: row for row in rich.levels}
     assert rich.fits and rich.policy == FusionPolicy(memory="off") and rich.help == ()
+    assert rich.within("200GiB").help == ("200.0 GiB are more than an NVIDIA H100 80GB HBM3 has: 80.0 GiB.",)
     assert rich.choices == {"layers.0": "off", "layers.1": "off"}
     assert rows["input"].peak < rows["free"].peak < rows["off"].peak == rich.peak_bytes
     assert rows["off"].seconds < rows["free"].seconds < rows["input"].seconds
@@ -776,12 +829,16 @@ def test_missing_bytes_and_advice_are_printed() -> None:
     poor = rich.within(lowest - MiB)
     assert not poor.fits and poor.missing == MiB and poor.reserved_bytes == lowest
     assert poor.missing == min(row.missing for row in poor.levels if row.level != "checkpoint")
+    (row,) = [row for row in poor.levels if row.level == "checkpoint"]
+    assert row.seconds > rich.seconds and row.peak < rich.step_peak
     columns = ("every layer at", "peak, forward and backward", "reserved, about", "least time", "MiB for each ms")
     assert "  ".join((*columns, f"in {size(poor.limit)}")) in re.sub("  +", "  ", str(poor))
     assert poor.help[-1] == "Otherwise use fewer tokens, or FSDP2 over more GPUs (dp=, --dp)."
-    (said,) = [line for line in rich.within("1MiB").help if "torch.utils.checkpoint" in line]
-    (row,) = [row for row in rich.within("1MiB").levels if row.level == "checkpoint"]
-    assert said.endswith(f"; {size(row.missing)} are missing then, too.")
+    planner, lowest_levels = rich._planner, dict.fromkeys(rich._planner.step.mlps, "input")
+    summary, lower = planner.step.summary_at(lowest_levels), replace(row, peak=MiB, seconds=1.0, missing=2 * MiB)
+    (said,) = [line for line in planner.help(summary, [row, lower], MiB) if "torch.utils.checkpoint" in line]
+    assert said.startswith("torch.utils.checkpoint around each layer (checkpoint): a peak of 1.00 MiB, and ")
+    assert said.endswith("; 2.00 MiB are missing then, too.") and row.peak >= summary.peak + planner.resident.nbytes
     assert "does not fit: 1.00 MiB are missing" in str(poor)
     assert lowest <= min(row.reserved for row in poor.levels if row.level != "checkpoint")
     least = rich.within("1MiB")
@@ -806,7 +863,10 @@ def test_plan_is_written_as_json_and_html(tmp_path: Path) -> None:
     assert written["memory"] == "off" and written["peak_bytes"] == two_mlps().peak_bytes and written["fits"] is True
     two_mlps().to_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert page.count("<polyline") == 2 and 'class="limit"' in page and "Stack in 1.00 GiB of an NVIDIA H100" in page
+    assert page.count("<polyline") == 2 and "Stack in 1.00 GiB of an NVIDIA H100" in page
+    assert 'class="limit"' not in page and "above the chart" in page and ">32.0 MiB</text>" in page
+    near = two_mlps().within(2 * two_mlps().peak_bytes - MiB)
+    assert 'class="limit"' in report.page(near) and "above the chart" not in report.page(near)
 
 
 def test_models_without_mlps_are_planned() -> None:
@@ -818,6 +878,34 @@ def test_models_without_mlps_are_planned() -> None:
     eager = tfo.plan(nn.Linear(256, 256).to(x), x, capacity="1GiB", gpu="H100", optimizer="none", compiled="none")
     assert [row.level for row in eager.levels] == ["eager mode"] and "FusionPolicy" not in str(eager)
     assert eager.help[0].startswith("The model returns no scalar")
+
+
+def test_an_mlp_in_the_model_itself_is_not_a_layer() -> None:
+    """Its pieces would separate the head from the loss, and miss the gradient of returned logits."""
+    up, down, head = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 16)
+
+    def forward(s: Any, x: Tensor) -> Any:
+        logits = s.head(x + s.down(F.gelu(s.up(x))))
+        return cross_entropy(logits), logits
+
+    captured = captured_model(Net(forward, up=up, down=down, head=head), (torch.randn(4, 8),), {})
+    assert list(captured.mlps) == [OTHER] and divided(captured, H100, "pieces", "").pieces == ("",)
+
+
+def test_models_that_cannot_run_say_why() -> None:
+    linear = nn.Linear(8, 8)
+
+    def branches(s: Any, x: Tensor) -> Tensor:
+        y = s.linear(x)
+        return y.mean() if y.sum().item() > 0 else y.sum()
+
+    model = Net(branches, linear=linear).to("meta")
+    message = "the graph breaks at: .*item.*; the code after it cannot run on meta tensors: .*. Pass real tensors"
+    raises(ValueError, message, captured_model, model, (torch.empty(4, 8, device="meta"),), {})
+    table = Net(lambda s, x: (x + s.table(torch.arange(x.shape[0]).unsqueeze(0))).mean(), table=nn.Embedding(4, 8))
+    raises(ValueError, "table.weight has 4 rows, and the model reads positions up to 6", captured_model, table,
+           (torch.randn(7, 8),), {})  # fmt: skip
+    assert len(captured_model(table, (torch.randn(4, 8),), {}).graphs) == 1
 
 
 def positions() -> nn.Module:
@@ -861,7 +949,7 @@ def recompiled_peak(plan: tfo.Plan) -> int:
     """Compile the captured model again with the plan's policy, and return its peak."""
     planner = plan._planner
     parts = step_module.segmented_step(planner.captured, H100, plan.policy)
-    return planner.resident.nbytes + planner.step.only(parts).at_levels({}).peak
+    return planner.resident.nbytes + planner.step.with_single_step(parts).summary_at({}).peak
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def predicted(model, tokens, setup):
     for graph, _, segment in sharded.sharded(sharded.pieces({})):
         peaks[graph] = max(peaks[graph], alive + segment.peak)
         alive += segment.net
-    return 0, *peaks.values(), sharded.at_levels({}).saved, alive
+    return 0, *peaks.values(), sharded.summary_at({}).saved, alive
 
 
 def planned(rank, ranks, folder):

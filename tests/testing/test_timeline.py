@@ -199,8 +199,8 @@ def test_a_gelu_mlps_timeline_matches_figures_by_hand() -> None:
     """For 8192 tokens, input and result have 64 MiB (width 4096), hidden tensors 256 (width 16384), a weight 128."""
     mlp = gelu_mlp(4096, 16384).bfloat16().to("meta")
     paper = compile_on_paper(mlp, meta(8192, 4096))
-    curve = paper.timeline()
-    products = [(moment.graph, moment.live // MiB) for moment in curve.events if moment.call in ("addmm", "mm")]
+    timeline = paper.timeline()
+    products = [(event.graph, event.live // MiB) for event in timeline.events if event.call in ("addmm", "mm")]
     assert products == [
         ("forward", 64 + 256),  # input, pre-activation
         ("forward", 64 + 2 * 256 + 64),  # plus the activation and the result
@@ -209,18 +209,18 @@ def test_a_gelu_mlps_timeline_matches_figures_by_hand() -> None:
         ("backward", 64 + 64 + 256 + 128 + 64),  # the pre-activation's gradient reuses the activation's gradient
         ("backward", 576 + 128),
     ]
-    assert curve.entry == 64 * MiB and curve.peak == paper.peak_bytes() == 1088 * MiB
-    assert curve.between == paper.saved_bytes() + 64 * MiB  # plus the result, which the caller holds
+    assert timeline.entry == 64 * MiB and timeline.peak == paper.peak_bytes() == 1088 * MiB
+    assert timeline.between == paper.saved_bytes() + 64 * MiB  # plus the result, which the caller holds
     gradients = sum(p.nbytes for p in mlp.parameters()) + 64 * MiB
-    assert curve.end == 2 * 64 * MiB + gradients
-    assert sum(moment.flop for moment in curve.events) == 6 * 2 * 8192 * 4096 * 16384
-    assert sum(moment.nbytes for moment in curve.events) == paper.bytes_moved
-    assert [moment.modules for moment in curve.events if moment.call == "addmm"] == [("0",), ("2",)]
+    assert timeline.end == 2 * 64 * MiB + gradients
+    assert sum(event.flop for event in timeline.events) == 6 * 2 * 8192 * 4096 * 16384
+    assert sum(event.nbytes for event in timeline.events) == paper.bytes_moved
+    assert [event.modules for event in timeline.events if event.call == "addmm"] == [("0",), ("2",)]
     # Forward's calls: GEMM, activation, GEMM. Backward's first calls: the bias's gradient, then two GEMMs.
-    uses = {stored.saved.module: (stored.nbytes // MiB, stored.ready, stored.ends) for stored in curve.stored}
+    uses = {stored.saved.module: (stored.nbytes // MiB, stored.ready, stored.ends) for stored in timeline.stored}
     assert uses == {"0": (256, 2, 3), "1": (256, 2, 3)}
-    reads = {stored.saved.module: stored.read for stored in curve.stored}
-    products_backward = [i for i, moment in enumerate(curve.events) if moment.call == "mm"]
+    reads = {stored.saved.module: stored.read for stored in timeline.stored}
+    products_backward = [i for i, event in enumerate(timeline.events) if event.call == "mm"]
     assert reads["1"] == products_backward[1] and reads["0"] > products_backward[0]
 
 
@@ -254,8 +254,8 @@ def test_memory_waits_for_reuse_by_a_later_result() -> None:
     a, b, c = (nn.Parameter(meta(1024, 1024), requires_grad=False) for _ in range(3))
     paper = compile_on_paper(lambda x: (x @ a).relu() @ b @ c, meta(1024, 1024, requires_grad=False), training=False)
     assert paper.inference is not None and paper.inference.code.count("# reuse") == 2
-    curve = [(moment.after // MiB, moment.waiting // MiB) for moment in paper.timeline().events]
-    assert curve == [(4, 0), (4, 0), (6, 2), (4, 0)]
+    waiting = [(event.after // MiB, event.waiting // MiB) for event in paper.timeline().events]
+    assert waiting == [(4, 0), (4, 0), (6, 2), (4, 0)]
 
 
 def test_a_link_joins_the_timelines_of_two_graphs() -> None:

@@ -37,7 +37,7 @@ def captured_graphs() -> int:
 
 @contextmanager
 def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """If a model that was called with one tuple raises a TypeError, explain in it how to pass arguments."""
+    """If a model that was called with one tuple of tensors raises a TypeError, explain in it how to pass arguments."""
     try:
         yield
     except TypeError as error:
@@ -47,6 +47,15 @@ def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
             message = f"args=({kind} of {len(args[0])},): the model was called with one {kind}, and raised: {error}"
             raise TypeError(f"{message}. Pass its arguments one by one: (model, x), not (model, (x,))") from error
         raise
+
+
+def said(error: Exception) -> str:
+    """Shorten an exception to one line, because compilers wrap errors and append pages of advice."""
+    quoted = re.search(r"""got (\w+)\((['"])(.*?)\2\)""", str(error))  # Dynamo quotes the operator's error
+    if quoted and isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+        return f"{quoted[1]}: {quoted[3]}"
+    lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def call_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

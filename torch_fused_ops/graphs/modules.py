@@ -23,7 +23,7 @@ WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # with its own ``__getattr__``, and the wrappers of torch.compile, checkpointing and FSDP.
 _NO_NAMES = re.compile(
     r"\.__dict__(\._modules(?=\.|$)|\['_modules'\])|\._modules(?=\[)"
-    rf"|\.?({'|'.join(WRAPPED)})\b"
+    rf"|\[['\"]({'|'.join(WRAPPED)})['\"]\]|\.?({'|'.join(WRAPPED)})\b"
 )
 
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_fused_ops.planner.model import CapturedModel
+from torch_fused_ops.graphs.capture import said
+from torch_fused_ops.planner.model import CapturedModel, muted
 from torch_fused_ops.planner.setup import LEVELS, SettingError
-from torch_fused_ops.planner.step import Step, StepSummary, clock, compiled_timeline, cut, policy_at
-from torch_fused_ops.reports.captures import said
+from torch_fused_ops.planner.step import Step, StepSummary, clock, compiled_timeline, cut
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.timeline import Timeline
 
@@ -84,70 +83,68 @@ def step_of(size: int, dimension: str) -> int:
     return 1 if dimension == "batch" else min(size & -size, 128)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Captures a model once at each size, and compiles it at memory levels."""
+def largest_sizes(
+    capture: Callable[[int], CapturedModel],
+    dimension: str,
+    first: int,
+    gpu: GPU,
+    step: Step,
+    resident: int,
+    available: int,
+) -> Largest:
+    """Find the largest size at each level.
 
-    capture: Callable[[int], CapturedModel]
-    dimension: str  # "batch" or "tokens"
-    given: int  # the size that the model was called with
-    gpu: GPU
-    step: Step  # the compiled step at the given size
-    captured: dict[int, CapturedModel | str] = field(default_factory=dict)  # by size; the error if the model fails
-    compiled: dict[tuple[str, int], tuple[Timeline, tuple[PaperCompilation, ...]]] = field(default_factory=dict)
+    Args:
+        capture: captures the model at a size.
+        dimension: "batch" or "tokens".
+        first: the size that the model was called with.
+        gpu: the target device.
+        step: the compiled step at the given size.
+        resident: bytes of parameters and optimizer state.
+        available: bytes for everything else.
+    """
+    failed: dict[int, str] = {}  # the model's error, by size
 
-    def largest(self, resident: int, available: int) -> Largest:
-        """Find the largest size at each level.
+    @functools.cache
+    def captured_at(size: int) -> CapturedModel | None:
+        log.info("capturing: %s %d", dimension, size)
+        try:
+            with muted("torch._subclasses.fake_tensor"):  # logs an error with its trace, then raises it
+                return capture(size)
+        except Exception as error:  # from the model, whose positions, caches and masks have fixed sizes
+            failed[size] = said(error)
+            return None
 
-        Args:
-            resident: bytes of parameters and optimizer state.
-            available: bytes for everything else.
-        """
-        rows, between = [], step_of(self.given, self.dimension)
-        for level in sorted(self.step.parts, key=LEVELS.index):
-            peak_at = functools.partial(self.peak, level)
-            size = bisected(peak_at, available, self.given, between) if available > 0 else 0
-            summary = self.summary(level, size, timed=True) if size else None
-            peak, seconds = (resident + summary.peak, summary.seconds) if summary else (0, 0.0)
-            rows.append(LargestRow(level, size, peak, seconds))
-        stopped = [f"{n}: {error}" for n, error in sorted(self.captured.items()) if isinstance(error, str)]
-        return Largest(self.dimension, self.given, between, tuple(rows), next(iter(stopped), ""))
+    @functools.cache
+    def compiled_at(level: str, size: int) -> tuple[Timeline, tuple[PaperCompilation, ...]] | None:
+        captured = captured_at(size)
+        if captured is None:
+            return None
+        log.info('compiling: %s %d, every MLP at "%s"', dimension, size, level)
+        return compiled_timeline(captured, gpu, captured.policy_at(level))
 
-    def peak(self, level: str, size: int) -> int | None:
-        summary = self.summary(level, size)
+    def summary_at(level: str, size: int, timed: bool = False) -> StepSummary | None:
+        """Summarize the step; None if the model fails. Times need machine code, and are 0 unless ``timed``."""
+        if size == first:
+            return step.with_single_step(step.by_level[level]).summary_at({})
+        compiled, captured = compiled_at(level, size), captured_at(size)
+        if compiled is None or captured is None:
+            return None
+        seconds = clock(compiled[1], gpu) if timed else lambda call: 0.0
+        return step.with_single_step(cut(compiled[0], captured, seconds)).summary_at({})
+
+    def peak_at(level: str, size: int) -> int | None:
+        summary = summary_at(level, size)
         return summary.peak if summary else None
 
-    def summary(self, level: str, size: int, timed: bool = False) -> StepSummary | None:
-        """Summarize the step at a size, with every MLP at a level; None if the model does not run at this size.
-
-        Times need machine code, and are 0 unless ``timed``.
-        """
-        if size == self.given:
-            return self.step.only(self.step.parts[level]).at_levels({})
-        if size not in self.captured:
-            self._capture(size)
-        captured = self.captured[size]
-        if isinstance(captured, str):
-            return None
-        if (level, size) not in self.compiled:
-            log.info('compiling: %s %d, every MLP at "%s"', self.dimension, size, level)
-            self.compiled[level, size] = compiled_timeline(captured, self.gpu, policy_at(level))
-        timeline, papers = self.compiled[level, size]
-        seconds = clock(papers, self.gpu) if timed else lambda call: 0.0
-        return self.step.only(cut(timeline, captured, seconds)).at_levels({})
-
-    def _capture(self, size: int) -> None:
-        log.info("capturing: %s %d", self.dimension, size)
-        tensors = logging.getLogger("torch._subclasses.fake_tensor")  # logs an error with its trace, then raises it
-        level = tensors.level
-        tensors.setLevel(logging.CRITICAL)
-        try:
-            self.captured[size] = self.capture(size)
-        except Exception as error:  # from the model, whose positions, caches and masks have fixed sizes
-            quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", str(error))  # Dynamo quotes the operator's error
-            self.captured[size] = f"{quoted[1]}: {quoted[3]}" if quoted else said(error)
-        finally:
-            tensors.setLevel(level)
+    rows, between = [], step_of(first, dimension)
+    for level in sorted(step.by_level, key=LEVELS.index):
+        size = bisected(functools.partial(peak_at, level), available, first, between) if available > 0 else 0
+        summary = summary_at(level, size, timed=True) if size else None
+        peak, seconds = (resident + summary.peak, summary.seconds) if summary else (0, 0.0)
+        rows.append(LargestRow(level, size, peak, seconds))
+    stopped = [f"{size}: {error}" for size, error in sorted(failed.items())]
+    return Largest(dimension, first, between, tuple(rows), next(iter(stopped), ""))
 
 
 def bisected(peak_at: Callable[[int], int | None], available: int, first: int, step: int) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,17 +17,21 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torch_fused_ops.graphs.capture import run_captured
+from torch_fused_ops.graphs.capture import run_captured, said
 from torch_fused_ops.graphs.modules import innermost, is_parameter, source_name, tensor_path
 from torch_fused_ops.graphs.sites import Site
-from torch_fused_ops.planner.setup import SettingError, check
-from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.captures import beside_loss, graphs_of, said, sites_of
+from torch_fused_ops.planner.setup import OFF, WITH_ATTENTION, SettingError, check
+from torch_fused_ops.policy import Attention, Checkpoints, FusionPolicy
+from torch_fused_ops.reports.captures import beside_loss, graphs_of, sites_of
 from torch_fused_ops.reports.captures import capture as set_aside
 from torch_fused_ops.virtual_gpu.captured import CapturedGraph, copy_graph
 
 # Units that are not modules: a loss outside the model, and the parts before and after the layers.
 LOSS, EMBEDDING, HEAD = "(loss)", "(embedding)", "(head)"
+OTHER = "(other)"  # the layer of calls outside of submodules
+
+
+_GEMMS = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum")
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,48 @@ class CapturedModel:
         """Return the model with its forward under bfloat16 autocast."""
         return replace(self, graphs=tuple(replace(graph, autocast=torch.bfloat16) for graph in self.graphs))
 
-    @property
-    def has_attention(self) -> bool:
-        """True if a graph calls attention or a softmax."""
+    def calls(self, *names: str) -> bool:
+        """Return True if a graph has a call with a name that contains an element of ``names``."""
         graphs = (gm for graph in self.graphs for gm in graphs_of(graph.gm))
         calls = (str(getattr(node.target, "__name__", node.target)) for gm in graphs for node in gm.graph.nodes)
-        return any(name in call for call in calls for name in ("attention", "softmax"))
+        return any(name in call for call in calls for name in names)
+
+    def amplifies(self, ratio: float) -> bool:
+        """Return True if the result of a GEMM is larger than ``ratio`` times its operands."""
+        graphs = (gm for graph in self.graphs for gm in graphs_of(graph.gm))
+        for node in (node for gm in graphs for node in gm.graph.nodes if node.op.startswith("call")):
+            values = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
+            result, *operands = (value.nbytes if isinstance(value, Tensor) else 0 for value in values)
+            if result > ratio * sum(operands) and str(getattr(node.target, "__name__", node.target)) in _GEMMS:
+                return True
+        return False
+
+    @cached_property
+    def has_checkpoints(self) -> bool:
+        """True if the model calls ``torch.utils.checkpoint``. Reentrant checkpoints are not in captured graphs."""
+        return self.calls("tag_activation_checkpoint")
+
+    def policy_of(self, levels: Mapping[str, str]) -> FusionPolicy:
+        """Return the policy with each unit's level of ``setup.LEVELS`` for its MLPs and its attention.
+
+        Levels take the place of the model's checkpoints, except "off", at which all checkpoints stay.
+        """
+        chosen = {unit: levels.get(unit, "free") for unit in self.mlps}
+        if len(set(chosen.values())) <= 1:
+            return self.policy_at(next(iter(chosen.values()), "free"))
+        policies = {unit: self.policy_at(level) for unit, level in chosen.items()}
+        memory = {module: str(policies[unit].memory) for unit, modules in self.mlps.items() for module in modules}
+        attention = {f"{unit}.*": "input" for unit, policy in policies.items() if policy.attention == "input"}
+        if not self.has_checkpoints:
+            memory = {module: level for module, level in memory.items() if level != "free"}
+        return replace(self.policy_at("free"), memory=memory, attention=attention or "off")
+
+    def policy_at(self, level: str) -> FusionPolicy:
+        """Return the policy with every unit at one level."""
+        attention: Attention = "input" if level.endswith(WITH_ATTENTION) else "off"
+        checkpoints: Checkpoints = "replace" if self.has_checkpoints and level != OFF else "keep"
+        memory: Any = level.removesuffix(WITH_ATTENTION)
+        return FusionPolicy(memory=memory, attention=attention, checkpoints=checkpoints)
 
     def with_loss_alone(self, detach: bool = False) -> CapturedModel | None:
         """Return the model without the results that ``beside_loss`` lists; None if that list is empty.
@@ -109,6 +152,18 @@ class CapturedModel:
 def returned(x: Tensor) -> Tensor:
     """Mark a result of the model in the captured graph: the calls after it compute the loss."""
     return x.view_as(x)
+
+
+@contextlib.contextmanager
+def muted(name: str) -> Iterator[None]:
+    """Inside the block, omit a logger's warnings and errors."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _Captured(BaseException):
@@ -169,8 +224,8 @@ def captured_model(
         loss: called with the model's result; None if the model returns its loss.
 
     Raises:
-        ValueError: Dynamo captures no graph, a graph runs several times, or a graph or the caller reads a tensor that
-            is computed outside of graphs.
+        ValueError: Dynamo captures no graph, a graph runs several times, a graph or the caller reads a tensor that is
+            computed outside of graphs, the model reads the value of a meta tensor, or a table has too few rows.
     """
     policy = FusionPolicy()
     sites: list[Site] = []
@@ -241,19 +296,27 @@ def captured_model(
             break
         except _Captured:
             break
-        except torch._dynamo.exc.Unsupported as error:
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
             if not fullgraph:
                 raise
-            why = said(error)
+            line = re.search(r"Caused by: (.*?)\s+#", str(error))  # of a branch that depends on a tensor's value
+            why = line[1] if line else said(error)
             known = _storages((args, kwargs))
             if isinstance(model, nn.Module):
                 known |= _storages([list(vars(module).values()) for module in model.modules()])
+        except RuntimeError as error:
+            if fullgraph or not any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+                raise
+            stopped = f"model: the graph breaks at: {why}; the code after it cannot run on meta tensors: {said(error)}"
+            raise ValueError(f"{stopped}. Pass real tensors") from error
     if not_copied:
         raise ValueError(not_copied[0])
     if not graphs:
         raise ValueError(f"model: torch.compile captures no graph of it, as with a graph break inside a loop: {why}")
     if left_out:
         raise ValueError(f"model: torch.compile does not capture all of it: {'; '.join(left_out)}: {why}")
+    for graph in graphs:
+        _check_positions(graph)
     paths = [path for path, _ in model.named_modules()] if isinstance(model, nn.Module) else []
     paths += [site.module for site in sites if site.module not in paths]
     layers = layers_of(paths)
@@ -263,6 +326,23 @@ def captured_model(
     units = [unit for unit in dict.fromkeys(layers.values()) if unit in mlps or unit.rpartition(".")[2].isdigit()]
     unread = sum(nbytes for key, nbytes in _storages((args, kwargs)).items() if key not in read)
     return CapturedModel(tuple(graphs), links, tuple(units), mlps, layers, unregistered, unread)
+
+
+_SAME_VALUES = ("contiguous", "expand", "flatten", "int", "long", "repeat", "reshape", "to", "unsqueeze", "view")
+
+
+def _check_positions(graph: CapturedGraph) -> None:
+    """Raise a ValueError if an embedding of consecutive positions has too few rows: a GPU would fail in its kernel."""
+    paths = dict(zip(graph.gm.graph.find_nodes(op="placeholder"), graph.paths, strict=True))
+    for node in graph.gm.graph.find_nodes(op="call_function", target=F.embedding):
+        positions, table = node.args[:2]
+        while positions.op == "call_method" and positions.target in _SAME_VALUES:
+            positions = positions.args[0]
+        ends = [end for end in positions.args[:2] if isinstance(end, int)] if positions.target is torch.arange else []
+        rows = table.meta["example_value"].shape[0]
+        if max(ends, default=0) > rows:
+            name = paths.get(table) or table.name
+            raise ValueError(f"model: {name} has {rows} rows, and the model reads positions up to {max(ends) - 1}")
 
 
 def layers_of(paths: Iterable[str]) -> dict[str, str]:
@@ -280,5 +360,5 @@ def layers_of(paths: Iterable[str]) -> dict[str, str]:
         number = next((i for i, name in enumerate(names) if name.isdigit()), len(names))
         item = ".".join(names[: number + 1])
         in_list = number < len(names) and item in inner
-        layers[path] = (item if in_list else ".".join(names[:number][:2])) or "(other)"
+        layers[path] = (item if in_list else ".".join(names[:number][:2])) or OTHER
     return layers

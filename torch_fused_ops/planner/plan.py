@@ -18,13 +18,13 @@ from torch_fused_ops.graphs.capture import check_model, name_of
 from torch_fused_ops.planner import max_batch, search
 from torch_fused_ops.planner import model as models
 from torch_fused_ops.planner.model import CapturedModel
-from torch_fused_ops.planner.pieces import divided
+from torch_fused_ops.planner.pieces import CHECKPOINTS, checkpointed, divided
 from torch_fused_ops.planner.report import LevelRow, Plan
 from torch_fused_ops.planner.search import Candidate
-from torch_fused_ops.planner.setup import LEVELS, WITH_ATTENTION, Setup, bytes_of, check
+from torch_fused_ops.planner.setup import LEVELS, OFF, WITH_ATTENTION, Setup, bytes_of, check
 from torch_fused_ops.planner.snapshot import snapshot_of
 from torch_fused_ops.planner.static_memory import Resident, check_shards, resident_tensors
-from torch_fused_ops.planner.step import OFF, SegmentedStep, Step, StepSummary, policy_at, policy_of, segmented_step
+from torch_fused_ops.planner.step import SegmentedStep, Step, StepSummary, alike_at, segmented_step
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
 from torch_fused_ops.virtual_gpu import GPU, gpus
@@ -35,7 +35,8 @@ log = logging.getLogger("torch_fused_ops.planner")
 
 # Settings of torch._inductor.config. By default, auto_chunker splits a GEMM only if its result is more than 8 times
 # the size of its operands. With 32,768 tokens, the result of Llama-3-8B's head is 6.4 times the operands' size.
-CHUNKS = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 4}
+CHUNKS: dict[str, Any] = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 4}
+FEW = 4  # at most this many layers take as long in pieces as the whole model
 _SETTINGS = ", ".join(f"torch._inductor.config.{name} = {value}" for name, value in CHUNKS.items())
 
 
@@ -131,27 +132,28 @@ def plan(
     if setup.sharded:
         check_shards(model, captured.unit_of, dp, captured.unregistered)  # raise errors before minutes of compiling
     mlps = captured.mlps if compiled != "none" else {}
-    default = [level for level in search.DEFAULT if captured.has_attention or not level.endswith(WITH_ATTENTION)]
+    has_attention = captured.calls("attention", "softmax")
+    default = [level for level in search.DEFAULT if has_attention or not level.endswith(WITH_ATTENTION)]
     chosen_among = tuple(level for level in LEVELS if level != OFF and level in (levels or default)) or ("free",)
     pieces = divide(captured, compiled="pieces") if compiled == "model" else divide(captured)
     known: dict[object, Any] = {}
 
-    def planner_of(ready: CapturedModel, parts: Mapping[str, SegmentedStep]) -> _Planner:
-        trained = next(iter(parts.values())).trained.__contains__
+    def planner_of(ready: CapturedModel, by_level: Mapping[str, SegmentedStep]) -> _Planner:
+        trained = next(iter(by_level.values())).trained.__contains__
         tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
         resident = Resident.of(tensors, setup, ready.group_of)
         ends = ("step" if compiled == "model" else "layer") if resident.accumulated else ""
-        step = Step(mlps, parts, resident.shards, ends)
+        step = Step(mlps, by_level, resident.shards, ends)
         gradients = 0 if resident.accumulated else resident.gradients
-        resident = replace(resident, batch=max(step.entry, step.at_levels({}).end - gradients))
+        resident = replace(resident, batch=max(step.entry, step.summary_at({}).end - gradients))
         return _Planner(name_of(model), ready, pieces, known, step, resident, described, chosen_among, setup)
 
     advice: list[str] = []
-    if compiled == "model":
-        quick = planner_of(pieces, {"free": segmented_step(pieces, described, policy_at("free"), known)})
-        for line in quick.quick_answer():
+    variants = [captured.with_loss_alone(detach) for detach in (False, True)] if not loss_runs else []
+    if compiled == "model" and (len(captured.units) > FEW or None not in variants):
+        quick = planner_of(pieces, {"free": segmented_step(pieces, described, pieces.policy_at("free"), known)})
+        for line in quick.quick_answer() if len(captured.units) > FEW else ():
             log.info(line)
-        variants = [captured.with_loss_alone(detach) for detach in (False, True)] if not loss_runs else []
         in_pieces = [divide(variant, compiled="pieces") for variant in variants if variant is not None]
         advice += quick.beside_loss(*in_pieces) if in_pieces else ()
     results = [node.meta.get("example_value") for node in captured.graphs[-1].gm.graph.output_node().all_input_nodes]
@@ -160,21 +162,37 @@ def plan(
             'The model returns no scalar. If a loss is computed outside of it, pass loss="eager" (--loss eager).'
         )
     ready = divide(captured) if compiled == "model" else pieces
-    parts = {}
+    by_level = {}
     to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]
+    kinds = {} if captured.has_checkpoints or not {*captured.units} - {models.OTHER} else CHECKPOINTS
+    kinds = {kind: context_fn for kind, context_fn in kinds.items() if not context_fn or captured.calls("dot_product")}
+    rows = len(to_compile) + len(kinds)
     for i, level in enumerate(to_compile):
         took = f"{time.monotonic() - started:.0f} s so far"
-        log.info('compiling: every MLP at "%s", %d of %d levels, %s', level, i + 1, len(to_compile), took)
-        parts[level] = segmented_step(ready, described, policy_at(level))
-    planner = replace(planner_of(ready, parts), advice=tuple(advice))
+        log.info('compiling: every MLP at "%s", %d of %d rows, %s', level, i + 1, rows, took)
+        alike = level == "tiled" and "input" in by_level and alike_at(ready, described, "input", level)
+        by_level[level] = by_level["input"] if alike else segmented_step(ready, described, ready.policy_at(level))
+    with_checkpoints = {}
+    for i, (kind, context_fn) in enumerate(kinds.items(), len(to_compile)):
+        log.info("compiling: %s, %d of %d rows, %.0f s so far", kind, i + 1, rows, time.monotonic() - started)
+        try:
+            with models.muted("torch._higher_order_ops.wrap"):  # warns of writes in place, which these layers lack
+                around_units = divide(checkpointed(captured, context_fn))
+                with_checkpoints[kind] = segmented_step(around_units, described, ready.policy_at(OFF))
+        except Exception:  # a layer that cannot be checkpointed, such as one that writes its argument
+            log.debug("no row for checkpoints", exc_info=True)
+    if captured.has_checkpoints:
+        levels_replace = 'The other rows have levels in their place: checkpoints="replace" (docs/checkpoints.md).'
+        advice.append(f'The model has checkpoints, and the row "checkpoint" is the model as it is. {levels_replace}')
+    planner = replace(planner_of(ready, by_level), advice=tuple(advice), with_checkpoints=with_checkpoints)
     result, resident = planner.within(limit), planner.resident
     if maximum is None:
         return result
     available = setup.available(limit)
     slack = max(c.summary.pools - c.summary.peak for c in planner.candidates)  # pools beyond the peak
     available_for_step = available - resident.nbytes - slack if resident.optimizer_peak <= available else 0
-    sizes = max_batch.Sizes(lambda n: divide(capture(n)), maximum, first_size, described, planner.step)
-    return replace(result, largest=sizes.largest(resident.nbytes, available_for_step))
+    sizes = (lambda n: divide(capture(n)), maximum, first_size, described, planner.step)
+    return replace(result, largest=max_batch.largest_sizes(*sizes, resident.nbytes, available_for_step))
 
 
 @dataclass(frozen=True)
@@ -190,6 +208,7 @@ class _Planner:
     gpu: GPU
     levels: Sequence[str]  # the plainest first
     setup: Setup
+    with_checkpoints: Mapping[str, SegmentedStep] = field(default_factory=dict)  # by ``pieces.CHECKPOINTS``
     advice: tuple[str, ...] = ()  # sentences that do not depend on the limit
     _mixed: dict[FusionPolicy, Step] = field(default_factory=dict, init=False)
 
@@ -204,9 +223,8 @@ class _Planner:
             chunks: True to compute the loss in chunks, if PyTorch's ``auto_chunker`` accepts it.
         """
         with config.patch(CHUNKS if chunks else {}):
-            policy = policy_of(self.pieces.mlps, levels)
-            parts = segmented_step(pieces or self.pieces, self.gpu, policy, self.known)
-        return self.step.only(parts).at_levels({})
+            step = segmented_step(pieces or self.pieces, self.gpu, self.pieces.policy_of(levels), self.known)
+        return self.step.with_single_step(step).summary_at({})
 
     def quick_answer(self) -> Iterator[str]:
         """Yield a sentence with the estimate at "off", if an MLP is fused, and at "free"."""
@@ -225,21 +243,21 @@ class _Planner:
             detached: the same with detached results.
         """
         peak_alone, peak_detached = (self.estimated({}, pieces).peak for pieces in (alone, detached))
-        excess = self.step.at_levels({}).peak - peak_alone
+        excess = self.step.summary_at({}).peak - peak_alone
         if excess > 0:
             yield (
                 f"The logits are returned beside the loss: +{size(excess)}, estimated (pytorch#131794). Return the "
                 f"loss alone, or detach the logits (+{size(peak_detached - peak_alone)}): docs/out-of-memory.md."
             )
 
-    def in_chunks(self, levels: Mapping[str, str], curve: StepSummary) -> StepSummary | None:
+    def in_chunks(self, levels: Mapping[str, str], summary: StepSummary) -> StepSummary | None:
         """Estimate the step with the loss in chunks (``auto_chunker``); None if it does not lower the peak.
 
         Args:
             levels: the level of each unit.
-            curve: the summary of the compiled step at these levels.
+            summary: the compiled step at these levels.
         """
-        if self.captured.pieces:
+        if self.captured.pieces or not self.captured.amplifies(CHUNKS["auto_chunker.amplify_ratio_threshold"]):
             return None
         try:
             plain, chunked = self.estimated(levels), self.estimated(levels, chunks=True)
@@ -247,9 +265,9 @@ class _Planner:
             log.debug("auto_chunker fails", exc_info=True)
             return None
         saving = plain.peak - chunked.peak
-        small = saving < 0.01 * curve.peak
-        pools = curve.pools - plain.pools + chunked.pools
-        return None if small else replace(curve, peak=curve.peak - saving, pools=pools)
+        small = saving < 0.01 * summary.peak
+        pools = summary.pools - plain.pools + chunked.pools
+        return None if small else replace(summary, peak=summary.peak - saving, pools=pools)
 
     @functools.cached_property
     def candidates(self) -> list[Candidate]:
@@ -259,15 +277,15 @@ class _Planner:
     def exact(self, chosen: Candidate) -> Step:
         """Return the step compiled at these levels alone. Mixed levels are compiled at the first call."""
         if not chosen.is_mixed:
-            return self.step.only(self.step.parts[self.step.default(chosen.levels)])
-        policy = policy_of(self.step.mlps, chosen.levels)
+            return self.step.with_single_step(self.step.by_level[self.step.default(chosen.levels)])
+        policy = self.captured.policy_of(chosen.levels)
         if policy not in self._mixed:
-            self._mixed[policy] = self.step.only(segmented_step(self.captured, self.gpu, policy))
+            self._mixed[policy] = self.step.with_single_step(segmented_step(self.captured, self.gpu, policy))
         return self._mixed[policy]
 
     def exact_pools(self, chosen: Candidate) -> int:
         """Return the bytes of PyTorch's pools, without resident bytes, in the step compiled at these levels."""
-        return self.exact(chosen).at_levels({}).pools
+        return self.exact(chosen).summary_at({}).pools
 
     def held(self, summary: StepSummary) -> int:
         """Return the bytes of PyTorch's pools in a whole step: forward, backward and the optimizer's step."""
@@ -287,7 +305,7 @@ class _Planner:
         chosen = search.best(self.candidates, available, self.exact_pools)
         if chosen is not None and chosen.is_mixed:  # compare with uniform levels by compiled times
             plainer = search.best(uniform, available)
-            if plainer is not None and plainer.summary.seconds <= self.exact(chosen).at_levels({}).seconds:
+            if plainer is not None and plainer.summary.seconds <= self.exact(chosen).summary_at({}).seconds:
                 chosen = plainer
         if chosen is None:
             least = resident.optimizer_peak - resident.nbytes  # saving more would only cost time
@@ -295,21 +313,27 @@ class _Planner:
             lowest = (min(group, key=lambda c: max(c.summary.pools, least)) for group in groups)
             chosen = min(lowest, key=lambda candidate: max(self.exact_pools(candidate), least))
         exact = self.exact(chosen)
-        curve = exact.at_levels({})
-        (compiled,) = exact.parts.values()
+        summary = exact.summary_at({})
+        (compiled,) = exact.by_level.values()
         assert compiled.timeline is not None
-        row = self.row("chosen", curve, limit)
-        plainest = step.only(step.parts.get(OFF) or next(iter(step.parts.values())))
+        row = self.row("chosen", summary, limit)
+        plainest = step.with_single_step(step.by_level.get(OFF) or next(iter(step.by_level.values())))
         summaries = {level: candidate.summary for candidate in uniform for level in candidate.levels.values()}
         if not summaries:
-            summaries["eager mode" if self.setup.compiled == "none" else step.base] = curve
-        inputs = _unit_inputs(self.pieces)
-        checkpointed = step.checkpointed(inputs) if inputs else None
-        chunked = self.in_chunks(chosen.levels, curve)
-        estimates = {"checkpoint": checkpointed, "chosen, + chunked loss": chunked}
-        summaries |= {level: summary for level, summary in estimates.items() if summary is not None}
-        levels = (level for level in ("eager mode", *LEVELS, *estimates) if level in summaries)
-        advice = [*self.advice, *self.help(curve, checkpointed, limit)]
+            summaries["eager mode" if self.setup.compiled == "none" else step.base] = summary
+        plainest_name = "checkpoint" if self.captured.has_checkpoints else OFF
+        if OFF in summaries:
+            summaries[plainest_name] = summaries.pop(OFF)
+        for kind, wrapped in self.with_checkpoints.items():
+            summaries[kind] = step.with_single_step(wrapped).summary_at({})
+        chunked = self.in_chunks(chosen.levels, summary)
+        if chunked is not None:
+            summaries["chosen, + chunked loss"] = chunked
+        order = ("eager mode", *LEVELS, *CHECKPOINTS, "chosen, + chunked loss")
+        levels = [level for level in order if level in summaries]
+        rows = tuple(self.row(level, summaries[level], limit) for level in levels)
+        rivals = [row for row in rows if row.level in self.with_checkpoints]
+        advice = [*self.advice, *self.help(summary, rivals, limit)]
         if chunked is not None:
             advice.append(f"PyTorch can compute the loss in chunks: {_SETTINGS} (docs/out-of-memory.md).")
         return Plan(
@@ -318,20 +342,21 @@ class _Planner:
             limit=limit,
             fits=row.fits,
             reserved_bytes=row.reserved,
-            held_bytes=self.held(curve),
+            held_bytes=self.held(summary),
             peak_bytes=max(row.peak, resident.optimizer_peak),
             step_peak=row.peak,
             optimizer_peak=resident.optimizer_peak,
             parameters=resident.parameters,
             gradients=resident.gradients,
             optimizer_state=resident.state,
-            saved=curve.saved,
-            transient=curve.peak - curve.saved,
-            seconds=curve.seconds,
-            off_seconds=plainest.at_levels({}).seconds,
-            policy=policy_of(step.mlps, chosen.levels),
+            saved=summary.saved,
+            transient=summary.peak - summary.saved,
+            seconds=summary.seconds,
+            off_seconds=plainest.summary_at({}).seconds,
+            policy=self.captured.policy_of(chosen.levels),
+            baseline=plainest_name,
             choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
-            levels=tuple(self.row(level, summaries[level], limit) for level in levels),
+            levels=rows,
             missing=row.missing,
             help=tuple(advice),
             setup=self.setup,
@@ -341,9 +366,17 @@ class _Planner:
             _snapshot=functools.partial(snapshot_of, compiled.timeline, self.captured.unread, resident),
         )
 
-    def help(self, curve: StepSummary, checkpointed: StepSummary | None, limit: int) -> Iterator[str]:
-        """Yield advice to make the step fit, or cheaper."""
+    def help(self, chosen: StepSummary, with_checkpoints: Sequence[LevelRow], limit: int) -> Iterator[str]:
+        """Yield advice to make the step fit, or cheaper.
+
+        Args:
+            chosen: the step at the chosen levels.
+            with_checkpoints: rows of the model with checkpoints.
+            limit: bytes.
+        """
         resident, available = self.resident, self.setup.available(limit)
+        if limit > self.gpu.total_memory:
+            yield f"{size(limit)} are more than an {self.gpu.name} has: {size(self.gpu.total_memory)}."
         if self.setup.compiled == "none":
             yield "Nothing is compiled, so there is no level to choose."
         elif not self.step.mlps:
@@ -352,32 +385,19 @@ class _Planner:
             beside = f"{size(resident.transient)} beside its state"
             yield f"The optimizer's step allocates {beside}; with fused=True (--optimizer adamw-fused) it does not."
         expandable = replace(self, setup=replace(self.setup, expandable_segments=True))
-        if self.row("", curve, limit).missing and expandable.row("", curve, limit).fits:
+        if self.row("", chosen, limit).missing and expandable.row("", chosen, limit).fits:
             yield "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits (plan: --expandable-segments)."
-        if resident.nbytes + curve.pools <= available:
+        if resident.nbytes + chosen.pools <= available:
             return
-        if checkpointed is not None and checkpointed.peak < curve.peak:
-            row = self.row("checkpoint", checkpointed, limit)
-            verdict = f"{size(row.missing)} are missing then, too" if row.missing else "fits"
-            if row.missing and resident.nbytes + checkpointed.pools <= available:
-                verdict = "forward and backward fit then"
-            yield (
-                f"torch.utils.checkpoint around each whole layer: a peak of {size(row.peak)}, by arithmetic, and "
-                f"{row.seconds / curve.seconds:.2f} times as long as the chosen levels; {verdict}."
-            )
+        for row in with_checkpoints:
+            if row.peak < resident.nbytes + chosen.peak:
+                verdict = f"{size(row.missing)} are missing then, too" if row.missing else "fits"
+                yield (
+                    f"torch.utils.checkpoint around each layer ({row.level}): a peak of {size(row.peak)}, and "
+                    f"{row.seconds / chosen.seconds:.2f} times as long as the chosen levels; {verdict}."
+                )
         if resident.optimizer_peak > available:  # independent of forward and backward
             alone = f"The optimizer's step takes {size(resident.optimizer_peak)} by itself"
             yield f"{alone}, however few tokens there are: shards, another optimizer, or fewer parameters."
-        checkpoints = "" if checkpointed is not None else ", checkpoints"
+        checkpoints = "" if with_checkpoints or self.captured.has_checkpoints else ", checkpoints"
         yield f"Otherwise use fewer tokens{checkpoints}, or FSDP2 over more GPUs (dp=, --dp)."
-
-
-def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
-    """Return the bytes of each unit's inputs that earlier pieces compute, for a model divided into pieces."""
-    inputs: dict[str, int] = {}
-    for i, (unit, graph) in enumerate(zip(captured.pieces, captured.graphs, strict=True)):
-        if unit in captured.units:
-            placeholders = enumerate(graph.gm.graph.find_nodes(op="placeholder"))
-            values = (node.meta["example_value"] for j, node in placeholders if (i, j) in captured.links)
-            inputs[unit] = inputs.get(unit, 0) + sum(value.nbytes for value in values)
-    return inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class LevelRow:
     """A whole step with every MLP at one memory level."""
 
-    level: str  # one of ``setup.LEVELS``; "checkpoint" and "chosen, + chunked loss" are estimates
+    level: str  # one of ``setup.LEVELS`` or ``pieces.CHECKPOINTS``; "chosen, + chunked loss" is an estimate
     peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
     seconds: float  # the least time of forward and backward
     reserved: int  # about how many bytes PyTorch reserves, for the optimizer's step if it needs more
@@ -56,7 +57,7 @@ class Plan:
         saved: bytes saved for backward, without parameters.
         transient: bytes at ``step_peak`` in addition to ``saved``, parameters and optimizer state.
         seconds: the least time of forward and backward on this GPU (roofline).
-        off_seconds: ``seconds`` with ``memory="off"``, even if that step does not fit.
+        off_seconds: ``seconds`` with ``memory="off"``, at which checkpoints stay, even if that step does not fit.
         policy: the policy to compile with.
         choices: each MLP's level (``setup.LEVELS``), by module.
         levels: the whole step at each level.
@@ -64,6 +65,7 @@ class Plan:
         help: advice to make the step fit, or cheaper.
         setup: how the model is trained. All bytes are per GPU, for one GPU's batch.
         largest: the largest batch or sequence that fits; None unless ``maximum`` requests it.
+        baseline: the row of ``off_seconds``: "off", or "checkpoint" if the model has checkpoints.
     """
 
     title: str
@@ -89,6 +91,7 @@ class Plan:
     help: tuple[str, ...]
     setup: Setup = field(default_factory=Setup)
     largest: Largest | None = None
+    baseline: str = "off"
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
     _planner: Any = field(default=None, repr=False, compare=False)
@@ -110,7 +113,7 @@ class Plan:
         rows: dict[str, Any] = {"levels": [{**asdict(row), "fits": row.fits} for row in self.levels]}
         rows["largest"] = asdict(self.largest) if self.largest else None
         rows["setup"] = asdict(self.setup)
-        for name in ("memory", "attention"):
+        for name in ("memory", "attention", "checkpoints"):
             value = getattr(self.policy, name)
             rows[name] = value if isinstance(value, str) else dict(value)
         return {**shallow, **rows}
@@ -178,14 +181,18 @@ def most(largest: Largest) -> str:
 def cost(plan: Plan) -> str:
     """Format the time that the levels cost: '+1.2 % beside "off"'."""
     changed = change(plan.off_seconds, plan.seconds)
-    return 'as with "off"' if changed == "same" else f'{changed} beside "off"'
+    return f'as with "{plan.baseline}"' if changed == "same" else f'{changed} beside "{plan.baseline}"'
 
 
 def chosen(plan: Plan) -> str:
     """Format the policy as code, with counts instead of a long mapping."""
-    memory, attention = (x if isinstance(x, str) else dict(x) for x in (plan.policy.memory, plan.policy.attention))
-    if isinstance(memory, str) or len(memory) <= 4:
-        return f"FusionPolicy(memory={memory!r}{'' if attention == 'off' else f', attention={attention!r}'})"
+    values = {name: getattr(plan.policy, name) for name in ("memory", "attention", "checkpoints")}
+    fields = {name: value if isinstance(value, str) else dict(value) for name, value in values.items()}
+    if isinstance(fields["memory"], str) or len(fields["memory"]) <= 4:
+        arguments = (
+            f"{name}={value!r}" for name, value in fields.items() if value not in ("keep", "off") or name == "memory"
+        )
+        return f"FusionPolicy({', '.join(arguments)})"
     counted = ", ".join(f"{count} at {level!r}" for level, count in Counter(plan.choices.values()).items())
     many = f"a level for each of {len(plan.choices)} MLPs: {counted}"
     return f"FusionPolicy(memory={{…}}), {many} (all of it: plan.policy, --json)"
@@ -280,7 +287,9 @@ def text(plan: Plan) -> str:
 
 def page(plan: Plan) -> str:
     """Render the plan as a self-contained page. Text from the model is escaped."""
-    resident, highest = plan.parameters + plan.optimizer_state, 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
+    resident, most = plan.parameters + plan.optimizer_state, max(*plan.curve, *plan.off_curve)
+    highest = 1.05 * (plan.limit if most < plan.limit < 2 * most else most)  # a distant limit would flatten the curve
+    step = 2.0 ** math.ceil(math.log2(highest / 8))
 
     def height(nbytes: float) -> str:
         return f"{300 * (1 - nbytes / highest):.1f}"
@@ -291,5 +300,7 @@ def page(plan: Plan) -> str:
         return " ".join(f"{1000 * i / count:.1f},{height(point)}" for i, point in enumerate(points))
 
     return template("planner/plan.html", globals()).render(
-        plan=plan, resident=resident, height=height, polyline=polyline
-    )
+        plan=plan, resident=resident, height=height, polyline=polyline, shows_limit=plan.limit <= highest,
+        bytes_marks=[int(step * i) for i in range(int(highest / step) + 1)],
+        call_marks=[(250 * i, (len(plan.curve) - 1) * i // 4) for i in range(5)],
+    )  # fmt: skip

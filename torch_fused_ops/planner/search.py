@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_fused_ops.planner.step import OFF, Step, StepSummary
+from torch_fused_ops.planner.setup import OFF
+from torch_fused_ops.planner.step import Step, StepSummary
 
 DEFAULT = ("free", "fp8", "fp8+attention", "input", "input+attention", "tiled")  # the levels to compile by default
 MISSES = 4  # once this many compiled mixed assignments did not fit, skip the others
@@ -41,7 +42,7 @@ def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     used = useful(step, levels)
     alike = (dict.fromkeys(step.mlps, level) for level in (*levels, OFF))
     assigned = {tuple(sorted(chosen.items())): chosen for chosen in (*greedy(step, used), *alike)}
-    every = [Candidate(chosen, step.at_levels(chosen)) for chosen in assigned.values()]
+    every = [Candidate(chosen, step.summary_at(chosen)) for chosen in assigned.values()]
     unused = set(levels).difference(used)
     return sorted(every, key=lambda c: (not unused.isdisjoint(c.levels.values()), c.summary.seconds, c.summary.peak))
 
@@ -53,14 +54,14 @@ def useful(step: Step, levels: Sequence[str]) -> list[str]:
     """
     used: dict[str, StepSummary] = {}
     for level in levels:
-        curve = step.at_levels(dict.fromkeys(step.mlps, level))
+        summary = step.summary_at(dict.fromkeys(step.mlps, level))
         if not any(
-            plainer.peak <= curve.peak
-            and plainer.saved <= curve.saved
-            and plainer.seconds <= curve.seconds * (1 + ALIKE)
+            plainer.peak <= summary.peak
+            and plainer.saved <= summary.saved
+            and plainer.seconds <= summary.seconds * (1 + ALIKE)
             for plainer in used.values()
         ):
-            used[level] = curve
+            used[level] = summary
     return list(used)
 
 
@@ -91,16 +92,16 @@ def best(
 def greedy(step: Step, levels: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield assignments, first all units at the first level. Each next one changes the unit that saves most per ms."""
     now = dict.fromkeys(step.mlps, levels[0])
-    summary = step.at_levels(now)
+    summary = step.summary_at(now)
     yield dict(now)
     while True:
         moves = []
         for unit in step.mlps:
             for level in levels[levels.index(now[unit]) + 1 :]:
                 changed = {**now, unit: level}
-                curve = step.at_levels(changed)
-                gain = summary.peak - curve.peak
-                moves.append((gain / max(curve.seconds - summary.seconds, 1e-12), gain, changed, curve))
+                then = step.summary_at(changed)
+                gain = summary.peak - then.peak
+                moves.append((gain / max(then.seconds - summary.seconds, 1e-12), gain, changed, then))
         lower = [move for move in moves if move[1] > 0]
         # If no single change lowers the peak, two may: choose the change that leaves the fewest saved bytes.
         chosen = max(lower, key=lambda move: move[0]) if lower else min(moves, key=lambda m: m[3].saved, default=None)

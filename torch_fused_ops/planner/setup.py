@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 # A layer's levels, the plainest first: the memory level of its MLPs. "+attention" adds "input" for its attention.
 WITH_ATTENTION = "+attention"
+OFF = "off"  # a level that is never mixed with other levels
 LEVELS = ("off", "free", "fp8", "free+attention", "fp8+attention", "input", "input+attention", "tiled")
 # Accepted values of each setting, by its name in Python.
 GPUS = ("A100", "H100", "H200", "B200", "GB200", "GB300", "MI300X", "A10G", "L40S", "RTX5090", "RTXPRO6000")

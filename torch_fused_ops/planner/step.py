@@ -2,9 +2,10 @@
 
 A compiled step has two segments for each layer (unit): one in forward, one in backward. A segment has bytes alive
 relative to its start, their net change, and seconds. Joined in execution order, the segments are exactly the step's
-live-bytes timeline. A layer's level changes only the layer's own segments, so segments of several levels can estimate
-a step with mixed levels. Such estimates only rank candidates: the chosen step is compiled (``plan.py``). Segments begin
-and end with the bytes that later calls read. A buffer that waits for reuse by Inductor counts for the later segment.
+live-bytes timeline. A layer's level changes mostly the layer's own segments, so segments of several levels can estimate
+a step with mixed levels; a later layer may also reuse the layer's buffers. Such estimates only rank candidates: the
+chosen step is compiled (``plan.py``). At a segment's start and end, only buffers that a later call reads are counted. A
+buffer that waits for reuse by Inductor counts for the later segment.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ from torch._inductor import config
 from torch_fused_ops.planner.fsdp import FullyShard, PlacedSegment, Segment
 from torch_fused_ops.planner.model import LOSS, CapturedModel
 from torch_fused_ops.planner.pieces import signature
-from torch_fused_ops.planner.setup import WITH_ATTENTION
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.captures import Capture, on_paper
+from torch_fused_ops.reports.captures import Capture, fused_graph, on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
 from torch_fused_ops.virtual_gpu.eager import EagerGraph
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
 
-OFF = "off"  # a level that is never mixed with other levels
 Compiled = PaperCompilation | EagerGraph
 
 
@@ -62,23 +61,23 @@ class Step:
     """A model's compiled step at each level."""
 
     mlps: Mapping[str, tuple[str, ...]]  # MLPs by unit; levels are chosen for these units
-    parts: Mapping[str, SegmentedStep]  # the compiled steps, by the level of all units
+    by_level: Mapping[str, SegmentedStep]  # the compiled steps, by the level of all units
     shards: FullyShard | None = None
     # When gradients are added to existing ones and freed: "layer", at each layer's end; "step", at the end; "", never.
     accumulates: str = ""
 
     def segment(self, graph: str, unit: str, level: str) -> Segment:
         """Return a unit's segment at a level; an empty one if it has none. ``graph`` is "forward" or "backward"."""
-        return self.parts[level].segments.get((graph, unit), Segment())
+        return self.by_level[level].segments.get((graph, unit), Segment())
 
     @property
     def base(self) -> str:
         """The default level of a unit: "free" if it was compiled, else the plainest compiled level."""
-        return "free" if "free" in self.parts else next(iter(self.parts))
+        return "free" if "free" in self.by_level else next(iter(self.by_level))
 
-    def only(self, parts: SegmentedStep) -> Step:
-        """Return the step with one compiled step at the units' levels, which ``at_levels({})`` then summarizes."""
-        return replace(self, parts={"free": parts})
+    def with_single_step(self, step: SegmentedStep) -> Step:
+        """Return a copy that contains only this compiled step, so that ``summary_at({})`` summarizes it."""
+        return replace(self, by_level={"free": step})
 
     def default(self, levels: Mapping[str, str]) -> str:
         """Return the level outside the units with MLPs: these units' only level, or ``base`` if they have several."""
@@ -88,14 +87,14 @@ class Step:
     def pieces(self, levels: Mapping[str, str]) -> Iterator[PlacedSegment]:
         """Yield the segments in execution order, without shards."""
         default = self.default(levels)
-        for graph, unit, segment in self.parts[default].pieces:
+        for graph, unit, segment in self.by_level[default].pieces:
             level = levels.get(unit, default)
             yield graph, unit, segment if level == default else self.segment(graph, unit, level)
 
     @property
     def entry(self) -> int:
         """Bytes alive before the step: its arguments."""
-        return next(iter(self.parts.values())).entry
+        return next(iter(self.by_level.values())).entry
 
     def sharded(self, pieces: Iterable[PlacedSegment], each_call: bool = False) -> Iterator[PlacedSegment]:
         """Yield the segments with FSDP2's bytes if the model is sharded, else with accumulated gradients freed."""
@@ -121,28 +120,9 @@ class Step:
         reduced = self.shards.reduce_pool if self.shards else 0
         return StepSummary(peak, saved, live, seconds, main + gather + reduced)
 
-    def at_levels(self, levels: Mapping[str, str]) -> StepSummary:
+    def summary_at(self, levels: Mapping[str, str]) -> StepSummary:
         """Summarize the step with a level for each unit; units without a level have ``default(levels)``."""
         return self.summarize(self.pieces(levels))
-
-    def checkpointed(self, inputs: Mapping[str, int]) -> StepSummary:
-        """Estimate the step with a checkpoint around each whole unit, which saves its input and runs forward again.
-
-        Args:
-            inputs: bytes of each unit's inputs that earlier units compute.
-        """
-        pieces: list[PlacedSegment] = []
-        for graph, unit, segment in self.pieces({}):
-            saved = inputs.get(unit, 0)
-            if unit and graph == "forward":
-                segment = Segment(segment.points, saved, segment.seconds)
-            elif unit:
-                forward = self.segment("forward", unit, self.base)
-                recomputed = (*forward.points, *(forward.net + point for point in segment.points))
-                net, seconds = forward.net + segment.net - saved, forward.seconds + segment.seconds
-                segment = Segment(recomputed, net, seconds, segment.gradients)
-            pieces.append((graph, unit, segment))
-        return self.summarize(pieces)
 
     def points(self, levels: Mapping[str, str]) -> list[int]:
         """Return the bytes alive before the step, at each call, and after the step."""
@@ -154,24 +134,6 @@ class Step:
 
 
 # ---- compiled and cut ------------------------------------------------------------------------------------------------
-
-
-def policy_at(level: str) -> FusionPolicy:
-    """Return the policy with every layer at one level of ``setup.LEVELS``."""
-    attention = "input" if level.endswith(WITH_ATTENTION) else "off"
-    return FusionPolicy(memory=level.removesuffix(WITH_ATTENTION), attention=attention)  # type: ignore[arg-type]
-
-
-def policy_of(mlps: Mapping[str, Sequence[str]], levels: Mapping[str, str]) -> FusionPolicy:
-    """Return the policy with each unit's level for its MLPs and its attention."""
-    chosen = {unit: levels.get(unit, "free") for unit in mlps}
-    if len(set(chosen.values())) <= 1:
-        return policy_at(next(iter(chosen.values()), "free"))
-    policies = {unit: policy_at(level) for unit, level in chosen.items()}
-    memory = {module: str(policies[unit].memory) for unit, modules in mlps.items() for module in modules}
-    attention = {f"{unit}.*": "input" for unit, policy in policies.items() if policy.attention == "input"}
-    memory = {module: level for module, level in memory.items() if level != "free"}
-    return FusionPolicy(memory=memory, attention=attention or "off")
 
 
 def compiled_timeline(
@@ -196,7 +158,7 @@ def compiled_timeline(
         key: object = i
         if unit is not None:
             memory, attention = policy.memory_of(model.mlps.get(unit, ())), policy.attention_of({unit})
-            piece_policy = FusionPolicy(memory=memory, attention=attention)  # type: ignore[arg-type]
+            piece_policy = replace(policy, memory=memory, attention=attention)
             chunks = config.auto_chunker.enable and unit not in model.units
             compiled_as = (graph.parameters, graph.autocast, graph.training, piece_policy, is_eager, chunks)
             key = (signature(graph.gm), *compiled_as)
@@ -209,6 +171,13 @@ def compiled_timeline(
         raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
     timeline = timeline_of(programs, model.links, units=model.pieces, shared=model.shared, retained=model.retained)
     return timeline, papers
+
+
+def alike_at(model: CapturedModel, gpu: GPU, *levels: str) -> bool:
+    """Return True if fusion gives equal graphs at these levels, as "input" and "tiled" do if no MLP is tiled."""
+    policies = map(model.policy_at, levels)
+    graphs = [[signature(fused_graph(Capture(g, p), gpu, p).gm) for g in model.graphs] for p in policies]
+    return all(at_level == graphs[0] for at_level in graphs)
 
 
 def segmented_step(

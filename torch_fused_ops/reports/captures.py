@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_fused_ops.graphs.capture import said
 from torch_fused_ops.policy import FusionPolicy
 
 if TYPE_CHECKING:
@@ -69,12 +70,6 @@ def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
 
     for module in graphs_of(gm):
         yield from recognize.rewrite(module.graph, policy, apply=False)
-
-
-def said(error: Exception) -> str:
-    """Shorten an exception to one line, because compilers wrap errors and append pages of advice."""
-    lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy) -> PaperCompilation:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torch_fused_ops.graphs.capture import said
 from torch_fused_ops.graphs.listing import AttentionSite, SavedRow, merged, merged_attention
-from torch_fused_ops.reports.captures import Capture, fused_graph, said
+from torch_fused_ops.reports.captures import Capture, fused_graph
 from torch_fused_ops.reports.text import size
 
 if TYPE_CHECKING:

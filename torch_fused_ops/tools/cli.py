@@ -20,6 +20,7 @@ import torch
 
 import torch_fused_ops as tfo
 from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.graphs.capture import said
 from torch_fused_ops.settings import environment
 from torch_fused_ops.settings.environment import version_of
 from torch_fused_ops.tools.arguments import PLAN, described, parse
@@ -253,6 +254,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not hasattr(arguments, "spec"):
                 raise
             traceback.print_exc()  # an error in the model; exit code 1 means that a command has findings
-            message = f"{arguments.spec} cannot be run: {type(e).__name__}: {message.partition(chr(10))[0]}"
+            message = f"{arguments.spec} cannot be run: {said(e)}"
         print(f"error: {message}", file=sys.stderr)
         return 2

@@ -17,10 +17,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_fused_ops.graphs.capture import arguments_checked, call_model, check_model, name_of, throwaway, unchanged
+from torch_fused_ops.graphs.capture import (
+    arguments_checked,
+    call_model,
+    check_model,
+    name_of,
+    said,
+    throwaway,
+    unchanged,
+)
 from torch_fused_ops.graphs.fusion_events import unobserved
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
-from torch_fused_ops.reports.captures import said
 from torch_fused_ops.reports.recording import record
 
 progress = logging.getLogger("torch_fused_ops.verify")
