@@ -32,19 +32,17 @@ All functions share these conventions:
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack  # torch requires it; in typing from Python 3.11 on
 
 from torch_fused_ops import activations, families
 from torch_fused_ops.families.dropout.sharding import dropout_add_by_shards, shard_seed
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.operators import activation as declared
-from torch_fused_ops.operators.viewless import (
-    MakeViewlessTensor,
-    make_viewless_tensor,
-)
+from torch_fused_ops.operators.viewless import MakeViewlessTensor, make_viewless_tensor
 
 __all__ = [
     "MakeViewlessTensor",
@@ -83,19 +81,22 @@ def _refuse(name: str, value: object, accepted: str) -> NoReturn:
     raise TypeError(f"{name}={value!r} is not accepted: it must be {accepted}, not {type(value).__name__}")
 
 
-def _check_tensor(name: str, t: Any, accepted: str = "a tensor") -> None:
+def _check_tensors(accepted: str = "a tensor", **tensors: Any) -> None:
     # Accept every object with __torch_function__: torch.fx proxies and tensor-likes dispatch the call themselves.
-    if not isinstance(t, Tensor) and (isinstance(t, type) or not hasattr(t, "__torch_function__")):
-        _refuse(name, t, accepted)
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor) and (isinstance(t, type) or not hasattr(t, "__torch_function__")):
+            _refuse(name, t, accepted)
 
 
-def _check_optional(name: str, t: Any) -> None:
-    if t is not None:
-        _check_tensor(name, t, "a tensor or None")
+def _check_optional(**tensors: Any) -> None:
+    for name, t in tensors.items():
+        if t is not None:
+            _check_tensors("a tensor or None", **{name: t})
 
 
-def _check_number(name: str, value: object, accepted: str, *kinds: type) -> None:
-    if isinstance(value, bool) or not isinstance(value, kinds):
+def _check(name: str, value: object, accepted: str, *types: type) -> None:
+    """Raise TypeError if the value has none of the types. True and False are not numbers."""
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         _refuse(name, value, accepted)
 
 
@@ -105,8 +106,8 @@ def _check_activation(activation: object) -> None:
 
 
 def _check_glu_scalars(up_offset: object, clamp: object) -> None:
-    _check_number("up_offset", up_offset, "a number", int, float)
-    _check_number("clamp", clamp, "a number or None", int, float, type(None))
+    _check("up_offset", up_offset, "a number", int, float)
+    _check("clamp", clamp, "a number or None", int, float, type(None))
 
 
 def _marked(memory: object, *tensors: Any) -> Any:
@@ -121,9 +122,8 @@ def _marked(memory: object, *tensors: Any) -> Any:
     return tensors[0]
 
 
-def _gelu_name(approximate: object) -> str:
-    if not isinstance(approximate, str):
-        _refuse("approximate", approximate, "a string, 'none' or 'tanh'")
+def _gelu_name(approximate: str) -> str:
+    _check("approximate", approximate, "a string, 'none' or 'tanh'", str)
     if approximate not in _GELU:
         raise ValueError(f"approximate={approximate!r} is not known; accepted: 'none', 'tanh'")
     return _GELU[approximate]
@@ -149,9 +149,8 @@ def bias_act(
 
     The module's conventions describe ``activation``, ``memory`` and errors.
     """
-    _check_tensor("input", input)
-    _check_optional("bias", bias)
-    _check_optional("token_scale", token_scale)
+    _check_tensors(input=input)
+    _check_optional(bias=bias, token_scale=token_scale)
     _check_activation(activation)
     if memory != "free":
         marked = _marked(memory, input, bias, token_scale)
@@ -183,9 +182,8 @@ def glu(
 
     The module's conventions describe ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors.
     """
-    _check_tensor("gate", gate)
-    _check_tensor("up", up)
-    _check_optional("token_scale", token_scale)
+    _check_tensors(gate=gate, up=up)
+    _check_optional(token_scale=token_scale)
     _check_activation(activation)
     _check_glu_scalars(up_offset, clamp)
     if memory != "free":
@@ -219,12 +217,10 @@ def bias_glu(
     The module's conventions describe ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors. An odd last axis
     raises a ValueError.
     """
-    _check_tensor("input", input)
-    _check_optional("bias", bias)
-    _check_optional("token_scale", token_scale)
+    _check_tensors(input=input)
+    _check_optional(bias=bias, token_scale=token_scale)
     _check_activation(activation)
-    if not isinstance(layout, str):
-        _refuse("layout", layout, "'halves', 'interleaved' or 'swapped'")
+    _check("layout", layout, "'halves', 'interleaved' or 'swapped'", str)
     _check_glu_scalars(up_offset, clamp)
     if memory != "free":
         input = _marked(memory, input, bias, token_scale)
@@ -273,17 +269,23 @@ def squared_relu(input: Tensor, *, memory: str = "free") -> Tensor:
 # ---- gated linear units ----------------------------------------------------------------------------------------------
 
 
-def swiglu(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None = None,
-    *,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
-) -> Tensor:
+class GluOptions(TypedDict, total=False):
+    """Options of ``glu``; the module's conventions describe them."""
+
+    up_offset: float
+    clamp: float | None
+    memory: str
+
+
+class PackedGluOptions(GluOptions, total=False):
+    """Options of ``bias_glu``."""
+
+    layout: str
+
+
+def swiglu(gate: Tensor, up: Tensor, token_scale: Tensor | None = None, **options: Unpack[GluOptions]) -> Tensor:
     """``silu(gate) · up``: Llama's GLU (arXiv:2002.05202). Arguments are as in ``glu``."""
-    return glu(gate, up, token_scale, activation="silu", up_offset=up_offset, clamp=clamp, memory=memory)
+    return glu(gate, up, token_scale, activation="silu", **options)
 
 
 def geglu(
@@ -292,30 +294,17 @@ def geglu(
     token_scale: Tensor | None = None,
     *,
     approximate: str = "none",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
+    **options: Unpack[GluOptions],
 ) -> Tensor:
     """``gelu(gate) · up`` (arXiv:2002.05202); T5 and Gemma use ``approximate="tanh"``. Arguments: see ``glu``."""
-    return glu(
-        gate, up, token_scale, activation=_gelu_name(approximate), up_offset=up_offset, clamp=clamp, memory=memory
-    )
+    return glu(gate, up, token_scale, activation=_gelu_name(approximate), **options)
 
 
 def bias_swiglu(
-    input: Tensor,
-    bias: Tensor | None = None,
-    token_scale: Tensor | None = None,
-    *,
-    layout: str = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
+    input: Tensor, bias: Tensor | None = None, token_scale: Tensor | None = None, **options: Unpack[PackedGluOptions]
 ) -> Tensor:
     """``swiglu`` of the packed ``input + bias``. Arguments are as in ``bias_glu``."""
-    return bias_glu(
-        input, bias, token_scale, activation="silu", layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
-    )
+    return bias_glu(input, bias, token_scale, activation="silu", **options)
 
 
 def bias_geglu(
@@ -324,16 +313,10 @@ def bias_geglu(
     token_scale: Tensor | None = None,
     *,
     approximate: str = "none",
-    layout: str = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    memory: str = "free",
+    **options: Unpack[PackedGluOptions],
 ) -> Tensor:
     """``geglu`` of the packed ``input + bias``. Arguments are as in ``bias_glu`` and ``geglu``."""
-    activation = _gelu_name(approximate)
-    return bias_glu(
-        input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
-    )
+    return bias_glu(input, bias, token_scale, activation=_gelu_name(approximate), **options)
 
 
 # ---- dropout, bias and residual --------------------------------------------------------------------------------------
@@ -361,11 +344,9 @@ def dropout_add(
         (..., n), in residual's dtype, or in input's dtype if residual is None; rounded once. Errors: see the module's
         conventions.
     """
-    _check_tensor("input", input)
-    _check_optional("bias", bias)
-    _check_optional("residual", residual)
-    _check_tensor("seed", seed)
-    _check_number("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
+    _check_tensors(input=input, seed=seed)
+    _check_optional(bias=bias, residual=residual)
+    _check("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
     out: Tensor = torch.ops.fused.dropout_add(input, bias, residual, seed, p)
     return out
 
@@ -393,12 +374,10 @@ def bias_dropout_add(
     Returns:
         (..., n), in residual's dtype, or in x's dtype if residual is None. Errors: see the module's conventions.
     """
-    _check_tensor("x", x)
-    _check_optional("bias", bias)
-    _check_optional("residual", residual)
-    _check_number("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
-    if not isinstance(training, bool):
-        raise TypeError(f"training={training!r} is not accepted: it must be True or False")
+    _check_tensors(x=x)
+    _check_optional(bias=bias, residual=residual)
+    _check("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
+    _check("training", training, "True or False", bool)
     if not 0 <= p <= 1:
         raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
     # Check x here: the operator's messages would call it input, and nothing else checks it if nothing is dropped.
@@ -451,16 +430,14 @@ def scaled_masked_softmax(
     Returns:
         A tensor of input's shape and dtype (except under autocast). Errors: see the module's conventions.
     """
-    _check_tensor("input", input)
-    _check_optional("mask", mask)
+    _check_tensors(input=input)
     if isinstance(sink, (int, float)):
         _refuse("sink", sink, f"a tensor or None (a scale goes by name: scale={sink})")
-    _check_optional("sink", sink)
-    _check_number("scale", scale, "a number", int, float, torch.SymFloat)
-    if not isinstance(causal, bool):
-        _refuse("causal", causal, "True or False")
-    _check_number("window_left", window_left, "an integer", int, torch.SymInt)
-    _check_number("window_right", window_right, "an integer", int, torch.SymInt)
+    _check_optional(mask=mask, sink=sink)
+    _check("scale", scale, "a number", int, float, torch.SymFloat)
+    _check("causal", causal, "True or False", bool)
+    _check("window_left", window_left, "an integer", int, torch.SymInt)
+    _check("window_right", window_right, "an integer", int, torch.SymInt)
     out: Tensor = torch.ops.fused.scaled_masked_softmax(input, mask, sink, scale, causal, window_left, window_right)
     return out
 
@@ -499,12 +476,10 @@ def linear_fp8(
     Returns:
         (..., out). Errors: see the module's conventions. A size that is not such a multiple raises a ValueError.
     """
-    _check_tensor("input", input)
-    _check_tensor("weight", weight)
-    _check_optional("bias", bias)
+    _check_tensors(input=input, weight=weight)
+    _check_optional(bias=bias)
     if recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} is not known; accepted: {', '.join(RECIPES)}")
-    if not isinstance(dtype, (torch.dtype, type(None))):
-        _refuse("dtype", dtype, "a torch.dtype or None")
+    _check("dtype", dtype, "a torch.dtype or None", torch.dtype, type(None))
     out: Tensor = torch.ops.fused.linear_fp8(input, weight, bias, dtype, recipe)
     return out

@@ -120,13 +120,15 @@ def test_levels_save_documented_bytes_and_repeat_at_most_one_gemm(memory: str, g
         params_dtype=torch.float32, activation_func=F.silu,
     )  # fmt: skip
     mlp, x = build(mlp_config), tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()
-    figures = mlp_figures(HIDDEN, FFN, 10, gated=gated, memory=memory, dtype=torch.float32)
+    is_plain = delay and memory == "free"  # a deferred weight gradient needs the activation's result
+    figures = mlp_figures(HIDDEN, FFN, 10, gated=gated, memory="off" if is_plain else memory, dtype=torch.float32)
+    result = 10 * FFN * 4 if delay and memory in ("fp8", "input") else 0
     with Ran() as ran:
         y, _ = mlp(x)
         saved = ran.alive(x, y, *mlp.parameters()) + x.nbytes
         y.sum().backward()
         mlp.backward_dw()
-    assert saved == figures.saved
+    assert saved == figures.saved + result
     assert sorted(map(sorted, ran.gemms)) == sorted(map(sorted, figures.gemms))
     del y
     with Ran() as ran, torch.no_grad():
@@ -134,7 +136,7 @@ def test_levels_save_documented_bytes_and_repeat_at_most_one_gemm(memory: str, g
         assert ran.alive(x, y, *mlp.parameters()) == 0 and len(ran.gemms) == 2
 
 
-@pytest.mark.parametrize("memory", ["free", "fp8", "input"])
+@pytest.mark.parametrize("memory", ["off", "free"])
 def test_relu_saves_its_result_alone(memory: str) -> None:
     mlp = build(config(activation_func=F.relu, memory=memory, add_bias_linear=False, params_dtype=torch.float32))
     x = tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()

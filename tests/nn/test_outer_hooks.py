@@ -40,35 +40,15 @@ def test_two_modules_in_one_checkpoint_have_right_gradients(case: tuple[str, str
     torch.testing.assert_close(gradients(module, x, y), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["FusedMLP", "gated", "MLP"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_hooks_that_compute_get_dequantized_tensors(name: str, inside: bool) -> None:
-    """Float8 has no arithmetic. Gradients equal ``"fp8"`` without hooks, bit for bit."""
-    module, x = MODULES[name]("fp8"), torch.randn(ROWS, WIDTH, requires_grad=True)
-    if inside:  # a module in a module, both with a level
-        inner, module = module, FusedMLP(WIDTH, FFN, memory="fp8")
-        module.fc2 = nn.Sequential(module.fc2, inner)
-    expected = gradients(module, x, module(x))
-    seen: list[torch.dtype] = []
-
-    def pack(t: Tensor) -> Tensor:
-        seen.append(t.dtype)
-        return t * 2 + 0
-
-    with saved_tensors_hooks(pack, lambda t: t / 2):
-        y = module(x)
-    assert set(seen) == {torch.float32}
-    for a, b in zip(gradients(module, x, y), expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_hooks_that_do_not_compute_get_float8() -> None:
-    """Checkpoints and ``save_on_cpu`` return tensors unchanged, so they get float8."""
+def test_hooks_get_float8() -> None:
+    """Hooks around a module, here ``save_on_cpu``, get the tensors that "fp8" saves instead of h."""
     module, x = FusedMLP(WIDTH, FFN, memory="fp8"), torch.randn(ROWS, WIDTH, requires_grad=True)
-    seen: list[torch.dtype] = []
+    expected, seen = gradients(module, x, module(x)), list[tuple[torch.dtype, torch.Size]]()
     around = save_on_cpu()
     pack = around.pack_hook
-    note = functools.wraps(pack)(lambda t: seen.append(t.dtype) or pack(t))
+    note = functools.wraps(pack)(lambda t: seen.append((t.dtype, t.shape)) or pack(t))
     with saved_tensors_hooks(note, around.unpack_hook):
-        module(x)
-    assert torch.float8_e4m3fn in seen
+        y = module(x)
+    assert (torch.float8_e4m3fn, (ROWS, FFN)) in seen and (torch.float32, (ROWS, FFN)) not in seen
+    for a, b in zip(gradients(module, x, y), expected, strict=True):
+        assert torch.equal(a, b)

@@ -126,6 +126,19 @@ def test_layers_behind_graph_breaks() -> None:
     assert [saved_elements(layer.mlp, x) for layer in model.layers] == [FREE, INPUT, FREE, FREE]
 
 
+class BrokenMlp(MLP):
+    """An MLP with a graph break at its begin."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def test_a_break_inside_the_mlps() -> None:
+    model, x = Model(*(Block(BrokenMlp(H, N)) for _ in range(2))), rows()
+    assert list(replace_mlps(model, x).replaced) == ["layers.0.mlp", "layers.1.mlp"]
+
+
 # ---- which module, and its policy ------------------------------------------------------------------------------------
 
 

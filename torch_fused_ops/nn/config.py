@@ -129,6 +129,11 @@ class Activation(NamedTuple):
             return functional.bias_act(h, bias, scale, activation=self.name)
         return self._in_plain_torch(h if bias is None else h + bias, scale)
 
+    def saves_result(self, scale: Tensor | None = None) -> bool:
+        """Return True if backward needs only the result, which the second linear saves anyway, as for ReLU."""
+        gated = self.gated or scale is not None
+        return self.name is not None and not gated and activations.get(self.name).gradient_from_output
+
     def _in_plain_torch(self, h: Tensor, scale: Tensor | None) -> Tensor:
         """Compute the activation with PyTorch's own functions. The fusion pass may still match it."""
         act, y = self.function, h

@@ -102,19 +102,20 @@ class FusedMLP(nn.Module):
         fc1, fc2, memory, bias = self.fc1, self.fc2, self.memory, None
         first: Callable[[Tensor], Tensor] = fc1
         if type(fc1) is nn.Linear and untouched(fc1):
-            weight, bias = fc1.weight, fc1.bias  # read now: functional_call restores its module before backward
-            first = lambda x: _linear(self.gemm, x, weight)  # noqa: E731
+            bias = fc1.bias
+            first = lambda x: _linear(self.gemm, x, fc1.weight)  # noqa: E731
         elif memory == "input":
             memory = "free"
         second: Callable[[Tensor], Tensor] = fc2
         p, late = self.dropout if self.training else 0.0, None
-        if type(fc2) is nn.Linear and untouched(fc2) and (p or self.gemm != "bf16"):
+        stops_early = type(fc2) is nn.Linear and untouched(fc2)
+        if stops_early and (p or self.gemm != "bf16"):
             late = fc2.bias if p else None
             second = lambda a: _linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
         act: Callable[[Tensor], Tensor] = lambda h: self._activation(h, bias)  # noqa: E731
-        y = run_at_level(
-            x, first, act, second, memory, reads=lambda: (("fc1.bias", bias), *fc1.named_parameters("fc1"))
-        )
+        stops_early = stops_early and self.gemm == "bf16"
+        result = self._activation.saves_result()
+        y = run_at_level(self, x, first, act, second, memory, stops_early=stops_early, saves_result=result)
         return functional.bias_dropout_add(y, late, None, p) if p else y
 
     def reset_parameters(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -240,18 +240,13 @@ class MLP(nn.Module):
             x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
 
         level = self._memory
-        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # FSDP2's hooks gather parameters at every call
+        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")
         if level == "input" and not (untouched(fc1) or by_fsdp):
             level = "free"  # a hook may do something else when backward calls it
-        in_forward = dict(fc1.named_parameters()) if level == "input" and not by_fsdp else {}
 
         def first(x: Tensor) -> Tensor:
             h: Tensor
-            # Backward recomputes after a functional_call around this module has ended, so pass forward's parameters.
-            if in_forward and any(p is not in_forward[name] for name, p in fc1.named_parameters()):
-                h, biases["fc1"] = torch.func.functional_call(fc1, in_forward, (x,), entered)
-            else:
-                h, biases["fc1"] = fc1(x, **entered)
+            h, biases["fc1"] = fc1(x, **entered)
             return h
 
         def activate(h: Tensor) -> Tensor:
@@ -265,13 +260,20 @@ class MLP(nn.Module):
             y, biases["fc2"] = self.linear_fc2(a)
             return y
 
-        def reads() -> Iterator[tuple[str, Tensor | None]]:
-            yield "per_token_scale", scale
-            yield from fc1.named_parameters("linear_fc1")
-            yield from () if self.activation_func is None else self.activation_func.named_parameters("activation_func")
-
-        unknown = self.activation_func is not None or self._activation.name is None
-        return run_at_level(x, first, activate, second, level, reads, unknown), biases["fc2"]
+        fc2 = self.linear_fc2
+        y = run_at_level(
+            self,
+            x,
+            first,
+            activate,
+            second,
+            level,
+            stops_early=isinstance(fc2, ParallelLinear) and untouched(fc2) and fc2._deferred is None,
+            reads=(("per_token_scale", scale),),
+            saves_result=self._activation.saves_result(scale),
+            is_known=self.activation_func is None and self._activation.name is not None,
+        )
+        return y, biases["fc2"]
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2 first."""

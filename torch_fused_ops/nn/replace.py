@@ -1,22 +1,20 @@
-"""``replace_mlps`` finds a model's MLPs as ``explain`` does, and compiles their modules with ``nn.Module.compile``."""
+"""``replace_mlps`` finds a model's MLPs by ``explain``, and compiles their modules with ``nn.Module.compile``."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from torch_fused_ops import lowerings
-from torch_fused_ops.graphs.capture import run_captured
-from torch_fused_ops.graphs.modules import module_path, source_name, tensor_path
+from torch_fused_ops.graphs.modules import module_path
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
-from torch_fused_ops.reports.captures import sites_of
+from torch_fused_ops.reports.explain import explain
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    from torch_fused_ops.graphs.sites import Site
 
 
 class Replacements:
@@ -46,11 +44,13 @@ def replace_mlps(
 ) -> Replacements:
     """Compile a model's MLPs in place, and no other modules; ``restore()`` of the result undoes it.
 
-    The model runs once while Dynamo captures it, as in ``explain``, which has the reason for each unfused MLP. Then
-    ``module.compile(backend="fused")`` compiles the innermost module around each MLP, unless it is in or around a
-    compiled module. A module's first call generates code, which takes seconds; equal modules share the code through
-    Inductor's cache. Parameters, names, state dicts and training flags are unchanged. Copies and pickles of the model
-    are not compiled.
+    ``explain`` runs the model once and lists its MLPs. Then ``module.compile(backend="fused")`` compiles the innermost
+    module around each fused MLP, unless it is in or around a compiled module. A module's first call generates code,
+    which takes seconds; equal modules share the code through Inductor's cache. Parameters, names, state dicts and
+    training flags are unchanged. Copies and pickles of the model are not compiled.
+
+    After a graph break, ``explain`` sees only the end of an MLP's path, or its line. All modules whose paths end so, or
+    whose forward has this line, are compiled.
 
     Args:
         model: a module, in training or evaluation mode.
@@ -70,16 +70,10 @@ def replace_mlps(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
     policy = FusionPolicy(memory=memory, gemm=gemm)  # type: ignore[arg-type]
-    lowerings.require()
+    report = explain(model, *args, **kwargs)
     modules = {module_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    capture = _Capture(model)
-    run_captured(model, args, kwargs, capture)
-    compiled = [
-        module_path(name)  # an OptimizedModule and the module in it have the same path
-        for name, module in model.named_modules(remove_duplicate=False)
-        if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
-    ]
-    chosen = _choose(modules, compiled, capture.mlps)
+    mlps = [site for site in report.sites if site.is_mlp and site.op is not None]
+    chosen = _choose(model, modules, [path for site in mlps for path in _paths(modules, site, report.graphs == 1)])
     if not chosen:
         warnings.warn("replace_mlps compiled no module; torch_fused_ops.explain has the reasons", stacklevel=2)
         return Replacements({})
@@ -99,54 +93,37 @@ def replace_mlps(
     return Replacements(chosen)
 
 
-class _Capture:
-    """A Dynamo backend that runs each graph unchanged and notes the modules of the graph's MLPs when it runs.
-
-    After a graph break, module paths in a graph begin at a module inside the model, and equal layers share a graph.
-    Each run's parameters identify the layer.
-
-    Attributes:
-        mlps: paths of the innermost modules around fused MLPs.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.mlps: list[str] = []
-        self.owners: dict[int, set[str]] = {}  # paths of each parameter and buffer, by its id
-        for tensors in (model.named_parameters, model.named_buffers):
-            for name, tensor in tensors(remove_duplicate=False):
-                self.owners.setdefault(id(tensor), set()).add(f".{module_path(name)}")
-
-    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        names = [f".{tensor_path(source_name(node))}" for node in gm.graph.find_nodes(op="placeholder")]
-        mlps = [site.module for site in sites_of(gm, FusionPolicy()) if site.is_mlp and site.op is not None]
-
-        def run(*inputs: Any) -> Any:
-            owned = [
-                (name, self.owners[id(value)])
-                for name, value in zip(names, inputs, strict=True)
-                if id(value) in self.owners
-            ]
-            starts = [{path.removesuffix(name) for path in paths if path.endswith(name)} for name, paths in owned]
-            if starts and (common := set.intersection(*starts)):
-                self.mlps += [f"{min(common)}.{path}".strip(".") for path in mlps]
-            return gm.forward(*inputs)
-
-        return run
+def _paths(modules: Mapping[str, nn.Module], site: Site, is_whole: bool) -> list[str]:
+    """Return the paths of a site's module. Unless the graph ``is_whole``, its own path may lack the first parts."""
+    end = site.module
+    if is_whole or (end and end in modules):
+        return [end]
+    if end:
+        return [path for path in modules if path.endswith(f".{end}")]
+    return [path for path, module in modules.items() if _has_line(module, site.location)] or [end]
 
 
-def _choose(modules: Mapping[str, nn.Module], compiled: Iterable[str], mlps: Iterable[str]) -> dict[str, nn.Module]:
+def _has_line(module: nn.Module, location: str) -> bool:
+    """Return True if ``location``, "file:line", is in the module's forward."""
+    code = getattr(type(module).forward, "__code__", None)
+    lines = {f"{code.co_filename}:{line}" for *_, line in code.co_lines()} if code else ()
+    return location in lines
+
+
+def _choose(model: nn.Module, modules: Mapping[str, nn.Module], mlps: list[str]) -> dict[str, nn.Module]:
     """Return the modules to compile by path: the innermost ones around MLPs that are not in or around compiled ones."""
+    is_compiled = {
+        module
+        for module in model.modules()
+        if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
+    }
+    inside = {inner for module in is_compiled for inner in module.modules()}
     chosen: dict[str, nn.Module] = {}
-    for path in filter(modules.__contains__, mlps):
+    for path in mlps:
         while path and type(modules[path]).forward is nn.Module.forward:
             path = path.rpartition(".")[0]  # a container such as ModuleList has no forward
-        if any(not other or not path or _is_inside(path, other) or _is_inside(other, path) for other in compiled):
-            continue
-        if not any(module is modules[path] for module in chosen.values()):
-            chosen[path] = modules[path]
-    inner = {id(m) for module in chosen.values() for m in list(module.modules())[1:]}
-    return {path: module for path, module in chosen.items() if id(module) not in inner}
-
-
-def _is_inside(path: str, other: str) -> bool:
-    return f"{path}.".startswith(f"{other}.")
+        module = modules[path]
+        if module not in {*inside, *chosen.values()} and is_compiled.isdisjoint(module.modules()):
+            chosen[path] = module
+    nested = {inner for module in chosen.values() for inner in [*module.modules()][1:]}
+    return {path: module for path, module in chosen.items() if module not in nested}
