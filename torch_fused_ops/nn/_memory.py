@@ -41,7 +41,7 @@ class _Repeated:
     """A function that forward calls, and that backward calls again with forward's parameters.
 
     Backward may run after a ``functional_call`` around the module has ended, which restores other parameters. FSDP2's
-    hooks gather parameters at every call, so its modules are called as they are.
+    hooks gather parameters at every call, so its modules get no other parameters.
     """
 
     def __init__(self, fn: Callable[..., Tensor], module: nn.Module, reads: Named, unread: str) -> None:
@@ -88,7 +88,7 @@ def run_at_level(
         memory: ``"off"`` saves h and a. ``"free"`` saves h and recomputes a. ``"fp8"`` saves h in float8_e4m3fn with a
             scale per row and recomputes both. ``"input"`` saves neither: backward runs ``first`` again.
         stops_early: True if ``second`` saves its last tensor before its GEMM, as PyTorch's linear does. Otherwise
-            backward does not repeat ``second``, and what it saves stays saved, such as a or float8 values of a.
+            backward does not repeat ``second``, whose tensors stay saved, such as a or float8 values of a.
         reads: (name, tensor) for other tensors that the functions read. Backward raises if one was written.
         saves_result: True if ``activate`` saves only a.
         is_known: False if ``activate`` is not ours. It may then draw random numbers, and write h.
@@ -96,14 +96,14 @@ def run_at_level(
     gains = stops_early and not saves_result if memory == "free" else stops_early or not saves_result
     if memory == "off" or not gains or _bypasses_levels(x):
         return second(activate(first(x)))
-    repeated, rest = (second, _identity) if stops_early else (_identity, second)
+    repeated, after = (second, _identity) if stops_early else (_identity, second)
     if not is_known:
         activate = _checked(activate)
     settings = {"use_reentrant": False, "preserve_rng_state": not is_known, "determinism_check": "none"}
 
     def saving(fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        again = _Repeated(fn, module, reads, unread="fc2.bias" if stops_early else "fc2.")
-        return rest(torch.utils.checkpoint.checkpoint(again, *args, **settings))
+        repeat = _Repeated(fn, module, reads, unread="fc2.bias" if stops_early else "fc2.")
+        return after(torch.utils.checkpoint.checkpoint(repeat, *args, **settings))
 
     if memory == "input":
         return saving(lambda x: repeated(activate(first(x))), x)
