@@ -11,8 +11,8 @@ from torch_fused_ops import lowerings
 from torch_fused_ops.policy import FIELDS, FusionPolicy, not_known, policy_given
 
 # torch.compile imports this module when it is called. It calls the backend only to compile, not for cached code.
-if hasattr(lowerings.load_passes(), "reject_caching_precompile"):  # ``disabled`` does not have it
-    lowerings.load_passes().reject_caching_precompile()
+if hasattr(lowerings.load_passes(), "reject_unsupported"):  # ``disabled`` does not have it
+    lowerings.load_passes().reject_unsupported()
 
 
 def fused(

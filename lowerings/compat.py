@@ -15,6 +15,7 @@ the end of a compiled call    has no hook (2.11 to 2.15): read from the Python s
 loops after a fusion attempt  torch ≥ 2.13's scheduler restores loops that it reordered to see whether two nodes fuse
 static inputs of a graph      counted in arguments, of which a DTensor has several inputs (2.13 to 2.15)
 recompiles by call            torch ≥ 2.13 can count them for each call of torch.compile; before, for each code object
+copies to the host            torch ≥ 2.13 has operators that copy tensors to the host and back on another stream
 ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as for aten.cat
 ============================  =========================================================================================
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import inspect
 import re
 import sys
@@ -383,6 +385,16 @@ def converts_to_fp8(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip:
         return True
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def has_offload_operators() -> bool:
+    """Import PyTorch's operators ``ao::offload``, ``ao::reload`` and ``ao::wait_tensor``. False if torch has none."""
+    try:
+        importlib.import_module("torch._functorch._activation_offloading.offload_ops")
+    except ImportError:
+        return False
+    return True
 
 
 # ---- Inductor's IR -------------------------------------------------------------------------------

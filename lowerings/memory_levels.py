@@ -36,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_fused_ops.declaration import PointwiseOperator, pointwise_operators
 from torch_fused_ops.graphs.modules import innermost, module_stack
 from torch_fused_ops.graphs.reasons import Kind, Rejection
-from torch_fused_ops.lowerings import attention, compat
+from torch_fused_ops.lowerings import attention, compat, offload
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
 from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors, readers, views_and_readers
 from torch_fused_ops.operators import reference
@@ -277,6 +277,7 @@ def apply_levels(
                 text = f"strict=True and {edit.setting} has no effect on {edit.place}: {rejection}"
                 raise UnfusedError(text) from rejection
     _save_copies_of_biases(pair)
+    offload.move_to_host(pair, policy)
     return _finish(graphs, pair)
 
 

@@ -43,6 +43,7 @@ from torch_fused_ops.lowerings import (
     checkpoints,
     compat,
     memory_levels,
+    offload,
     partition,
     saved_tensors,
     split_reductions,
@@ -200,7 +201,7 @@ class PreGradPass(Pass, CustomGraphPass):
         global _graphs
         policy = self.policy_to_run()
         if policy is not None:
-            reject_caching_precompile()
+            reject_unsupported(policy)
             _graphs += 1
             _guarded(self, policy, functools.partial(self.run, graph, policy))
             if any(policy.patterns.values()) or any(map(memory_levels.requested_level, graph.nodes)):
@@ -266,7 +267,8 @@ class Partitioner(Pass, CustomPartitionerFn):
         has_precedence = not partition.budgeted(gm.graph)  # otherwise the user's budget has precedence
         free = policy.memory != "off" and has_precedence
         applies_levels = free and (policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes)))
-        applies_levels = applies_levels or (has_precedence and policy.attention != "off")
+        others = policy.attention != "off" or policy.offload is not False
+        applies_levels = applies_levels or (has_precedence and others)
         outputs = kwargs["num_fwd_outputs"]
         static = compat.static_inputs(gm.graph, kwargs.get("static_lifetime_input_indices") or ())
         kwargs["static_lifetime_input_indices"] = static
@@ -313,6 +315,8 @@ class SchedulerPass(Pass, compat.SchedulerPass):
         policy = self.policy_to_run()
         if policy is not None and inductor_config.inplace_buffers and not switches.is_without("buffer_reuse"):
             _guarded(self, policy, functools.partial(buffer_reuse.allow_reuse, nodes))
+        if policy is not None and policy.offload is not False:
+            _guarded(self, policy, functools.partial(offload.keep_order, nodes))
         return nodes
 
 
@@ -409,12 +413,19 @@ def _without(slot: Any, left_out: Callable[[Any], bool]) -> Any:
 # ---- public --------------------------------------------------------------------------------------
 
 
-def reject_caching_precompile() -> None:
-    """Reject ``caching_precompile``: its cache ignores the policy.
+def reject_unsupported(policy: FusionPolicy | None = None) -> None:
+    """Reject ``caching_precompile``, whose cache ignores the policy, and offloading if torch does not support it.
 
     Raises:
-        RuntimeError: it is set, so that Dynamo saves compiled code by the function's source only.
+        RuntimeError: ``caching_precompile`` is set, so that Dynamo saves compiled code by the function's source only;
+            or this torch has no operators that copy tensors to the host.
     """
+    # Compiled code from a cache needs the operators, too, so this imports them.
+    if policy is not None and policy.offload is not False and not compat.has_offload_operators():
+        raise RuntimeError(
+            f"offload={policy.offload!r} is not accepted: torch {torch.__version__} has no operators that copy tensors "
+            "to the host during forward; torch 2.13 and later have them"
+        )
     if torch._dynamo.config.caching_precompile:
         raise RuntimeError(
             "torch._dynamo.config.caching_precompile=True is not accepted: it saves compiled code by the function's "
@@ -430,7 +441,7 @@ def enable(policy: FusionPolicy | None = None) -> None:
     """
     global _process_policy
     policy = policy_or_default(policy)
-    reject_caching_precompile()
+    reject_unsupported(policy)
     if _process_policy is None:
         _warn_already_compiled()
     with _lock:
@@ -463,8 +474,9 @@ def disable() -> None:
 @contextmanager
 def enabled(policy: FusionPolicy | None = None) -> Iterator[None]:
     """Let plain ``torch.compile(model)`` fuse MLPs inside this block, in this thread (or async context) only."""
-    reject_caching_precompile()
-    token = _context_policy.set(policy_or_default(policy))
+    policy = policy_or_default(policy)
+    reject_unsupported(policy)
+    token = _context_policy.set(policy)
     _update_slots(+1)
     try:
         yield
@@ -483,8 +495,8 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     """
     if not isinstance(options, (dict, type(None))):
         raise TypeError(f"options={options!r} is not accepted: it must be a dict of Inductor options, or None")
-    reject_caching_precompile()
     policy, result = policy_or_default(policy), {**options_without_us(), **(options or {})}
+    reject_unsupported(policy)
     for name, kind in SLOTS.items():
         result[name] = kind(policy).join(_without(result[name], _is_ours))
     return result

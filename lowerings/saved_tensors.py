@@ -70,6 +70,7 @@ class SavedTensors:
         in_backward: maps a value of forward to the node that has the same value in backward.
         substitutes: backward's nodes that edits have put in place of saved values.
         rounded: the substitutes that hold a rounded value.
+        reloaded: the substitutes that are copied from the host.
         incoming: backward's inputs that are not saved: mainly gradients.
         gradients: the nodes that depend on ``incoming``. All other nodes are values of forward, saved or recomputed.
     """
@@ -85,6 +86,7 @@ class SavedTensors:
         self.in_backward: dict[Node, Node] = dict(self._saved_pairs())
         self.substitutes: set[Node] = set()
         self.rounded: set[Node] = set()
+        self.reloaded: set[Node] = set()
         self._pair_recomputed()
         self.incoming = set(backward.find_nodes(op="placeholder")).difference(self.in_backward.values())
         self.gradients = with_dependents(self.incoming)
@@ -160,12 +162,16 @@ class SavedTensors:
                 self.in_backward[node].meta.update(node.meta)
         return [self.in_backward[node] for node in new]
 
-    def replace_in_backward(self, old: Node, result: Node, *, rounded: bool = False) -> None:
+    def replace_in_backward(
+        self, old: Node, result: Node, *, rounded: bool = False, reloaded: bool = False
+    ) -> None:
         """Have backward read ``result`` instead of ``old``, which is no longer saved."""
         placeholder = self.in_backward.pop(old)
         placeholder.replace_all_uses_with(result)
         self.backward.erase_node(placeholder)
         self.substitutes.add(result)
+        if reloaded:
+            self.reloaded.add(result)
         if rounded:
             self.rounded.add(result)
             changed = with_dependents([result])  # values that backward recomputes from a rounded value
@@ -247,7 +253,7 @@ class SavedTensors:
             if kinds[0] != kinds[1]:
                 raise UnsoundGraphs(f"forward's {node} is {kinds[0]}, backward's {placeholder} {kinds[1]}")
         for node, copied in self.in_backward.items():
-            if copied.op != "placeholder" and not self._is_same_call(node, copied):
+            if copied.op != "placeholder" and copied not in self.reloaded and not self._is_same_call(node, copied):
                 raise UnsoundGraphs(f"backward's {copied.format_node()} is not forward's {node.format_node()}")
         for node in self.saved():
             if base(node) in self.overwritten and self.in_backward[node].users:

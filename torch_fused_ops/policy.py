@@ -39,6 +39,7 @@ class PolicyFields(TypedDict, total=False):
     gemm: Recipe | Mapping[str, str]
     attention: Attention | Mapping[str, str]
     checkpoints: Checkpoints | Mapping[str, str]
+    offload: bool | Mapping[str, bool]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ class FusionPolicy:
             contains an MLP or attention with a level; only ``memory="off"`` and ``attention="off"`` are not levels.
             Calls that the checkpoint's own policy must save or must recompute stay marked. A mapping from module
             patterns to these values drops the checkpoints of calls in these modules only; "keep" is the default.
+        offload: move the tensors that a training step saves for backward to the host's memory, at every level
+            (``docs/offload.md``). A mapping from module patterns to True and False selects the modules that compute the
+            tensors; False is the default. Needs torch 2.13. ``tfo.plan`` chooses modules whose copies take no time.
     """
 
     memory: Level | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
@@ -88,6 +92,7 @@ class FusionPolicy:
     gemm: Recipe | Mapping[str, str] | tuple[tuple[str, str], ...] = "bf16"
     attention: Attention | Mapping[str, str] | tuple[tuple[str, str], ...] = "off"
     checkpoints: Checkpoints | Mapping[str, str] | tuple[tuple[str, str], ...] = "keep"
+    offload: bool | Mapping[str, bool] | tuple[tuple[str, bool], ...] = False
 
     def __new__(cls, *args: Any, **fields: Any) -> FusionPolicy:
         for name in fields:
@@ -120,7 +125,7 @@ class FusionPolicy:
         """Parse a policy, as in ``TORCH_FUSED_OPS``: ``"memory=fp8,gemm=fp8,strict=true"``.
 
         Commas separate fields. ``exclude`` may occur several times, each time with a pattern. ``memory``, ``gemm``,
-        ``attention`` and ``checkpoints`` also accept PATTERN=VALUE pairs: ``"memory=layers.[0-3].*=input,*=fp8"``. From
+        ``attention``, ``checkpoints`` and ``offload`` also accept PATTERN=VALUE pairs: ``"memory=layers.[0-3].*=input,*=fp8"``. From
         the second pair on, a pattern must have a character that field names lack, such as "." or "*". ``"1"`` and
         ``"on"`` mean the default policy.
 
@@ -146,7 +151,7 @@ class FusionPolicy:
                 fields[name] = (*fields.get(name, ()), value)
             elif has_pairs and isinstance(fields.setdefault(name, {}), dict):
                 pattern, _, chosen = value.partition("=")
-                fields[name][pattern.strip()] = chosen.strip()
+                fields[name][pattern.strip()] = _parsed(name, chosen.strip())
             elif name in fields:
                 raise ValueError(f"{text!r} is not accepted: {name} occurs twice")
             elif FIELDS.get(name) == "bool":
@@ -154,14 +159,14 @@ class FusionPolicy:
                     raise ValueError(f"{name}={value} is not accepted: it must be true or false")
                 fields[name] = BOOLS[value.lower()]
             else:
-                fields[name] = value
+                fields[name] = _parsed(name, value)
         return cls(**fields)
 
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """The module patterns of each field, by the field's name."""
         fields = {name: getattr(self, name) for name in _KNOWN}
-        mappings = {name: tuple(dict(value)) for name, value in fields.items() if not isinstance(value, str)}
+        mappings = {name: tuple(dict(value)) for name, value in fields.items() if isinstance(value, tuple)}
         return {"exclude": tuple(self.exclude), **mappings}
 
     def memory_of(self, modules: Collection[str]) -> str:
@@ -184,13 +189,17 @@ class FusionPolicy:
         """Return True if a level inside these modules takes the place of a checkpoint."""
         return self._choice("checkpoints", modules, "keep") == "replace"
 
-    def decisions(self, modules: Collection[str]) -> tuple[str | None, ...]:
+    def offloads(self, modules: Collection[str]) -> bool:
+        """Return True if tensors that these modules compute move to the host."""
+        return bool(self._choice("offload", modules, False))
+
+    def decisions(self, modules: Collection[str]) -> tuple[Any, ...]:
         """Return the patterns' choices inside these modules. Compile keys need them: a graph may lack module paths."""
         return *(self._choice(name, modules, "") for name in _KNOWN), self.excluding(modules)
 
-    def _choice(self, name: str, modules: Collection[str], otherwise: str) -> str:
+    def _choice(self, name: str, modules: Collection[str], otherwise: Any) -> Any:
         value = getattr(self, name)
-        if isinstance(value, str):
+        if not isinstance(value, tuple):
             return value
         return next((chosen for pattern, chosen in value if names_module(pattern, modules)), otherwise)
 
@@ -229,6 +238,7 @@ _KNOWN = {
     "checkpoints": _Known(
         lambda value: isinstance(value, str) and value in CHECKPOINTS, ", ".join(CHECKPOINTS), "value"
     ),
+    "offload": _Known(lambda value: isinstance(value, bool), "True, False", "value"),
 }
 
 
@@ -238,11 +248,16 @@ def check_known(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} is not known; accepted: {_KNOWN[name].accepted}")
 
 
-def _value_or_pairs(name: str, value: object) -> str | tuple[tuple[str, str], ...]:
-    if isinstance(value, str):
+def _parsed(name: str, text: str) -> str | bool:
+    """Return a field's value that is written as text. Unknown values stay text, and are rejected later."""
+    return BOOLS.get(text.lower(), text) if name == "offload" else text
+
+
+def _value_or_pairs(name: str, value: object) -> object:
+    has, accepted, noun = _KNOWN[name]
+    if isinstance(value, str) or has(value):
         check_known(name, value)
         return value
-    has, accepted, noun = _KNOWN[name]
     try:
         pairs = tuple((pattern, chosen) for pattern, chosen in dict(value).items())  # type: ignore[call-overload]
     except (TypeError, ValueError):
@@ -281,8 +296,8 @@ def unmatched(
         policy: the policy whose patterns are checked.
         sites: the model's sites.
         inner: known paths of modules inside these sites, which patterns may also match.
-        every: the paths of all modules, for patterns of ``attention`` and ``checkpoints``. If empty, these patterns are
-            not checked.
+        every: the paths of all modules, for patterns of ``attention``, ``checkpoints`` and ``offload``. If empty, these
+            patterns are not checked.
     """
     paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
     modules = enclosing_modules((*paths, *inner))
@@ -293,7 +308,7 @@ def unmatched(
     site_modules = ", ".join(joined_paths(group) or "the model itself" for group in alike.values()) or "none"
     notes = []
     for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
-        if name in ("attention", "checkpoints"):
+        if name in ("attention", "checkpoints", "offload"):
             if every and not names_module(pattern, enclosing_modules(every)):
                 notes.append(f"{name}={pattern!r} matches no module")
         elif not (name == "exclude" and pattern in excluding) and not names_module(pattern, modules):
@@ -353,7 +368,7 @@ def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:
     if policy is None:
         return FusionPolicy()
     if not isinstance(policy, FusionPolicy):
-        meant = [f"FusionPolicy({name}={policy!r})" for name, known in _KNOWN.items() if known.has(policy)]
+        meant = [f"FusionPolicy({name}={policy!r})" for name, known in _KNOWN.items() if known.has(policy) and policy is not True]
         raise TypeError(
             f"policy={policy!r} is not accepted: it must be a FusionPolicy or None"
             + (f"; did you mean {' or '.join(meant)}?" if meant else "")

@@ -158,6 +158,10 @@ class Kind(Enum):
     MADE_OF_CALLERS = Category.MEMORY, _SAME_GRAPH
     MADE_OF_SIZE = Category.MEMORY
     MANY_RECOMPUTED = Category.MEMORY
+    STAYS_WITH_CALLER = Category.MEMORY
+    STAYS_BY_FORM = Category.MEMORY
+    STAYS_SMALL = Category.MEMORY
+    STAYS_UNHIDDEN = Category.MEMORY
 
     GRAPH_BREAK = (
         Category.CAPTURE,

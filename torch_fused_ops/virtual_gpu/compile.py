@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
 from torch_fused_ops.graphs.modules import is_parameter
 
@@ -283,7 +282,10 @@ class _Paper:
             self.handed = tuple(self.saved_outputs.get(node.name) for node in placeholders)
             self.tangents = _differentiable_results()
         scheduled: list[tuple[Any, int]] = []
-        inputs = tree_map(functools.partial(emulation.on_gpu, V.fake_mode), list(example_inputs))
+        inputs = [
+            value if emulation.is_host_copy(node) else emulation.on_gpu(V.fake_mode, value)
+            for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+        ]
         kernel_nodes: dict[str, list[str]] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(V.set_debug_handler(DebugContext()))

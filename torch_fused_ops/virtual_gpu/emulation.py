@@ -337,6 +337,11 @@ def on_gpu(mode: Any, value: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
 
 
+def is_host_copy(node: fx.Node) -> bool:
+    """Return True for backward's input that is a host copy of a saved tensor (``FusionPolicy(offload=…)``)."""
+    return any(getattr(user.target, "namespace", "") == "ao" for user in node.users)
+
+
 def move_graph(gm: fx.GraphModule) -> None:
     """Move a traced graph from the CPU to the GPU: its inputs, device arguments, and recorded values."""
     from torch._inductor.virtualized import V

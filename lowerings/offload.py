@@ -1,0 +1,259 @@
+"""Move saved tensors to the host's memory in forward, and back in backward: ``FusionPolicy(offload=…)``.
+
+Forward copies a tensor with ``ao::offload`` and saves the copy. ``ao::wait_tensor(copy, None, tensor)`` follows later:
+until then the GPU's tensor stays alive, and afterwards Inductor frees its memory or reuses it. Backward fetches the
+copy with ``ao::reload``, and ``ao::wait_tensor`` precedes the first reader. The operators are PyTorch's. Its own edit
+(``enable_activation_offloading``) lets the wait free the tensor itself, which its schema does not declare, so readers
+that Inductor schedules later read freed memory (docs/upstream.md).
+
+Copies run on another stream, next to the GEMMs. The link's rate is not known here, so each copy gets the same window:
+as many GEMMs as there are between the same tensor of two layers. A wait in forward follows its copy by one window, and
+a reload precedes its reader by one. Then nothing waits if a layer's copies take no longer than the layer, whose tensors
+are in memory in addition. The planner chooses modules accordingly (``torch_fused_ops.plan``). ``keep_order`` keeps
+Inductor from moving the calls.
+
+The kernels do not change: a copy begins after the last pointwise call that reads the tensor, or before the first GEMM
+that does, where Inductor writes the tensor to memory anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._inductor import ir
+from torch._inductor.dependencies import WeakDep
+from torch._subclasses import FakeTensor
+from torch.fx import Graph, Node
+
+from torch_fused_ops.graphs.modules import innermost, module_stack
+from torch_fused_ops.graphs.reasons import Kind, Rejection
+from torch_fused_ops.lowerings.partition import base, is_gemm, op_types
+from torch_fused_ops.lowerings.saved_tensors import SavedTensors
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules, without_numbers
+
+log = logging.getLogger("torch_fused_ops")
+
+aten, ao = torch.ops.aten, torch.ops.ao
+
+MIN_BYTES = 1 << 20  # smaller tensors stay: a copy takes a call of Python and about 20 µs
+DEVICES = ("cuda",)  # types of devices whose tensors move
+STAYS = "torch_fused_ops_stays"  # key of the reason why a saved tensor stays on its device
+MOVED = "torch_fused_ops_moved"  # key of a host copy's original: its name in forward
+
+
+class _Copies(NamedTuple):
+    """The calls that move a tensor.
+
+    Attributes:
+        module: the module that computes the tensor.
+        kind: equal for the same tensor of all layers.
+        offload: forward's call that begins the copy to the host.
+        host: forward's call that waits for this copy.
+        reload: backward's call that begins the copy to the device.
+        ready: backward's call that waits for this copy.
+    """
+
+    module: str
+    kind: tuple[Any, ...]
+    offload: Node
+    host: Node
+    reload: Node
+    ready: Node
+
+
+def move_to_host(pair: SavedTensors, policy: FusionPolicy) -> None:
+    """Move saved tensors of the policy's modules to the host. Record in other tensors' metadata why they stay."""
+    by_memory: dict[Node, list[Node]] = {}
+    for node in pair.saved():
+        if isinstance(node.meta.get("val"), torch.Tensor) and node not in pair.static:
+            by_memory.setdefault(base(node), []).append(node)
+    copies: list[_Copies] = []
+    for memory, views in by_memory.items():
+        if policy.offloads(enclosing_modules(module_stack(memory))):
+            try:
+                copies.append(_move(pair, memory, views))
+                log.info("%s in %s moves to the host", memory.name, innermost(memory))
+            except Rejection as rejection:
+                log.info("%s in %s stays on the device: %s", memory.name, innermost(memory), rejection)
+                for view in views:
+                    view.meta[STAYS] = rejection.reason
+    _overlap(pair, copies)
+
+
+def _move(pair: SavedTensors, memory: Node, views: Sequence[Node]) -> _Copies:
+    """Save a host copy instead of ``views``, the saved views of one memory. Each wait directly follows its copy.
+
+    Raises:
+        Rejection: the tensor stays.
+    """
+    value = memory.meta.get("val")
+    if memory.op != "call_function" or memory in pair.caller_owned:
+        raise Rejection(Kind.STAYS_WITH_CALLER, "it shares memory with an argument, a parameter or a result")
+    if type(value) is not FakeTensor or value.device.type not in DEVICES:
+        raise Rejection(Kind.STAYS_BY_FORM, f"it is a {type(value).__name__} on {getattr(value, 'device', 'no device')}")
+    if pair.cost(views) < MIN_BYTES:
+        raise Rejection(Kind.STAYS_SMALL, f"it has less than {MIN_BYTES >> 10} KiB")
+    # One view is copied alone if it is dense. Otherwise its whole memory is copied, and backward repeats the views.
+    source = views[0] if len(views) == 1 and _dense_order(views[0].meta["val"]) else memory
+    order = _dense_order(source.meta["val"])
+    if order is None:
+        raise Rejection(Kind.STAYS_BY_FORM, f"{source} has gaps or overlaps in memory")
+    calls = _calls_between(pair, source, views)
+    last = _last_call_before_copy(source, memory)
+    readers = {reader for view in views for reader in _readers(pair.in_backward[view])}
+    first = next((node for node in pair.backward.nodes if node in readers), None)
+    if first is None or not any(map(_takes_time, _after(last))) or not any(map(_takes_time, _before(first))):
+        raise Rejection(Kind.STAYS_UNHIDDEN, "no GEMM would run during its copies")
+
+    def call(graph: Graph, suffix: str, target: Any, *args: Any) -> Node:
+        node = graph.create_node("call_function", target, args, name=f"{source.name}_{suffix}")
+        node.meta = {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
+        with torch.no_grad():
+            node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, Node) else arg for arg in args))
+        return node
+
+    is_contiguous = order == sorted(order)
+    with pair.forward.inserting_before(last.next):
+        packed = source if is_contiguous else call(pair.forward, "packed", aten.permute.default, source, order)
+        offload = call(pair.forward, "offload", ao.offload.default, packed)
+        host = call(pair.forward, "host", ao.wait_tensor.default, offload, None, packed)
+        host.meta[MOVED] = views[0].name
+    (arrived,) = pair.save_instead(views[0], [host])
+    for view in views[1:]:
+        pair.save_instead(view, [])
+    with pair.backward.inserting_before(first):
+        reload = call(pair.backward, "reload", ao.reload.default, arrived, value.device)
+        ready = result = call(pair.backward, "ready", ao.wait_tensor.default, reload, None, arrived)
+        if not is_contiguous:
+            inverse = [order.index(axis) for axis in range(len(order))]
+            result = call(pair.backward, "unpacked", aten.permute.default, ready, inverse)
+        copied = {source: result}
+        for view in calls:
+            copied[view] = pair.backward.node_copy(view, lambda node: copied.get(node) or pair.in_backward[node])
+    for view in views:
+        pair.replace_in_backward(view, copied[view], reloaded=True)
+    module = innermost(memory)
+    kind = (without_numbers(module), tuple(map(str, value.shape)), value.dtype, memory.target)
+    return _Copies(module, kind, offload, host, reload, ready)
+
+
+def _dense_order(value: torch.Tensor) -> list[int] | None:
+    """Return the order of axes in which a tensor is contiguous, or None."""
+    strides = [stride if isinstance(stride, int) else stride.node.hint for stride in value.stride()]
+    order = sorted(range(value.dim()), key=lambda axis: -strides[axis])
+    with torch.no_grad():
+        return order if value.permute(order).is_contiguous() else None
+
+
+def _calls_between(pair: SavedTensors, source: Node, views: Iterable[Node]) -> list[Node]:
+    """Return forward's calls that make ``views`` of ``source``, in order.
+
+    Raises:
+        Rejection: they read a size that is not saved.
+    """
+    calls: dict[Node, None] = {}
+    for view in views:
+        chain: list[Node] = []
+        while view is not source:
+            chain.append(view)
+            view = view.all_input_nodes[0]
+        calls.update(dict.fromkeys(reversed(chain)))
+    for size in (size for call in calls for size in call.all_input_nodes[1:] if size not in pair.in_backward):
+        raise Rejection(Kind.STAYS_BY_FORM, f"the size {size} of its views is not saved")
+    return list(calls)
+
+
+def _readers(memory: Node) -> Iterator[Node]:
+    """Yield the calls that read a tensor, through views."""
+    for user in memory.users:
+        if base(user) is base(memory):
+            yield from _readers(user)
+        elif user.op != "output":
+            yield user
+
+
+def _last_call_before_copy(source: Node, memory: Node) -> Node:
+    """Return forward's node after which a copy begins: the last reader, but before the first GEMM that reads it."""
+    readers, last = set(_readers(memory)), source
+    for node in _after(source):
+        if node in readers:
+            if _takes_time(node):
+                return node.prev
+            last = node
+    return last
+
+
+def _takes_time(node: Node) -> bool:
+    return is_gemm(node) or op_types().is_compute_intensive(node)
+
+
+def _after(node: Node) -> Iterator[Node]:
+    while (node := node.next).op not in ("root", "output"):
+        yield node
+
+
+def _before(node: Node) -> Iterator[Node]:
+    while (node := node.prev).op not in ("root", "placeholder"):
+        yield node
+
+
+def _overlap(pair: SavedTensors, copies: Sequence[_Copies]) -> None:
+    """Move each wait in forward, and each reload in backward, as far from its other end as two layers are apart."""
+    position = {node: i for i, node in enumerate(pair.forward.nodes)}
+    layers: dict[Any, list[_Copies]] = {}  # the same tensor of all layers, in forward's order
+    numbers: Counter[Any] = Counter()  # a layer may have several tensors of a kind
+    for copy in sorted(copies, key=lambda copy: position[copy.offload]):
+        layers.setdefault((copy.kind, numbers[copy.kind, copy.module]), []).append(copy)
+        numbers[copy.kind, copy.module] += 1
+    neighbors = [two for same in layers.values() for two in itertools.pairwise(same)]
+
+    gemms, before = _gemms(pair.forward)
+    window = _median([before[later.offload] - before[copy.offload] for copy, later in neighbors], len(gemms))
+    for copy in copies:
+        later = before[copy.offload] + window
+        (gemms[later] if later < len(gemms) else pair.output).prepend(copy.host)
+    gemms, before = _gemms(pair.backward)
+    window = _median([before[copy.ready] - before[later.ready] for copy, later in neighbors], len(gemms))
+    for copy in sorted(copies, key=lambda copy: before[copy.ready]):
+        gemms[max(0, before[copy.ready] - window)].prepend(copy.reload)
+
+
+def _gemms(graph: Graph) -> tuple[list[Node], dict[Node, int]]:
+    """Return a graph's GEMMs, and how many of them precede each node."""
+    nodes = list(graph.nodes)
+    before = itertools.accumulate(map(_takes_time, nodes), initial=0)
+    return list(filter(_takes_time, nodes)), dict(zip(nodes, before, strict=False))
+
+
+def _median(distances: Iterable[int], otherwise: int) -> int:
+    return max(1, statistics.median_low([*distances] or [otherwise]))
+
+
+# ---- the order of the generated calls --------------------------------------------------------------------------------
+
+
+def keep_order(nodes: Sequence[Any]) -> None:
+    """Keep the copies and waits of a scheduled graph between the GEMMs where they are.
+
+    Otherwise Inductor moves each wait to its copy, because this frees memory earliest, and nothing overlaps.
+    """
+    fixed = [node for node in nodes if _is_copy(node) or node.is_template() or _is_library_call(node)]
+    for before, after in itertools.pairwise(fixed):
+        if _is_copy(before) or _is_copy(after):
+            name, other = (next(iter(node.get_buffer_names())) for node in (before, after))
+            after.add_fake_dep(WeakDep(name, mutating_buf=other, is_fake=True))
+
+
+def _is_copy(node: Any) -> bool:
+    operator = getattr(getattr(node, "node", None), "op_overload", None)
+    return getattr(operator, "namespace", "") == "ao"
+
+
+def _is_library_call(node: Any) -> bool:
+    return bool(node.is_extern()) and not isinstance(node.node, ir.MultiOutput)
