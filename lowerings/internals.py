@@ -48,7 +48,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn"),
     "torch._inductor.decomposition": ("select_decomp_table",),
-    "torch._inductor.dependencies": ("MemoryDep",),
+    "torch._inductor.dependencies": ("MemoryDep", "WeakDep"),
     "torch._inductor.inductor_prims": ("seed",),
     "torch._inductor.ir": (
         "ComputedBuffer",
@@ -57,6 +57,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "ExternKernelOut",
         "FixedLayout",
         "FlexibleLayout",
+        "MultiOutput",
         "NonOwningLayout",
         "Pointwise",
         "ReinterpretView",

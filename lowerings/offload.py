@@ -26,8 +26,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config as inductor_config
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 
@@ -67,8 +69,17 @@ class _Copies(NamedTuple):
     ready: Node
 
 
+def prevented() -> str:
+    """Return the setting of this compilation that prevents offloading, or ""."""
+    if inductor_config.triton.cudagraphs:
+        return "a CUDA graph would copy to the same host memory in each step"
+    return "its calls have not been tried in C++ wrappers" if inductor_config.cpp_wrapper else ""
+
+
 def move_to_host(pair: SavedTensors, policy: FusionPolicy) -> None:
     """Move saved tensors of the policy's modules to the host. Record in other tensors' metadata why they stay."""
+    if policy.offload is False or prevented():
+        return
     by_memory: dict[Node, list[Node]] = {}
     for node in pair.saved():
         if isinstance(node.meta.get("val"), torch.Tensor) and node not in pair.static:
@@ -96,14 +107,16 @@ def _move(pair: SavedTensors, memory: Node, views: Sequence[Node]) -> _Copies:
     if memory.op != "call_function" or memory in pair.caller_owned:
         raise Rejection(Kind.STAYS_WITH_CALLER, "it shares memory with an argument, a parameter or a result")
     if type(value) is not FakeTensor or value.device.type not in DEVICES:
-        raise Rejection(Kind.STAYS_BY_FORM, f"it is a {type(value).__name__} on {getattr(value, 'device', 'no device')}")
+        raise Rejection(
+            Kind.STAYS_BY_FORM, f"it is a {type(value).__name__} on {getattr(value, 'device', 'no device')}"
+        )
     if pair.cost(views) < MIN_BYTES:
         raise Rejection(Kind.STAYS_SMALL, f"it has less than {MIN_BYTES >> 10} KiB")
     # One view is copied alone if it is dense. Otherwise its whole memory is copied, and backward repeats the views.
     source = views[0] if len(views) == 1 and _dense_order(views[0].meta["val"]) else memory
     order = _dense_order(source.meta["val"])
     if order is None:
-        raise Rejection(Kind.STAYS_BY_FORM, f"{source} has gaps or overlaps in memory")
+        raise Rejection(Kind.STAYS_BY_FORM, "it has gaps or overlaps in memory")
     calls = _calls_between(pair, source, views)
     last = _last_call_before_copy(source, memory)
     readers = {reader for view in views for reader in _readers(pair.in_backward[view])}
@@ -164,8 +177,8 @@ def _calls_between(pair: SavedTensors, source: Node, views: Iterable[Node]) -> l
             chain.append(view)
             view = view.all_input_nodes[0]
         calls.update(dict.fromkeys(reversed(chain)))
-    for size in (size for call in calls for size in call.all_input_nodes[1:] if size not in pair.in_backward):
-        raise Rejection(Kind.STAYS_BY_FORM, f"the size {size} of its views is not saved")
+    if any(size not in pair.in_backward for call in calls for size in call.all_input_nodes[1:]):
+        raise Rejection(Kind.STAYS_BY_FORM, "a size of its views is not saved")
     return list(calls)
 
 
@@ -243,6 +256,9 @@ def keep_order(nodes: Sequence[Any]) -> None:
 
     Otherwise Inductor moves each wait to its copy, because this frees memory earliest, and nothing overlaps.
     """
+    # Inductor calls the results of operators that read a host's tensor unaligned. New tensors are aligned.
+    copies = [node.node for node in nodes if _is_copy(node)]
+    V.graph.unaligned_buffers.difference_update(buffer.get_name() for copy in copies for buffer in copy.outputs)
     fixed = [node for node in nodes if _is_copy(node) or node.is_template() or _is_library_call(node)]
     for before, after in itertools.pairwise(fixed):
         if _is_copy(before) or _is_copy(after):

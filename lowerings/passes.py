@@ -336,6 +336,8 @@ def _missing(policy: FusionPolicy) -> Iterator[str]:
             "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
             "off. Compile in another mode."
         )
+    if policy.offload is not False and offload.prevented():
+        yield f"offload={policy.offload!r} has no effect: {offload.prevented()}"
     effects: dict[type[Pass], str] = {
         Partitioner: f"memory={policy.memory!r} has no effect",
         SchedulerPass: "no kernel reuses a buffer",

@@ -162,9 +162,7 @@ class SavedTensors:
                 self.in_backward[node].meta.update(node.meta)
         return [self.in_backward[node] for node in new]
 
-    def replace_in_backward(
-        self, old: Node, result: Node, *, rounded: bool = False, reloaded: bool = False
-    ) -> None:
+    def replace_in_backward(self, old: Node, result: Node, *, rounded: bool = False, reloaded: bool = False) -> None:
         """Have backward read ``result`` instead of ``old``, which is no longer saved."""
         placeholder = self.in_backward.pop(old)
         placeholder.replace_all_uses_with(result)
@@ -172,6 +170,7 @@ class SavedTensors:
         self.substitutes.add(result)
         if reloaded:
             self.reloaded.add(result)
+            self.in_backward |= {value: result for value, node in self.in_backward.items() if node is placeholder}
         if rounded:
             self.rounded.add(result)
             changed = with_dependents([result])  # values that backward recomputes from a rounded value

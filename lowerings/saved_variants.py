@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torch_fused_ops.graphs.listing import AttentionSite, SavedRow
 from torch_fused_ops.graphs.modules import innermost
-from torch_fused_ops.lowerings import attention, compat, memory_levels, partition
+from torch_fused_ops.lowerings import attention, compat, memory_levels, offload, partition
 from torch_fused_ops.lowerings.passes import Partitioner
 from torch_fused_ops.lowerings.saved_tensors import SavedTensors, views_and_readers
 from torch_fused_ops.policy import MEMORY, FusionPolicy
@@ -62,7 +62,8 @@ class Variants(Partitioner):
         }
         pair = SavedTensors(graphs[""][0].graph, graphs[""][1].graph, outputs, static)
         nodes = {name: _saved(pair, forward.graph) for name, (forward, _) in graphs.items()}
-        self.totals = {s: sum(compat.nbytes(n.meta["val"]) for n in saved.values()) for s, saved in nodes.items()}
+        on_device = {s: [n for n in saved.values() if offload.MOVED not in n.meta] for s, saved in nodes.items()}
+        self.totals = {s: sum(compat.nbytes(n.meta["val"]) for n in saved) for s, saved in on_device.items()}
         for name, node in nodes[""].items():
             value, source = node.meta["val"], partition.base(node)
             removed = tuple(s for s in nodes if name not in nodes[s])
@@ -76,6 +77,8 @@ class Variants(Partitioner):
                     tuple(dict.fromkeys((_kind(pair, node, r), innermost(r)) for r in _readers(pair, node))),
                     removed,
                     tuple((s or "the policy", str(r)) for s, r in reasons.items() if r and (not s or r != reasons[""])),
+                    moves=offload.MOVED in node.meta,
+                    stays=str(node.meta.get(offload.STAYS, "")),
                 )
             )
         raise Partitioned
@@ -104,7 +107,8 @@ def _saved(pair: SavedTensors, forward: Graph) -> dict[str, Node]:
     results: Any = forward.output_node().args[0]
     saved = [n for n in results[pair.outputs :] if isinstance(n, Node) and isinstance(n.meta.get("val"), Tensor)]
     static = {n.name for n in pair.static}
-    return {n.name: n for n in saved if partition.base(n).name not in static}
+    # A host copy has the name of the tensor that it replaces.
+    return {n.meta.get(offload.MOVED, n.name): n for n in saved if partition.base(n).name not in static}
 
 
 def _readers(pair: SavedTensors, node: Node) -> Iterator[Node]:

@@ -3,6 +3,7 @@
 import functools
 import html
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.graphs.listing import SavedRow
+from torch_fused_ops.lowerings import compat, offload
 from torch_fused_ops.reports.captures import on_paper
 from torch_fused_ops.reports.saved import Saved
 from torch_fused_ops.virtual_gpu import H200
@@ -187,3 +189,19 @@ def test_the_listing_is_in_all_formats_after_access(tmp_path: Path) -> None:
     data = json.loads(report.to_json())["saved"]
     assert data["nbytes"] == saved.nbytes == sum(row["nbytes"] for row in data["rows"])
     assert data["rows"][0]["module"] == "(inputs)" and data["totals"] == saved.totals
+
+
+@pytest.mark.skipif(not compat.has_offload_operators(), reason="torch cannot copy to the host during forward")
+def test_offloaded_tensors_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row says that its tensors move to the host, or why not. Other modules' tensors stay without a reason."""
+    monkeypatch.setattr(offload, "MIN_BYTES", TOKENS * WIDTH * HALF)
+    saved, plain = llama_saved(FusionPolicy(offload={"layers.*.mlp": True})), llama_saved()
+    moved = [row for row in saved.rows if row.moves]
+    assert {row.module for row in moved} == {"layers.0,1.mlp.gate", "layers.0,1.mlp.up"}
+    assert saved.nbytes == plain.nbytes - sum(row.nbytes for row in moved) < plain.nbytes
+    assert "more move to the host" in repr(saved) and "moves to the host" in moved[0].text
+    assert moved[0].removed_by == row_of(plain, moved[0].module).removed_by
+    everything = llama_saved(FusionPolicy(offload=True))
+    assert "shares memory with an argument" in row_of(everything, "(inputs)").text
+    small = next(row for row in everything.rows if row.dtype == "float32")
+    assert re.search("offload: it has less than .* KiB", small.text) and not row_of(saved, "(inputs)").stays

@@ -125,9 +125,9 @@ class FusionPolicy:
         """Parse a policy, as in ``TORCH_FUSED_OPS``: ``"memory=fp8,gemm=fp8,strict=true"``.
 
         Commas separate fields. ``exclude`` may occur several times, each time with a pattern. ``memory``, ``gemm``,
-        ``attention``, ``checkpoints`` and ``offload`` also accept PATTERN=VALUE pairs: ``"memory=layers.[0-3].*=input,*=fp8"``. From
-        the second pair on, a pattern must have a character that field names lack, such as "." or "*". ``"1"`` and
-        ``"on"`` mean the default policy.
+        ``attention``, ``checkpoints`` and ``offload`` also accept PATTERN=VALUE pairs:
+        ``"memory=layers.[0-3].*=input,*=fp8"``. From the second pair on, a pattern must have a character that field
+        names lack, such as "." or "*". ``"1"`` and ``"on"`` mean the default policy.
 
         Raises:
             TypeError: a field is not known.
@@ -368,7 +368,8 @@ def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:
     if policy is None:
         return FusionPolicy()
     if not isinstance(policy, FusionPolicy):
-        meant = [f"FusionPolicy({name}={policy!r})" for name, known in _KNOWN.items() if known.has(policy) and policy is not True]
+        known = (name for name in _KNOWN if isinstance(policy, str) and _KNOWN[name].has(policy))
+        meant = [f"FusionPolicy({name}={policy!r})" for name in known]
         raise TypeError(
             f"policy={policy!r} is not accepted: it must be a FusionPolicy or None"
             + (f"; did you mean {' or '.join(meant)}?" if meant else "")

@@ -9,7 +9,8 @@ fp8_recipes        float8 recipes of this library and of torchao
 training           losses after training, by memory level and recipe
 paper_and_devices  published times and peaks, and the virtual GPU's estimates
 training_steps     published peaks of training steps, and ``plan``'s estimates
-gpu                all measurements of a GPU in three commands; gpu_tests is its pytest plug-in
+offload            the link's bandwidth, and steps with and without ``offload``
+gpu                all measurements of a GPU in four commands; gpu_tests is its pytest plug-in
 """
 
 from __future__ import annotations

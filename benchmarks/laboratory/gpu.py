@@ -1,6 +1,6 @@
-"""Run all measurements on a GPU that is available for half an hour, in three commands.
+"""Run all measurements on a GPU that is available for half an hour, in four commands.
 
-    python -m torch_fused_ops.benchmarks.laboratory.gpu --part {correctness,kernels,steps} --out DIR
+    python -m torch_fused_ops.benchmarks.laboratory.gpu --part {correctness,kernels,steps,offload} --out DIR
 
 A part is a list of steps, the most important first. Each step is a process with a share of the remaining time. DIR gets
 PART.json, written after each step, and PART.log with the output of all steps.
@@ -25,7 +25,7 @@ from torch_fused_ops.benchmarks.laboratory import run_script
 
 ROOT = Path(__file__).resolve().parents[2]  # the root of a clone, which has the tests
 FEWEST = 10.0  # a step does not start with fewer seconds left
-PARTS = ("correctness", "kernels", "steps")
+PARTS = ("correctness", "kernels", "steps", "offload")
 
 
 class Step(NamedTuple):
@@ -76,6 +76,9 @@ def steps(part: str, device: str, quick: bool) -> list[Step]:
             Step("operators", (OURS, "bench", "pointwise", *main, "--ways", "operators", "copy"), 4.0),
             Step("compared", (OURS, "bench", "pointwise", *compared, "--ways", *variants), 1.0),
         ]
+    if part == "offload":
+        script = (f"{OURS}.benchmarks.laboratory.offload", "--device", device, *(["--quick"] if quick else []))
+        return [Step(name, (*script, "--part", name), 1.0) for name in ("link", "layers", "step")]
     several = ("compile", "fused-off", "fused-free", "fused-fp8", "gemms")
     return [
         Step("mlp", (OURS, "bench", "mlp", "--ways", *several), 6.0),

@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 import torch_fused_ops as tfo
+from torch_fused_ops.lowerings import compat
 
 # The program is "upgraded" by editing one formula in a copy of the package: relu becomes twice relu, both ways.
 PROGRAM = """
@@ -152,8 +153,10 @@ def test_pattern_decisions_are_in_the_key(key_of: Callable[..., str], way: str) 
     assert key_of(way, run_enc, without_patterns) == key_of(way, run_dec, without_patterns)
     assert key_of(way, run_enc, mixed) == key_of(way, run_enc, mixed) != key_of(way, run_dec, mixed)
     replacing = tfo.FusionPolicy(checkpoints={"enc": "replace"})
+    moving = replacing if not compat.has_offload_operators() else tfo.FusionPolicy(offload={"enc": True})
     assert len({key_of(way, run_enc, policy) for policy in (replacing, without_patterns)}) == 2
-    assert key_of(way, run_enc, replacing) != key_of(way, run_dec, replacing)
+    for policy in {replacing, moving}:
+        assert key_of(way, run_enc, policy) not in (key_of(way, run_dec, policy), key_of(way, run_enc, mixed))
 
 
 def test_a_called_operators_decision_is_in_the_key(key_of: Callable[..., str]) -> None:
@@ -180,7 +183,7 @@ def test_a_level_requested_by_a_call_is_in_the_key(key_of: Callable[..., str], w
 
 def test_late_passes_are_rejected_with_patterns() -> None:
     """Cache keys would miss a late pass's decisions, so torch raises if the user sets the timing to "late"."""
-    from torch_fused_ops.lowerings import compat, passes
+    from torch_fused_ops.lowerings import passes
 
     by_paths = tfo.FusionPolicy(memory={"enc": "fp8"})
     has_timing = hasattr(inductor_config, compat.TIMING)

@@ -160,6 +160,9 @@ NOT_ACCEPTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gemm": "int8"}, ValueError, "gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"),
     ({"gemm": {"a": "int8"}}, ValueError, "gemm='int8' for 'a' is not accepted"),
     ({"gemm": 3}, TypeError, "gemm=3 is not accepted: it must be a recipe"),
+    ({"offload": "yes"}, ValueError, "offload='yes' is not known; accepted: True, False"),
+    ({"offload": {"a": 1}}, ValueError, "offload=1 for 'a' is not accepted; accepted: True, False"),
+    ({"offload": 1}, TypeError, "offload=1 is not accepted: it must be a value"),
     ({"checkpoints": "drop"}, ValueError, "checkpoints='drop' is not known; accepted: keep, replace"),
     ({"checkpoints": {"a": "off"}}, ValueError, "'off' for 'a' is not accepted; accepted: keep, replace"),
     ({"checkpoints": True}, TypeError, "checkpoints=True is not accepted: it must be a value"),
@@ -251,6 +254,11 @@ def test_policies_are_read_from_text() -> None:
     replacing = read("memory=fp8,checkpoints=layers.[0,1].*=replace,*=keep")
     assert replacing == tfo.FusionPolicy(memory="fp8", checkpoints={"layers.[0,1].*": "replace", "*": "keep"})
     assert replacing.replaces_checkpoints({"layers", "layers.1"}) and not replacing.replaces_checkpoints({"head"})
+    assert read("offload=true").offload is True and read("offload=off").offload is False
+    moving = read("offload=layers.[0,1].*=true,*=false,memory=fp8")
+    assert moving == tfo.FusionPolicy(memory="fp8", offload={"layers.[0,1].*": True, "*": False})
+    assert moving.offloads({"layers", "layers.1"}) and not moving.offloads({"head"})
+    raises(ValueError, "offload='yes' for 'a' is not accepted", read, "offload=a=yes")
     raises(TypeError, "'gem' is not known", read, "memory=*=fp8,gem=fp8")
     raises(ValueError, re.escape("memory='fp9' for '*' is not accepted"), read, "memory=layers.0=input,*=fp9")
 

@@ -25,7 +25,7 @@ from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, expla
 from torch_fused_ops import functional as FF
 from torch_fused_ops.graphs import reasons
 from torch_fused_ops.graphs.reasons import Category, Kind, Reason, Rejection
-from torch_fused_ops.lowerings import compat, memory_levels, recognize
+from torch_fused_ops.lowerings import compat, memory_levels, offload, recognize
 from torch_fused_ops.lowerings.passes import PreGradPass
 from torch_fused_ops.lowerings.recognize import gemms
 from torch_fused_ops.reports.breaks import Break
@@ -174,6 +174,19 @@ def stays_saved(
         patch.setattr(compat, *next(iter(settings.items())))
     interpreted(FusionPolicy(memory=level))(fn, *inputs).sum().backward()
     return reasons_logged[0]
+
+
+@program
+def stays_on_device(patch: Patch, fn: Callable[..., Tensor], *inputs: Tensor, **settings: Any) -> Reason:
+    """Return the reason why ``offload`` does not move a saved tensor, without compiling code."""
+    if not compat.has_offload_operators():
+        pytest.skip("torch cannot copy to the host during forward")
+    reasons_logged: list[Reason] = []
+    patch.setattr(offload.log, "info", lambda _, *args: reasons_logged.extend(a.reason for a in args[2:]))
+    for name, value in settings.items():
+        patch.setattr(offload, name, value)
+    interpreted(FusionPolicy(offload=True))(fn, *inputs)
+    return next((r for r in reasons_logged if r.kind is not Kind.STAYS_WITH_CALLER), reasons_logged[0])
 
 
 def tensors(dtype: torch.dtype = torch.float32, hidden: int = 16) -> list[Tensor]:
@@ -370,6 +383,12 @@ PROGRAMS: dict[Kind, Program] = {
     ),
     Kind.MADE_OF_SIZE: made_of_a_size,
     Kind.MANY_RECOMPUTED: stays_saved(many_calls, *tensors()),
+    Kind.STAYS_WITH_CALLER: stays_on_device(F.linear, *tensors()[:2]),
+    Kind.STAYS_BY_FORM: stays_on_device(gelu, *tensors()),
+    Kind.STAYS_SMALL: stays_on_device(gelu, *tensors(), DEVICES=("cpu",)),
+    Kind.STAYS_UNHIDDEN: stays_on_device(
+        lambda x, w: F.linear(x, w).sin(), *tensors()[:2], DEVICES=("cpu",), MIN_BYTES=1
+    ),
     Kind.GRAPH_BREAK: broken(),
     Kind.DDP_BUCKET: cut_by_ddp,
 }

@@ -136,6 +136,8 @@ class SavedRow:
         removed_by: settings. Each of them alone avoids saving these tensors.
         refused: (setting, reason) for settings that do not apply to them.
         count: the number of tensors.
+        moves: True if ``offload`` moves them to the host.
+        stays: the reason why ``offload`` does not move them; "" if it does, or does not name their module.
     """
 
     module: str
@@ -146,6 +148,8 @@ class SavedRow:
     removed_by: tuple[str, ...]
     refused: tuple[tuple[str, str], ...] = ()
     count: int = 1
+    moves: bool = False
+    stays: str = ""
 
     @property
     def advice(self) -> str:
@@ -166,7 +170,8 @@ class SavedRow:
         read_by = "; ".join(f"{kind} of {', '.join(modules)}" for kind, modules in readers.items())
         times = f" ×{self.count}" if self.count > 1 else ""
         lines = [f"{self.module or 'the model'}: {self.dtype}{list(self.shape)}{times}"]
-        for line in (f"read by {read_by or 'nothing'}", f"→ {self.advice}"):
+        moves = ["moves to the host"] if self.moves else [f"offload: {self.stays}"] if self.stays else []
+        for line in (*moves, f"read by {read_by or 'nothing'}", f"→ {self.advice}"):
             lines += textwrap.wrap(line, WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 14)
         return "\n".join(lines)
 

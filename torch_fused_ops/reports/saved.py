@@ -36,11 +36,13 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all rows."""
-        return sum(row.nbytes for row in self.rows)
+        """The bytes of all rows, except tensors that move to the host."""
+        return sum(row.nbytes for row in self.rows if not row.moves)
 
     def __repr__(self) -> str:
         lines = [f"saved for backward: {size(self.nbytes)}"]
+        moved = sum(row.nbytes for row in self.rows if row.moves)
+        lines += [f"  {size(moved)} more move to the host"] if moved else []
         lines += [f"  {size(total, self.nbytes)} with {name}" for name, total in self.totals.items()]
         small = [row for row in self.rows if row.nbytes < self.nbytes / 1000]
         lines += [f"{size(row.nbytes):>10}  {row.text}" for row in self.rows if row not in small]

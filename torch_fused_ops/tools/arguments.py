@@ -69,6 +69,10 @@ _POLICY: dict[str, dict[str, Any]] = {
         "default": "keep", "metavar": "|".join(CHECKPOINTS),
         "help": "replace: levels take the place of checkpoints; or PATTERN=replace,… for some modules",
     },
+    "--offload": {
+        "default": "false", "metavar": "true|false",
+        "help": "true: saved tensors move to the host's memory; or PATTERN=true,… for some modules",
+    },
     "--exclude": {"metavar": "PATTERN", "action": "append", "default": [], "help": "MLPs not to fuse; may be repeated"},
 }  # fmt: skip
 _FLAG = {"action": "store_true"}
@@ -189,7 +193,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 raise ValueError("the following arguments are required: --capacity")
             setup.check("capacity", arguments.capacity)
         elif hasattr(arguments, "gemm"):
-            names = ("memory", "gemm", "attention", "checkpoints", "strict")
+            names = ("memory", "gemm", "attention", "checkpoints", "offload", "strict")
             fields = [name for name in names if hasattr(arguments, name)]
             pairs = [f"{name}={getattr(arguments, name)}" for name in fields]
             arguments.policy = ",".join((*pairs, *(f"exclude={pattern}" for pattern in arguments.exclude)))

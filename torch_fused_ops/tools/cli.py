@@ -42,6 +42,7 @@ def _usage_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 def _works() -> Iterator[tuple[str, str]]:
     """Yield each feature that needs more than torch, and "yes" or the missing requirement."""
+    from torch_fused_ops.lowerings import compat
     from torch_fused_ops.lowerings.recognize.gemms import no_scaled_products
 
     candidates = [name for name in torch._inductor.config.cpp.cxx if name]  # CXX, else g++
@@ -55,6 +56,7 @@ def _works() -> Iterator[tuple[str, str]]:
     for recipe, (scaling, _) in RECIPES.items():
         without = no_scaled_products(device, scaling)
         yield f'float8 GEMMs, gemm="{recipe}"', f"not on {without}" if without else f"yes{slow}"
+    yield "offload", "yes; not run on a GPU yet" if compat.has_offload_operators() else "needs torch 2.13"
     yield "estimated figures, plan", "yes" if triton else "pip install triton numpy"
 
 

@@ -520,11 +520,8 @@ class Memory(Storages):
         def on_meta(value: Any) -> Any:
             return meta if isinstance(value, torch.device) else value
 
-        if func.namespace == "ao":
-            result = self._moved(func, *args)
-        else:
-            args, kwargs = tree_map(on_meta, (args, kwargs or {}))
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+        args, kwargs = tree_map(on_meta, (args, kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         self.touch(tree_leaves(result))
         if not is_view(func):
             self.note(str(func).removesuffix(".default"), flop_of_bf16(func.overloadpacket, args, kwargs, result))
@@ -570,14 +567,6 @@ class Memory(Storages):
         extra = _WORKSPACE.get(func.overloadpacket)
         if extra is not None:
             self.most = max(self.most, self.live + extra(args))
-
-    def _moved(self, func: Any, tensor: Tensor, *others: Any) -> Tensor:
-        """Run a copy to the host or back, or a wait, which returns its first argument (``lowerings/offload.py``)."""
-        name = func.overloadpacket.__name__
-        if name == "wait_tensor":
-            return tensor
-        strides = torch._prims_common.make_contiguous_strides_for(tensor.shape)
-        return self.empty_strided(tensor.shape, strides, tensor.dtype, "cpu" if name == "offload" else others[0])
 
     def _with_random_state(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call the operator inside a checkpoint's wrapper, which saves or restores a random state."""

@@ -1,0 +1,301 @@
+"""``offload=``: saved tensors that move to the host, on a CPU with emulated copies, and in CUDA code on paper.
+
+The emulated copies happen as late as the program allows: when it waits for them. Until then, their results hold NaN.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import MLP, WITHOUT_BIAS, Stack, SwiGLU, compiled, of_halves
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_fused_ops as tfo
+from torch_fused_ops import FusionPolicy
+from torch_fused_ops.benchmarks import models
+from torch_fused_ops.lowerings import compat, offload
+
+if not compat.has_offload_operators():
+    pytest.skip("torch has no operators that copy tensors to the host", allow_module_level=True)
+
+ao = torch.ops.ao
+WIDTH, HIDDEN, TOKENS = 16, 40, 8
+
+
+# ---- copies on a CPU -------------------------------------------------------------------------------------------------
+
+
+PENDING: dict[int, tuple[Tensor, Tensor]] = {}  # copies that have begun, by the result's address: source and result
+MOVED: list[tuple[torch.dtype, int]] = []  # dtype and number of elements of each tensor copied to the host
+
+
+def begin(source: Tensor, result: Tensor) -> Tensor:
+    result.untyped_storage().fill_(0xFF)  # NaN in every floating-point dtype
+    PENDING[result.data_ptr()] = (source.detach(), result.detach())
+    return result
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    MOVED.append((tensor.dtype, tensor.numel()))
+    return begin(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
+def to_device(tensor: Tensor, device: torch.device, *layout: Any) -> Tensor:
+    return begin(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
+def wait(tensor: Tensor, keepalive: Tensor | None = None, source: Tensor | None = None) -> Tensor:
+    copied, result = PENDING.pop(tensor.data_ptr())
+    assert torch._C._storage_Use_Count(copied.untyped_storage()._cdata) > 1, "its source was freed during a copy"
+    result.copy_(copied)
+    return tensor
+
+
+@functools.cache
+def register_emulation() -> Any:
+    from torch._functorch._activation_offloading import offload_ops
+
+    offload_ops.offload.register_kernel("cpu")(to_host)
+    offload_ops.reload.register_kernel("cpu")(to_device)
+    library = torch.library.Library("ao", "IMPL")
+    library.impl("wait_tensor", wait, "CPU")
+    return library  # the kernel is unregistered with it
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Move every saved tensor of a CPU, however small."""
+    register_emulation()
+    monkeypatch.setattr(offload, "DEVICES", ("cpu",))
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    MOVED.clear()
+    yield
+    assert not PENDING, "nothing waits for a copy"
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+CONFIG = replace(models.QUICK, width=WIDTH, hidden=HIDDEN, heads=4, kv_heads=2, context=TOKENS)
+
+
+class Llama(Stack):
+    """Two blocks with grouped-query attention."""
+
+    def __init__(self) -> None:
+        super().__init__(models.LlamaBlock(CONFIG) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(x.shape[1]), torch.ones(2)).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, angles.cos(), angles.sin())
+        return x
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.frozen, self.a, self.b = nn.Linear(width, hidden), nn.Linear(width, 4), nn.Linear(4, hidden)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.b(self.a(x)) * 2.0  # type: ignore[no-any-return]
+
+
+class Checkpointed(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Returning(MLP):
+    """Returns its pre-activation, too, or a view of it."""
+
+    view: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.up(x * 1.5)
+        return self.down(F.gelu(h)), self.view(h)
+
+
+def returning(view: Callable[[Tensor], Tensor]) -> nn.Module:
+    model = Returning(WIDTH, HIDDEN)
+    model.view = view  # type: ignore[method-assign]
+    return model
+
+
+def mlps(make: Callable[[int, int], nn.Module]) -> nn.Module:
+    return Stack((nn.Sequential(nn.LayerNorm(WIDTH), make(WIDTH, HIDDEN)) for _ in range(2)), residual=True)
+
+
+class DropsOut(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "GPT": lambda: Stack(models.GPTBlock(CONFIG) for _ in range(2)),  # packed queries, keys and values
+    "Llama": Llama,
+    "MLPs": lambda: mlps(MLP),
+    "SwiGLU": lambda: mlps(SwiGLU),
+    "packed gate and up": lambda: mlps(lambda w, h: MLP(w, 2 * h, of_halves(F.silu), halves=2)),
+    "adapters": lambda: mlps(lambda w, h: SwiGLU(w, h, Adapted)),
+    "dropout": lambda: mlps(DropsOut),
+    "checkpoints": lambda: Stack([*mlps(Checkpointed).layers, *mlps(MLP).layers], residual=True),
+    "a result": lambda: returning(lambda h: h),
+    "a view of it": lambda: returning(lambda h: h.view(-1)),
+    "a slice of it": lambda: returning(lambda h: h[..., :7]),
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "off": {"memory": "off"},
+    "free": {},
+    "fp8": {"memory": "fp8"},
+    "input": {"memory": "input"},
+    "tiled": {"memory": "tiled:2"},
+    "input and attention": {"memory": "input", "attention": "input"},
+    "fp8 and attention": {"memory": "fp8", "attention": "input"},
+}
+
+
+def loss(result: Any) -> Tensor:
+    return sum(t.square().sum() for t in (result if isinstance(result, tuple) else (result,)))  # type: ignore[return-value]
+
+
+def once(call: Callable[..., Any], x: Tensor) -> None:
+    loss(call(x)).backward()
+
+
+def micro_batches(call: Callable[..., Any], x: Tensor) -> None:
+    """Two forwards precede the first backward."""
+    first, second = loss(call(x)), loss(call(x * 0.5 + 0.1))
+    second.backward()
+    first.backward()
+
+
+def retained(call: Callable[..., Any], x: Tensor) -> None:
+    """Backward runs twice, with another forward in between."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        first = loss(call(x))
+        first.backward(retain_graph=True)
+        second = loss(call(x * 2 - 0.3))
+        first.backward()
+        second.backward()
+
+
+def called_twice(call: Callable[..., Any], x: Tensor) -> None:
+    loss(call(call(x))).backward()
+
+
+def written_between(call: Callable[..., Any], x: Tensor) -> None:
+    """The caller overwrites the argument before backward, which needs it only as LayerNorm's saved copy."""
+    argument = x * 1.0
+    result = loss(call(argument * 1.0))
+    with torch.no_grad():
+        argument.fill_(torch.nan)
+    result.backward()
+
+
+DRIVERS: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (once, micro_batches, retained, called_twice, written_between)
+}
+
+
+def gradients(model: nn.Module, policy: FusionPolicy, drive: Callable[..., None] = once, **settings: Any) -> list[Any]:
+    x = torch.linspace(-2, 2, 2 * TOKENS * WIDTH).view(2, TOKENS, WIDTH).requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(0)
+    drive(compiled(model, policy, **settings), x)
+    return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+def moved_and_equal(model: nn.Module, policy: dict[str, Any], *args: Any, **settings: Any) -> int:
+    """Return the number of tensors that offloading moves. Gradients are identical, and finite."""
+    expected = gradients(model, FusionPolicy(strict=True, **policy), *args, **settings)
+    assert not MOVED
+    actual = gradients(model, FusionPolicy(strict=True, offload=True, **policy), *args, **settings)
+    assert all(a.isfinite().all() for a in actual)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    return len(MOVED)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.covering(every=12)
+@pytest.mark.parametrize("level", POLICIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_do_not_change(model: str, level: str, emulated: None) -> None:
+    moved = moved_and_equal(MODELS[model](), POLICIES[level])
+    assert moved > 3
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.covering(every=6)
+@pytest.mark.parametrize("drive", DRIVERS)
+@pytest.mark.parametrize("model", ["Llama", "SwiGLU"])
+def test_calls_and_backwards_in_any_order(model: str, drive: str, emulated: None) -> None:
+    assert moved_and_equal(MODELS[model](), {}, DRIVERS[drive]) > 3
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("model", ["Llama", "packed gate and up"])
+def test_dynamic_sizes(model: str, emulated: None) -> None:
+    assert moved_and_equal(MODELS[model](), {}, dynamic=True) > 3
+
+
+@pytest.mark.codegen_is_slow
+def test_autocast(emulated: None) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert moved_and_equal(MODELS["SwiGLU"](), {"memory": "fp8"}) > 3
+
+
+# ---- CUDA code -------------------------------------------------------------------------------------------------------
+
+COPY = re.compile(r"(\w+) = torch\.ops\.ao\.(offload|reload)\.default\((?:reinterpret_tensor\()?(\w+)")
+WAIT = re.compile(r"torch\.ops\.ao\.wait_tensor\.default\((\w+), None, (?:reinterpret_tensor\()?(\w+)")
+
+
+def windows(code: str) -> list[list[str]]:
+    """Return the lines between each copy and its wait. Check that the wait names the copy's source."""
+    lines = code[code.index("def call(") :].splitlines()
+    found = []
+    for i, line in enumerate(lines):
+        if copy := COPY.search(line):
+            result, _, source = copy.groups()
+            names = {result, *re.findall(rf"^\s*(\w+) = {result}$", "\n".join(lines[i:]), re.M)}
+            waits = ((j, wait) for j in range(i, len(lines)) if (wait := WAIT.search(lines[j])))
+            end, wait = next((j, wait) for j, wait in waits if wait[1] in names)
+            assert wait[2] == source
+            between = lines[i + 1 : end]
+            assert not any(re.search(rf"\bdel {source}\b|= {source};|{source} = ", line) for line in between), source
+            found.append(between)
+    return found
+
+
+@functools.cache
+def on_paper(**policy: Any) -> Any:
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
+    with torch.device("meta"):
+        layers = (nn.Sequential(nn.RMSNorm(64), SwiGLU(64, 128, WITHOUT_BIAS)) for _ in range(4))
+        model = Stack(layers, residual=True).bfloat16()
+        x = torch.empty(256, 64, dtype=torch.bfloat16, requires_grad=True)
+    with tfo.enabled(FusionPolicy(**policy)):
+        return virtual_gpu.compile_on_paper(model, x)
+
+
+def test_gemms_run_between_a_copy_and_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between copy and wait there is a GEMM. The copy's source is not freed or reused."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    paper, without = on_paper(offload=True), on_paper()
+    for kind, graph in paper.graphs.items():
+        found = windows(graph.code)
+        assert len(found) > 8 and all(any("extern_kernels.mm(" in line for line in lines) for lines in found), kind
+        assert "is assumed to be not aligned" not in graph.code
+    assert paper.saved_bytes() < without.saved_bytes() / 4
