@@ -2,18 +2,16 @@
 
 Forward copies a tensor with ``ao::offload`` and saves the copy. ``ao::wait_tensor(copy, None, tensor)`` follows later:
 until then the GPU's tensor stays alive, and afterwards Inductor frees its memory or reuses it. Backward fetches the
-copy with ``ao::reload``, and ``ao::wait_tensor`` precedes the first reader. The operators are PyTorch's. Its own edit
-(``enable_activation_offloading``) lets the wait free the tensor itself, which its schema does not declare, so readers
-that Inductor schedules later read freed memory (docs/upstream.md).
+copy with ``ao::reload``, and ``ao::wait_tensor`` precedes the first reader. PyTorch has these operators for its own
+edit, ``enable_activation_offloading``, in which the wait itself frees the tensor. The schema does not declare this, so
+Inductor may schedule readers behind the wait (docs/upstream.md).
 
-Copies run on another stream, next to the GEMMs. The link's rate is not known here, so each copy gets the same window:
-as many GEMMs as there are between the same tensor of two layers. A wait in forward follows its copy by one window, and
-a reload precedes its reader by one. Then nothing waits if a layer's copies take no longer than the layer, whose tensors
-are in memory in addition. The planner chooses modules accordingly (``torch_fused_ops.plan``). ``keep_order`` keeps
-Inductor from moving the calls.
+Copies run on another stream, next to GEMMs. The link's rate is not known here, so each copy gets the same window: as
+many GEMMs as there are between the same tensor of two layers. A wait in forward follows its copy by one window, and a
+reload precedes its reader by one. If a layer's copies take no longer than the layer, nothing waits.
 
-The kernels do not change: a copy begins after the last pointwise call that reads the tensor, or before the first GEMM
-that does, where Inductor writes the tensor to memory anyway.
+Copying does not change the kernels before it: a copy begins after the last pointwise call that reads the tensor, or
+before the first GEMM that does. Inductor writes the tensor to memory at this point even without a copy.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ class _Copies(NamedTuple):
     """The calls that move a tensor.
 
     Attributes:
-        module: the module that computes the tensor.
+        module: the path of the module that computes the tensor.
         kind: equal for the same tensor of all layers.
-        offload: forward's call that begins the copy to the host.
-        host: forward's call that waits for this copy.
-        reload: backward's call that begins the copy to the device.
-        ready: backward's call that waits for this copy.
+        offload: forward's call at the start of the copy to the host.
+        host: forward's call at its end.
+        reload: backward's call at the start of the copy to the device.
+        ready: backward's call at its end.
     """
 
     module: str
@@ -252,7 +250,7 @@ def _median(distances: Iterable[int], otherwise: int) -> int:
 
 
 def keep_order(nodes: Sequence[Any]) -> None:
-    """Keep the copies and waits of a scheduled graph between the GEMMs where they are.
+    """Fix the order of copies, waits and GEMMs in a scheduled graph.
 
     Otherwise Inductor moves each wait to its copy, because this frees memory earliest, and nothing overlaps.
     """

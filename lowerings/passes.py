@@ -267,8 +267,8 @@ class Partitioner(Pass, CustomPartitionerFn):
         has_precedence = not partition.budgeted(gm.graph)  # otherwise the user's budget has precedence
         free = policy.memory != "off" and has_precedence
         applies_levels = free and (policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes)))
-        others = policy.attention != "off" or policy.offload is not False
-        applies_levels = applies_levels or (has_precedence and others)
+        edits_all = policy.attention != "off" or policy.offload is not False
+        applies_levels = applies_levels or (has_precedence and edits_all)
         outputs = kwargs["num_fwd_outputs"]
         static = compat.static_inputs(gm.graph, kwargs.get("static_lifetime_input_indices") or ())
         kwargs["static_lifetime_input_indices"] = static
@@ -422,7 +422,7 @@ def reject_unsupported(policy: FusionPolicy | None = None) -> None:
         RuntimeError: ``caching_precompile`` is set, so that Dynamo saves compiled code by the function's source only;
             or this torch has no operators that copy tensors to the host.
     """
-    # Compiled code from a cache needs the operators, too, so this imports them.
+    # Importing the operators is also necessary for code that comes from a cache.
     if policy is not None and policy.offload is not False and not compat.has_offload_operators():
         raise RuntimeError(
             f"offload={policy.offload!r} is not accepted: torch {torch.__version__} has no operators that copy tensors "

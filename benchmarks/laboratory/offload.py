@@ -1,4 +1,4 @@
-"""Measure ``offload``: the link's bandwidth, the time that copies add to a step, and its peak. Not run on a GPU yet.
+"""Measure ``offload``: the link's bandwidth, the time that copies add to a step, and its peak. No GPU has run it yet.
 
     python -m torch_fused_ops.benchmarks.laboratory.offload --part {link,layers,step} [--device cuda] [--quick]
 

@@ -41,8 +41,8 @@ class Saved:
 
     def __repr__(self) -> str:
         lines = [f"saved for backward: {size(self.nbytes)}"]
-        moved = sum(row.nbytes for row in self.rows if row.moves)
-        lines += [f"  {size(moved)} more move to the host"] if moved else []
+        on_host = sum(row.nbytes for row in self.rows if row.moves)
+        lines += [f"  {size(on_host)} more move to the host"] if on_host else []
         lines += [f"  {size(total, self.nbytes)} with {name}" for name, total in self.totals.items()]
         small = [row for row in self.rows if row.nbytes < self.nbytes / 1000]
         lines += [f"{size(row.nbytes):>10}  {row.text}" for row in self.rows if row not in small]
