@@ -251,8 +251,8 @@ def test_calls_and_backwards_in_any_order(model: str, drive: str, emulated: None
     assert moved_and_equal(MODELS[model](), {}, DRIVERS[drive]) > 3
 
 
-@pytest.mark.codegen_is_slow
-@pytest.mark.parametrize("model", [pytest.param("Llama", marks=pytest.mark.slow), "packed gate and up"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Llama", "packed gate and up"])
 def test_dynamic_sizes(model: str, emulated: None) -> None:
     assert moved_and_equal(MODELS[model](), {}, dynamic=True) > 3
 
