@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -59,6 +60,27 @@ def find(graph: Graph) -> Iterator[Attention]:
         if before or after:
             linears = (*before, *after)
             yield Attention(linears, frozenset(_values(linears, between)))
+
+
+def share_masks(graph: Graph) -> None:
+    """Let attention's backward read a mask that all heads share from memory, without a copy for each head.
+
+    A checkpoint recomputes the mask in backward. Inductor then copies it for each head, although the kernel accepts a
+    stride of 0: ``sdpa_constraint`` (torch/_inductor/lowering.py, torch 2.13 and 2.15) excepts forward's mask only.
+    """
+    for node in graph.find_nodes(
+        op="call_function", target=aten._scaled_dot_product_efficient_attention_backward.default
+    ):
+        mask: Any = node.args[4]
+        if mask is None or mask.target is not aten.expand.default:
+            continue
+        source, view = base(mask), mask.meta["val"]
+        if source.op != "placeholder" and source.meta["val"].is_contiguous() and view.stride(-1) == 1:
+            with graph.inserting_before(node):
+                layout = (list(view.shape), list(view.stride()), view.storage_offset())
+                strided = graph.call_function(aten.as_strided.default, (source, *layout))
+            strided.meta = dict(mask.meta)
+            node.update_arg(4, strided)
 
 
 def is_fused(node: Node) -> bool:

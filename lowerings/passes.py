@@ -39,6 +39,7 @@ from torch_fused_ops.graphs.capture import captured_graphs
 from torch_fused_ops.graphs.listing import listed
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.lowerings import (
+    attention,
     buffer_reuse,
     checkpoints,
     compat,
@@ -296,13 +297,16 @@ class Partitioner(Pass, CustomPartitionerFn):
 
 
 class PostGradPass(Pass, CustomGraphPass):
-    """Split sums over rows into sums of blocks."""
+    """Split sums over rows into sums of blocks. Attention's heads share their mask in backward."""
 
     name, allows_several = "post-grad pass", True
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         policy = self.policy_to_run()
-        if policy is not None and inductor_config.split_reductions and not switches.is_without("split_reductions"):
+        if policy is None:
+            return
+        _guarded(self, policy, functools.partial(attention.share_masks, graph))
+        if inductor_config.split_reductions and not switches.is_without("split_reductions"):
             _guarded(self, policy, functools.partial(split_reductions.rewrite, graph))
 
 

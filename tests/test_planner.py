@@ -280,6 +280,26 @@ def test_checkpoint_rows_equal_plans_of_checkpointed_models(name: str, kind: str
     assert abs(real.levels[0].peak - at_input.peak) <= 0.01 * at_input.peak and real.levels[0].level == "input"
 
 
+class Masked(nn.Module):
+    """Attention with a mask that all heads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.slow
+def test_checkpoints_do_not_copy_masks_for_each_head() -> None:
+    x, mask = torch.empty(1, 1024, 64, device="meta"), torch.empty(1, 1, 1024, 1024, device="meta", dtype=torch.bool)
+    model = Net(lambda s, x, mask: s.layer(x, mask).mean(), layer=checkpoint_wrapper(Masked())).to("meta")
+    timeline, _ = compiled_timeline(captured_model(model, (x, mask), {}), H100, FusionPolicy(memory="off"))
+    assert timeline.peak < 2.5 * 4 * 1024 * 1024  # the mask as bool and as float32; four heads take 16 MiB
+
+
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("seed", range(4))

@@ -78,7 +78,7 @@ def mixtral() -> nn.Module:
 def decoder() -> nn.Module:
     """Return Llama-3-8B as torchtitan trains it, with logits as its result."""
     model = Decoder(SIZES["Llama-3.1-8B"], 32, "none", "", float_logits=False)
-    model.prepare(8192)
+    model.prepare(4096)
     return model
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.benchmarks import models
+from torch_fused_ops.lowerings import attention
 from torch_fused_ops.tools.verify import interpreted
 
 WIDTH, HEADS, KEYS, SIZE, TOKENS = 32, 4, 2, 8, 12  # model width, query heads, key heads, head size, tokens
@@ -538,3 +539,24 @@ def test_explain_lists_attention() -> None:
     (site,) = frozen.attention
     assert site.nbytes == 0 and "the caller may modify" in site.reason and site.reason in str(frozen)
     assert not tfo.explain(model, x, policy=MLP_ONLY).attention
+
+
+@pytest.mark.parametrize("source", ["computed", "transposed", "saved"])
+def test_heads_share_a_computed_mask_in_backward(source: str) -> None:
+    """A saved mask is in memory. The strides of a mask that is not contiguous are the compiler's choice."""
+    graph, meta = torch.fx.Graph(), functools.partial(torch.empty, device="meta")
+    saved = graph.placeholder("mask")
+    saved.meta["val"] = meta(1, 1, 16, 16)
+    mask = saved if source == "saved" else graph.call_function(torch.ops.aten.neg.default, (saved,))
+    mask.meta["val"] = saved.meta["val"].mT if source == "transposed" else saved.meta["val"]
+    expanded = graph.call_function(torch.ops.aten.expand.default, (mask, [1, 4, 16, 16]))
+    expanded.meta["val"] = mask.meta["val"].expand(1, 4, 16, 16)
+    gradient = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    node = graph.call_function(gradient, (saved, saved, saved, saved, expanded, saved, saved, saved, saved, 0.0, []))
+    attention.share_masks(graph)
+    if source == "computed":
+        view = node.args[4]
+        assert view.target is torch.ops.aten.as_strided.default  # type: ignore[union-attr]
+        assert view.args == (mask, [1, 4, 16, 16], [256, 0, 16, 1], 0)  # type: ignore[union-attr]
+    else:
+        assert node.args[4] is expanded
