@@ -168,7 +168,7 @@ def test_memory_from_before_the_recording(tmp_path: Path) -> None:
     recording.free(early[0])
     report = recording.read(tmp_path)
     assert report.kinds() == {"saved activations": 32 * MIB, "allocated before the recording": 12 * MIB}
-    assert any("before the recording" in note for note in report.notes)
+    assert any("before the recording" in note for note in report.advice)
     kinds = recording.read(tmp_path, parameters=[4 * MIB]).kinds()
     assert kinds["parameters"] == 4 * MIB and kinds["allocated before the recording"] == 8 * MIB
 
@@ -210,10 +210,10 @@ def test_expandable_segments_are_advised_if_they_would_help(
 def test_missing_records_are_noted(tmp_path: Path) -> None:
     recording = Recording()
     recording.alloc(MIB, [], traced=False)
-    assert any("no trace" in note for note in recording.read(tmp_path).notes)
+    assert any("no trace" in note for note in recording.read(tmp_path).advice)
     recording.alloc(MIB, [])
-    assert any("no stack traces" in note for note in recording.read(tmp_path).notes)
-    assert any("private pools" in note for note in recording.read(tmp_path, segment={"segment_pool_id": (0, 1)}).notes)
+    assert any("no stack traces" in note for note in recording.read(tmp_path).advice)
+    assert any("private pools" in note for note in recording.read(tmp_path, segment={"segment_pool_id": (0, 1)}).advice)
 
 
 def test_the_device_with_the_failure_is_shown(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_the_device_with_the_failure_is_shown(tmp_path: Path) -> None:
     data = {name: data[name] + other[name] for name in data}
     report = read_snapshot(write(tmp_path, data))
     assert "device 1: 8.00 MiB alive" in report.moment
-    assert any("0: 64.0 MiB" in note for note in report.notes)
+    assert any("0: 64.0 MiB" in note for note in report.advice)
 
 
 @pytest.mark.parametrize("version", ["2.11", "2.13", "2.15"])

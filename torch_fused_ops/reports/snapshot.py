@@ -40,8 +40,6 @@ _CATEGORIES = {
     "parameter": PARAMETERS, "optimizer_state": STATE, "gradient": GRADIENTS, "activation": ACTIVATIONS,
     "temporary": TEMPORARY, "autograd_detail": TEMPORARY, "input": INPUTS,
 }  # fmt: skip
-
-_IN_STEP = "activations, gradients and temporaries"
 _BACKWARD, _FORWARD = "backward", "forward"  # phases in which several kinds are allocated
 # The first row counts of which a frame, "file:function", matches.
 _PHASES = (
@@ -52,12 +50,8 @@ _PHASES = (
     (_FORWARD, r":(forward|_call_impl|call)$"),
     (PARAMETERS, r":(from_pretrained|load_state_dict|_apply|to|cuda|to_empty|__init__|reset_parameters)$"),
 )
-_PATTERNS = tuple((phase, re.compile(pattern)) for phase, pattern in _PHASES)
-_LIBRARY = re.compile(
-    r"/torch/|/torchinductor_|<|\.(cpp|cu|h|c)$|^\?*$|/(accelerate|torch_fused_ops)/|site-packages/triton"
-)
-
-BYTES_FOR_BYTE = 24  # a loaded snapshot takes 9 to 15 bytes for each byte of its file (Python 3.11)
+_LIBRARY = re.compile(r"/torch/|/torchinductor_|<|\.(cpp|cu|h|c)$|^\?*$|/(accelerate|torch_fused_ops|triton)/")
+_BYTES_FOR_BYTE = 24  # a loaded snapshot takes 9 to 15 bytes for each byte of its file (Python 3.11)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -80,11 +74,11 @@ class _Progress(io.BufferedReader):
 
 @contextlib.contextmanager
 def _bounded(nbytes: int) -> Iterator[None]:
-    """Raise MemoryError in this block if the process needs ``nbytes`` more of address space (POSIX)."""
+    """Raise MemoryError in this block if the process needs ``nbytes`` more of address space (Linux)."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    most = mapped + nbytes if limits[1] == resource.RLIM_INFINITY else min(mapped + nbytes, limits[1])
-    resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+    hard = limits[1] if limits[1] != resource.RLIM_INFINITY else mapped + nbytes
+    resource.setrlimit(resource.RLIMIT_AS, (min(mapped + nbytes, hard), limits[1]))
     try:
         yield
     finally:
@@ -100,23 +94,19 @@ def load(path: str | Path) -> dict[str, Any]:
     try:
         total = os.path.getsize(path)
         free = os.sysconf("SC_AVPHYS_PAGES") * resource.getpagesize()
-        with _Progress(io.FileIO(path)) as file, _bounded(min(BYTES_FOR_BYTE * total, free) + (1 << 28)):
-            data = _Unpickler(file).load()
+        with _Progress(io.FileIO(path)) as file, _bounded(min(_BYTES_FOR_BYTE * total, free) + (1 << 28)):
+            data: dict[str, Any] = _Unpickler(file).load()
+        for entry in (*itertools.chain(*data["device_traces"]), *data["segments"]):
+            _ = entry["action"] if "action" in entry else [block["size"] + 0 for block in entry["blocks"]]
+        return data
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except MemoryError:
-        raise ValueError(
-            f"{path}, {size(total)}, is damaged or too large. Record less: _record_memory_history(max_entries=100_000)"
-        ) from None
+        advice = "Record less: _record_memory_history(max_entries=100_000)"
+        raise ValueError(f"{path}, {size(total)}, is damaged or too large. {advice}") from None
     except Exception as error:  # a damaged pickle raises almost anything
-        raise ValueError(f"{path} is not a memory snapshot, or is truncated: {error}") from None
-    try:
-        assert all(isinstance(block["size"], int) for segment in data["segments"] for block in segment["blocks"])
-        assert all(isinstance(event["action"], str) for trace in data["device_traces"] for event in trace)
-    except (AssertionError, KeyError, TypeError):
-        text = "it has no segments with blocks and no device_traces, as torch.cuda.memory._dump_snapshot writes them"
-        raise ValueError(f"{path} is not a memory snapshot: {text}") from None
-    return data  # type: ignore[no-any-return]
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is not a snapshot of torch.cuda.memory, or is truncated ({why})") from None
 
 
 class Block(NamedTuple):
@@ -144,26 +134,25 @@ class Device:
         self.number, self.trace, self.segments = number, trace, segments
         self.blocks: list[Block] = []
         self.failure = next((i for i in reversed(range(len(trace))) if trace[i]["action"] == "oom"), None)
-        alive: dict[int, tuple[int, int, Any, str]] = {}
+        alive: dict[int, Block] = {}
+
+        def block_of(entry: Mapping[str, Any], nbytes: int, start: int) -> Block:
+            return Block(nbytes, start, len(trace), entry.get("frames", ()), entry.get("category", ""))
+
         for i, event in enumerate(trace):
             if event["action"] == "alloc":
-                alive[event["addr"]] = event["size"], i, event.get("frames", ()), event.get("category", "")
+                alive[event["addr"]] = block_of(event, event["size"], i)
             elif event["action"] == "free_completed":
-                nbytes, start, frames, category = alive.pop(event["addr"], (event["size"], -1, (), ""))
-                self.blocks.append(Block(nbytes, start, i, frames, category))
+                block = alive.pop(event["addr"], Block(event["size"], -1, i))
+                self.blocks.append(block._replace(end=i))
         for segment in segments:
             address = segment.get("address") or 0
-            for block in segment["blocks"]:  # older files have no addresses of blocks
-                if block["state"] != "inactive":
-                    known = (
-                        block.get("requested_size", block["size"]),
-                        -1,
-                        block.get("frames", ()),
-                        block.get("category", ""),
-                    )
-                    alive.setdefault(block.get("address", address), known)
-                address += block["size"]
-        self.blocks += [Block(nbytes, start, len(trace), *stack) for nbytes, start, *stack in alive.values()]
+            for entry in segment["blocks"]:  # older files have no addresses of blocks
+                if entry["state"] != "inactive":
+                    known = block_of(entry, entry.get("requested_size", entry["size"]), -1)
+                    alive.setdefault(entry.get("address", address), known)
+                address += entry["size"]
+        self.blocks += alive.values()
 
     def live_bytes(self) -> list[int]:
         """Return the bytes alive before the first event, and after each event."""
@@ -174,27 +163,6 @@ class Device:
         return list(itertools.accumulate(changes[:-1]))
 
 
-# ---- kinds -----------------------------------------------------------------------------------------------------------
-
-
-class _Phases:
-    """Tell in which phase of a step a block is allocated. Equal stack traces of a pickle are one object."""
-
-    def __init__(self) -> None:
-        self.by_id: dict[int, str] = {}
-
-    def of(self, block: Block) -> str:
-        if block.start < 0 and not block.frames:
-            return EARLIER
-        if not block.frames:
-            return _BACKWARD  # the autograd engine's thread
-        if (phase := self.by_id.get(id(block.frames))) is None:
-            texts = [f"{frame.get('filename', '')}:{frame.get('name', '')}" for frame in block.frames]
-            matches = (phase for phase, pattern in _PATTERNS if any(map(pattern.search, texts)))
-            phase = self.by_id[id(block.frames)] = next(matches, OTHER)
-        return phase
-
-
 def kinds_of(device: Device, at: int, sizes: Counter[int]) -> list[tuple[Block, str]]:
     """Return the blocks alive after event ``at``, each with its kind.
 
@@ -203,26 +171,37 @@ def kinds_of(device: Device, at: int, sizes: Counter[int]) -> list[tuple[Block, 
         at: the event's number.
         sizes: the number of the model's parameters of each size in bytes; empty if unknown.
     """
-    phases, blocks, events = _Phases(), device.blocks, len(device.trace)
+    by_stack: dict[int, str] = {}  # equal stack traces of a pickle are one object
+
+    def phase_of(block: Block) -> str:
+        """Return the phase of a step in which a block is allocated."""
+        if not block.frames:
+            return EARLIER if block.start < 0 else _BACKWARD  # the autograd engine's thread
+        if id(block.frames) not in by_stack:
+            texts = [f"{frame.get('filename', '')}:{frame.get('name', '')}" for frame in block.frames]
+            matches = (phase for phase, pattern in _PHASES if any(re.search(pattern, text) for text in texts))
+            by_stack[id(block.frames)] = next(matches, OTHER)
+        return by_stack[id(block.frames)]
+
     started: dict[str, list[int]] = defaultdict(list)
-    for block in sorted(blocks, key=lambda b: b.start):
-        started[phases.of(block)].append(block.start)
+    for block in sorted(device.blocks, key=lambda b: b.start):
+        started[phase_of(block)].append(block.start)
 
-    def reaches(block: Block, *names: str) -> bool:
+    def reaches(block: Block, *phases: str) -> bool:
         """Return True if one of the phases begins before the block's release, or if it is never released."""
-        following = (started[name][bisect.bisect(started[name], block.start) :][:1] for name in names)
-        return block.end == events or any(start < block.end for starts in following for start in starts)
+        following = (started[phase][bisect.bisect(started[phase], block.start) :][:1] for phase in phases)
+        return block.end == len(device.trace) or any(first < block.end for firsts in following for first in firsts)
 
-    alive = sorted((b for b in blocks if b.start <= at < b.end), key=lambda b: b.start)
-    unmatched = sizes or Counter(b.nbytes for b in alive if phases.of(b) in (PARAMETERS, EARLIER))
+    alive = sorted((b for b in device.blocks if b.start <= at < b.end), key=lambda b: b.start)
+    unmatched = sizes or Counter(b.nbytes for b in alive if phase_of(b) in (PARAMETERS, EARLIER))
     parameters, gradients = Counter(unmatched), Counter(unmatched)
     result: list[tuple[Block, str]] = []
     for block in alive:
-        kind = phases.of(block)
+        kind = phase_of(block)
         if block.category in _CATEGORIES:
             kind = _CATEGORIES[block.category]
         elif kind == STATE and not any(frame["name"] == "_init_group" for frame in block.frames):
-            kind = STATE if block.end < events and reaches(block, _FORWARD) else TEMPORARY
+            kind = STATE if block.end < len(device.trace) and reaches(block, _FORWARD) else TEMPORARY
         elif kind == _BACKWARD:
             kind = GRADIENTS if gradients[block.nbytes] > 0 and reaches(block, STATE, _FORWARD) else TEMPORARY
             gradients[block.nbytes] -= kind == GRADIENTS
@@ -235,9 +214,6 @@ def kinds_of(device: Device, at: int, sizes: Counter[int]) -> list[tuple[Block, 
         result.append((block, kind))
     forward = min((block.start for block, kind in result if kind == ACTIVATIONS), default=-1)
     return [(b, OLD_GRADIENTS if kind == GRADIENTS and b.start < forward else kind) for b, kind in result]
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -263,8 +239,7 @@ class SnapshotReport:
         largest: bytes of the largest free block.
         requested: bytes of the request that failed; None without a failure.
         groups: the tensors, the largest groups first.
-        notes: remarks on the file.
-        advice: a sentence for each setting, with bytes, also where it would not help.
+        advice: a sentence for each setting, with bytes, also where it would not help; then remarks on the file.
         compared: (part, bytes here, planned bytes) with a plan, the largest difference first.
     """
 
@@ -275,7 +250,6 @@ class SnapshotReport:
     largest: int
     requested: int | None
     groups: tuple[Group, ...]
-    notes: tuple[str, ...]
     advice: tuple[str, ...] = ()
     compared: tuple[tuple[str, int, int], ...] = ()
 
@@ -288,30 +262,19 @@ class SnapshotReport:
         totals = {group.kind: self.nbytes(group.kind) for group in self.groups}
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
-    def tables(self) -> Iterator[list[tuple[str, ...]]]:
+    def tables(self) -> Iterator[Sequence[tuple[str, ...]]]:
         """Yield the report's tables. The first row of each is its heading."""
         totals = ((kind, size(n), f"{n / max(self.live, 1):.0%}") for kind, n in self.kinds().items())
         yield [("alive", "bytes", "share"), *totals]
-        listed = [group for group in self.groups if group.where and group.nbytes >= self.live / 200][:20]
-        rows = [(f"{g.kind}: {g.where}", f"{g.count}", size(g.nbytes)) for g in listed]
-        if rows:
-            yield [("the largest groups", "tensors", "bytes"), *rows]
-        if self.compared:
-            rows = [(name, size(a), size(b), f"{a / b - 1:+.1%}" if b else "") for name, a, b in self.compared]
-            yield [("compared with the plan", "snapshot", "plan", "difference"), *rows]  # type: ignore[list-item]
+        groups = [group for group in self.groups if group.where and group.nbytes >= self.live / 200][:20]
+        rows = [(f"{g.kind}: {g.where}{g.setting and ': '}{g.setting}", str(g.count), size(g.nbytes)) for g in groups]
+        yield from [[("the largest groups", "tensors", "bytes"), *rows]] if rows else []
+        parts = [(name, size(a), size(b), f"{a / b - 1:+.1%}" if b else "") for name, a, b in self.compared]
+        yield from [[("compared with the plan", "snapshot", "plan", "difference"), *parts]] if parts else []
 
     def __str__(self) -> str:
-        lines = [self.moment, ""]
-        for table in self.tables():
-            lines += [*aligned(table), ""]
-        return "\n".join([*lines, *self.sentences(), *(f"note: {note}" for note in self.notes)])
-
-    def sentences(self) -> list[str]:
-        """Return the settings of the largest groups, then the advice."""
-        return [
-            *(f"{g.where}: {g.setting}" for g in self.groups if g.setting and g.nbytes >= self.live / 200),
-            *self.advice,
-        ]
+        tables = itertools.chain.from_iterable([*aligned(table), ""] for table in self.tables())
+        return "\n".join([self.moment, "", *tables, *self.advice])
 
     def to_json(self) -> str:
         """Convert the attributes to JSON."""
@@ -328,11 +291,7 @@ class SnapshotReport:
 
 
 def read_snapshot(
-    path: str | Path,
-    *,
-    saved: Saved | None = None,
-    parameters: Iterable[int] = (),
-    plan: Path | None = None,
+    path: str | Path, *, saved: Saved | None = None, parameters: Iterable[int] = (), plan: Path | None = None
 ) -> SnapshotReport:
     """Explain a memory snapshot: the memory alive at a failed request, or else at the peak, and settings to shrink it.
 
@@ -362,7 +321,6 @@ def read_snapshot(
     free = [b["size"] for segment in device.segments for b in segment["blocks"] if b["state"] == "inactive"]
     when = f"when {size(failed['size'])} more were requested" if failed else "at the peak"
     place = f"event {at + 1:,} of {len(device.trace):,}" if device.trace else "when the file was written"
-    other_peaks = ", ".join(f"{d.number}: {size(peak)}" for d, peak in peaks.items() if d is not device)
     report = SnapshotReport(
         moment=f"{path}, device {device.number}: {size(live)} alive {when} ({place})",
         live=live,
@@ -371,9 +329,9 @@ def read_snapshot(
         largest=max(free, default=0),
         requested=failed["size"] if failed else None,
         groups=tuple(_grouped(alive, saved)),
-        notes=tuple(_notes(device, alive, at, other_peaks)),
     )
-    advice = tuple(_advice(report, device, failed, saved))
+    other_peaks = ", ".join(f"{d.number}: {size(peak)}" for d, peak in peaks.items() if d is not device)
+    advice = *_advice(report, device, saved), *_remarks(report, device, at, other_peaks)
     return replace(report, advice=advice, compared=tuple(_compared(report, plan)) if plan else ())
 
 
@@ -400,35 +358,10 @@ def _line(frame: Mapping[str, Any]) -> str:
     return "" if _LIBRARY.search(file) else f"{place}{name}"
 
 
-def _notes(device: Device, alive: Sequence[tuple[Block, str]], at: int, other_peaks: str) -> Iterator[str]:
-    """Yield remarks on missing records and on memory that the figures leave out."""
-    trace = device.trace
-    record = "torch.cuda.memory._record_memory_history()"
-    if not trace:
-        yield f"The file has no trace, so it shows the moment when it was written. Call {record} before training."
-    elif not any(block.frames for block, _ in alive):
-        yield f"Allocations have no stack traces, so most kinds are unknown. Record them: {record}, with its defaults."
-    if early := sum(block.nbytes for block, kind in alive if kind == EARLIER):
-        yield f"{size(early)} were allocated before the recording. Call {record} before the model is created."
-    if trace and at + 1 < len(trace):
-        yield f"Reserved and free bytes are those when the file was written, {len(trace) - at - 1:,} events later."
-    pools = [
-        segment["total_size"] for segment in device.segments if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
-    ]
-    if pools:
-        yield f"{size(sum(pools))} are in private pools, such as CUDA graphs': other allocations cannot use them."
-    if other_peaks:
-        yield f"Other devices have memory, too (device: peak): {other_peaks}."
-
-
-def _advice(report: SnapshotReport, device: Device, failed: Any, saved: Saved | None) -> Iterator[str]:
+def _advice(report: SnapshotReport, device: Device, saved: Saved | None) -> Iterator[str]:
     """Yield a sentence for each setting that would help, or that would not, with bytes."""
-    activations = report.nbytes(ACTIVATIONS)
-    if failed is not None and "device_free" in failed:
-        yield (
-            f"PyTorch reserved {size(report.reserved)}, and {size(failed['device_free'])} were free on the device. If "
-            "the sum is less than the GPU's memory, other processes, the CUDA context, or a MIG instance have the rest."
-        )
+    activations, recomputed, logits, old = map(report.nbytes, (ACTIVATIONS, RECOMPUTED, LOGITS, OLD_GRADIENTS))
+    state = report.nbytes(PARAMETERS, STATE, GRADIENTS)
     setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (ROCm: PYTORCH_HIP_ALLOC_CONF)"
     if any(segment.get("is_expandable") for segment in device.segments):
         yield f"Expandable segments are on already; {size(report.unused)} are free inside segments."
@@ -438,44 +371,60 @@ def _advice(report: SnapshotReport, device: Device, failed: Any, saved: Saved | 
         yield f"{setting} would not be enough: only {size(report.unused)} are free inside segments."
     elif report.unused > report.reserved / 20:
         yield f"{setting} can return up to {size(report.unused)} that are free inside segments."
-    if activations and saved is None:
-        yield (
-            f"Saved activations, {size(activations)}: memory levels and offload shrink them (docs/choose-level.md). "
-            "Name the model, MODULE:CALLABLE, to see what each setting removes."
-        )
-    for name, total in saved.totals.items() if saved and activations else ():
-        yield f"{name}: {size(saved.nbytes - total)} less saved for backward."
-    if recomputed := report.nbytes(RECOMPUTED):
-        yield f"A checkpoint recomputed {size(recomputed)}: checkpoints around smaller parts recompute less at once."
-    if logits := report.nbytes(LOGITS):
-        yield f"Logits and copies, {size(logits)}: return the loss alone, or chunk it (docs/out-of-memory.md)."
-    if old := report.nbytes(OLD_GRADIENTS):
-        yield f"optimizer.zero_grad(set_to_none=True) before forward frees {size(old)}, except while accumulating."
-    if state := report.nbytes(PARAMETERS, STATE, GRADIENTS):
-        yield f"FSDP2 on 8 GPUs shards parameters, gradients and state: {size(state * 7 / 8)} less on each."
-    if per_token := activations + logits:
-        yield f"Half the batch or the sequence needs about {size(per_token / 2)} less."
+    if saved is not None and activations:
+        yield from (f"{name}: {size(saved.nbytes - n)} less saved for backward." for name, n in saved.totals.items())
+    levels = "memory levels and offload shrink them. Name the model, MODULE:CALLABLE, to see which tensors"
+    chunks = "return the loss alone, or compute it in chunks (docs/out-of-memory.md)"
+    rows = (
+        (activations if saved is None else 0, "Saved activations, {}: " + levels),
+        (recomputed, "A checkpoint recomputed {}: checkpoints around smaller parts recompute less at once"),
+        (logits, "Logits and copies, {}: " + chunks),
+        (old, "optimizer.zero_grad(set_to_none=True) before forward frees {}, except while accumulating"),
+        (state * 7 / 8, "FSDP2 on 8 GPUs shards parameters, gradients and state: {} less on each"),
+        ((activations + logits) / 2, "Half the batch or the sequence needs about {} less"),
+    )
+    yield from (f"{text.format(size(nbytes))}." for nbytes, text in rows if nbytes)
+
+
+def _remarks(report: SnapshotReport, device: Device, at: int, other_peaks: str) -> Iterator[str]:
+    """Yield remarks on missing records and on memory that the figures leave out."""
+    record, trace, early = "torch.cuda.memory._record_memory_history()", device.trace, report.nbytes(EARLIER)
+    failed = trace[device.failure] if device.failure is not None else {}
+    private = [s["total_size"] for s in device.segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    has_frames = any(event.get("frames") for event in trace if event["action"] == "alloc")
+    capacity = "less than the GPU's memory if other processes, the CUDA context or a MIG instance's limit take memory"
+    free = failed.get("device_free", 0)
+    rows = (
+        (
+            not trace,
+            f"The file has no trace, so it shows the moment when it was written. Call {record} before training.",
+        ),
+        (trace and not has_frames, f"Allocations have no stack traces: record them, {record} with its defaults."),
+        (early, f"{size(early)} were allocated before the recording. Call {record} before the model is created."),
+        (0 < at + 1 < len(trace), f"Reserved and free bytes are those of {len(trace) - at - 1:,} events later."),
+        (failed, f"{size(report.reserved)} reserved and {size(free)} free on the device: {capacity}."),
+        (private, f"{size(sum(private))} are in private pools, such as CUDA graphs': others cannot use them."),
+        (other_peaks, f"Other devices have memory, too (device: peak): {other_peaks}."),
+    )
+    yield from (f"note: {text}" for applies, text in rows if applies)
 
 
 def _compared(report: SnapshotReport, plan: Path) -> Iterator[tuple[str, int, int]]:
     """Yield (part, bytes here, planned bytes), the largest difference first."""
-    planned: dict[str, int] = {}
+    in_step, measured = "activations, gradients and temporaries", report.kinds()
     try:
         figures = json.loads(plan.read_text())
-        resident = figures["parameters"], figures["optimizer_state"]
-        planned = dict(zip((PARAMETERS, STATE), resident, strict=True))
-        planned |= {_IN_STEP: figures["step_peak"] - sum(resident), "reserved": figures["reserved_bytes"]}
+        planned = {PARAMETERS: figures["parameters"], STATE: figures["optimizer_state"]}
+        planned |= {in_step: figures["step_peak"] - sum(planned.values()), "reserved": figures["reserved_bytes"]}
+        measured["reserved"] = report.reserved
+        resident = {PARAMETERS, STATE, EARLIER, "reserved"}
+        measured[in_step] = sum(measured.pop(kind) for kind in set(measured) - resident)
     except UnicodeDecodeError:
         planned = read_snapshot(plan).kinds()
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(f"{plan} is not a plan: write it with plan --json or plan --snapshot") from None
-    measured = report.kinds()
-    if _IN_STEP in planned:
-        measured[_IN_STEP] = sum(measured.pop(kind, 0) for kind in set(measured) - {PARAMETERS, STATE, EARLIER})
-    if early := measured.pop(EARLIER, 0):  # parameters and state are one figure
-        name = f"{PARAMETERS}, {STATE}"
-        measured[name] = early + measured.pop(PARAMETERS, 0) + measured.pop(STATE, 0)
-        planned[name] = planned.pop(PARAMETERS, 0) + planned.pop(STATE, 0)
-    measured["reserved"] = report.reserved if "reserved" in planned else 0
+    if EARLIER in measured:  # parameters and state are one figure
+        for part in (measured, planned):
+            part[f"{PARAMETERS}, {STATE}"] = sum(part.pop(kind, 0) for kind in (PARAMETERS, STATE, EARLIER))
     rows = [(name, measured.get(name, 0), planned.get(name, 0)) for name in {**measured, **planned}]
-    yield from sorted((row for row in rows if row[1] or row[2]), key=lambda row: -abs(row[1] - row[2]))
+    yield from sorted(rows, key=lambda row: -abs(row[1] - row[2]))
