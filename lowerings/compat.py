@@ -167,6 +167,14 @@ def eager_rounding(dtype: torch.dtype | None) -> str:
     return "emulate_precision_casts=True" if rounds else ""
 
 
+def eager_random() -> str:
+    """Return the name of the Inductor setting that requests eager's random numbers; "" without such a setting."""
+    import torch._inductor.config as config
+
+    names = ("fallback_random", "align_random_eager")  # the second: torch ≥ 2.13
+    return next((name for name in names if getattr(config, name, False)), "")
+
+
 # ---- config values, process-wide -----------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ class FusionPolicy:
         dropout: replace active dropouts after linear layers, and after pointwise functions of their results, by
             ``fused::dropout_add``, with the residual. Backward then needs only a seed, not a mask of a byte per
             element. Compared to plain torch.compile the distribution is equal, but other elements are dropped;
-            ``torch.manual_seed`` works as before. Inductor's ``fallback_random`` disables this replacement.
+            ``torch.manual_seed`` works as before. Inductor's ``fallback_random`` or ``align_random_eager`` disables it.
         strict: if an MLP site is not fused or a pass fails, raise ``UnfusedError`` at compile time with each reason.
             If False, the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not count. A model
             with linear layers but without a site also raises (``docs/policies.md``, Strict).

@@ -4,7 +4,8 @@ Its mask is a function of a seed, so backward recomputes the mask. Autograd woul
 is an active dropout. A dropout is fused only if it reads a linear layer's result, or a pointwise function of such
 results. Dropouts of attention probabilities, embeddings and norms (in LoRA) stay, with a reason. A fused dropout and
 ``F.dropout`` drop different elements for the same ``torch.manual_seed``, with the same distribution;
-``fallback_random`` preserves eager's numbers. Inductor draws the seeds: one launch for all random calls of a device.
+``fallback_random`` and ``align_random_eager`` preserve eager's numbers. Inductor draws the seeds: one launch for all
+random calls of a device.
 
 A reentrant checkpoint compiles a function twice. It runs forward without gradients, and recomputes it with gradients.
 Both must drop the same elements, so neither the sites nor the order of their seeds may depend on gradients. A site does
@@ -29,6 +30,7 @@ from torch.fx import Node
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection, excluded
 from torch_fused_ops.graphs.sites import DROPOUT
+from torch_fused_ops.lowerings import compat
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 
 from .graph import DROPOUTS, FREE, Call, GraphAnalysis, inline_bodies, label, tensor, write_call
@@ -94,15 +96,13 @@ def _states(analysis: GraphAnalysis) -> Mapping[Node, int]:
 
 
 def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, source: Node) -> None:
-    import torch._inductor.config as inductor
-
     node, call, value = site.node, analysis.calls[site.node], value_of(site.node)
     if (pattern := policy.excluding(enclosing_modules(module_stack(node)))) is not None:
         raise Rejection(*excluded(pattern))
     if not policy.dropout:
         raise Rejection(Kind.DROPOUT_POLICY, "the policy does not fuse dropouts (dropout=False)")
-    if inductor.fallback_random:
-        raise Rejection(Kind.FALLBACK_RANDOM, "inductor's fallback_random requires eager's random numbers")
+    if setting := compat.eager_random():
+        raise Rejection(Kind.FALLBACK_RANDOM, f"inductor's {setting} requires eager's random numbers")
     check_rounding(node)
     if not isinstance(p := call.dropout_arguments()["p"], (int, float)):
         raise Rejection(Kind.PROBABILITY, "its probability is not a constant")

@@ -425,10 +425,17 @@ def check_in_place_call(analysis: GraphAnalysis, node: Node, output: Node, calls
         calls: the calls that the operator replaces.
 
     Raises:
-        Rejection: another node reads the argument later, or the argument is an input of the graph.
+        Rejection: another node reads the argument later, backward needs it, or it is an input of the graph.
     """
     of_result = {output}  # the output and its views
-    for alias in analysis.aliases[analysis.storage(node)]:
+    aliases = analysis.aliases[analysis.storage(node)]
+    for call in dict.fromkeys(call for alias in aliases for call in (alias, *alias.users)):
+        value = tensor(call)
+        may_save = value is not None and value.requires_grad and analysis.calls[call].name != ""
+        if may_save and analysis.index[call] < analysis.index[node] and _saved_by_autograd(call) & set(aliases):
+            text = f"{label(node)} writes in place what backward of {label(call)} needs: without fusion, it raises"
+            raise Rejection(Kind.WRITTEN, text)
+    for alias in aliases:
         if alias.op in ("placeholder", "get_attr"):
             raise Rejection(Kind.WRITES_INPUT, f"{label(node)} writes in place into {label(alias)}")
         if alias is output or (analysis.is_passthrough(alias) and alias.all_input_nodes[0] in of_result):
@@ -448,22 +455,22 @@ def _check_results(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
         return
     results = {analysis.storage(node) for node in subgraph.output.graph.output_node().all_input_nodes}
     returned = results & {analysis.storage(node) for node in subgraph.inputs}
-    if returned and not returned <= {analysis.storage(node) for node in _saved_by_torch(analysis, subgraph)}:
+    if returned and not returned <= {analysis.storage(a) for node in subgraph.calls for a in _saved_by_autograd(node)}:
         text = "its input is a result of the graph, which may be written before backward needs it"
         raise Rejection(Kind.GRAPH_RESULT, text)
 
 
-def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
-    """Return the inputs that autograd saves for the original calls, determined by running the calls on meta tensors."""
+def _saved_by_autograd(node: Node) -> set[Node]:
+    """Return the arguments of a call, and the call itself, that autograd saves. It is called on meta tensors."""
     saved: set[int] = set()
-    values: dict[Node, torch.Tensor] = {}
+    values: dict[Node, Any] = {}
 
-    def on_meta(node: Node) -> torch.Tensor:
-        if node not in values:
-            known = value_of(node)
-            leaf = torch.empty(2, 2, dtype=known.dtype, device="meta", requires_grad=known.requires_grad)
-            values[node] = leaf.clone()  # in-place calls must not write into a leaf
-        return values[node]
+    def on_meta(source: Node) -> Any:
+        value = tensor(source)
+        assert value is not None
+        sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
+        leaf = torch.empty(sizes, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+        return values.setdefault(source, leaf.clone())  # in-place calls must not write into a leaf
 
     def storage(t: torch.Tensor) -> int:
         return int(t.untyped_storage()._cdata)
@@ -474,14 +481,12 @@ def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
 
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            for node in subgraph.calls:
-                args, kwargs = map_arg((node.args, node.kwargs), on_meta)
-                target: Any = node.target
-                called = getattr(torch.Tensor, target) if node.op == "call_method" else target
-                values[node] = called(*args, **kwargs)
+            args, kwargs = map_arg((node.args, node.kwargs), on_meta)
+            target: Any = node.target
+            values[node] = (getattr(torch.Tensor, target) if node.op == "call_method" else target)(*args, **kwargs)
     except Exception:  # for example a custom function
         return set()
-    return {node for node in subgraph.inputs if storage(on_meta(node)) in saved}
+    return {source for source, t in values.items() if isinstance(t, torch.Tensor) and storage(t) in saved}
 
 
 # Gate and up in one tensor

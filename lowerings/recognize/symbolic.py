@@ -296,20 +296,16 @@ class Algebra:
         if lead < 0:  # relu(p) = p + relu(-p)
             return self.add(p, self.relu(self.mul(p, -1.0), 1.0 - kink, 1.0 - at_nan))
         if len(p) == 1 and all(self.atoms[a][0] in ("relu", "sigmoid", "exp") for a, _ in next(iter(p))):
-            simplified = self._never_negative(p, kink, at_nan)
-            if simplified is not None:
-                return simplified
+            return self._never_negative(p, kink, at_nan)
         return self.mul(self._atom("relu", self.mul(p, 1 / lead), self.lift(kink), self.lift(at_nan)), lead)
 
-    def _never_negative(self, p: Poly, kink: float, at_nan: float) -> Poly | None:
+    def _never_negative(self, p: Poly, kink: float, at_nan: float) -> Poly:
         """Return p = relu(p) for p ≥ 0. If p is relu(q), the derivatives at q = 0 and at NaN are products of both.
 
-        Return None if the derivative at NaN differs.
+        All other such p have NaN as derivative at NaN, also if it is multiplied by 0.
         """
         ((m, c),) = p.items()
         relus = [(atom, k) for atom, k in m if self.atoms[atom][0] == "relu"]
-        if at_nan != 1 and (not relus or m != ((relus[0][0], 1),)):
-            return None
         if len(relus) != 1 or relus[0][1] != 1:
             return p
         inner, *derivatives = self.atoms[relus[0][0]][1]

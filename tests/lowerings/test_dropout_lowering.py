@@ -18,6 +18,7 @@ from torch._inductor.inductor_prims import seed as inductor_seed
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings.dropout import _unrounded_grad
 from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.policy import FusionPolicy
@@ -380,6 +381,15 @@ def test_the_same_dropouts_are_fused_without_gradients(name: str) -> None:
             for n in graph.nodes if n in seeded or n.target is F.dropout
         ]  # fmt: skip
         assert probabilities == expected, gradients
+
+
+@pytest.mark.parametrize("setting", ["fallback_random", "align_random_eager"])
+def test_dropouts_keep_eagers_masks_if_a_setting_requests_them(setting: str) -> None:
+    if not hasattr(inductor_config, setting):
+        pytest.skip("this torch does not have the setting")
+    with inductor_config.patch(setting, True):
+        sites, _ = capture(Net(lambda s, x: F.dropout(s.c(x), 0.3)), torch.randn(X))
+    assert [site.kind for site in sites] == [Kind.FALLBACK_RANDOM]
 
 
 def test_strict_does_not_count_dropouts() -> None:

@@ -367,6 +367,9 @@ FUSED: dict[tuple[str, str], dict[str, Case]] = {
         "in place, read again": lambda h, u, p, w, m: F.linear(F.relu(h, inplace=True), w).sum() + h.sum(),
         "maximum without gradient": unary(lambda x: within(torch.no_grad, torch.maximum, x, torch.zeros_like(x))),
     },
+    ("bias_act", "relu2"): {
+        "overwritten without gradient": unary(lambda x: within(torch.no_grad, lambda x: F.relu(x).pow_(2), x)),
+    },
     ("bias_act", "tanh"): {"a function that saves another activation": unary(functions.LateState.apply)},
 }
 

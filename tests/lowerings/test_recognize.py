@@ -16,6 +16,7 @@ from harness import Stack, raises
 from torch import Tensor
 
 from torch_fused_ops import activations
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import compat, passes, recognize
 from torch_fused_ops.lowerings.recognize import prove, rewrite, symbolic
@@ -71,6 +72,7 @@ SPELLINGS: dict[str, tuple[str, PointwiseOperator]] = {
     "relu inplace": ("relu", lambda x: F.relu(x, inplace=True)),
     "relu**2": ("relu2", lambda x: F.relu(x) ** 2),
     "relu*relu": ("relu2", lambda x: F.relu(x) * F.relu(x)),
+    "x*clamp": ("relu2", lambda x: x * x.clamp(min=0)),
     "silu": ("silu", F.silu),
     "x*sigmoid": ("silu", lambda x: x * torch.sigmoid(x)),
     "x/(1+exp(-x))": ("silu", lambda x: x / (1 + torch.exp(-x))),
@@ -100,6 +102,25 @@ def test_activation(spelling):
     assert targets(graphs) == ["fused.bias_act.default"]
     # Only the two GEMMs and the operator are left.
     assert calls_in(graphs) == 3
+
+
+# A call in place overwrites a value that autograd saves.
+OVERWRITTEN = {
+    "its result": lambda s, x: s.b(s.a(x).relu_().square_()),
+    "another call's result": lambda s, x: s.b(F.relu(s.a(x)).pow_(2)),
+    "both factors": lambda s, x: s.b((lambda r: r.mul_(r))(F.relu(s.a(x)))),
+    "another call's argument": lambda s, x: (lambda h: sum((torch.sin(h).sum(), s.b(h.relu_()))))(s.a(x)),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITTEN)
+def test_programs_that_autograd_rejects_raise_as_in_eager_mode(name):
+    model, x = Net(OVERWRITTEN[name]), torch.randn(4, 8)
+    y, sites, _ = capture(model, x)
+    assert the(sites).kind == Kind.WRITTEN
+    raises(RuntimeError, "modified by an inplace operation", y.sum().backward)
+    with torch.no_grad():
+        assert the(capture(model, x)[1]).op == "fused::bias_act"
 
 
 # Patterns that resemble activations with another gradient at NaN or ±∞.
