@@ -11,8 +11,11 @@ from harness import python
 ROOT = Path(__file__).parents[1]
 
 
-def test_importing_it_does_not_import_the_compiler() -> None:
-    """Inductor costs 1.7 s, Dynamo 1 s, torch.distributed.tensor 0.4 s; torch itself is imported anyway."""
+def test_imports_are_few() -> None:
+    """Inductor costs 1.7 s, Dynamo 1 s, torch.distributed.tensor 0.4 s; torch itself is imported anyway.
+
+    Compiling does not import the planner, the reports and verify: they are imported on first use.
+    """
     program = """
 import sys, torch
 before = set(sys.modules)
@@ -22,15 +25,8 @@ heavy = ("torch._inductor", "torch._dynamo", "torch.distributed.tensor", "triton
          "torch_fused_ops.lowerings", "torch_fused_ops.planner", "torch_fused_ops.reports", "torch_fused_ops.tools")
 print([m for m in set(sys.modules) - before if m.startswith(heavy)])
 print(len(set(sys.modules) - before))
-"""
-    heavy, count = python("-c", program).splitlines()
-    assert heavy == "[]" and int(count) < 70
 
-
-def test_compiling_does_not_import_the_tools() -> None:
-    """The planner, the reports and verify are imported on first use."""
-    program = """
-import sys, torch, torch_fused_ops as tfo
+import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import backend, passes, recognize, strict
 recognize.rewrite(torch.fx.symbolic_trace(torch.nn.Linear(2, 2)).graph, tfo.FusionPolicy())
 tools = ("torch_fused_ops.planner", "torch_fused_ops.reports", "torch_fused_ops.tools")
@@ -38,7 +34,9 @@ print([m for m in sys.modules if m.startswith(tools)])
 names = "explain record Report plan Plan verify Verification"
 print(*(getattr(tfo, name).__name__ for name in names.split()))
 """
-    assert python("-c", program).splitlines() == ["[]", "explain record Report plan Plan verify Verification"]
+    heavy, count, tools, names = python("-c", program).splitlines()
+    assert heavy == tools == "[]" and int(count) < 70
+    assert names == "explain record Report plan Plan verify Verification"
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from torch_fused_ops.operators import fp8_store
 Map = Callable[[Tensor], Tensor]
 Named = Iterable[tuple[str, Tensor | None]]
 _identity: Map = lambda t: t  # noqa: E731
-_MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
 
 
@@ -57,8 +56,9 @@ class _Repeated:
         for name, t, version in self.versions:
             if t._version != version:
                 raise RuntimeError(
-                    f"{_MODIFIED}: {name}, [{t.type()} {list(t.shape)}] is at version {t._version}; expected version "
-                    f"{version} instead. Backward recomputes from it: write it after backward"
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name}, [{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} "
+                    "instead. Backward recomputes from it: write it after backward"
                 )
         is_same = [*map(id, self.module.parameters())] == [*map(id, self.parameters.values())]
         if is_same or any(hasattr(m, "set_requires_gradient_sync") for m in self.module.modules()):
@@ -142,7 +142,10 @@ def _checked(activate: Map) -> Map:
         with saved_tensors_hooks(note, unpack):
             a = activate(h)
         if any(t._version != version for t, version in saved):
-            raise RuntimeError(f"{_MODIFIED}: activation_func overwrites a tensor that its backward reads")
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                "activation_func overwrites a tensor that its backward reads"
+            )
         return a
 
     return call
