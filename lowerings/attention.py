@@ -1,4 +1,4 @@
-"""Find attention in a forward graph by its data flow: the linear layers before and after a product of computed tensors.
+"""Find attention by data flow: the linear layers that feed, and that read, a GEMM of two activations.
 
 Module and operator names do not matter. The core of attention is PyTorch's ``scaled_dot_product_attention``,
 FlexAttention, or two batched GEMMs of computed tensors with a softmax between them. Queries, keys and values come from
@@ -51,10 +51,10 @@ class Attention:
 def find(graph: Graph) -> Iterator[Attention]:
     """Yield every attention with a linear layer, in the order of the forward graph."""
     for node in graph.nodes:
-        if not (is_fused(node) or (is_gemm(node) and not is_linear(node))):
+        if not (is_attention_op(node) or (is_gemm(node) and not is_linear(node))):
             continue
         before, between = _sources(node)
-        if not (is_fused(node) or _has_scores(between)):
+        if not (is_attention_op(node) or _has_scores(between)):
             continue
         after = dict.fromkeys(_projections(node))
         if before or after:
@@ -83,7 +83,7 @@ def share_masks(graph: Graph) -> None:
             node.update_arg(4, strided)
 
 
-def is_fused(node: Node) -> bool:
+def is_attention_op(node: Node) -> bool:
     """Return True for PyTorch's attention operators and FlexAttention, forward and backward."""
     name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
     return node.op == "call_function" and name.startswith(("_scaled_dot_product", "flex_attention"))
@@ -99,7 +99,8 @@ def _has_scores(between: Iterable[Node]) -> bool:
 def _sources(core: Node) -> tuple[list[Node], list[Node]]:
     """Return the linear layers that produce a core's operands, and the values between them and the core.
 
-    The search ends at the input of a linear layer, so it never follows the residual stream of an unprojected query.
+    The search stops at any tensor that a linear layer reads. If a query has no projection, the search does not continue
+    up the residual stream.
     """
     linears: dict[Node, None] = {}
     between: dict[Node, None] = {}
@@ -121,12 +122,12 @@ def _values(linears: Iterable[Node], between: Iterable[Node]) -> set[Node]:
 
     Views are included, as well as pointwise calls that read a linear layer's result: a bias, a dropout, a residual.
     """
-    kinds, remaining, values, pending = op_types(), set(between), set[Node](), list(linears)
+    types, remaining, values, pending = op_types(), set(between), set[Node](), list(linears)
     while pending:
         node = pending.pop()
         values.add(node)
-        near = node in remaining or is_linear(node) or kinds.is_view(node)
-        new = [u for u in node.users if u in remaining or (near and (kinds.is_view(u) or _is_pointwise(u)))]
+        near = node in remaining or is_linear(node) or types.is_view(node)
+        new = [u for u in node.users if u in remaining or (near and (types.is_view(u) or _is_pointwise(u)))]
         pending += [u for u in new if u not in values]
     return values
 

@@ -3,24 +3,24 @@
 ``recompute_linear_inputs`` applies to every level except "off". ``apply_levels`` applies the levels below "free":
 
 ``memory="fp8"``       An MLP's saved activation inputs become float8_e4m3fn with a scale per row. Forward computes both
-                       in the activation's kernel. A tensor is not changed if backward also reads it outside of
-                       activations, because these readers would see the rounding.
+                       in the activation's kernel. A tensor stays exact if backward also reads it outside of
+                       activations and their derivatives: this reader would see the rounding.
 ``memory="input"``     Activation inputs are not saved. Backward repeats the GEMM that produced them, with the bias,
-                       adapter and casts behind it, from inputs that are saved for the weights' gradients anyway. MLPs
+                       adapter and casts behind it, from inputs that are saved for the weight gradients anyway. MLPs
                        that the pre-grad pass could not tile (``"tiled"``, ``recognize/tiles.py``) get this level.
 ``attention="input"``  Backward recomputes queries, keys, values and the projected result of attention in the same way
                        (``attention.py`` finds them).
 
-All levels edit a ``saved_tensors.SavedTensors``. All except "fp8" plan with ``_recomputation``.
+All levels edit a ``saved_tensors.SavedTensors``. All except "fp8" use a ``_Planner``.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import logging
 import operator
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -78,10 +78,10 @@ def requested_level(node: Node) -> str | None:
 def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequence[int]) -> Graphs:
     """Return copies of both graphs in which backward recomputes more saved tensors, without a GEMM.
 
-    * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, except across a
-      GEMM: if a GEMM reads a value, the partitioner saves the results of that value's later readers ("used far apart").
-      Examples are a frozen layer's GEMM next to its adapter's dropout, and a router's GEMM next to the tokens
-      gathered for experts.
+    * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, unless a GEMM
+      also reads the same value. It then treats later readers as "used far apart" and saves their results. Examples: a
+      frozen linear with an adapter that applies dropout to the same input; a router's input that is
+      later gathered for experts.
     * Tensors that repeat a smaller tensor, such as keys and values under grouped-query attention. The smaller tensor is
       saved instead.
 
@@ -91,16 +91,17 @@ def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequenc
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
     """
     original = SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static_inputs)
-    if not any(_plan_without_gemm(original, node) for node in original.saved()):
+    if not any(_plan_without_gemm(original, node) for node in original.saved()) and not any(_parts(original)):
         return graphs
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
     for node in pair.saved():
         recomputation = _plan_without_gemm(pair, node)
         if recomputation is not None:
-            saved_bytes = pair.cost([node]) - pair.cost(recomputation.to_save)
-            log.info("%s: backward recomputes it from saved tensors, %d bytes less", node.name, saved_bytes)
+            before = pair.cost(pair.saved())
             _replace(pair, node, recomputation)
+            bytes_freed = before - pair.cost(pair.saved())
+            log.info("%s: backward recomputes it from saved tensors, %d bytes less", node.name, bytes_freed)
     return _finish(graphs, pair)
 
 
@@ -109,13 +110,28 @@ def _plan_without_gemm(pair: SavedTensors, node: Node) -> Recomputation | None:
     if not _may_be_replaced(pair, node):
         return None
     try:
-        recomputation = _recomputation(pair, node, gemms=False)
+        planner = _Planner(pair, node, gemms=False)
+        recomputation = planner.plan()
     except Rejection:
         return None
-    if all(map(is_linear, readers(pair.in_backward[node]))):
-        return None if pair.cost(recomputation.to_save) else recomputation
+    added = planner.bytes_added(recomputation)
+    if _feeds_only_linear_layers(pair, node):
+        return None if added else recomputation
+    saves_bytes = added < pair.cost([node], besides=planner.remaining)
+    return recomputation if saves_bytes and _repeats_a_smaller_tensor(recomputation) else None
+
+
+def _feeds_only_linear_layers(pair: SavedTensors, node: Node) -> bool:
+    """Return True if backward reads a saved tensor in GEMMs of linear layers only."""
+    return all(map(is_linear, readers(pair.in_backward[node])))
+
+
+def _repeats_a_smaller_tensor(recomputation: Recomputation) -> bool:
+    """Return True if a recomputation reads one tensor, which has fewer bytes than the result. Sizes do not count."""
+    *_, result = recomputation.calls
     read = {source for call in recomputation.calls for source in call.all_input_nodes}.difference(recomputation.calls)
-    return recomputation if len(read) == 1 and pair.cost(read) < pair.cost([node]) else None
+    tensors = [node.meta["val"] for node in read if isinstance(node.meta.get("val"), torch.Tensor)]
+    return len(tensors) == 1 and compat.nbytes(tensors[0]) < compat.nbytes(result.meta["val"])
 
 
 def _may_be_replaced(pair: SavedTensors, node: Node) -> bool:
@@ -123,7 +139,7 @@ def _may_be_replaced(pair: SavedTensors, node: Node) -> bool:
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("val"), torch.Tensor)
-        and node not in pair.returned()[: pair.outputs]
+        and node not in pair.returned()[: pair.num_outputs]
         and not isinstance(base(node).meta.get("recompute"), CheckpointPolicy)
         and bool(pair.in_backward[node].users)
     )
@@ -131,6 +147,7 @@ def _may_be_replaced(pair: SavedTensors, node: Node) -> bool:
 
 # ---- recomputation -------------------------------------------------------------------------------
 
+_MAX_SEARCHED = 128  # calls that a plan considers
 MAX_CALLS = 32  # enough for a norm and a rotary embedding, but not for a model's chain of residual adds
 
 
@@ -139,86 +156,145 @@ class Recomputation(NamedTuple):
 
     Attributes:
         calls: forward's calls to repeat, in order; the last one computes the tensor.
-        to_save: tensors that these calls read and that must be saved for them.
+        to_save: values to save for these calls.
+        to_copy: values to save as copies, because the caller may modify them.
     """
 
-    calls: tuple[Node, ...]
-    to_save: tuple[Node, ...]
+    calls: tuple[Node, ...] = ()
+    to_save: tuple[Node, ...] = ()
+    to_copy: tuple[Node, ...] = ()
 
 
-def _recomputation(pair: SavedTensors, node: Node, *, gemms: bool) -> Recomputation:
-    """Return the cheapest recomputation of a saved tensor from values that backward has, or that can be saved for it.
+class _Planner:
+    """Plans how backward recomputes one saved tensor from values that backward has, or that can be saved for it.
 
     Views, pointwise calls and gathers are repeated. With ``gemms``, one layer of GEMMs is repeated as well, and all
-    calls between these GEMMs and ``node``. Random numbers and sums are never repeated.
+    calls between these GEMMs and the tensor. Random numbers and sums are never repeated.
 
-    Raises:
-        Rejection: a required value cannot be saved, or may have changed before backward reads it.
+    ``_obtain`` decides for each value: backward has it, or repeats its call, or reads it from memory. The choice is
+    greedy: it compares the bytes for this value alone.
+
+    A value's *role* tells which operand of a repeated GEMM depends on it: "data", "weight" or "bias". It is "" for
+    values between the GEMMs and the saved tensor, and for all values without ``gemms``.
     """
-    exposed = pair.caller_owned.difference(map(base, pair.saved()))
-    depth = 0
 
-    @functools.cache
-    def obtain(source: Node, role: str) -> Recomputation:
-        """Choose the cheaper way to provide ``source`` in backward: repeat its call, or save it.
+    def __init__(self, pair: SavedTensors, node: Node, *, gemms: bool) -> None:
+        self.pair, self.node, self.gemms = pair, node, gemms
+        self.remaining = [saved for saved in pair.saved() if saved is not node]
+        self._near = self._find_near()
+        self._plans: dict[tuple[Node, str], Recomputation | Rejection] = {}
 
-        ``role`` tells which operand of a repeated GEMM depends on ``source``: "data", "weight", or "" for neither.
+    def plan(self) -> Recomputation:
+        """Return the recomputation.
+
+        Raises:
+            Rejection: a required value cannot be provided in backward.
         """
-        if source is not node and source in pair.in_backward:
-            return Recomputation((), ())
-        if base(source) in pair.overwritten:
-            raise Rejection(Kind.MADE_OF_WRITTEN, f"cannot recompute: forward writes {base(source)}")
-        repeated, is_tensor = None, isinstance(source.meta.get("val"), torch.Tensor)
-        if (_is_recomputable(source) or (gemms and not role and is_gemm(source))) and depth < MAX_CALLS:
-            try:
-                repeated = repeat(source, role)
-            except Rejection:  # save it instead, unless it is ``node`` or a GEMM
-                if source is node or (gemms and not role):
-                    raise
-        if repeated:
-            must_repeat = source is node or (gemms and not role) or not is_tensor
-            if must_repeat or not (added := pair.cost(repeated.to_save)) or added < pair.cost([source]):
-                return repeated
-        if source is node:
-            raise Rejection(Kind.NO_GEMM, "it is not the result of a GEMM")
-        if not is_tensor:
-            raise Rejection(Kind.MADE_OF_SIZE, f"cannot recompute: the size {source} is not saved")
-        if role != "weight" and base(source) in exposed:
-            text = f"cannot recompute: the caller may modify {base(source)} before backward needs it"
-            raise Rejection(Kind.MADE_OF_CALLERS, text)
-        return Recomputation((), (source,))
+        result = self._obtain(self.node, "")
+        if isinstance(result, Rejection):
+            raise result
+        return result
 
-    def repeat(call: Node, role: str) -> Recomputation:
-        nonlocal depth
-        depth += 1
-        try:
-            parts = [obtain(source, role or operand_role(call, source)) for source in call.all_input_nodes]
-        finally:
-            depth -= 1
-        calls = dict.fromkeys((*(c for part in parts for c in part.calls), call))
-        if len(calls) > MAX_CALLS:
-            raise Rejection(Kind.MANY_RECOMPUTED, f"cannot recompute: it takes more than {MAX_CALLS} calls")
-        return Recomputation(tuple(calls), tuple(dict.fromkeys(n for part in parts for n in part.to_save)))
+    def bytes_added(self, recomputation: Recomputation) -> int:
+        """Return the bytes of memory that a recomputation adds to the other saved tensors."""
+        copied = sum(compat.nbytes(node.meta["val"]) for node in recomputation.to_copy)
+        return copied + self.pair.cost(recomputation.to_save, besides=self.remaining)
 
-    return obtain(node, "")
+    def _obtain(self, value: Node, role: str) -> Recomputation | Rejection:
+        """Return how backward gets a value, or why it cannot."""
+        if value is not self.node and value in self.pair.in_backward:
+            return Recomputation()
+        if (value, role) not in self._plans:
+            self._plans[value, role] = self._choose(value, role)
+        return self._plans[value, role]
+
+    def _choose(self, value: Node, role: str) -> Recomputation | Rejection:
+        """Choose the cheaper way to provide a value that backward does not have: repeat its call, or save it."""
+        repeated = self._repeat(value, role)
+        must_repeat = value is self.node or (self.gemms and not role and self._is_repeatable(value, role))
+        if must_repeat:
+            return repeated
+        saved = self._save(value, role)
+        if isinstance(saved, Rejection) or isinstance(repeated, Rejection):
+            return repeated if isinstance(saved, Rejection) and isinstance(repeated, Recomputation) else saved
+        added, bytes_saved = self.bytes_added(repeated), self.bytes_added(saved)
+        is_view = base(value) is not value  # Inductor could expand a saved view in memory
+        return repeated if not added or added < bytes_saved or (is_view and added == bytes_saved) else saved
+
+    def _repeat(self, call: Node, role: str) -> Recomputation | Rejection:
+        """Return how backward repeats a call, with all operands that it does not have."""
+        if not self._is_repeatable(call, role):
+            return Rejection(Kind.NO_GEMM, "it is not the result of a GEMM")
+        too_many = Rejection(Kind.MANY_RECOMPUTED, f"cannot recompute: it takes more than {MAX_CALLS} calls")
+        if (call, role) not in self._near:
+            return too_many
+        parts: list[Recomputation] = []
+        for operand in call.all_input_nodes:
+            part = self._obtain(operand, role or self._operand_role(call, operand))
+            if isinstance(part, Rejection):
+                return part
+            parts.append(part)
+        united = Recomputation(
+            *(tuple(dict.fromkeys(n for nodes in field for n in nodes)) for field in zip(*parts, strict=True))
+        )
+        return too_many if len(united.calls) >= MAX_CALLS else united._replace(calls=(*united.calls, call))
+
+    def _save(self, value: Node, role: str) -> Recomputation | Rejection:
+        """Return how forward saves a value: itself, or a copy. Sizes cannot be saved.
+
+        Parameters and buffers are saved themselves for pointwise calls, and for repeated GEMMs as weights. Autograd
+        then checks that the caller has not modified them (docs/memory.md). It does not check views.
+        Forward saves copies of views, arguments and results.
+        """
+        if not isinstance(value.meta.get("val"), torch.Tensor):
+            return Rejection(Kind.MADE_OF_SIZE, f"cannot recompute: the size {value} is not saved")
+        checked = value in self.pair.static and (role == "weight" or not self.gemms)
+        if checked and value not in self.pair.overwritten:
+            return Recomputation(to_save=(value,))
+        if self.pair.may_be_written(value):
+            return Recomputation(to_copy=(value,))
+        return Recomputation(to_save=(value,))
+
+    def _is_repeatable(self, value: Node, role: str) -> bool:
+        return _is_recomputable(value) or (self.gemms and not role and is_gemm(value))
+
+    def _operand_role(self, call: Node, operand: Node) -> str:
+        """Return the operand's role. The first operand is the weight if only it is a parameter: ``(W @ x.T).T``."""
+        role = operand_role(call, operand)
+        parameters = [node for node in call.all_input_nodes if base(node) in self.pair.static]
+        return "weight" if role == "data" and parameters == [operand] else role
+
+    def _find_near(self) -> set[tuple[Node, str]]:
+        """Return repeatable calls with their roles, nearest first, so that the search ends early in a deep model."""
+        near, pending = set[tuple[Node, str]](), deque([(self.node, "")])
+        while pending and len(near) < _MAX_SEARCHED:
+            call, role = pending.popleft()
+            is_known = call is not self.node and call in self.pair.in_backward
+            if not is_known and (call, role) not in near and self._is_repeatable(call, role):
+                near.add((call, role))
+                pending += [(n, role or self._operand_role(call, n)) for n in call.all_input_nodes]
+        return near
 
 
 def operand_role(call: Node, source: Node) -> str:
-    """Return the role of an operand in a GEMM: "data", or "weight" (also for a bias). Return "" for other calls."""
+    """Return the role of an operand in a GEMM: "data", "bias" or "weight" (also for scales). For other calls, ""."""
     if not is_gemm(call):
         return ""
     has_bias = getattr(call.target, "overloadpacket", None) in (aten.addmm, aten.baddbmm)
+    if has_bias and source is call.args[0]:
+        return "bias"
     return "data" if source is call.args[1 if has_bias else 0] else "weight"
 
 
 def _is_recomputable(node: Node) -> bool:
     """True if a call is a view, is pointwise, picks rows, joins tensors, or quantizes a weight."""
-    # For one of a call's results, the call decides: "tiled" splits tokens, and a float8 weight has scales.
+    # For getitem, judge the call that produced the tuple: a split into tiles, or quantize's values and scales.
     target = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
     tags = getattr(target, "tags", ())
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
         return False
-    return torch.Tag.pointwise in tags or target in _RECOMPUTABLE
+    is_view = base(node) is not node and target is not aten.as_strided.default  # which depends on its source's strides
+    return torch.Tag.pointwise in tags or target in _RECOMPUTABLE or is_view
 
 
 _RECOMPUTABLE = SAME_ELEMENTS.union(
@@ -230,8 +306,12 @@ _RECOMPUTABLE = SAME_ELEMENTS.union(
 
 
 def _replace(pair: SavedTensors, node: Node, recomputation: Recomputation) -> None:
-    """Recompute a saved tensor in backward, and save the tensors that the recomputation needs."""
-    pair.save_instead(node, [n for n in recomputation.to_save if n not in pair.in_backward])
+    """Recompute a saved tensor in backward, and save the values that the recomputation needs."""
+    needed = [n for n in recomputation.to_save if n not in pair.in_backward]
+    copied = {pair.copied(n): n for n in recomputation.to_copy if n not in pair.in_backward}
+    pair.save_instead(node, [*needed, *copied])
+    for copy_of_value, value in copied.items():
+        pair.in_backward[value] = pair.in_backward[copy_of_value]
     first = pair.first_reader(node)
     copies: dict[Node, Node] = {}
     with pair.backward.inserting_before(first):
@@ -263,39 +343,46 @@ def apply_levels(
     """
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
-    for edit in itertools.chain(_mlp_edits(pair, policy), _attention_edits(pair, policy)):
-        before = pair.cost(pair.saved())
-        try:
-            edit.apply()
-            fewer = before - pair.cost(pair.saved())
-            log.info("%s: %s, %d bytes less saved", edit.place, edit.setting, fewer)
-            on_edit(edit, fewer, "")
-        except Rejection as rejection:
-            log.info("%s: %s has no effect: %s", edit.place, edit.setting, rejection)
-            on_edit(edit, 0, str(rejection))
-            if policy.strict and edit.is_site:
-                text = f"strict=True and {edit.setting} has no effect on {edit.place}: {rejection}"
-                raise UnfusedError(text) from rejection
+    seen = set[Node]()
+    for node in [node for node in forward.nodes if node.target in OPERATOR]:
+        _apply(_mlp_edit(pair, policy, node, seen), pair, policy, on_edit)
+    if policy.attention != "off":
+        for site in list(attention.find(forward)):
+            _apply(_attention_edit(pair, policy, site), pair, policy, on_edit)
     _save_copies_of_biases(pair)
     offload.move_to_host(pair, policy)
     return _finish(graphs, pair)
 
 
 def _save_copies_of_biases(pair: SavedTensors) -> None:
-    """Save a copy of each bias that backward reads only in recomputed GEMMs.
+    """Save a copy of each saved tensor that backward reads only as a bias of repeated GEMMs, as ``_Planner`` does.
 
-    Without a level, backward does not read the bias, so the caller may modify it in place between forward and backward.
-    If a level made backward read the bias itself, autograd would raise an error that does not name the tensor.
+    These are the biases of MLPs in tiles: PyTorch saves them to repeat the tiles.
     """
-    for bias in pair.saved():
-        if bias not in pair.static or bias.meta["val"].dim() != 1:
-            continue
-        reads = list(views_and_readers(pair.in_backward[bias]))
-        if reads and all(operand_role(reader, view) == "weight" for view, reader in reads):
-            with pair.forward.inserting_after(bias):
-                copied = pair.forward.call_function(aten.clone.default, (bias,))
-            copied.meta["val"] = bias.meta["val"].clone()
-            pair.replace_in_backward(bias, *pair.save_instead(bias, [copied]))
+    for node in pair.saved():
+        reads = list(views_and_readers(pair.in_backward[node])) if pair.may_be_written(node) else []
+        if reads and all(operand_role(reader, view) == "bias" for view, reader in reads):
+            pair.replace_in_backward(node, *pair.save_instead(node, [pair.copied(node)]))
+
+
+def _apply(
+    edit: Edit | None, pair: SavedTensors, policy: FusionPolicy, on_edit: Callable[[Edit, int, str], None]
+) -> None:
+    """Apply an edit, if there is one, and report its effect."""
+    if edit is None:
+        return
+    before = pair.cost(pair.saved())
+    try:
+        edit.apply()
+        bytes_freed = before - pair.cost(pair.saved())
+        log.info("%s: %s, %d bytes less saved", edit.place, edit.setting, bytes_freed)
+        on_edit(edit, bytes_freed, "")
+    except Rejection as rejection:
+        log.info("%s: %s has no effect: %s", edit.place, edit.setting, rejection)
+        on_edit(edit, 0, str(rejection))
+        if policy.strict and edit.raises_under_strict:
+            text = f"strict=True and {edit.setting} has no effect on {edit.place}: {rejection}"
+            raise UnfusedError(text) from rejection
 
 
 class Edit(NamedTuple):
@@ -305,19 +392,21 @@ class Edit(NamedTuple):
         setting: the policy's field and value, for the log.
         place: the tensors or the module, for the log.
         apply: edits the graphs, or raises a Rejection.
-        is_site: True if a rejection is an error under ``strict``.
+        raises_under_strict: True if a rejection is an error under ``strict``.
     """
 
     setting: str
     place: str
     apply: Callable[[], None]
-    is_site: bool = False
+    raises_under_strict: bool = False
 
 
 def _finish(graphs: Graphs, pair: SavedTensors) -> Graphs:
     """Sort and check the edited graphs. Return them as modules with the attributes of the original ones."""
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
 
+    for node in list(_parts(pair)):
+        pair.replace_in_backward(node, *pair.save_instead(node, [pair.copied(node)]))
     for graph in (pair.forward, pair.backward):
         stable_topological_sort(graph)
         graph.lint()
@@ -326,37 +415,47 @@ def _finish(graphs: Graphs, pair: SavedTensors) -> Graphs:
     return _make_graph_module(graphs[0], pair.forward), _make_graph_module(graphs[1], pair.backward)
 
 
-def _mlp_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[Edit]:
-    """Yield the edits at the policy's memory levels, for the saved tensors that activations of MLPs read."""
-    seen = set[Node]()
-    for node in pair.forward.nodes:
-        if node.target not in OPERATOR:
-            continue
-        level = requested_level(node) or policy.memory_of(enclosing_modules(module_stack(node)))
-        if tiles.requested_tiles(level) is not None:  # the pre-grad pass could not tile this MLP
-            level = "input"
-        if level not in _EDITS:
-            continue
-        sources = dict.fromkeys(pair.saved_source(node.args[i]) for i in DATA[node.target])
-        nodes = [source for source in sources if source is not None and source not in seen]
-        seen.update(nodes)
-        if nodes:
-            place = f"{', '.join(n.name for n in nodes)} in {innermost(node)}"
-            yield Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes))
+def _parts(pair: SavedTensors) -> Iterator[Node]:
+    """Yield saved views that are smaller than the memory behind them, if nothing else needs this memory."""
+    views: dict[Node, list[Node]] = {}
+    for node in pair.saved():
+        views.setdefault(base(node), []).append(node)
+    for source, nodes in views.items():
+        if not pair.may_be_written(source) and pair.can_shrink(nodes):
+            yield from nodes
 
 
-def _attention_edits(pair: SavedTensors, policy: FusionPolicy) -> Iterator[Edit]:
-    """Yield the edits for the policy's ``attention="input"``, one for each attention of the graph."""
-    if policy.attention == "off":
-        return
-    for site in attention.find(pair.forward):
-        stacks = {linear: enclosing_modules(module_stack(linear)) for linear in site.linears}
-        linears = {n for n, modules in stacks.items() if policy.attention_of(modules) == "input"}
-        linears = {n for n in linears if policy.excluding(stacks[n]) is None}
-        if linears:
-            nodes = [node for node in pair.saved() if node in site.values and _may_be_replaced(pair, node)]
-            edit = functools.partial(_save_inputs, pair, nodes, linears)
-            yield Edit("attention='input'", site.module or "the model", edit, is_site=True)
+def _mlp_edit(pair: SavedTensors, policy: FusionPolicy, node: Node, seen: set[Node]) -> Edit | None:
+    """Return the edit at the policy's memory level for the saved tensors that a fused operator reads, or None.
+
+    Args:
+        pair: the graphs, after the edits for earlier operators.
+        policy: the fusion policy.
+        node: a call of a fused operator in forward.
+        seen: saved tensors that an earlier operator reads. Those of this operator are added.
+    """
+    level = requested_level(node) or policy.memory_of(enclosing_modules(module_stack(node)))
+    if tiles.requested_tiles(level) is not None:  # the pre-grad pass could not tile this MLP
+        level = "input"
+    if level not in _EDITS:
+        return None
+    sources = dict.fromkeys(pair.saved_source(node.args[i]) for i in DATA[node.target])
+    nodes = [source for source in sources if source is not None and source not in seen]
+    seen.update(nodes)
+    place = f"{', '.join(n.name for n in nodes)} in {innermost(node)}"
+    return Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes)) if nodes else None
+
+
+def _attention_edit(pair: SavedTensors, policy: FusionPolicy, site: attention.Attention) -> Edit | None:
+    """Return the edit for one attention of the graph if the policy requests ``attention="input"`` for it, or None."""
+    stacks = {linear: enclosing_modules(module_stack(linear)) for linear in site.linears}
+    linears = {n for n, modules in stacks.items() if policy.attention_of(modules) == "input"}
+    linears = {n for n in linears if policy.excluding(stacks[n]) is None}
+    if not linears:
+        return None
+    nodes = [node for node in pair.saved() if node in site.values and _may_be_replaced(pair, node)]
+    edit = functools.partial(_recompute_with_gemms, pair, nodes, linears)
+    return Edit("attention='input'", site.module or "the model", edit, raises_under_strict=True)
 
 
 # ---- "fp8" ---------------------------------------------------------------------------------------
@@ -379,7 +478,7 @@ def _save_fp8(pair: SavedTensors, node: Node) -> Node:
     """Save a tensor as float8. Return backward's node that reads it.
 
     Raises:
-        Rejection: the tensor must stay exact, or it or the device does not allow float8.
+        Rejection: the tensor must stay exact, or its dtype or device does not support float8.
     """
     value, exact = node.meta["val"], _without_fp8_rounding.get()
     if value.dtype not in (torch.bfloat16, torch.float16, torch.float32) and not exact:
@@ -391,18 +490,18 @@ def _save_fp8(pair: SavedTensors, node: Node) -> Node:
         raise Rejection(Kind.ALSO_READ, f"backward also reads it in {other.target}")
     stored, scale = _store_fp8(pair.forward, node, exact)
     first = pair.first_reader(node)
-    low = pair.save_instead(node, [stored, scale])
+    stored_inputs = pair.save_instead(node, [stored, scale])
     load = (lambda x, scale: x * scale) if exact else functools.partial(reference.load_fp8, dtype=value.dtype)
     with pair.backward.inserting_before(first):
-        loaded = _inline(pair.backward, load, *low)
+        loaded = _inline(pair.backward, load, *stored_inputs)
     pair.replace_in_backward(node, loaded, rounded=True)
     return loaded  # type: ignore[no-any-return]
 
 
 def _store_fp8(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
     """Add ``reference.store_fp8(node)`` to forward, where Inductor fuses it with the activation. Return its results."""
-    readers = [user for user in node.users if user.target in OPERATOR and user.args[0] is node]
-    halves = any(OPERATOR[reader.target].reads_halves(reader.args) for reader in readers)
+    activations = [user for user in node.users if user.target in OPERATOR and user.args[0] is node]
+    halves = any(OPERATOR[activation.target].reads_halves(activation.args) for activation in activations)
 
     def store(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (x.clone(), torch.ones_like(x[..., :1])) if exact else reference.store_fp8(x, halves=halves)
@@ -412,7 +511,7 @@ def _store_fp8(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
 
 
 def _inline(graph: Graph, fn: Callable[..., Any], *nodes: Node) -> Any:
-    """Insert aten's calls for ``fn(*nodes)``, with fake values, at the graph's insertion point. Return the results."""
+    """Trace ``fn`` on the nodes' fake values, and insert the ATen calls at the insertion point. Return the results."""
     with torch.no_grad():
         traced = make_fx(fn, decomposition_table=select_decomp_table())(*(node.meta["val"] for node in nodes))
     environment = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
@@ -429,8 +528,8 @@ _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "autograd_ba
 # ---- "input" -------------------------------------------------------------------------------------
 
 
-def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[Node] | None = None) -> None:
-    """Recompute saved tensors in backward by GEMMs, from inputs that are saved for the weights' gradients anyway.
+def _recompute_with_gemms(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[Node] | None = None) -> None:
+    """Recompute saved tensors in backward by GEMMs, from inputs that are saved for the weight gradients anyway.
 
     Args:
         pair: the graphs.
@@ -442,7 +541,7 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
     """
 
     def plan(node: Node) -> Recomputation | None:
-        recomputation = _recomputation(pair, node, gemms=True)
+        recomputation = _Planner(pair, node, gemms=True).plan()
         repeats_others = linears is not None and any(is_gemm(c) and c not in linears for c in recomputation.calls)
         return None if repeats_others else recomputation
 
@@ -451,8 +550,11 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
         return
     if not any(is_gemm(call) for plan in plans.values() for call in plan.calls):
         raise _record_rejection(Rejection(Kind.NO_GEMM, "it is not the result of a GEMM"), plans)
-    added = pair.cost({source for plan in plans.values() for source in plan.to_save})
-    if added >= pair.cost(plans):
+    remaining = [node for node in pair.saved() if node not in plans]
+    copied = {node for plan in plans.values() for node in plan.to_copy}
+    added = pair.cost((node for plan in plans.values() for node in plan.to_save), besides=remaining)
+    added += sum(compat.nbytes(node.meta["val"]) for node in copied)
+    if added >= pair.cost(plans, besides=remaining):
         text = f"cannot recompute: its inputs take {added} bytes and are not saved otherwise"
         raise _record_rejection(Rejection(Kind.COSTS_MORE, text), plans)
     for node, recomputation in plans.items():
@@ -461,7 +563,7 @@ def _save_inputs(pair: SavedTensors, nodes: Sequence[Node], linears: Collection[
 
 _EDITS: dict[str, Callable[[SavedTensors, Sequence[Node]], Any]] = {
     "fp8": lambda pair, nodes: _apply_to_each(functools.partial(_save_fp8, pair), nodes),
-    "input": _save_inputs,
+    "input": _recompute_with_gemms,
 }
 
 

@@ -88,51 +88,61 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
     """Partition a joint graph with PyTorch's min-cut. Gradients are correct even if forward writes its inputs.
 
     Args:
-        gm: the joint graph. It is edited.
+        gm: the joint graph. It is edited: forward reads copies of inputs that it overwrites.
         joint_inputs: passed through to PyTorch's partitioner.
         free: recompute inputs of linear layers in backward.
         **kwargs: passed through to PyTorch's partitioner.
     """
-
-    def divide(to_save: Collection[Node]) -> Graphs:
-        for node in to_save:  # the partitioner treats MUST_SAVE as "save if backward needs it"
-            node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _TO_SAVE: True})
-        settings: dict[str, Any] = {"ban_recompute_materialized_backward": False} if free else {}
-        if to_save and functorch_config.activation_memory_budget == 0:  # at 0 the partitioner ignores MUST_SAVE
-            settings["activation_memory_budget"] = 1e-6
-        with functorch_config.patch(settings):
-            graphs = upstream(gm, joint_inputs, **kwargs)
-        for graph in graphs:
-            for node in graph.graph.nodes:
-                if node.meta.pop(_TO_SAVE, None):
-                    del node.meta["recompute"]
-        return graphs
-
     outputs = kwargs["num_fwd_outputs"]
     tangents = [node for node in gm.graph.find_nodes(op="placeholder") if "tangents" in node.name]
     # Backward's nodes are the returned gradients, and all nodes that depend on a tangent.
     backward = with_dependents([*tangents, *(node for node in _returned(gm.graph)[outputs:] if isinstance(node, Node))])
-    to_save = _copies_of_written(gm.graph, backward)
-    for mark in SAVE_HOOKS:
-        to_save += mark(gm.graph, backward, _returned(gm.graph)[:outputs])
+    must_save = _copies_of_written(gm.graph, backward)
+    for saveable_copies in SAVE_HOOKS:
+        must_save += saveable_copies(gm.graph, backward, _returned(gm.graph)[:outputs])
     if free:
-        to_save += _saved_by_default(gm.graph, backward)
+        must_save += _saved_by_default(gm.graph, backward)
     if budgeted(gm.graph):
-        to_save += _random_values(gm.graph, backward)
-    graphs = divide(to_save)
-    while exposed := _unsafe_to_recompute(gm, graphs, joint_inputs, free=free, **kwargs):
-        graphs = divide(exposed)  # nodes of the joint graph still have the marks from earlier rounds
+        must_save += _random_values(gm.graph, backward)
+    while True:
+        graphs = _run_min_cut(gm, joint_inputs, must_save, free=free, **kwargs)
+        unsafe = _unsafe_to_recompute(gm, graphs, joint_inputs, free=free, **kwargs)
+        new = [node for node in unsafe if node not in must_save]
+        if not new:
+            break
+        must_save += new  # so every round saves more of the graph's values, and the loop ends
     _drop_copies(graphs[0])
     return graphs
 
 
-def upstream(gm: GraphModule, joint_inputs: Any, *, budget: float | None = None, **kwargs: Any) -> Graphs:
+def _run_min_cut(
+    gm: GraphModule, joint_inputs: Any, must_save: Collection[Node], *, free: bool, **kwargs: Any
+) -> Graphs:
+    """Partition with PyTorch's min-cut. It saves a node of ``must_save`` if backward needs it."""
+    for node in must_save:  # the partitioner treats MUST_SAVE as "save if backward needs it"
+        node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _MUST_SAVE: True})
+    settings: dict[str, Any] = {"ban_recompute_materialized_backward": False} if free else {}
+    if must_save and functorch_config.activation_memory_budget == 0:  # at 0 the partitioner ignores MUST_SAVE
+        settings["activation_memory_budget"] = 1e-6
+    graphs: tuple[GraphModule, ...] = ()
+    try:
+        with functorch_config.patch(settings):
+            graphs = forward, backward = partition_like_pytorch(gm, joint_inputs, **kwargs)
+    finally:
+        for graph in (gm, *graphs):
+            for node in graph.graph.nodes:
+                if node.meta.pop(_MUST_SAVE, None):
+                    del node.meta["recompute"]
+    return forward, backward
+
+
+def partition_like_pytorch(gm: GraphModule, joint_inputs: Any, *, budget: float | None = None, **kwargs: Any) -> Graphs:
     """Partition as PyTorch does. ``budget``, if not None, replaces the process-wide memory budget."""
     with functorch_config.patch({} if budget is None else {"activation_memory_budget": budget}):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
-_TO_SAVE = "torch_fused_ops_to_save"
+_MUST_SAVE = "torch_fused_ops_must_save"
 _COPY = "torch_fused_ops_copy"
 
 
@@ -251,11 +261,11 @@ def _saved_by_default(graph: Graph, backward: set[Node]) -> list[Node]:
     These readers are mainly attention's GEMMs: recomputing softmax for the second GEMM costs traffic and saves little
     memory (a T5 block, 16×512 tokens: 26 kernels instead of 22, and an estimated 1.2 ms on top of 2.4 on an H200).
     """
-    kinds = op_types()
+    types = op_types()
 
     def needed(node: Node) -> bool:
         return any(
-            needed(user) if kinds.is_view(user) else user in backward and not kinds.is_fusible(user)
+            needed(user) if types.is_view(user) else user in backward and not types.is_fusible(user)
             for user in node.users
             if not is_linear(user)
         )
@@ -305,31 +315,41 @@ def _unsafe_to_recompute(
     """
     outputs: int = kwargs["num_fwd_outputs"]
     forward = graphs[0].graph
-    static = kwargs.get("static_lifetime_input_indices") or ()
-    arguments = [n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i not in static]
-    results = [n for n in _returned(forward)[:outputs] if isinstance(n, Node)]
-    caller_bases = {base(n) for n in results}.union(arguments)
-    of_caller = [n for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in caller_bases]
-    values = {n: n.meta.get("val") for n in of_caller}
-    saved = [n for n, value in values.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    recomputed = _recomputed_from(saved, graphs)
+    caller_owned = _caller_owned(forward, outputs, kwargs.get("static_lifetime_input_indices") or ())
+    recomputed = _recomputed_from(_saved_memory_of(caller_owned, forward, outputs), graphs)
     if not recomputed:
         return []
-    read = _read_by_backward(gm.graph, outputs)
-
-    def to_save(sources: Iterable[Node], materialized: bool) -> list[Node]:
-        names = set[str]().union(*(recomputed[source] for source in sources))
-        needed = [node for node, in_memory in read.items() if node.name in names and in_memory >= materialized]
-        return list(filter(_can_be_saved, needed))
-
-    by_autograd = {node.name for node in read}
-    exposed = [n for n in recomputed if not (base(n).name in by_autograd or n in arguments or n in results)]
-    must_be_saved = to_save(exposed, False)
-    if free and to_save(recomputed, True):  # rare: partition a copy to see which values PyTorch saves
-        plain, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
+    read, in_memory = _read_by_backward(gm.graph, outputs)
+    read_names = {node.name for node in read}
+    # The caller may write these saved tensors: autograd would not save them, and torch does not check views.
+    unchecked = {n for n in recomputed if n not in caller_owned and base(n).name not in read_names}
+    must_save = _values_from(unchecked, recomputed, read)
+    if free and _values_from(recomputed, recomputed, in_memory):  # rare: partition a copy to see PyTorch's choice
+        plain, _ = partition_like_pytorch(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
         by_default = {base(node).name for node in _returned(plain.graph)[outputs:]}
-        must_be_saved += to_save([n for n in recomputed if base(n).name not in by_default], True)
-    return list(dict.fromkeys(must_be_saved))
+        newly_checked = {n for n in recomputed if base(n).name not in by_default}
+        must_save += _values_from(newly_checked, recomputed, in_memory)
+    return list(dict.fromkeys(must_save))
+
+
+def _caller_owned(forward: Graph, outputs: int, static: Collection[int]) -> set[Node]:
+    """Return forward's results and its arguments, except parameters and buffers."""
+    arguments = {n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i not in static}
+    return arguments.union(n for n in _returned(forward)[:outputs] if isinstance(n, Node))
+
+
+def _saved_memory_of(caller_owned: Collection[Node], forward: Graph, outputs: int) -> list[Node]:
+    """Return the saved floating-point tensors that share memory with these values."""
+    bases = set(map(base, caller_owned))
+    saved = [n for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in bases]
+    values = {n: n.meta.get("val") for n in saved}
+    return [n for n, value in values.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _values_from(sources: Iterable[Node], recomputed: dict[Node, set[str]], values: Iterable[Node]) -> list[Node]:
+    """Return the ``values`` of the joint graph that backward recomputes from the sources, and that can be saved."""
+    names = set[str]().union(*(recomputed[source] for source in sources))
+    return [node for node in values if node.name in names and _can_be_saved(node)]
 
 
 def _recomputed_from(saved: Sequence[Node], graphs: Graphs) -> dict[Node, set[str]]:
@@ -347,22 +367,23 @@ def _recomputed_from(saved: Sequence[Node], graphs: Graphs) -> dict[Node, set[st
     return recomputed
 
 
-def _read_by_backward(graph: Graph, outputs: int) -> dict[Node, bool]:
-    """Return forward's values that backward reads in a joint graph, and whether backward needs them in memory.
+def _read_by_backward(graph: Graph, outputs: int) -> tuple[dict[Node, None], dict[Node, None]]:
+    """Return forward's values that backward reads in a joint graph, and its subset that backward needs in memory.
 
-    These values are the tensors that autograd saves. Nodes that no forward result depends on also count as backward.
+    The former are the tensors that autograd saves. Nodes that no forward result depends on also count as backward.
     """
-    kinds = op_types()
+    types = op_types()
     forward = {node for node in _returned(graph)[:outputs] if isinstance(node, Node)}
     for node in reversed(graph.nodes):
         if node in forward:
             forward.update(node.all_input_nodes)
-    read: dict[Node, bool] = {}
+    read, in_memory = dict[Node, None](), dict[Node, None]()  # sets in the graph's order
     for node in graph.nodes:
         if node.target is operator.getitem and node.args[0] in forward:
             forward.add(node)
         elif node not in forward and node.op != "output" and base(node) is node:
-            for source in map(base, node.all_input_nodes):
-                if source in forward:
-                    read[source] = read.get(source, False) or not kinds.is_fusible(node)
-    return read
+            sources = dict.fromkeys(source for source in map(base, node.all_input_nodes) if source in forward)
+            read.update(sources)
+            if not types.is_fusible(node):
+                in_memory.update(sources)
+    return read, in_memory

@@ -264,7 +264,7 @@ class Partitioner(Pass, CustomPartitionerFn):
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_to_run()
         if policy is None:
-            return partition.upstream(gm, joint_inputs, **kwargs)
+            return partition.partition_like_pytorch(gm, joint_inputs, **kwargs)
         has_precedence = not partition.budgeted(gm.graph)  # otherwise the user's budget has precedence
         free = policy.memory != "off" and has_precedence
         applies_levels = free and (policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes)))
@@ -285,7 +285,7 @@ class Partitioner(Pass, CustomPartitionerFn):
 
         graphs = _guarded(self, policy, divide)
         if graphs is None:  # recompute only values that PyTorch would recompute
-            return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
+            return partition.partition_like_pytorch(gm, joint_inputs, budget=1, **kwargs)
         edits: list[Callable[[partition.Graphs], partition.Graphs]] = [merged]
         if applies_levels:
             edits.insert(0, lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static, self.on_edit))

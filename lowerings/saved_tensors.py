@@ -1,8 +1,12 @@
 """Edit and check a training step's forward and backward graph, together with the tensors saved between them.
 
-Each value of forward is paired once with the node that has this value in backward. Saved values are paired by position,
-as the runtime passes them. Recomputed values are paired if backward's call is the same function of paired values. Later
-edits rely on these pairs, not on names, because an edit can add a name that the other graph uses for another value.
+The invariant: if the caller may write a value's memory (arguments, results, parameters, buffers, and views of them), an
+edit saves a copy, or the parameter or buffer itself, because autograd checks its version.
+
+Each saved or recomputed value of forward is paired with the node that has this value in backward. Saved values are
+paired by position, as the runtime passes them. Recomputed values are paired if backward's call is the same function of
+paired values. Later edits rely on these pairs, not on names, because an edit can add a name that the other graph uses
+for another value.
 """
 
 from __future__ import annotations
@@ -59,13 +63,13 @@ class SavedTensors:
     """A forward and a backward graph, edited in place.
 
     Args:
-        forward: returns ``outputs`` results for the user, then the values saved for backward.
+        forward: returns ``num_outputs`` results for the user, then the values saved for backward.
         backward: its first inputs are the saved values, in forward's order for each kind (sizes, tensors, others).
-        outputs: number of forward's results that the user gets.
+        num_outputs: number of forward's results that the user gets.
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
 
     Attributes:
-        overwritten: forward's inputs that have changed by the time backward runs.
+        overwritten: forward's inputs that change before backward runs.
         caller_owned: values that the caller has and may write before backward runs.
         in_backward: maps a value of forward to the node that has the same value in backward.
         substitutes: backward's nodes that edits have put in place of saved values.
@@ -75,15 +79,16 @@ class SavedTensors:
         gradients: the nodes that depend on ``incoming``. All other nodes are values of forward, saved or recomputed.
     """
 
-    def __init__(self, forward: Graph, backward: Graph, outputs: int, static_inputs: Sequence[int] = ()) -> None:
-        self.forward, self.backward, self.outputs = forward, backward, outputs
-        self.output = forward.output_node()
+    def __init__(self, forward: Graph, backward: Graph, num_outputs: int, static_inputs: Sequence[int] = ()) -> None:
+        self.forward, self.backward, self.num_outputs = forward, backward, num_outputs
+        self.output_node = forward.output_node()
         inputs = forward.find_nodes(op="placeholder")
         self.static = {inputs[i] for i in static_inputs}
         self.overwritten = overwritten_inputs(forward)
-        user = {base(node) for node in self.returned()[:outputs] if isinstance(node, Node)}
+        user = {base(node) for node in self.returned()[:num_outputs] if isinstance(node, Node)}
         self.caller_owned = user.union(inputs) - self.static
         self.in_backward: dict[Node, Node] = dict(self._saved_pairs())
+        self._as_partitioned = set(self.in_backward)
         self.substitutes: set[Node] = set()
         self.rounded: set[Node] = set()
         self.reloaded: set[Node] = set()
@@ -94,16 +99,16 @@ class SavedTensors:
     # ---- reading ----
 
     def returned(self) -> list[Any]:
-        """Return forward's results: ``outputs`` values for the user, then the values saved for backward."""
-        return list(self.output.args[0])  # type: ignore[arg-type]
+        """Return forward's results: ``num_outputs`` values for the user, then the values saved for backward."""
+        return list(self.output_node.args[0])  # type: ignore[arg-type]
 
     def saved(self) -> list[Node]:
         """Return the values saved for backward."""
-        return [node for node in self.returned()[self.outputs :] if isinstance(node, Node)]
+        return [node for node in self.returned()[self.num_outputs :] if isinstance(node, Node)]
 
     def saved_source(self, node: Any) -> Node | None:
         """Return the saved tensor with ``node``'s elements; None if not saved, or if it is an input or a result."""
-        user, saved = self.returned()[: self.outputs], self.saved()
+        user, saved = self.returned()[: self.num_outputs], self.saved()
         while isinstance(node, Node) and node not in saved:
             node = node.args[0] if node.target in SAME_ELEMENTS else None
         return node if isinstance(node, Node) and node.op != "placeholder" and node not in user else None
@@ -114,10 +119,30 @@ class SavedTensors:
         first: Node = next(reader for reader in self.backward.nodes if reader in users)
         return first
 
-    def cost(self, nodes: Iterable[Node]) -> int:
-        """Return the bytes that saving these values takes; 0 for parameters and buffers."""
-        values = [node.meta.get("val") for node in nodes if node not in self.static]
-        return sum(compat.nbytes(v) for v in values if isinstance(v, torch.Tensor))
+    def may_be_written(self, node: Node) -> bool:
+        """Return True if a value is in memory that forward or the caller may write before backward reads it."""
+        source = base(node)
+        return source in self.caller_owned or source in self.static
+
+    def cost(self, nodes: Iterable[Node], besides: Iterable[Node] = ()) -> int:
+        """Return the bytes of memory that saving these values takes; 0 for parameters and buffers.
+
+        A saved view needs its whole base. Memory is not counted if the saved values ``besides`` need
+        it as well.
+        """
+        storages = dict.fromkeys(map(base, nodes))
+        free = {*map(base, besides), *self.static} if storages else ()
+        return sum(nbytes(node) for node in storages if node not in free)
+
+    def can_shrink(self, nodes: Sequence[Node]) -> bool:
+        """Return True if copies of these saved views of one base take less memory than the base.
+
+        Inductor removes a copy if it has the same strides, as for the first rows.
+        """
+        values = [node.meta.get("val") for node in nodes]
+        if not all(isinstance(value, torch.Tensor) and value.stride() != _copy(value).stride() for value in values):
+            return False
+        return sum(map(nbytes, nodes)) < nbytes(base(nodes[0])) and not any(n.meta.get(_UNCHECKED) for n in nodes)
 
     def reader_of_rounding(self, node: Node) -> Node | None:
         """Return a node in backward that would see the rounding if ``node`` were rounded, or None.
@@ -125,10 +150,10 @@ class SavedTensors:
         Activations, their derivatives and pointwise work on an activation's result may read the rounded value. A
         recomputed GEMM of forward and a recomputation added by ``memory="input"`` must not.
         """
-        gradients, kinds = self.gradients, op_types()
+        gradients, types = self.gradients, op_types()
 
         def is_pointwise(node: Node) -> bool:
-            return kinds.is_view(node) or kinds.is_fusible(node) or node.target is aten.cat.default
+            return types.is_view(node) or types.is_fusible(node) or node.target is aten.cat.default
 
         def walk(node: Node, activated: bool) -> Iterator[Node]:
             for user in node.users:
@@ -149,11 +174,19 @@ class SavedTensors:
 
     # ---- editing ----
 
+    def copied(self, node: Node) -> Node:
+        """Insert a copy of a value into forward, and return it."""
+        place = node if node.op != "placeholder" else self.forward.find_nodes(op="placeholder")[-1]
+        with self.forward.inserting_after(place):
+            copied = self.forward.call_function(aten.clone.default, (node,))
+        copied.meta = {**node.meta, "val": _copy(node.meta["val"])}
+        return copied
+
     def save_instead(self, old: Node, new: Sequence[Node]) -> list[Node]:
         """Save the tensors ``new`` instead of ``old``. Return backward's placeholders for them."""
         returned, placeholder = self.returned(), self.in_backward[old]
-        position = returned.index(old, self.outputs)
-        self.output.args = (tuple([*returned[:position], *new, *returned[position + 1 :]]),)
+        position = returned.index(old, self.num_outputs)
+        self.output_node.args = (tuple([*returned[:position], *new, *returned[position + 1 :]]),)
         with self.backward.inserting_before(placeholder):
             for node in new:
                 self.in_backward[node] = self.backward.placeholder(node.name)
@@ -185,8 +218,8 @@ class SavedTensors:
         if ordered == tensors:
             return
         returned, replacement = self.returned(), dict(zip(tensors, ordered, strict=True))
-        saved = [replacement.get(node, node) for node in returned[self.outputs :]]
-        self.output.args = ((*returned[: self.outputs], *saved),)
+        saved = [replacement.get(node, node) for node in returned[self.num_outputs :]]
+        self.output_node.args = ((*returned[: self.num_outputs], *saved),)
         for before, node in itertools.pairwise(ordered):
             if node.meta.get(_UNCHECKED) and self.in_backward[before].next is not self.in_backward[node]:
                 self.in_backward[before].append(self.in_backward[node])
@@ -202,7 +235,9 @@ class SavedTensors:
         for node in self.backward.find_nodes(op="placeholder"):
             inputs.setdefault(_kind(node), []).append(node)
         for kind, nodes in saved.items():
-            if len(nodes) != len(set(nodes)) or len(nodes) > len(inputs.get(kind, ())):
+            if len(nodes) != len(set(nodes)):
+                raise UnsoundGraphs(f"forward saves one of {', '.join(map(str, nodes))} twice")
+            if len(nodes) > len(inputs.get(kind, ())):
                 raise UnsoundGraphs(
                     f"{len(nodes)} values are saved, and backward has {len(inputs.get(kind, ()))} inputs"
                 )
@@ -216,6 +251,9 @@ class SavedTensors:
             value = paired.get(node)
             if named.get(node.name, value) is not value:
                 raise UnsoundGraphs(f"forward saves {value} as backward's {node}, which is another value")
+        for placeholder, value in paired.items():
+            if value.target is aten.clone.default:  # its source has the same value
+                self.in_backward.setdefault(value.all_input_nodes[0], placeholder)
         for node in self.backward.nodes:
             source = named.get(node.name)
             if source is not None and node.op in ("call_function", "get_attr") and self._is_same_call(source, node):
@@ -231,11 +269,12 @@ class SavedTensors:
     # ---- the invariant ----
 
     def check(self) -> None:
-        """Assert that backward computes with forward's values, in time linear in the graphs.
+        """Check that backward uses the values that forward computed.
 
         * Each input of backward, except gradients, is saved exactly once, as the same value.
         * Recomputed values are the same function of the same values as in forward.
         * No saved input changes before backward reads it.
+        * Edits save memory that the caller may write only as parameters or buffers themselves.
         * Rounded values have no reader that would see the rounding.
 
         Raises:
@@ -248,26 +287,42 @@ class SavedTensors:
         for node, placeholder in pairs.items():
             if self.in_backward.get(node) is not placeholder:
                 raise UnsoundGraphs(f"forward saves {node} as backward's {placeholder}, which is another value")
-            kinds = _described(node), _described(placeholder)
-            if kinds[0] != kinds[1]:
-                raise UnsoundGraphs(f"forward's {node} is {kinds[0]}, backward's {placeholder} {kinds[1]}")
+            descriptions = _described(node), _described(placeholder)
+            if descriptions[0] != descriptions[1]:
+                raise UnsoundGraphs(
+                    f"forward's {node} is {descriptions[0]}, backward's {placeholder} {descriptions[1]}"
+                )
         for node, copied in self.in_backward.items():
             if copied.op != "placeholder" and copied not in self.reloaded and not self._is_same_call(node, copied):
                 raise UnsoundGraphs(f"backward's {copied.format_node()} is not forward's {node.format_node()}")
+        allowed = self._as_partitioned | self.static
         for node in self.saved():
             if base(node) in self.overwritten and self.in_backward[node].users:
                 raise UnsoundGraphs(f"backward reads {node}, but forward has overwritten {base(node)}")
+            if node not in allowed and self.may_be_written(node):
+                raise UnsoundGraphs(f"forward saves {node} without a copy, but the caller may modify {base(node)}")
         for node in self.rounded:
             reader = self.reader_of_rounding(node)
             if reader is not None:
                 raise UnsoundGraphs(f"{reader} reads {node}, which is rounded in backward")
 
 
+def nbytes(node: Node) -> int:
+    """Return the bytes of a value's elements; 0 if it is not a tensor."""
+    value = node.meta.get("val")
+    return compat.nbytes(value) if isinstance(value, torch.Tensor) else 0
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return value.clone()
+
+
 def _kind(node: Node) -> type:
     value = node.meta.get("val")
-    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    kind = next((kind for kind in kinds if isinstance(value, kind)), object)
-    return torch.SymInt if kind in kinds[1:] else kind
+    types = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    kind = next((type_ for type_ in types if isinstance(value, type_)), object)
+    return torch.SymInt if kind in types[1:] else kind
 
 
 def _described(node: Node) -> str:

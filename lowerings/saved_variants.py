@@ -50,7 +50,7 @@ class Variants(Partitioner):
         self.attention: list[AttentionSite] = []
 
     def on_edit(self, edit: memory_levels.Edit, nbytes: int, reason: str) -> None:
-        if edit.is_site:
+        if edit.raises_under_strict:
             self.attention.append(AttentionSite(edit.place, nbytes, reason))
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def _settings(policy: FusionPolicy) -> Iterator[tuple[str, Callable[..., partiti
         yield f'memory="{level}"', Partitioner(replace(policy, memory=level))  # type: ignore[arg-type]
     if policy.attention != "input":
         yield 'attention="input"', Partitioner(replace(policy, attention="input"))
-    yield UPSTREAM, functools.partial(partition.upstream, budget=BUDGET)
+    yield UPSTREAM, functools.partial(partition.partition_like_pytorch, budget=BUDGET)
 
 
 def _copy(graph: Graph) -> Graph:
@@ -105,7 +105,7 @@ def _copy(graph: Graph) -> Graph:
 def _saved(pair: SavedTensors, forward: Graph) -> dict[str, Node]:
     """Return the tensors that a forward graph saves, by name, except parameters, buffers and their views."""
     results: Any = forward.output_node().args[0]
-    saved = [n for n in results[pair.outputs :] if isinstance(n, Node) and isinstance(n.meta.get("val"), Tensor)]
+    saved = [n for n in results[pair.num_outputs :] if isinstance(n, Node) and isinstance(n.meta.get("val"), Tensor)]
     static = {n.name for n in pair.static}
     # A host copy has the name of the tensor that it replaces.
     return {n.meta.get(offload.MOVED, n.name): n for n in saved if partition.base(n).name not in static}
@@ -127,7 +127,7 @@ def _readers(pair: SavedTensors, node: Node) -> Iterator[Node]:
 
 def _kind(pair: SavedTensors, node: Node, reader: Node) -> str:
     """Return the part of backward that a reader of a saved tensor belongs to."""
-    if attention.is_fused(reader):
+    if attention.is_attention_op(reader):
         return "attention"
     if partition.is_gemm(reader) and reader not in pair.gradients:
         return "recomputed GEMM"

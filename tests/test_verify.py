@@ -103,8 +103,8 @@ def test_a_derivative_off_by_a_thousandth_is_reported(monkeypatch: pytest.Monkey
         graphs[1].recompile()
         return graphs
 
-    divide = partition.upstream
-    monkeypatch.setattr(partition, "upstream", scale_derivative)
+    divide = partition.partition_like_pytorch
+    monkeypatch.setattr(partition, "partition_like_pytorch", scale_derivative)
     result = tfo.verify(MLP(), x_of(8, 16))
     assert not result.ok and {row.name for row in result.differences} >= {"up.weight", "up.bias"}
     assert all(row.plain_ok for row in result.differences)

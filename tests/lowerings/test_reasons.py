@@ -5,7 +5,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from torch_fused_ops.graphs.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.lowerings import compat, memory_levels, offload, recognize
 from torch_fused_ops.lowerings.passes import PreGradPass
 from torch_fused_ops.lowerings.recognize import gemms
+from torch_fused_ops.lowerings.saved_tensors import SavedTensors
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.tools.verify import interpreted
 
@@ -206,21 +206,19 @@ def checkpointed(*inputs: Tensor) -> Tensor:
     return checkpoint(gelu, *inputs, use_reentrant=False, context_fn=selective(*GEMMS))  # type: ignore[return-value]
 
 
-def made_of_written(x: Tensor, w: Tensor, bias: Tensor, v: Tensor) -> Tensor:
-    y = F.linear(F.gelu(F.linear(x, w, bias)), v)
-    x.add_(1)
-    return y
-
-
 def made_of_a_size(patch: Patch) -> Reason:
     """Write the graph by hand: in every known program, the partitioner passes all sizes to backward."""
-    graph = torch.fx.Graph()
-    n, x, w = (graph.placeholder(name) for name in "nxw")
-    n.meta["val"], x.meta["val"], w.meta["val"] = 6, torch.empty(6, 8), torch.empty(8, 16)
-    product = graph.call_function(torch.ops.aten.mm.default, (x, w))
-    view = graph.call_function(torch.ops.aten.view.default, (product, [n, 16]))
-    saved = SimpleNamespace(in_backward={}, overwritten=set(), caller_owned=set(), saved=list)
-    return rejection(functools.partial(memory_levels._recomputation, gemms=True), saved, view)
+    forward, backward = torch.fx.Graph(), torch.fx.Graph()
+    n, x, w = (forward.placeholder(name) for name in "nxw")
+    product = forward.call_function(torch.ops.aten.mm.default, (x, w))
+    view = forward.call_function(torch.ops.aten.view.default, (product, [n, 16]))
+    saved = backward.placeholder("saved")
+    values = (n, 6), (x, torch.empty(6, 8)), (w, torch.empty(8, 16)), *((t, torch.empty(6, 16)) for t in (view, saved))
+    for node, value in values:
+        node.meta["val"] = value
+    forward.output((view,))
+    backward.output((saved,))
+    return rejection(memory_levels._Planner(SavedTensors(forward, backward, 0), view, gemms=True).plan)
 
 
 def many_calls(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -377,10 +375,6 @@ PROGRAMS: dict[Kind, Program] = {
         lambda x, w, v: F.linear(FF.bias_gelu(F.linear(x, w).softmax(-1).cumsum(0)), v), *tensors()
     ),
     Kind.COSTS_MORE: stays_saved(lambda x, w, v: gelu(x.sin(), w, v), *frozen()),
-    Kind.MADE_OF_CALLERS: stays_saved(gelu, *frozen(hidden=16)),
-    Kind.MADE_OF_WRITTEN: stays_saved(
-        made_of_written, torch.randn(6, 8), torch.randn(16, 8), nn.Parameter(torch.randn(16)), tensors()[-1]
-    ),
     Kind.MADE_OF_SIZE: made_of_a_size,
     Kind.MANY_RECOMPUTED: stays_saved(many_calls, *tensors()),
     Kind.STAYS_WITH_CALLER: stays_on_device(F.linear, *tensors()[:2]),

@@ -13,7 +13,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import GELU_TANH, Net, distances, of_halves, raises
+from harness import GELU_TANH, Net, distances, of_halves, raises, saving
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -78,6 +78,13 @@ def state_alone(s: Any, x: Tensor) -> Tensor:
     return y  # type: ignore[no-any-return]
 
 
+def first_weight(s: Any, x: Tensor) -> Tensor:
+    """The activation's GEMM reads a buffer as its weight, which no gradient needs. Then forward updates it."""
+    y = s.down(F.gelu(F.linear(x.detach(), s.state))) + s.skip(x)
+    s.state.mul_(0.5)
+    return y  # type: ignore[no-any-return]
+
+
 def argument(s: Any, x: Tensor) -> Tensor:
     """Overwrite an argument of shape (tokens, 1) that has a gradient. AOTAutograd performs this write after forward."""
     y = mlp(s, torch.tanh(x * s.state * s.scale))
@@ -85,11 +92,15 @@ def argument(s: Any, x: Tensor) -> Tensor:
     return y + x
 
 
-WRITTEN = {fn.__name__: fn for fn in (centered, counted, weighted, state_alone, pointwise, before, viewed, argument)}
+WRITTEN = {
+    fn.__name__: fn
+    for fn in (centered, counted, weighted, state_alone, first_weight, pointwise, before, viewed, argument)
+}
 STATE_SHAPES: dict[str, tuple[int, ...]] = {
     "counted": (),
     "weighted": (WIDTH, WIDTH),
     "state_alone": (2, 8, WIDTH),
+    "first_weight": (HIDDEN, WIDTH),
 }
 
 
@@ -304,6 +315,77 @@ def test_caller_may_modify_unsaved_tensors(name: str, level: str) -> None:
     model, select = WRITABLE[name](), (lambda x, others: [x]) if name == "argument" else model_results
     fused = interpreted(FusionPolicy(memory=level), exact=True)
     assert max_relative_error(step(model, writing(select)), step(model, writing(select, fused))) < 1e-5
+
+
+def cross_attention(s: Any, x: Tensor) -> Tensor:
+    """Its three GEMMs read parts of one bias, by split and getitem."""
+    return s.attend(s.e(x)[None], x[None], x[None], need_weights=False)[0][0]  # type: ignore[no-any-return]
+
+
+def refilled(s: Any, x: Tensor) -> Tensor:
+    """The data of a frozen layer is a buffer."""
+    return s.down(F.gelu(s.frozen(s.data)) * s.scale) + x  # type: ignore[no-any-return]
+
+
+def experts(s: Any, x: Tensor) -> Tensor:
+    """The biases of batched GEMMs have three axes."""
+    return torch.bmm(F.gelu(torch.baddbmm(s.b3, x.view(2, 4, WIDTH), s.w3)), s.v3).flatten(0, 1)
+
+
+# For each model, the tensor that its caller modifies. Eager mode and plain torch.compile compute the right gradients.
+COPIED: dict[Callable[..., Any], Callable[[Any], Tensor]] = {
+    cross_attention: lambda s: s.attend.in_proj_bias,
+    refilled: lambda s: s.data,
+    experts: lambda s: s.b3,
+}
+
+
+@pytest.mark.parametrize("body", COPIED)
+def test_caller_may_modify_what_recomputations_copy(body: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    linears = {"e": nn.Linear(WIDTH, WIDTH), "frozen": nn.Linear(WIDTH, HIDDEN).requires_grad_(False)}
+    shapes = {"scale": (HIDDEN,), "b3": (2, 1, HIDDEN), "w3": (2, WIDTH, HIDDEN), "v3": (2, HIDDEN, WIDTH)}
+    members = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    model = net(body, **linears, **members, attend=attend, data=torch.randn(8, WIDTH))
+
+    def written(model: Any, x: Tensor, fn: Any = None) -> Tensor:
+        y = model(x) if fn is None else fn(model, x)
+        with torch.no_grad():
+            COPIED[body](model).mul_(3.0)
+        return y  # type: ignore[no-any-return]
+
+    fused = interpreted(FusionPolicy(memory="input", attention="input", strict=True))
+    assert max_relative_error(step(model, written), step(model, lambda m, x: written(m, x, fused))) < 1e-5
+
+
+def test_a_weight_may_be_the_first_operand() -> None:
+    """The frozen layer is computed as (W @ x.T).T. Its weight is a parameter, so no copy of it is saved."""
+
+    def transposed(s: Any, x: Tensor) -> Tensor:
+        h = (s.first.weight @ torch.tanh(x.detach()).t()).t()
+        return s.down(F.gelu(h * s.scale)) + x  # type: ignore[no-any-return]
+
+    first, scale = nn.Linear(WIDTH, HIDDEN).requires_grad_(False), nn.Parameter(torch.ones(HIDDEN))
+    model = net(transposed, first=first, scale=scale)
+    forward, _ = graphs_of(model, "input")
+    saved = forward.graph.output_node().args[0][1:]  # type: ignore[index]
+    assert sum(n.meta["val"].shape == (HIDDEN, WIDTH) and n.op == "call_function" for n in saved) == 0
+    assert not any(n.meta["val"].numel() == 8 * HIDDEN for n in saved)
+
+
+def test_parts_are_saved_as_copies() -> None:
+    """Backward needs the queries only, a third of a packed GEMM's result."""
+
+    def packed(s: Any, x: Tensor) -> Tensor:
+        q, k, v = s.qkv(x).split(WIDTH, -1)
+        return s.o(torch.sin(q)) + k.detach() + v.detach()  # type: ignore[no-any-return]
+
+    model, x = Net(packed, qkv=nn.Linear(WIDTH, 3 * WIDTH), o=nn.Linear(WIDTH, WIDTH)), torch.randn(8, WIDTH)
+    _, size = saving(lambda: interpreted(FusionPolicy())(model, x), [x, *model.parameters()])
+    assert size == 8 * WIDTH * 4
+    _, size = saving(lambda: interpreted(FusionPolicy(memory="off"))(model, x), [x, *model.parameters()])
+    assert size == 2 * 8 * WIDTH * 4, "PyTorch saves sin(q) and cos(q)"
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -535,20 +617,20 @@ def test_unsound_graphs_are_rejected() -> None:
     second, *others = pair.saved()
     first = next(n for n in others if n.meta["val"].shape != second.meta["val"].shape)
     swapped = [{first: second, second: first}.get(n, n) for n in pair.returned()]
-    pair.output.args = (tuple(swapped),)
+    pair.output_node.args = (tuple(swapped),)
     raises(UnsoundGraphs, "is another value", pair.check)
     raises(UnsoundGraphs, "is another value", SavedTensors, pair.forward, pair.backward, 1)
 
     pair = saved_tensors_of(model)  # a tensor is no longer saved
-    pair.output.args = (tuple(pair.returned()[:-1]),)
+    pair.output_node.args = (tuple(pair.returned()[:-1]),)
     raises(UnsoundGraphs, "does not save", pair.check)
 
     pair = saved_tensors_of(model)  # more tensors are saved than backward has inputs, or a tensor is saved twice
     results = pair.returned()
     others = [n for n in pair.forward.nodes if n not in results and isinstance(n.meta.get("val"), Tensor)]
-    for saved in ([*results, *others[:2]], [*results[:-1], results[-2]]):
-        pair.output.args = (tuple(saved),)
-        raises(UnsoundGraphs, "values are saved", SavedTensors, pair.forward, pair.backward, 1)
+    for saved, text in (([*results, *others[:2]], "values are saved"), ([*results[:-1], results[-2]], "twice")):
+        pair.output_node.args = (tuple(saved),)
+        raises(UnsoundGraphs, text, SavedTensors, pair.forward, pair.backward, 1)
 
     pair = saved_tensors_of(model)  # an input of backward has a different dtype
     placeholder = pair.in_backward[pair.saved()[0]]
@@ -582,6 +664,40 @@ def trace_pair(
     return SavedTensors(*(gm.graph for gm in graphs), 1)
 
 
+torch.library.define("saved_tensors::times_sine", "(Tensor grad, *, Tensor at) -> Tensor")
+torch.library.register_fake("saved_tensors::times_sine", lambda grad, *, at: torch.empty_like(grad))
+
+
+def test_keyword_arguments_are_read() -> None:
+    """A custom operator's gradient reads the tensor by keyword, so that "fp8" must not round it."""
+    times_sine = torch.ops.saved_tensors.times_sine
+    pair = trace_pair(lambda x: ((h := x * 2).cos(), h), lambda h, grad: times_sine(grad, at=h), [(3,)], [(3,), (3,)])
+    reader = pair.reader_of_rounding(pair.in_backward[pair.saved()[0]])
+    assert reader is not None and reader.target is torch.ops.saved_tensors.times_sine.default
+
+
+def saving_instead(select: Callable[[Tensor, Tensor], Tensor]) -> SavedTensors:
+    """Return graphs after an edit: instead of a computed value, forward saves a tensor selected from (x, weight)."""
+
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (h := x * weight).sin(), h, select(x, weight)
+
+    gm = make_fx(forward, tracing_mode="fake")(torch.ones(3), torch.ones(3))
+    y, h, selected = gm.graph.output_node().args[0]  # type: ignore[misc]
+    gm.graph.output_node().args = ((y, h),)
+    backward = make_fx(lambda h, grad: grad * h.cos(), tracing_mode="fake")(torch.ones(3), torch.ones(3))
+    pair = SavedTensors(gm.graph, backward.graph, 1, static_inputs=(1,))
+    pair.replace_in_backward(h, *pair.save_instead(h, [selected]))  # type: ignore[arg-type,list-item]
+    return pair
+
+
+def test_edits_do_not_save_memory_that_autograd_does_not_check() -> None:
+    saving_instead(lambda x, weight: weight).check()
+    saving_instead(lambda x, weight: weight.t().clone()).check()
+    for select in (lambda x, weight: x, lambda x, weight: x.t(), lambda x, weight: weight.t()):
+        raises(UnsoundGraphs, "without a copy, but the caller may modify", saving_instead(select).check)
+
+
 @pytest.mark.parametrize("reads", [True, False])
 def test_saved_views_of_overwritten_inputs_are_rejected(reads: bool) -> None:
     """A saved view of an input that forward overwrites is a fault only if backward reads the view."""
@@ -602,7 +718,7 @@ def test_saved_views_of_overwritten_inputs_are_rejected(reads: bool) -> None:
 def test_readers_of_rounded_values_are_rejected() -> None:
     pair = trace_pair(lambda x: ((h := x * 2).sin(), h), lambda h, grad: grad * h.cos(), [(3,)], [(3,), (3,)])
     (h,) = pair.saved()
-    (low,) = pair.save_instead(h, [pair.forward.find_nodes(op="placeholder")[0]])
+    (low,) = pair.save_instead(h, [pair.copied(pair.forward.find_nodes(op="placeholder")[0])])
     with pair.backward.inserting_after(low):
         loaded = pair.backward.call_function(torch.ops.aten.mul.Tensor, (low, 2.0))
     pair.replace_in_backward(h, loaded, rounded=True)

@@ -32,7 +32,6 @@ _REGISTER = (
     "tensor."
 )
 _OUT_OF_PLACE = "Use the out-of-place op."
-_SAME_GRAPH = "Compile the code that computes it in the same graph: the graph can save its own tensors for backward."
 
 
 class Kind(Enum):
@@ -142,7 +141,10 @@ class Kind(Enum):
 
     TILE_FEW = Category.TILES, "", True
     TILE_DROPOUT = Category.TILES, "Move the dropout after the MLP's second linear layer."
-    TILE_CALLERS = Category.TILES, _SAME_GRAPH
+    TILE_CALLERS = (
+        Category.TILES,
+        "Compile the code that computes it in the same graph: the graph can save its own tensors for backward.",
+    )
     TILE_READER = Category.TILES
     TILE_FORM = Category.TILES
     TILE_SIZE = Category.TILES
@@ -154,8 +156,6 @@ class Kind(Enum):
     ALSO_READ = Category.MEMORY
     NO_GEMM = Category.MEMORY
     COSTS_MORE = Category.MEMORY
-    MADE_OF_WRITTEN = Category.MEMORY
-    MADE_OF_CALLERS = Category.MEMORY, _SAME_GRAPH
     MADE_OF_SIZE = Category.MEMORY
     MANY_RECOMPUTED = Category.MEMORY
     STAYS_WITH_CALLER = Category.MEMORY
