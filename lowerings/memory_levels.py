@@ -79,9 +79,8 @@ def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequenc
     """Return copies of both graphs in which backward recomputes more saved tensors, without a GEMM.
 
     * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, unless a GEMM
-      also reads the same value. It then treats later readers as "used far apart" and saves their results. Examples: a
-      frozen linear with an adapter that applies dropout to the same input; a router's input that is
-      later gathered for experts.
+      also reads the same value. It then treats later readers as "used far apart" and saves their results. Examples are a
+      frozen linear next to its adapter's dropout, and a router next to the gathering of tokens for experts.
     * Tensors that repeat a smaller tensor, such as keys and values under grouped-query attention. The smaller tensor is
       saved instead.
 
@@ -117,7 +116,7 @@ def _plan_without_gemm(pair: SavedTensors, node: Node) -> Recomputation | None:
     added = planner.bytes_added(recomputation)
     if _feeds_only_linear_layers(pair, node):
         return None if added else recomputation
-    saves_bytes = added < pair.cost([node], besides=planner.remaining)
+    saves_bytes = added < pair.cost([node], alongside=planner.remaining)
     return recomputation if saves_bytes and _repeats_a_smaller_tensor(recomputation) else None
 
 
@@ -198,7 +197,7 @@ class _Planner:
     def bytes_added(self, recomputation: Recomputation) -> int:
         """Return the bytes of memory that a recomputation adds to the other saved tensors."""
         copied = sum(compat.nbytes(node.meta["val"]) for node in recomputation.to_copy)
-        return copied + self.pair.cost(recomputation.to_save, besides=self.remaining)
+        return copied + self.pair.cost(recomputation.to_save, alongside=self.remaining)
 
     def _obtain(self, value: Node, role: str) -> Recomputation | Rejection:
         """Return how backward gets a value, or why it cannot."""
@@ -552,9 +551,9 @@ def _recompute_with_gemms(pair: SavedTensors, nodes: Sequence[Node], linears: Co
         raise _record_rejection(Rejection(Kind.NO_GEMM, "it is not the result of a GEMM"), plans)
     remaining = [node for node in pair.saved() if node not in plans]
     copied = {node for plan in plans.values() for node in plan.to_copy}
-    added = pair.cost((node for plan in plans.values() for node in plan.to_save), besides=remaining)
+    added = pair.cost((node for plan in plans.values() for node in plan.to_save), alongside=remaining)
     added += sum(compat.nbytes(node.meta["val"]) for node in copied)
-    if added >= pair.cost(plans, besides=remaining):
+    if added >= pair.cost(plans, alongside=remaining):
         text = f"cannot recompute: its inputs take {added} bytes and are not saved otherwise"
         raise _record_rejection(Rejection(Kind.COSTS_MORE, text), plans)
     for node, recomputation in plans.items():

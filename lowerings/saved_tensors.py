@@ -73,8 +73,8 @@ class SavedTensors:
         caller_owned: values that the caller has and may write before backward runs.
         in_backward: maps a value of forward to the node that has the same value in backward.
         substitutes: backward's nodes that edits have put in place of saved values.
-        rounded: the substitutes that hold a rounded value.
-        reloaded: the substitutes that are copied from the host.
+        rounded: the substitutes with a rounded value.
+        reloaded: the substitutes copied from the host.
         incoming: backward's inputs that are not saved: mainly gradients.
         gradients: the nodes that depend on ``incoming``. All other nodes are values of forward, saved or recomputed.
     """
@@ -124,14 +124,14 @@ class SavedTensors:
         source = base(node)
         return source in self.caller_owned or source in self.static
 
-    def cost(self, nodes: Iterable[Node], besides: Iterable[Node] = ()) -> int:
+    def cost(self, nodes: Iterable[Node], alongside: Iterable[Node] = ()) -> int:
         """Return the bytes of memory that saving these values takes; 0 for parameters and buffers.
 
-        A saved view needs its whole base. Memory is not counted if the saved values ``besides`` need
-        it as well.
+        A saved view needs its whole base. Memory is not counted if the saved values
+        ``alongside`` need it as well.
         """
         storages = dict.fromkeys(map(base, nodes))
-        free = {*map(base, besides), *self.static} if storages else ()
+        free = {*map(base, alongside), *self.static} if storages else ()
         return sum(nbytes(node) for node in storages if node not in free)
 
     def can_shrink(self, nodes: Sequence[Node]) -> bool:
