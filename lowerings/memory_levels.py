@@ -79,7 +79,7 @@ def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequenc
     """Return copies of both graphs in which backward recomputes more saved tensors, without a GEMM.
 
     * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, unless a GEMM
-      also reads the same value. It then treats later readers as "used far apart" and saves their results. Examples are a
+      also reads the same value. It then treats later readers as "used far apart" and saves their results. Examples: a
       frozen linear next to its adapter's dropout, and a router next to the gathering of tokens for experts.
     * Tensors that repeat a smaller tensor, such as keys and values under grouped-query attention. The smaller tensor is
       saved instead.

@@ -228,7 +228,7 @@ def _overlap(pair: SavedTensors, copies: Sequence[_Copies]) -> None:
     window = _median([before[later.offload] - before[copy.offload] for copy, later in neighbors], len(gemms))
     for copy in copies:
         later = before[copy.offload] + window
-        (gemms[later] if later < len(gemms) else pair.output).prepend(copy.host)
+        (gemms[later] if later < len(gemms) else pair.output_node).prepend(copy.host)
     gemms, before = _gemms(pair.backward)
     window = _median([before[copy.ready] - before[later.ready] for copy, later in neighbors], len(gemms))
     for copy in sorted(copies, key=lambda copy: before[copy.ready]):
