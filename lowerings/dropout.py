@@ -92,14 +92,16 @@ def _dropout_add_backward(
         d_input = e.node(formulas.dropped, p, dtype=dtype)
         operators._before_sums(output_mask[1:], d_input)
     if output_mask[1] and bias_dtype is not None:
+        in_blocks = operators.rows_in_blocks(grad)
         if d_input is not None and shows_zeros and operators.is_on_gpu(grad):
             # If a thread adds columns, the compiler merges few calls of the generator: 48 instructions per element on
             # sm_90, for bfloat16. Reading d_input instead takes 9, and as long as 14 would.
-            terms = operators._Elementwise(
-                grad.get_size(), (grad, operators._element_index), (d_input, operators._element_index)
-            ).node(_unrounded_grad, p)
+            loads = (in_blocks, operators._element_index), (operators.rows_in_blocks(d_input), operators._element_index)
+            terms = operators._Elementwise(in_blocks.get_size(), *loads).node(_unrounded_grad, p)
         else:
-            terms = e.node(formulas.dropped, p)
+            loads = ((in_blocks, operators._element_index),)
+            masks = [_mask(in_blocks, seed, p)]
+            terms = operators._Elementwise(in_blocks.get_size(), *loads, masks=masks).node(formulas.dropped, p)
         d_bias = operators._sum_rows(terms, bias_dtype)
     return d_input, d_bias
 

@@ -22,10 +22,9 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.families.float8 import formulas as float8
-from torch_fused_ops.families.float8.quantized import QUANTIZED, RESULTS
+from torch_fused_ops.families.float8.quantized import ACTIVATIONS, QUANTIZED, RESULTS
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.lowerings import operators, partition
 from torch_fused_ops.lowerings.partition import VIEWS, Graphs
@@ -360,7 +359,7 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     data = tensors[: op.num_data]
     if layout == "interleaved" or any(other is not None for other in tensors[op.num_data :]):
         return
-    if "activation" in op.scalars and not activations.get(args[len(tensors)]).builtin:
+    if "activation" in op.scalars and args[len(tensors)] not in ACTIVATIONS:
         return
     items = {user.args[1]: user for user in node.users}
     width = MX_BLOCK if any(_uses(m, 1, MX_BLOCK).columns for i in items for m in _matrices(items[i])[0]) else BLOCK

@@ -313,6 +313,12 @@ def _rows_of_a_block() -> int | None:
     return rows
 
 
+def rows_in_blocks(box: Box) -> Box:
+    """View a box (…, n) as (blocks, rows per block, n) if the current node's loops go over blocks."""
+    block, (*rows, n) = _rows_of_a_block(), box.get_size()
+    return box if block is None else lowerings[aten.view.default](box, [FloorDiv(sympy_product(rows), block), block, n])
+
+
 def _leaves_blocks(node: torch.fx.Node) -> bool:
     """Return True if a node without blocks reads a result of this node, which has blocks."""
     through = (*VIEWS, operator.getitem)

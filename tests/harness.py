@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +21,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torch_fused_ops import FusionPolicy, activations
+from torch_fused_ops.declaration import Signature
+from torch_fused_ops.kernels import compiled as eager_kernels
+from torch_fused_ops.operators.autograd import REGISTERED
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 GEMMS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
@@ -194,23 +195,31 @@ class Ran(TorchDispatchMode):
         return sum(n for key, (ref, n) in self.made.items() if key not in excluded and not ref.expired())
 
 
-def kernel_of(operator: str) -> Callable[..., Any]:
-    """Return the function that runs a forward or backward operator on a GPU."""
-    families = {"dropout_add": "families.dropout.kernels", "scaled_masked_softmax": "families.softmax.kernels"}
-    family = families.get(operator.removesuffix("_backward"))
-    module = importlib.import_module(f"torch_fused_ops.{family or 'kernels.activation'}")
-    return getattr(module, operator) if family else module.launch_of(operator)  # type: ignore[no-any-return]
+@functools.lru_cache(maxsize=256)
+def _on_paper(signature: Signature, key: tuple[Any, ...]) -> Any:
+    from torch_fused_ops.virtual_gpu import H200
+    from torch_fused_ops.virtual_gpu.compile import operator_on_paper
+
+    return operator_on_paper(signature, key, H200)
 
 
-def interpreting() -> Any:
-    """Return a context in which Triton's interpreter runs the kernels that a GPU would run."""
-    from torch_fused_ops import virtual_gpu
-    from torch_fused_ops.kernels import launching
+def on_gpu(operator: str) -> Callable[..., Any]:
+    """Return a function that runs an operator's eager GPU kernels on CPU tensors, in Triton's interpreter."""
+    from torch_fused_ops.virtual_gpu import interpreter
 
-    def launch(kernel: Any, grid: Any, device: torch.device, tensors: Any, integers: Any, constants: Any) -> None:
-        virtual_gpu.interpret(kernel, *tensors, *integers, grid=grid, **constants)
+    signature = REGISTERED[operator].signature
+    identify = eager_kernels.identification(signature, on_gpu=True)
 
-    return mock.patch.object(launching, "launch", launch)
+    def run(*args: Any) -> Any:
+        if not args[0].numel():
+            return REGISTERED[operator].plain(*args)
+        key, tensors = identify(args)
+        graph, paper = _on_paper(signature, eager_kernels.with_defaults(signature, key, len(args)))
+        outputs = interpreter._run(paper.inference, [*(symbol(tensors[0]) for symbol in graph.symbols), *tensors])
+        results = tuple(None if position is None else outputs[position] for position in graph.results)
+        return results if graph.is_tuple else results[0]
+
+    return run
 
 
 def without_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:

@@ -105,9 +105,11 @@ def test_info_lists_versions_and_features(capsys):
     assert re.search(r"^numpy +[\d.]+$", out, re.M)
     for what in ("torch.compile on CPUs", "torch.compile on GPUs", "float8 GEMMs", "estimated figures"):
         assert re.search(rf"^(works here)? +{what}.*: .+$", out, re.M), what
-    assert re.search(r"^turned off +nothing; TORCH_FUSED_OPS_WITHOUT takes kernels, cpu_kernels, ", out, re.M)
+    assert re.search(r"^turned off +nothing; TORCH_FUSED_OPS_WITHOUT takes kernels, compiled_kernels, ", out, re.M)
     assert re.search(
-        r"^eager on CPUs +(compiled by Inductor at a call on|formulas in plain PyTorch: compiling needs) ", out, re.M
+        r"^eager kernels +(compiled by Inductor at the first call|formulas in plain PyTorch: comp)",
+        out,
+        re.M,
     )
 
 

@@ -32,13 +32,13 @@ CORE = (
     *("activations", "formulas", "declaration"),
     *("operators.activation", "operators.registration", "operators.eager", "operators.checks"),
     *("operators.batching", "operators.autograd", "operators.fp8_store", "operators.reference"),
-    *("kernels.compiled", "kernels.cpu", "kernels.launching", "kernels.activation", "settings.switches"),
+    *("kernels.compiled", "kernels.cpu", "settings.switches"),
     *("graphs.reasons", "graphs.gemm_registry", "graphs.modules", "graphs.target"),
     *("lowerings.recognize.symbolic", "lowerings.recognize.graph", "lowerings.recognize.values"),
     *("lowerings.recognize.prove", "lowerings.recognize.autograd_functions", "lowerings.recognize.subgraph"),
     *("lowerings.recognize.canonical", "lowerings.recognize.rewrite"),
     *("lowerings.partition", "lowerings.saved_tensors", "lowerings.operators", "lowerings.compat"),
-    "lowerings.cpp_vectors",
+    *("lowerings.cpp_vectors", "lowerings.choices"),
 )
 CORE_LINES = 8500  # at most
 

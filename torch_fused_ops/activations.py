@@ -1,8 +1,8 @@
 """Define the activation table: each activation's value and derivative, written once, in plain torch.
 
 These functions are the float64 oracle of the tests, the functions that double backward and ``torch.func`` transforms
-differentiate, and (traced) the Inductor lowering, from which eager CPU kernels are compiled. Only the eager Triton
-kernels repeat them; tests compare both.
+differentiate, and (traced) the Inductor lowering, from which eager kernels are compiled. Only the float8 kernel of
+gradients (``families/float8/activations.py``) repeats eight of them; tests compare both.
 
 The formulas have two properties that PyTorch's formulas lack:
 
@@ -69,7 +69,7 @@ class Activation:
         value: f(x), in x's dtype (float32 or float64), accurate relative to the result.
         derivative: f'(x), in x's dtype, accurate relative to the result; differentiable, for double backward.
         definition: the textbook formula for f, which the recognizer reads symbolically; it may lose accuracy.
-        builtin: whether the hand-written Triton kernels implement it.
+        builtin: False for registered activations.
         gradient_from_output: whether f'(f(x)) = f'(x), even if f(x) is rounded. Backward then reads f(x), which the
             next linear layer saves anyway, instead of x.
         gradient: (g, x) → PyTorch's gradient, if it is not the product g·f'(x): ReLU's also stops infinity and NaN.
@@ -319,8 +319,7 @@ def register_activation(name: str, fn: Function, derivative: Function | None = N
     Args:
         name: a new name (an identifier). Registering the same functions under the same name again does nothing.
         fn: f(x), elementwise, without parameters, in plain torch: same shape and dtype out as in, for float32 and
-            float64, no randomness, no data-dependent control flow. Compiled code and eager CPU kernels inline it;
-            on other devices eager mode calls it.
+            float64, no randomness, no data-dependent control flow. Compiled code and eager kernels inline it.
         derivative: f'(x), with the same requirements. None derives it from ``fn`` by autograd.
         replace: whether to replace functions that were registered under this name. Compiled graphs do not change until
             ``torch.compiler.reset()``.

@@ -12,7 +12,7 @@
 
 Other modules derive everything else from the declaration: argument checks (``checks``), the operators in plain torch
 (``eager``), vmap (``batching``), fake kernels and autograd (``autograd``, ``registration``), eager kernels
-(``kernels/compiled.py``, ``kernels/activation.py``), Inductor's lowerings (``lowerings/operators.py``), DTensor's rules
+(``kernels/compiled.py``), Inductor's lowerings (``lowerings/operators.py``), DTensor's rules
 (``distributed/sharding.py``), sample inputs (``testing/samples.py``), the page ``docs/operators.md``, schemas (below).
 
 The *kind* of a tensor defines its axes and its use:
@@ -252,14 +252,11 @@ class PointwiseOperator(Operator):
         grads: (grad, data…, scale, scalars…) -> the gradient of each data tensor. Arguments are as in ``value``.
         keeps_result: called with the operator's arguments; True if backward needs only the result, which is then saved
             instead of the data.
-        kernels: the module with the Triton kernels. Its ``launch_of(name)`` returns the function that runs an operator
-            on GPUs, with the operator's arguments. If None, eager mode on GPUs runs plain torch, block by block.
     """
 
     value: Callable[..., Tensor] = field(kw_only=True)
     grads: Callable[..., tuple[Tensor, ...]] = field(kw_only=True)
     keeps_result: Callable[..., bool] = field(default=lambda *args: False, kw_only=True)
-    kernels: str | None = field(default=None, kw_only=True)
     pointwise: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:

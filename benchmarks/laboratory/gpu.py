@@ -53,7 +53,7 @@ def steps(part: str, device: str, quick: bool) -> list[Step]:
     main: tuple[str, ...] = ("--only", "8192×8192 bfloat16")
     compared: tuple[str, ...] = ("--only", "gelu_tanh bias ", "8192×8192 bfloat16")
     if quick:
-        models, kernels, graphs = f"{kind} and gelu and free", f"{kind} and broadcast_masks", "no_launch and bias_glu"
+        models, kernels, graphs = f"{kind} and gelu and free", "results and mask", "no_launch and bias_glu"
         compiled += ("--only", "swiglu", "--ways", "eager", "fused-free")
         main, compared = (), ("--only", "glu silu forward")
     workers = "1" if quick else str(min(12, os.cpu_count() or 1))

@@ -14,7 +14,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from harness import interpreting, kernel_of, raises
+from harness import on_gpu, raises
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
@@ -310,10 +310,8 @@ def test_10000_calls_keep_the_precision_contract(sample: Sample) -> None:
 def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
     """Return the GPU kernels' results in Triton's interpreter. Resolve negative bits, as the dispatcher does."""
     args = [a.detach().resolve_neg() if isinstance(a, Tensor) else a for a in sample.args]
-    forward, backward = kernel_of(sample.op), kernel_of(f"{sample.op}_backward")
-    with interpreting():
-        out = forward(*args)
-        return out, gradients(backward, sample.op, grad, args, out, mask)
+    out = on_gpu(sample.op)(*args)
+    return out, gradients(on_gpu(f"{sample.op}_backward"), sample.op, grad, args, out, mask)
 
 
 @pytest.mark.slow

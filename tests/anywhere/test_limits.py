@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import interpreting, kernel_of, meta
+from harness import meta, on_gpu
 from torch import Tensor
 from torch.fx import Graph, Node
 
 import torch_fused_ops as tfo
+from torch_fused_ops.kernels.compiled import identification
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.lowerings.recognize import prove, symbolic
 from torch_fused_ops.lowerings.recognize.symbolic import Ref
+from torch_fused_ops.operators.autograd import REGISTERED
 
 # ---- work on large graphs --------------------------------------------------------------------------------------------
 
@@ -321,15 +323,6 @@ def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[
     }
 
 
-def launches(operator: str, args: tuple[Any, ...]) -> list[Any]:
-    """Return the launches of a call, without running them."""
-    from torch_fused_ops.kernels import launching
-
-    with launching.recorded() as recorded:
-        kernel_of(operator)(*args)
-    return recorded
-
-
 def largest_offset(t: Tensor) -> int:
     """Return the tensor's largest element offset."""
     return sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
@@ -340,35 +333,27 @@ def far_rows(rows: int, n: int) -> Tensor:
     return torch.empty(0, dtype=BF16, device="meta").as_strided((rows, n), (2**31 // (rows - 1) + n, 1))
 
 
-def far_columns(rows: int, n: int) -> Tensor:
-    return torch.empty(0, dtype=BF16, device="meta").as_strided((rows, n), (1, 2**31 // (n - 1) + rows))
-
-
-NEAR = {"small": lambda: every_kernel(64, 256, meta), "2**30 elements": lambda: every_kernel(2**18, 2**11, meta)}
-FAR = {
-    "tall": lambda: every_kernel(2**22, 2**10, meta),
-    "wide": lambda: every_kernel(2**14, 2**18, meta),
-    "rows far apart": lambda: every_kernel(64, 256, far_rows),
-    "columns far apart": lambda: every_kernel(64, 256, far_columns),
+SIZES = {
+    "small": (False, lambda: every_kernel(64, 256, meta)),
+    "2**30 elements": (False, lambda: every_kernel(2**18, 2**11, meta)),
+    "tall": (True, lambda: every_kernel(2**22, 2**10, meta)),
+    "wide": (True, lambda: every_kernel(2**14, 2**18, meta)),
+    "rows far apart": (True, lambda: every_kernel(64, 256, far_rows)),
 }
 
 
-@pytest.mark.parametrize("size", FAR)
+@pytest.mark.parametrize("size", SIZES)
 def test_large_offsets_have_64_bits(size: str) -> None:
     """Kernels of every family use 64-bit offsets if strides are large, even for few elements."""
-    for name, call in FAR[size]().items():
-        for kernel, grid, tensors, _, constants in launches(name, call):
-            far = any(largest_offset(t) > INT32_MAX for t in tensors if t is not None)
-            # Kernels that add partial sums read only these sums, which are short.
-            assert constants.get("WIDE", False) or not far, (name, kernel)
-            assert grid[0] <= INT32_MAX and max(grid[1:]) <= 65535, (name, grid)
-        assert launches(name, call)[0].constants["WIDE"], name
+    from torch_fused_ops.virtual_gpu import compile_operator_on_paper
 
-
-@pytest.mark.parametrize("size", NEAR)
-def test_small_offsets_have_32_bits(size: str) -> None:
-    for name, call in NEAR[size]().items():
-        assert not any(constants.get("WIDE") for *_, constants in launches(name, call)), name
+    wide, calls = SIZES[size]
+    for name, args in calls().items():
+        key, tensors = identification(REGISTERED[name].signature, on_gpu=True)(args)
+        copied = size == "rows far apart" and "softmax" in name
+        assert key[-1].wide == any(largest_offset(t) > INT32_MAX for t in tensors) == (wide and not copied), name
+    kernel, *_ = compile_operator_on_paper("bias_act", *calls()["bias_act"]).inference.kernels
+    assert ("tl.program_id(0).to(tl.int64)" in kernel.source) == wide
 
 
 def test_meta_results_past_2_to_the_31_have_shapes() -> None:
@@ -427,7 +412,7 @@ def function_of(way: str, name: str) -> Callable[..., Any]:
     if way == "operators":
         return getattr(torch.ops.fused, name)  # type: ignore[no-any-return]
     pytest.importorskip("triton")
-    return interpreting()(kernel_of(name))  # type: ignore[no-any-return]
+    return on_gpu(name)
 
 
 def tensors(result: Any) -> list[Tensor]:

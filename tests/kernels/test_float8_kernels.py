@@ -5,6 +5,7 @@ kernels with bit arithmetic instead, as GPUs before sm_90 do, so that bits can b
 compare the hardware's conversion. Values are not compared in blocks with scale NaN, where an infinity is 448 or NaN.
 """
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,12 +16,11 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 pytest.importorskip("triton")
 
-from harness import meta
+from harness import meta, on_gpu
 from kernel_harness import Device, recorded
 
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8 import kernels
-from torch_fused_ops.kernels.activation import launch_of
 from torch_fused_ops.operators import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -201,8 +201,9 @@ def test_gradients_are_those_of_separate_operators(
     activation, *other_scalars = scalars
     none = (None,) * (1 if name == "glu" else 2)
     arguments = (*data, *none, activation, *([layout] if layout else []), *other_scalars)
-    gradients = device.run(launch_of(f"{name}_backward"), grad, *arguments, (True, name == "glu", False))
-    result = device.run(launch_of(name), *arguments)
+    on_device = on_gpu if device.name == "cpu" else functools.partial(getattr, torch.ops.fused)
+    gradients = device.run(on_device(f"{name}_backward"), grad, *arguments, (True, name == "glu", False))
+    result = device.run(on_device(name), *arguments)
 
     def fused(grad: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
         scalars = (activation, *([layout] if layout else []), *other_scalars, *([columns] if columns != 128 else []))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops import activations
-from torch_fused_ops.kernels import cpu
+from torch_fused_ops.kernels import compiled, cpu
 from torch_fused_ops.operators import reference
 from torch_fused_ops.operators.activation import FAMILY
 from torch_fused_ops.testing.check import run_opcheck
@@ -183,7 +183,7 @@ def test_cpu_temporaries_are_small(op, dtype, layout):
     with Allocations() as forward:
         out = operator(op, scalars)(*tensors)
     result = out.nbytes
-    small = 32 * 4 * cpu.block()  # blocks in float32
+    small = 32 * 4 * cpu.block(torch.device("cpu"))  # blocks in float32
     assert result <= forward.peak <= result + small
     incoming = torch.ones_like(out)
     with Allocations() as backward:
@@ -205,7 +205,7 @@ def test_results_do_not_depend_on_blocks(op, monkeypatch):
 
     without_blocks = list(results())
     monkeypatch.setattr(cpu, "_FEWEST_BLOCKS", 0)
-    monkeypatch.setattr(cpu, "block", lambda: 100)
+    monkeypatch.setattr(cpu, "block", lambda device: 100)
     for expected, actual in zip(without_blocks, results(), strict=True):
         assert actual.is_contiguous() and expected.is_contiguous() and actual.dtype == expected.dtype
         torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-2, atol=1e-3, equal_nan=True)
@@ -268,3 +268,26 @@ def test_compiled_results_at_infinite_and_nan_inputs_equal_eager(name: str, form
         for incoming in (1.0, 0.0, torch.inf, torch.nan):
             eager, actual = (at_special_values(f, name, dtype, incoming) for f in (fn, compiled))
             torch.testing.assert_close(actual, eager, rtol=0.02, atol=1e-6, equal_nan=True)
+
+
+# ---- compiled kernels ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not compiled.IS_SUPPORTED, reason="compiled kernels need torch 2.13")
+def test_compiled_kernels_take_any_strides(monkeypatch):
+    """Kernels read columns of a wider matrix in place, and copies of other tensors."""
+    monkeypatch.setattr(compiled, "_KERNELS", {})
+    monkeypatch.setattr(compiled, "FEWEST", 1)
+    x = torch.randn(6, 4, 24)
+    strided = {
+        "contiguous": x[..., :8].contiguous(),
+        "columns": x[..., 8:16],
+        "every other row": x[:, ::2, 16:],
+        "every other column": x[..., ::3],
+        "transposed": x[..., :6].transpose(1, 2),
+    }
+    for name, gate in strided.items():
+        up = gate.flip(0) if name == "contiguous" else gate
+        actual = fused.glu(gate, up, None, "silu", 0.5, None)
+        torch.testing.assert_close(actual, F.silu(gate) * (up + 0.5)), name
+    assert len({*compiled._KERNELS.values()}) == 2  # of contiguous tensors, and of rows apart

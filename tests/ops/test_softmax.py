@@ -10,6 +10,7 @@ from harness import Calls, saved_by
 from hypothesis import given, settings
 from torch.func import grad, jvp
 
+from torch_fused_ops.kernels import compiled
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.samples import samples
@@ -249,3 +250,16 @@ def test_output_is_the_only_saved_tensor():
     x, sink = (t.requires_grad_() for t in tensors(2, 3, 4))
     out, saved = saved_by(lambda: softmax(x, masked(3, 4), sink, 0.3, True))
     assert [t.data_ptr() for t in saved] == [out.data_ptr()]
+
+
+@pytest.mark.skipif(not compiled.IS_SUPPORTED, reason="compiled kernels need torch 2.13")
+def test_compiled_kernels_take_any_mask(monkeypatch):
+    """A mask's axes of size 1 are broadcast. They are part of a kernel's key."""
+    monkeypatch.setattr(compiled, "_KERNELS", {})
+    monkeypatch.setattr(compiled, "FEWEST", 1)
+    x = torch.randn(2, 3, 5, 8)
+    for shape in ((2, 3, 5, 8), (2, 1, 5, 8)):
+        mask = torch.rand(shape) > 0.5
+        mask[..., 0] = False
+        expected = x.masked_fill(mask, -torch.inf).softmax(-1)
+        torch.testing.assert_close(torch.ops.fused.scaled_masked_softmax(x, mask, None), expected)

@@ -1,10 +1,18 @@
-"""Compile eager CPU kernels: Inductor's C++ for a graph of one operator, called without Dynamo.
+"""Compile eager kernels: Inductor's C++ or Triton code for a graph of one operator, called without Dynamo.
 
-An operator has a kernel for each combination of scalars (an activation, its constants), dtypes, strides and requested
-results; sizes are symbols. The first large call compiles the kernel from the lowerings that ``torch.compile`` uses, so
-results are bit-equal to compiled code. Inductor's cache on disk stores the kernel. Small calls compile if they repeat.
-Other calls run the formula (``cpu.py``): small calls without a loaded kernel, float64, machines without a C++ compiler,
-and all calls with ``TORCH_FUSED_OPS_WITHOUT=cpu_kernels``.
+An operator has a kernel for each combination of device, scalars (an activation, its constants), dtypes, strides and
+requested results. It comes from the lowerings that ``torch.compile`` uses, so eager and compiled results are equal.
+Inductor's cache on disk stores the kernel.
+
+* **CPUs.** Sizes are symbols. The first large call compiles, and small calls if they repeat. Other calls run the
+  formula (``cpu.py``): small calls without a loaded kernel, float64, machines without a C++ compiler.
+* **GPUs.** Each first call compiles, since the formula takes some ten launches and passes over memory. Rows are
+  symbols. Columns are numbers, so that offsets need no division and loads are vectors; after ``_MOST_WIDTHS`` widths
+  they are symbols, too. If every tensor is one contiguous sequence, columns do not matter: a kernel then serves all
+  sizes that share their divisor of 16. Nothing is measured on the device: results are equal in every run, and a
+  first call does not wait for the device. While a CUDA graph is captured, nothing compiles.
+
+With ``TORCH_FUSED_OPS_WITHOUT=compiled_kernels`` all calls run the formula.
 
 ``torch._inductor.aoti_eager`` cannot replace this module: up to torch 2.15 it compiles for static shapes only, and
 raises "Only support static shape for now" for other shapes.
@@ -15,14 +23,15 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,18 +44,44 @@ aten, prims = torch.ops.aten, torch.ops.prims
 log = logging.getLogger("torch_fused_ops")
 
 FEWEST = 1 << 17
-"""Elements of the smallest call that compiles at once."""
+"""Elements of the smallest call that compiles at once on a CPU."""
 REPEATS = 1000  # small calls of an operator before one compiles; a kernel takes a third to a tenth of a formula's time
-KEY_REPEATS = 100  # after REPEATS calls, a kernel compiles at this call with the same key
+KEY_REPEATS = 100  # after REPEATS small calls, every 100th call with the same key tries to compile
 
-# The keys have scalars, dtypes and layouts, then the operator's name, the number of axes, and whether four divides the
-# rows. The value is None if compiling failed.
+
+class Place(NamedTuple):
+    """The part of a key that is not among a call's arguments.
+
+    Attributes:
+        device: the tensors' device.
+        columns: the number of columns; 0 if it is a symbol.
+        unit: a divisor of the columns, if they are a symbol.
+        block: a divisor of the rows. Sums over the rows have blocks of this size.
+        wide: True if 32 bits are not enough for offsets. A kernel for a CPU always has 64 bits.
+    """
+
+    device: torch.device
+    columns: int = 0
+    unit: int = 1
+    block: int = 1
+    wide: bool = False
+
+
+_ON_CPU, _ON_CPU_IN_BLOCKS = Place(torch.device("cpu")), Place(torch.device("cpu"), block=4)
+# With 64 rows, writing and reading sums of blocks adds 2 % to the traffic of a backward pass in 16 bits.
+_GPU_BLOCK = 64
+_INT32_MAX = 2**31 - 1
+
+# The keys have scalars, dtypes and layouts, then the operator's name, the number of axes, and the place. The value is
+# None if compiling failed.
 _KERNELS: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
 activations._on_change.append(_KERNELS.clear)  # a name among the scalars may stand for another function
-_MOST_KERNELS = 64  # per operator: a probability that changes with every step must not compile each time
+# Per operator: a limit, so that a dropout probability that changes every step does not compile a kernel each time.
+_MOST_KERNELS = 64
+_MOST_WIDTHS = 8  # kernels that differ only in the number of columns: keys of attention grow with every token
 _calls = functools.lru_cache(maxsize=128)(lambda key: itertools.count(1))  # counts a key's calls without a kernel
 _lock = threading.Lock()
-_failure = ""  # the reason if no kernel can be compiled
+_failures: dict[str, str] = {}  # device types for which no kernel can be compiled, with the reason
 
 
 IS_SUPPORTED = torch.__version__ >= (2, 13)  # type: ignore[operator]
@@ -54,94 +89,155 @@ IS_SUPPORTED = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 def status() -> str:
-    """Describe the eager CPU kernels of this process: compiled or not, and why not."""
-    if not IS_SUPPORTED or switches.is_without("cpu_kernels"):
+    """Describe the eager kernels of this process: compiled or not, and why not."""
+    if not IS_SUPPORTED or switches.is_without("compiled_kernels"):
         reason = f"turned off by {switches.NAME}" if IS_SUPPORTED else "compiling needs torch 2.13"
         return f"formulas in plain PyTorch: {reason}"
-    if _failure:
-        return f"formulas in plain PyTorch: {_failure}"
+    for device, reason in _failures.items():
+        return f"formulas in plain PyTorch on {device}: {reason}"
     loaded = len({*_KERNELS.values()} - {None})
-    return f"compiled by Inductor at a call on {FEWEST:,} elements, or after {REPEATS:,} smaller calls; {loaded} loaded"
+    return (
+        f"compiled by Inductor at the first call on a GPU; on a CPU at a call on {FEWEST:,} elements or more, and "
+        f"after {REPEATS:,} smaller calls at every {KEY_REPEATS}th with the same arguments; {loaded} loaded"
+    )
 
 
-def kernel(signature: Signature, formula: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator's CPU kernel. It runs a compiled kernel, or ``formula`` if none is loaded for the call."""
-    if not IS_SUPPORTED or switches.is_without("cpu_kernels"):
+def kernel(signature: Signature, formula: Callable[..., Any], on_gpu: bool = False) -> Callable[..., Any]:
+    """Return an operator's kernel. It runs a compiled kernel, or ``formula`` if none is loaded for the call."""
+    if not IS_SUPPORTED or switches.is_without("compiled_kernels"):
         return formula
+    identify, small_calls = identification(signature, on_gpu), itertools.count()
+
+    def run(*args: Any) -> Any:
+        first = args[0]
+        if not on_gpu and first.numel() < FEWEST and next(small_calls) < REPEATS:  # a key would take 3 µs
+            return formula(*args)
+        key, tensors = identify(args)
+        if key not in _KERNELS and _may_compile(first, tensors, key):
+            _load(signature, key, len(args), tensors)
+        compiled = _KERNELS.get(key)
+        if compiled is None or not first.numel():
+            return formula(*args)
+        return compiled(tensors)
+
+    return run
+
+
+def identification(signature: Signature, on_gpu: bool) -> Callable[[tuple[Any, ...]], tuple[Any, list[Tensor]]]:
+    """Return a function of an operator's arguments. It returns the key and the tensors to call the kernel with."""
     kinds = [(i, argument.kind) for i, argument in enumerate(signature.arguments) if argument.kind]
     name, is_backward = signature.name, signature.is_backward
     bias = signature.results.index("per_column") if is_backward and "per_column" in signature.results else None
 
-    small_calls = itertools.count()
-
-    def run(*args: Any) -> Any:
+    def identify(args: tuple[Any, ...]) -> tuple[Any, list[Tensor]]:
         first, tensors = args[0], []
-        if first.numel() < FEWEST and next(small_calls) < REPEATS:  # a key would take 3 µs
-            return formula(*args)
-        by_fours = bias is not None and args[-1][bias] and first.ndim > 1 and first.shape[-2] % 4 == 0
-        key = [*args, name, first.ndim, by_fours]
+        key = [*args, name, first.ndim, _ON_CPU]
         for i, kind in kinds:
             t = args[i]
             if t is not None:
                 if kind in ("mask", "seed") or not t.is_contiguous():
-                    t, key[i] = _layout(t, kind)
+                    t, key[i] = _layout(t, kind, on_gpu)
                 else:
                     key[i] = t.dtype
                 tensors.append(t)
         if is_backward:
             key[len(args) - 1] = tuple(args[-1])
-        identity = tuple(key)
-        if identity not in _KERNELS:
-            if _failure or (first.numel() < FEWEST and next(_calls(identity)) % KEY_REPEATS):
-                return formula(*args)
-            if any(t.dtype == torch.float64 for t in tensors):
-                return formula(*args)
-            _load(signature, identity, len(args), [first.shape[-2] // 4, *tensors] if by_fours else list(tensors))
-        compiled = _KERNELS.get(identity)
-        if compiled is None or not first.numel():
-            return formula(*args)
-        return compiled([first.shape[-2] // 4, *tensors] if by_fours else tensors)
+        sums = bias is not None and args[-1][bias] and first.ndim > 1
+        if on_gpu:
+            specs = [(kind, key[i]) for i, kind in kinds if args[i] is not None]
+            key[-1] = _place_on_gpu(first, specs, tensors, sums)
+        elif sums and first.shape[-2] % _ON_CPU_IN_BLOCKS.block == 0:
+            key[-1] = _ON_CPU_IN_BLOCKS
+        return tuple(key), tensors
 
-    return run
+    return identify
 
 
-def _layout(t: Tensor, kind: str) -> tuple[Tensor, Any]:
-    """Return the tensor or a contiguous copy, and its part of the key: dtype and layout."""
+def _may_compile(first: Tensor, tensors: Sequence[Tensor], key: tuple[Any, ...]) -> bool:
+    device = first.device.type
+    if device in _failures or not first.numel():
+        return False
+    if device != "cpu":
+        return not (device == "cuda" and torch.cuda.is_current_stream_capturing())
+    if first.numel() < FEWEST and next(_calls(key)) % KEY_REPEATS:
+        return False
+    return all(t.dtype != torch.float64 for t in tensors)
+
+
+def _layout(t: Tensor, kind: str, on_gpu: bool) -> tuple[Tensor, Any]:
+    """Return the tensor or a contiguous copy, and its part of the key: dtype and layout.
+
+    The layout of columns of a wider matrix is "rows" and the stride of rows, which is a symbol on CPUs.
+    """
     size, stride = t.shape, t.stride()
     if kind in ("mask", "seed"):
-        t = t.contiguous().view(torch.uint8) if kind == "mask" else t.contiguous()
+        t = t.contiguous()
+        # As bytes for CPUs: C++ vectors load booleans one at a time.
+        t = t.view(torch.uint8) if kind == "mask" and not on_gpu else t
         return t, (t.dtype, *(n == 1 for n in size))
     mergeable = all(stride[i] == size[i + 1] * stride[i + 1] for i in range(t.ndim - 2))
-    if kind in DATA and t.ndim > 1 and stride[-1] == 1 and mergeable:  # the columns of a wider matrix
-        return t, (t.dtype, "rows")
+    if kind in DATA and t.ndim > 1 and stride[-1] == 1 and mergeable:
+        return t, (t.dtype, "rows", stride[-2] if on_gpu else 0)
     return t.contiguous(), t.dtype
 
 
-def _load(signature: Signature, key: tuple[Any, ...], count: int, inputs: list[Any]) -> None:
-    """Compile the kernel for a call with ``count`` arguments and run it on ``inputs``. If this fails, store None."""
-    global _failure
-    full = (*key[:count], *(a.value for a in signature.arguments[count:]), *key[count:])
+def _place_on_gpu(first: Tensor, specs: Sequence[tuple[str, Any]], tensors: Sequence[Tensor], sums: bool) -> Place:
+    """Return the place of a call on a GPU, by the kinds of its tensors and their parts of the key."""
+    columns = first.shape[-1] // 2 if specs[0][0] == "packed" else first.shape[-1]
+    is_sequence, reach = not sums, 0
+    for (kind, spec), t in zip(specs, tensors, strict=True):
+        is_sequence &= kind == "seed" or (kind == "data" and not isinstance(spec, tuple))
+        in_rows = isinstance(spec, tuple) and spec[1] == "rows"
+        reach = max(reach, t.numel() // max(t.shape[-1], 1) * spec[2] if in_rows else t.numel())
+    wide = reach > _INT32_MAX
+    if is_sequence:
+        return Place(first.device, 0, math.gcd(columns, 16), 1, wide)
+    block = _GPU_BLOCK if sums and first.shape[-2] % _GPU_BLOCK == 0 else 1
+    return Place(first.device, columns, 1, block, wide)
+
+
+def _of_any_width(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the key of the kernel for all numbers of columns with the same divisor of 16."""
+    parts = ((*part[:2], 0) if isinstance(part, tuple) and part[1:2] == ("rows",) else part for part in key[:-1])
+    return *parts, key[-1]._replace(columns=0, unit=math.gcd(key[-1].columns, 16))
+
+
+def with_defaults(signature: Signature, key: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """Return a key of a call with ``count`` arguments, with the defaults of the other arguments."""
+    return (*key[:count], *(a.value for a in signature.arguments[count:]), *key[count:])
+
+
+def _load(signature: Signature, key: tuple[Any, ...], count: int, tensors: list[Tensor]) -> None:
+    """Compile the kernel for a call with ``count`` arguments and run it on ``tensors``. If this fails, store None."""
+    full = with_defaults(signature, key, count)
+    device = key[-1].device.type
     with _lock:
-        if full not in _KERNELS and not _failure:
-            if sum(signature.name in other[-3:] for other in _KERNELS) >= _MOST_KERNELS:
+        if full not in _KERNELS and key[-1].columns:
+            wider = _of_any_width(full)
+            widths = {k[-1].columns for k in _KERNELS if k[-1].columns and _of_any_width(k)[:-1] == wider[:-1]}
+            full = wider if len(widths) >= _MOST_WIDTHS else full
+        if full not in _KERNELS and device not in _failures:
+            if sum(signature.name == other[-3] for other in _KERNELS) >= _MOST_KERNELS:
                 return
             log.log(
                 logging.DEBUG if _KERNELS else logging.INFO,
-                "compiling eager CPU kernels, once for each operator, activation and dtype, in about a second each; "
-                "%s=cpu_kernels turns this off",
+                "compiling eager kernels, once for each operator, activation and dtype, in about a second each; "
+                "%s=compiled_kernels turns this off",
                 switches.NAME,
             )
             try:
                 # In a separate thread, without the caller's modes, transforms and autocast.
                 with ThreadPoolExecutor(1) as pool:
                     kernel = pool.submit(_build, signature, full).result()
-                kernel(inputs)
+                with suppress(torch.OutOfMemoryError):  # the caller's next call raises it
+                    kernel(list(tensors))  # generated code empties its argument
                 _KERNELS[full] = kernel
             except Exception as error:
                 reason = f"compiling {signature.name} failed: {type(error).__name__}: {str(error).splitlines()[0]}"
-                log.warning("an eager operator runs on CPUs as plain PyTorch, which is slower: %s", reason)
+                log.warning("an eager operator runs on %s as plain PyTorch, which is slower: %s", device, reason)
                 _KERNELS[full] = None
-                _failure = reason if "InvalidCxxCompiler" in reason else ""
+                if any(name in reason for name in ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")):
+                    _failures[device] = reason
         _KERNELS[key] = _KERNELS.get(full)
 
 
@@ -162,16 +258,119 @@ def _build(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
             return _compile(signature, key)
 
 
-def _example(kind: str, spec: Any, leading: list[Any], columns: Any, packed: Any, row_stride: Any) -> Tensor:
-    """Create an example tensor of a kind, with the dtype and layout in ``spec``. Other arguments are symbolic sizes."""
+class OperatorGraph(NamedTuple):
+    """A graph of one operator, to be compiled.
+
+    Attributes:
+        module: the graph. Its placeholders are symbols, then the call's tensors.
+        examples: the placeholders' fake values.
+        symbols: functions that compute the symbols from the call's first tensor.
+        sums_block: the number of rows in a block of sums over rows; None without such sums.
+        results: for each of the operator's results its position among the graph's outputs, or None.
+        is_tuple: True if the operator returns a tuple.
+    """
+
+    module: torch.fx.GraphModule
+    examples: list[Any]
+    symbols: tuple[Callable[[Tensor], int], ...]
+    sums_block: int | None
+    results: tuple[int | None, ...]
+    is_tuple: bool
+
+
+def _example(
+    kind: str, spec: Any, leading: list[Any], columns: Any, packed: Any, row_stride: Any, device: torch.device
+) -> Tensor:
+    """Create an example tensor of a kind, with the dtype and layout in ``spec``. Other arguments may be symbols."""
     dtype, *layout = spec if isinstance(spec, tuple) else (spec,)
     width = packed if kind == "packed" or (kind == "per_column" and packed is not None) else columns
     sizes = {"per_row": leading, "per_column": [width], "per_head": leading[-2:-1], "seed": [1] * len(layout)}
     size = sizes.get(kind, [*leading, width])
     if kind == "mask":
         size = [1 if is_one else n for is_one, n in zip(reversed(layout), reversed(size), strict=False)][::-1]
-    strides = torch.empty([*leading, row_stride] if "rows" in layout else size).stride()
-    return torch.empty_strided(size, strides, dtype=dtype)
+    strides = torch.empty([*leading, layout[1] or row_stride] if "rows" in layout else size).stride()
+    return torch.empty_strided(size, strides, dtype=dtype, device=device)
+
+
+def operator_graph(signature: Signature, key: tuple[Any, ...]) -> OperatorGraph:
+    """Return the graph for a key with all arguments. The hints of its symbols do not depend on the first call."""
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    from torch_fused_ops.lowerings.operators import ROWS_PER_BLOCK_KEY
+
+    *spec, _, axes, place = key
+    on_gpu = place.device.type != "cpu"
+    shape_env, numbers = ShapeEnv(duck_shape=False), itertools.count()
+    graph, mode = torch.fx.Graph(), FakeTensorMode(shape_env=shape_env)
+
+    def symbol(hint: int) -> Any:
+        source = ConstantSource(f"size_{next(numbers)}")
+        created = shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        return shape_env.create_symintnode(created, hint=hint, source=source)
+
+    rows_hint = 8192 if on_gpu else 96
+    if place.wide:  # Inductor takes 64 bits if the hints' products need them
+        strides = [part[2] for part in spec if isinstance(part, tuple) and part[1:2] == ("rows",)]
+        rows_hint = _INT32_MAX // max(place.columns or 1024, *strides, 1) + 2 * place.block
+    rows, columns = symbol(rows_hint // place.block), place.columns or place.unit * symbol(1024)
+    leading = [*map(symbol, range(3, axes + 1)), place.block * rows][: axes - 1]
+    is_packed = any(argument.kind == "packed" for argument in signature.arguments)
+    packed = None if not is_packed else 2 * columns if on_gpu else symbol(2048)
+    symbols: list[tuple[Any, Callable[[Tensor], int]]] = []
+    if place.block > 1:
+        symbols.append((rows, lambda t: t.shape[-2] // place.block))
+    if place.unit > 1:
+        divisor = place.unit * (2 if signature.arguments[0].kind == "packed" else 1)
+        symbols.append((columns // place.unit, lambda t: t.shape[-1] // divisor))
+    examples: list[Any] = [value for value, _ in symbols]
+    for i, value in enumerate(examples):
+        graph.placeholder(f"size_{i}").meta["val"] = value
+    nodes, fakes = [], []
+    with mode:
+        for argument, part in zip(signature.arguments, spec, strict=True):
+            node = fake = list(part) if argument.name == "output_mask" else part
+            if argument.kind and part is not None:
+                row_stride = symbol(4096)
+                fake = _example(argument.kind, part, leading, columns, packed, row_stride, place.device)
+                node = graph.placeholder(argument.name)
+                node.meta["val"] = fake
+                examples.append(fake)
+                if fake.dtype == torch.uint8:  # a mask on a CPU
+                    number = graph.call_function(prims.convert_element_type.default, (node, torch.float32))
+                    node, fake = graph.call_function(aten.ne.Scalar, (number, 0)), fake != 0
+            nodes.append(node)
+            fakes.append(fake)
+        results = signature.overload(*fakes)
+    call = graph.call_function(signature.overload, tuple(nodes))
+    if on_gpu and place.block > 1:
+        call.meta[ROWS_PER_BLOCK_KEY] = place.block
+    is_tuple = isinstance(results, tuple)
+    present = [i for i, r in enumerate(results) if r is not None] if is_tuple else [0]
+    outputs = [graph.call_function(operator.getitem, (call, i)) for i in present] if is_tuple else [call]
+    graph.output(tuple(outputs))
+    positions = tuple(present.index(i) if i in present else None for i in range(len(results) if is_tuple else 1))
+    module = torch.fx.GraphModule({}, graph)
+    sums = any(kind == "per_column" and i in present for i, kind in enumerate(signature.results))
+    block = place.block if sums and place.columns else None
+    return OperatorGraph(module, examples, tuple(of for _, of in symbols), block, positions, is_tuple)
+
+
+SETTINGS = {
+    "compile_threads": 1,
+    "cpp.dynamic_threads": True,  # follow torch.set_num_threads at each call
+    "post_grad_custom_post_pass": None,  # a policy's pass, which does not apply to one operator
+    # On a GPU do not measure: a first call would wait for the device, and sums would differ between runs.
+    "coordinate_descent_tuning": False,
+    "deterministic": True,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "triton.autotune_pointwise": False,
+    "triton.cudagraphs": False,
+    "triton.mix_order_reduction": False,  # its number of splits depends on the device
+}
+"""Inductor's settings for eager kernels."""
 
 
 def _compile(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
@@ -179,56 +378,26 @@ def _compile(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.lowering import lowerings
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch._inductor.virtualized import V
+
+    from torch_fused_ops.lowerings.choices import EagerChoices
 
     if signature.overload not in lowerings:  # Inductor would call the operator, which would call this kernel
         raise RuntimeError(f"Inductor has no lowering of {signature.overload}")
-    graph, mode = torch.fx.Graph(), FakeTensorMode(shape_env=ShapeEnv())
-    *spec, _, axes, by_fours = key
-    # Sizes are symbols. All hints differ, because equal hints would share a symbol.
-    hints = (96, 1024, 2048, *range(3, axes + 1), *range(4096, 4096 + len(spec)))
-    rows, columns, double, *symbols = (mode.from_tensor(torch.empty(hint)).shape[0] for hint in hints)
-    row_strides, outer = symbols[-len(spec) :], symbols[: -len(spec)]
-    leading = [*outer, 4 * rows if by_fours else rows][: axes - 1]
-    packed = double if any(argument.kind == "packed" for argument in signature.arguments) else None
-    examples: list[Any] = [rows] if by_fours else []
-    if by_fours:
-        graph.placeholder("rows_by_four").meta["val"] = rows
-    nodes, fakes = [], []
-    with mode:
-        for argument, part, row_stride in zip(signature.arguments, spec, row_strides, strict=True):
-            node = fake = list(part) if argument.name == "output_mask" else part
-            if argument.kind and part is not None:
-                fake = _example(argument.kind, part, leading, columns, packed, row_stride)
-                node = graph.placeholder(argument.name)
-                node.meta["val"] = fake
-                examples.append(fake)
-                if argument.kind == "mask":  # passed as bytes: C++ vectors load booleans one at a time
-                    number = graph.call_function(prims.convert_element_type.default, (node, torch.float32))
-                    node, fake = graph.call_function(aten.ne.Scalar, (number, 0)), fake != 0
-            nodes.append(node)
-            fakes.append(fake)
-        results = signature.overload(*fakes)
-    call = graph.call_function(signature.overload, tuple(nodes))
-    outputs = [call]
-    if isinstance(results, tuple):
-        outputs = [graph.call_function(operator.getitem, (call, i)) for i, r in enumerate(results) if r is not None]
-    graph.output(tuple(outputs))
-    settings = {
-        "compile_threads": 1,
-        "cpp.dynamic_threads": True,  # follow torch.set_num_threads at each call
-        "post_grad_custom_post_pass": None,  # a policy's pass, which does not apply to one operator
-    }
-    with config.patch(settings), torch.no_grad():
-        code: Any = compile_fx_inner(torch.fx.GraphModule({}, graph), examples)
-    run = code.current_callable
-    if not isinstance(results, tuple):
+    graph = operator_graph(signature, key)
+    with config.patch(SETTINGS), V.set_choices_handler(EagerChoices(graph.sums_block)), torch.no_grad():
+        code: Any = compile_fx_inner(graph.module, graph.examples)
+    run, symbols, results = code.current_callable, graph.symbols, graph.results
+
+    def with_symbols(tensors: list[Tensor]) -> Any:
+        return code.current_callable([*(of(tensors[0]) for of in symbols), *tensors])
+
+    run = with_symbols if symbols else run
+    if not graph.is_tuple:
         return lambda tensors: run(tensors)[0]
-    places = [None if r is None else sum(other is not None for other in results[:i]) for i, r in enumerate(results)]
 
     def backward(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
         gradients = run(tensors)
-        return tuple([None if place is None else gradients[place] for place in places])
+        return tuple([None if position is None else gradients[position] for position in results])
 
     return backward

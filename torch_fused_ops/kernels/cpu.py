@@ -24,9 +24,12 @@ _GRAIN = 32768  # elements below which PyTorch does not divide an elementwise ca
 _FEWEST_BLOCKS = 4  # up to this number, whole temporaries cost less than copying results of blocks
 
 
-def block() -> int:
-    """Return the elements per block: a grain per thread, at least 4 grains. A call takes 2 µs, like 10,000 elements."""
-    return _GRAIN * max(4, torch.get_num_threads())
+_GPU_BLOCK = 1 << 24  # elements per block on a GPU: a launch then takes less time than its elements
+
+
+def block(device: torch.device) -> int:
+    """Return the elements per block. On a CPU this is a grain per thread: a call takes 2 µs, like 10,000 elements."""
+    return _GRAIN * max(4, torch.get_num_threads()) if device.type == "cpu" else _GPU_BLOCK
 
 
 def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +51,8 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
             return in_blocks(*args)
 
     def in_blocks(*args: Any) -> Any:
-        if args[0].numel() <= _FEWEST_BLOCKS * block():
+        size = block(args[0].device)
+        if args[0].numel() <= _FEWEST_BLOCKS * size:
             outputs = plain(*args)
             if isinstance(outputs, Tensor):  # a registered activation may return its argument
                 aliased = torch._C._is_alias_of(outputs, args[0])  # type: ignore[attr-defined]
@@ -58,7 +62,7 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
         wide = compute_dtype(*(a for a in args if isinstance(a, Tensor)))
         dtypes = [None if args[i] is None else args[i].dtype for i in likes]
         *lead, width = args[0].shape
-        rows, step = math.prod(lead), max(1, block() // max(width, 1))
+        rows, step = math.prod(lead), max(1, size // max(width, 1))
         divided = [t is not None and kind in (*DATA, "per_row") for t, kind in zip(args, kinds, strict=False)]
         flat = [t.reshape(rows, *t.shape[len(lead) :]) if d else t for t, d in zip(args, divided, strict=True)]
         outs: list[Any] = []

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Provide the parts that all Triton kernels share: Triton's import, tensors as matrices, grids, and launches."""
+"""Provide the parts that hand-written Triton kernels share: Triton's import, tensors as matrices, launches."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +11,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-
-from torch_fused_ops import formulas
 
 try:
     import triton
@@ -29,7 +26,6 @@ except ImportError as error:
 __all__ = ["libdevice", "tl", "triton"]  # kernels import them from here, for the error above
 
 INT32_MAX = 2**31 - 1
-GRID_LIMIT = 65535  # largest size of the grid's second and third axes on all vendors' GPUs
 
 # The formulas' cost and accuracy depend on fused multiply-adds, which Triton 3.10 turns off by default.
 OPTIONS = {"enable_fp_fusion": True}
@@ -90,33 +86,6 @@ def recorded() -> Iterator[list[Launch]]:
         yield launches
 
 
-def row_grid(row_blocks: int) -> tuple[int, int]:
-    """Return (high, deep): sizes of the grid's second and third axes for at least this number of programs.
-
-    Both axes are limited. A kernel computes its block as ``tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)``.
-    A few programs may have no rows.
-    """
-    deep = blocks(row_blocks, GRID_LIMIT)
-    return blocks(row_blocks, deep), deep
-
-
-def unit(columns: int, row_strides: Sequence[int], itemsize: int) -> int:
-    """Return a common divisor of these sizes. A kernel receives divided sizes, and the divisor as ``tl.constexpr``.
-
-    Triton only detects whether 16 divides an integer argument. If it does not, as for 1000 columns, loads and stores
-    have single elements. A constant factor of 8, 4 or 2 lets the kernel load or store that number of elements at once.
-
-    Args:
-        columns: the number of columns of all tensors, or a divisor of it.
-        row_strides: row strides in elements; 0 for absent tensors.
-        itemsize: the smallest element size of the tensors.
-    """
-    common = math.gcd(16, columns, *row_strides)
-    if common == 16 or (columns % 16 == 0 and common * itemsize < 16):  # only some tensors have unaligned rows
-        return 1
-    return common
-
-
 class Matrix(NamedTuple):
     """A tensor as a matrix: element (r, c) has offset ``row·r + column·c``."""
 
@@ -158,8 +127,3 @@ def blocks(size: int, block: int) -> int:
 def power_of_2(size: int) -> int:
     """Return the smallest power of 2 that is at least ``size``."""
     return 1 << (size - 1).bit_length()
-
-
-def compute_type(*tensors: Tensor | None) -> tuple[torch.dtype, Any]:
-    dtype = formulas.compute_dtype(*tensors)
-    return dtype, tl.float64 if dtype == torch.float64 else tl.float32

@@ -9,7 +9,6 @@ from torch_fused_ops.declaration import PointwiseOperator, above_zero, finite, k
 from torch_fused_ops.formulas import LAYOUTS
 from torch_fused_ops.operators.registration import register_pointwise
 
-_KERNELS = "torch_fused_ops.kernels.activation"
 _GLU = {"up_offset": "float=0.0", "clamp": "float?=None"}
 _GLU_RULES = finite("up_offset"), above_zero("clamp", optional=True)
 
@@ -35,7 +34,6 @@ bias_act = PointwiseOperator(
     grads=formulas.act_input_grads,
     rules=(known_activation,),
     keeps_result=_keeps_result,
-    kernels=_KERNELS,
 )
 
 glu = PointwiseOperator(
@@ -46,7 +44,6 @@ glu = PointwiseOperator(
     value=formulas.glu_element,
     grads=formulas.glu_input_grads,
     rules=(known_activation, *_GLU_RULES),
-    kernels=_KERNELS,
 )
 
 bias_glu = PointwiseOperator(
@@ -57,7 +54,6 @@ bias_glu = PointwiseOperator(
     value=formulas.glu_element,
     grads=formulas.glu_input_grads,
     rules=(known_activation, one_of("layout", LAYOUTS), *_GLU_RULES),
-    kernels=_KERNELS,
 )
 
 FAMILY = bias_act, glu, bias_glu

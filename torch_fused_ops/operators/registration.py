@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,18 +25,17 @@ from torch_fused_ops.settings.switches import is_without
 
 
 class KernelSet(NamedTuple):
-    """The kernels of an operator or of a backward operator."""
+    """The functions that compute an operator or a backward operator."""
 
-    on_cpu: Callable[..., Any]  # runs on CPUs if no kernel is compiled
-    on_gpu: Callable[..., Any]
+    formula: Callable[..., Any]  # runs if no kernel is compiled
     plain: Callable[..., Any]  # the reference in plain torch
     fake: Callable[..., Any]
 
-    def chosen(self, signature: Signature) -> KernelSet:
-        """Return a copy with a compiled CPU kernel, or with ``plain`` on all devices if kernels are turned off."""
+    def kernels(self, signature: Signature) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the kernels for CPUs and GPUs. If kernels are turned off, both are ``plain``."""
         if is_without("kernels"):
-            return self._replace(on_cpu=self.plain, on_gpu=self.plain)
-        return self._replace(on_cpu=compiled.kernel(signature, self.on_cpu))
+            return self.plain, self.plain
+        return compiled.kernel(signature, self.formula), compiled.kernel(signature, self.formula, on_gpu=True)
 
 
 def register_pair(
@@ -59,17 +56,20 @@ def register_pair(
         keep, native: see ``differentiate``.
         adapt: wraps the backward operator or its kernel, to return a gradient or None for each tensor of the operator.
     """
-    forward, backward = forward.chosen(signatures[0]), backward.chosen(signatures[1])
+    on_cpu, on_gpu = forward.kernels(signatures[0])
+    backward_on_cpu, backward_on_gpu = backward.kernels(signatures[1])
     if is_without("kernels"):
         native = None
     if native is not None:
-        forward = forward._replace(on_cpu=_prefer(native, forward.on_cpu))
-    operator = register(signatures[0], *forward, check)
-    backward_operator = register(signatures[1], *backward, check_gradient)
-    reference, on_cpu = (checked(kernel, check_gradient) for kernel in (backward.plain, backward.on_cpu))
-    differentiate_by_reference(backward_operator, reference, on_cpu)
-    adapted = adapt(backward_operator), adapt(backward.on_cpu)
-    differentiate(operator, check, forward.plain, forward.on_cpu, adapted, keep, native)
+        on_cpu = _prefer(native, on_cpu)
+    operator = register(signatures[0], on_cpu, on_gpu, forward.plain, forward.fake, check)
+    backward_operator = register(
+        signatures[1], backward_on_cpu, backward_on_gpu, backward.plain, backward.fake, check_gradient
+    )
+    reference, on_cpu_checked = (checked(kernel, check_gradient) for kernel in (backward.plain, backward_on_cpu))
+    differentiate_by_reference(backward_operator, reference, on_cpu_checked)
+    adapted = adapt(backward_operator), adapt(backward_on_cpu)
+    differentiate(operator, check, forward.plain, on_cpu, adapted, keep, native)
     return operator
 
 
@@ -89,8 +89,8 @@ def register_pointwise(op: PointwiseOperator) -> None:
     value, grads = cpu.kernel(op, op.forward, plain_forward), cpu.kernel(op, op.backward, plain_backward)
     register_pair(
         op.signatures,
-        KernelSet(value, _on_gpu(op, op.forward.name, value), plain_forward, fake),
-        KernelSet(grads, _on_gpu(op, op.backward.name, grads), plain_backward, backward_fake),
+        KernelSet(value, plain_forward, fake),
+        KernelSet(grads, plain_backward, backward_fake),
         accepts,
         _keep(op),
         _native if op.value is act_element else None,
@@ -112,27 +112,6 @@ def _prefer(native: Callable[..., Any], on_cpu: Callable[..., Any]) -> Callable[
     def kernel(*args: Any) -> Any:
         function = native(*args)
         return on_cpu(*args) if function is None else function(args[0]).contiguous()
-
-    return kernel
-
-
-def imported(module: str, find: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the function ``find(module)``, but import the module at the first call: GPU kernels need Triton."""
-    load = functools.cache(lambda: find(importlib.import_module(module)))
-    return lambda *args: load()(*args)
-
-
-def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return op's GPU kernel, or ``in_torch`` if there is no kernel. Registered activations always run ``in_torch``."""
-    if op.kernels is None:
-        return in_torch
-    launch = imported(op.kernels, lambda module: module.launch_of(name))
-    if "activation" not in op.scalars:
-        return launch
-
-    def kernel(*args: Any) -> Any:
-        activation = next(a for a in args if isinstance(a, str))  # the first string argument
-        return (launch if activations.get(activation).builtin else in_torch)(*args)
 
     return kernel
 

@@ -9,8 +9,8 @@ import os
 
 NAME = "TORCH_FUSED_OPS_WITHOUT"
 
-PARTS = ("kernels", "cpu_kernels", "float8_kernels", "buffer_reuse", "split_reductions")
-"""The parts that can be turned off. "kernels" includes "cpu_kernels" and "float8_kernels"."""
+PARTS = ("kernels", "compiled_kernels", "float8_kernels", "buffer_reuse", "split_reductions")
+"""The parts that can be turned off. "kernels" includes "compiled_kernels" and "float8_kernels"."""
 
 
 def _parse(text: str) -> tuple[str, ...]:
@@ -29,4 +29,4 @@ WITHOUT = _parse(os.environ.get(NAME, ""))
 
 def is_without(part: str) -> bool:
     """True if the environment turns off this part of ``PARTS``."""
-    return part in WITHOUT or (part in ("cpu_kernels", "float8_kernels") and "kernels" in WITHOUT)
+    return part in WITHOUT or (part in ("compiled_kernels", "float8_kernels") and "kernels" in WITHOUT)

@@ -88,7 +88,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("devices", devices),
         ("checked", environment.checked_gpus() or ["no GPU yet: python -m torch_fused_ops check"]),
         ("turned off", [", ".join(switches.WITHOUT) or f"nothing; {switches.NAME} takes {', '.join(switches.PARTS)}"]),
-        ("eager on CPUs", [compiled.status()]),
+        ("eager kernels", [compiled.status()]),
         ("backend 'fused'", [backend]),
         ("policy", [repr(policy) if policy else "none: plain torch.compile fuses no MLPs before enable()"]),
         ("upstream faults", [f"{f.package}: {f.effect} ({f.link})" for f in faults] or ["none known"]),
@@ -121,8 +121,7 @@ def _check(arguments: argparse.Namespace) -> int:
     print(f"\n{calls} samples, {opchecks} opchecks, {time.perf_counter() - start:.0f} s: {verdict}")
     for failure in failures:
         print(f"  {failure}")
-    if device == "cpu":
-        print(f"eager kernels: {compiled.status()}")
+    print(f"eager kernels: {compiled.status()}")
     if device.startswith("cuda") and not failures:
         environment.note_checked(device)
     return 1 if failures else 0

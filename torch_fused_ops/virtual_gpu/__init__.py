@@ -14,7 +14,7 @@ from torch_fused_ops.graphs.target import target_device
 
 from .auditor import Audit, Finding, audit
 from .captured import CapturedGraph, copy_graph, set_aside
-from .compile import compile_graph_on_paper, compile_on_paper
+from .compile import compile_graph_on_paper, compile_on_paper, compile_operator_on_paper
 from .gpus import A10G, A100, B200, GB200, GB300, GPU, H100, H200, L40S, MI300X, RTX5090, RTXPRO6000, by_name, described
 from .interpreter import interpret, interpret_step
 from .machine_code import MachineCode, assemble
@@ -48,6 +48,7 @@ __all__ = [
     "by_name",
     "compile_graph_on_paper",
     "compile_on_paper",
+    "compile_operator_on_paper",
     "copy_graph",
     "described",
     "interpret",

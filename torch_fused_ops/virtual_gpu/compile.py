@@ -13,7 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
+from torch_fused_ops.declaration import Signature
 from torch_fused_ops.graphs.modules import is_parameter
+from torch_fused_ops.kernels.compiled import OperatorGraph
 
 from . import emulation
 from .captured import CapturedGraph, concrete
@@ -90,6 +92,47 @@ def compile_graph_on_paper(
         TypeError: an input is a tensor subclass, or neither a tensor nor a number.
     """
     return _Paper(gpu, None, config or {}).compile_graph(captured)
+
+
+def compile_operator_on_paper(name: str, *args: Any, gpu: GPU | str = H200) -> PaperCompilation:
+    """Generate the kernels that run a call of `torch.ops.fused.<name>` in eager mode on a GPU that need not be present.
+
+    Args:
+        name: an operator or a backward operator, such as "glu_backward".
+        *args: its arguments. Tensors are on "meta".
+        gpu: the GPU to generate code for, or its name (``by_name``).
+
+    Returns:
+        Generated code, kernels and bytes moved. The number of rows is a symbol; bytes are for 8192 rows.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+        ValueError: `gpu` is not known.
+    """
+    from torch_fused_ops.kernels.compiled import identification, with_defaults
+    from torch_fused_ops.operators.autograd import REGISTERED
+
+    signature = REGISTERED[name].signature
+    key, _ = identification(signature, on_gpu=True)(args)
+    return operator_on_paper(signature, with_defaults(signature, key, len(args)), by_name(gpu, "gpu"))[1]
+
+
+def operator_on_paper(signature: Signature, key: tuple[Any, ...], gpu: GPU) -> tuple[OperatorGraph, PaperCompilation]:
+    """Generate the eager kernels for a key of `kernels/compiled.py`."""
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor.virtualized import V
+
+    from torch_fused_ops.kernels import compiled
+    from torch_fused_ops.lowerings.choices import EagerChoices
+
+    paper = _Paper(gpu, None, compiled.SETTINGS)
+    with paper.patched(), torch.no_grad():
+        place = key[-1]._replace(device=torch.device("cuda", 0))
+        graph = compiled.operator_graph(signature, (*key[:-1], place))
+        choices = V.set_choices_handler(EagerChoices(graph.sums_block))
+        with V.set_fake_mode(detect_fake_mode(graph.examples)), choices:
+            paper.generate(graph.module, graph.examples, is_inference=True)
+    return graph, paper.result()
 
 
 @contextlib.contextmanager

@@ -82,10 +82,12 @@ def _load(source: str, gpu: GPU) -> Kernel:
     if autotuner is None:
         raise ValueError(f"kernel: its source defines no kernel of Inductor:\n{source[:400]}")
     meta = autotuner.triton_meta
+    # A fixed configuration is part of the code, which omits masks that its blocks do not need.
+    fixed = autotuner.configs[0].kwargs if autotuner.heuristic_type.name == "FIXED" else {}
     return Kernel(
         autotuner.fn,
         dict(meta["signature"]),
-        dict(meta.get("constants", {})),
+        {**meta.get("constants", {}), **fixed},
         meta["configs"][0],
         {"enable_fp_fusion": meta.get("enable_fp_fusion", True)},
         tuple(Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in autotuner.configs),

@@ -18,7 +18,7 @@ from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of,
 from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.operators import checks
 from torch_fused_ops.operators.autograd import SavePolicy
-from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
+from torch_fused_ops.operators.registration import KernelSet, register_pair
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
@@ -87,19 +87,15 @@ def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
-_KERNELS = "torch_fused_ops.families.dropout.kernels"
-
 register_pair(
     dropout_add.signatures,
     KernelSet(
         functools.partial(formulas.dropout_add, draw=formulas.mask_in_fours),
-        imported(_KERNELS, lambda kernels: kernels.dropout_add),
         formulas.dropout_add,
         _fake,
     ),
     KernelSet(
         functools.partial(formulas.dropout_add_backward, draw=formulas.mask_in_fours),
-        imported(_KERNELS, lambda kernels: kernels.dropout_add_backward),
         formulas.dropout_add_backward,
         _backward_fake,
     ),

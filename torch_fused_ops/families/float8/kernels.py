@@ -15,7 +15,7 @@ The largest element is found by comparing bits as integers. This is exact, order
 and avoids min.NaN and max.NaN, after which ptxas 12.9 stores float8 wrongly. In a block whose scale is NaN, the
 hardware converts an infinity to 448 and torch converts it to NaN: multiplied by the scale, both are NaN.
 
-Formulas are in ``families/float8/formulas.py``; activations' formulas are in ``kernels/activation.py``.
+Formulas are in ``families/float8/formulas.py``; activations' formulas are in ``activations.py``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,10 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch_fused_ops import formulas
 from torch_fused_ops.declaration import OPERATORS, PointwiseOperator
 from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.activations import activate, clamp, clamp_above, input_grad, within
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.formulas import FP8
 from torch_fused_ops.kernels import launching
-from torch_fused_ops.kernels.activation import (
-    _activate,
-    _clamp,
-    _clamp_above,
-    _input_grad,
-    _within,
-)
 from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
 
 SIDE = tl.constexpr(BLOCK)
@@ -377,7 +371,7 @@ def _pairs_of_tile(
                     mask = mask[:, None] & (part * NARROW < columns_left)
                     row = part * rows + row[:, None]
                 scale = _beside_rows(tl.load(input_scales + row, mask=mask, other=0.0), COLUMNS)
-                loaded = _clamp(_from_fp8(loaded, PTX) * scale, BF16_LARGEST)
+                loaded = clamp(_from_fp8(loaded, PTX) * scale, BF16_LARGEST)
             two = two + (loaded.to(DTYPE),)
         strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
     return strips
@@ -506,7 +500,7 @@ def _dequantize_rows(
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     scale = tl.load(scales + row * scale_row)
     code = tl.load(values + row * columns + place, mask=place < columns, other=0)
-    tl.store(out + row * columns + place, _clamp(_from_fp8(code, PTX) * scale, LARGEST), mask=place < columns)
+    tl.store(out + row * columns + place, clamp(_from_fp8(code, PTX) * scale, LARGEST), mask=place < columns)
 
 
 @triton.jit
@@ -590,14 +584,14 @@ def _gradients(
         if PAIR:
             u = _strip(up, row, place, up_row, up_column, mask)
             if CLAMP is not None:
-                gate_within = _within(x, CLAMP)
-                up_within = _within(tl.abs(u), CLAMP)
-                x = _clamp_above(x, CLAMP)
-                u = _clamp(u, CLAMP)
+                gate_within = within(x, CLAMP)
+                up_within = within(tl.abs(u), CLAMP)
+                x = clamp_above(x, CLAMP)
+                u = clamp(u, CLAMP)
             if OFFSET != 0.0:
                 u += OFFSET
-            y, derivative = _activate(x, ACTIVATION)
-            dx = _input_grad(g * u, x, derivative, ACTIVATION)
+            y, derivative = activate(x, ACTIVATION)
+            dx = input_grad(g * u, x, derivative, ACTIVATION)
             du = g * y
             if CLAMP is not None:
                 dx = tl.where(gate_within, dx, 0.0)
@@ -614,9 +608,9 @@ def _gradients(
             else:
                 results = results + (_pair(above, result, DTYPE, PTX),)
         else:
-            y, derivative = _activate(x, ACTIVATION)
+            y, derivative = activate(x, ACTIVATION)
             result = y if WHOLE else tl.where(mask, y, 0.0)
-            pair = _pair(_input_grad(g, x, derivative, ACTIVATION), result, DTYPE, PTX)
+            pair = _pair(input_grad(g, x, derivative, ACTIVATION), result, DTYPE, PTX)
         strips = strips + (pair,)
         largest = _largest_of_rows(pair, COLUMNS, PTX)
         of_rows = of_rows + (largest,)
@@ -910,6 +904,7 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
     return results
 
 
+@functools.cache
 def launch_of(name: str) -> Callable[..., Any]:
     """Return the function that computes ``fused::name`` on a GPU."""
     operator = name.removesuffix("_backward_quantized")

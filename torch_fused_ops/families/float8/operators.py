@@ -36,7 +36,6 @@ from torch_fused_ops.operators import fp8_store
 from torch_fused_ops.operators.autograd import checked, define, register
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
-from torch_fused_ops.operators.registration import imported
 from torch_fused_ops.settings.switches import is_without
 
 GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -152,7 +151,12 @@ def register_plain(
     signature: Signature, plain: Callable[..., Any], fake: Callable[..., Any], check: Callable[..., None] | None = None
 ) -> torch._ops.OpOverload:
     """Register an operator without a derivative. The function of the same name in ``kernels.py`` is its GPU kernel."""
-    kernel = imported("torch_fused_ops.families.float8.kernels", lambda module: module.launch_of(signature.name))
+
+    def kernel(*args: Any) -> Any:
+        from torch_fused_ops.families.float8 import kernels  # not earlier: it needs Triton
+
+        return kernels.launch_of(signature.name)(*args)
+
     on_gpu = plain if is_without("float8_kernels") else kernel
     return register(signature, plain, on_gpu, plain, checked(fake, check), check)
 

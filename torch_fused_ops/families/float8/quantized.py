@@ -26,6 +26,8 @@ from torch_fused_ops.operators.activation import FAMILY
 
 # Maps each operator for which ``kernels.py`` has a kernel to its …_backward_quantized.
 QUANTIZED: dict[PointwiseOperator, torch._ops.OpOverload] = {}
+# The activations for which ``kernels.py`` quantizes gradients in the kernel that computes them (``activations.py``).
+ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh")
 RESULTS = 5  # per gradient: values and scales along its rows, values and scales along its columns, sums
 
 

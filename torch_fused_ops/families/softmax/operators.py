@@ -18,7 +18,7 @@ from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of
 from torch_fused_ops.families.softmax import formulas, sharding  # noqa: F401
 from torch_fused_ops.operators.autograd import SavePolicy, library
 from torch_fused_ops.operators.checks import DTYPES
-from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
+from torch_fused_ops.operators.registration import KernelSet, register_pair
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
@@ -133,19 +133,15 @@ def _for_three(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
-_KERNELS = "torch_fused_ops.families.softmax.kernels"
-
 _FORWARD = register_pair(
     scaled_masked_softmax.signatures,
     KernelSet(
         formulas.scaled_masked_softmax,
-        imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax),
         formulas.scaled_masked_softmax,
         _fake,
     ),
     KernelSet(
         formulas.scaled_masked_softmax_backward,
-        imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax_backward),
         formulas.scaled_masked_softmax_backward,
         _backward_fake,
     ),
