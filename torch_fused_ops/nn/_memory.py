@@ -9,6 +9,7 @@ A checkpoint does not notice writes to parameters and to other tensors than its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -99,7 +100,7 @@ def run_at_level(
     repeated, after = (second, _identity) if stops_early else (_identity, second)
     if not is_known:
         activate = _checked(activate)
-    settings = {"use_reentrant": False, "preserve_rng_state": not is_known, "determinism_check": "none"}
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not is_known, "determinism_check": "none"}
 
     def saving(fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
         repeat = _Repeated(fn, module, reads, unread="fc2.bias" if stops_early else "fc2.")
