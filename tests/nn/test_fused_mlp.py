@@ -153,6 +153,17 @@ def test_autocast():
     assert mlp.fc1.weight.grad.dtype == torch.float32
 
 
+def test_second_derivatives_are_those_at_the_saved_values() -> None:
+    mlp, x = FusedMLP(16, 32, dtype=torch.float64), torch.randn(6, 16, dtype=torch.float64, requires_grad=True)
+    results = {}
+    for mlp.memory in LEVELS:
+        (gradient,) = torch.autograd.grad(mlp(x).square().sum(), x, create_graph=True)
+        (results[mlp.memory],) = torch.autograd.grad(gradient.square().sum(), x)
+    for level, tolerance in (("free", 1e-12), ("input", 1e-12), ("fp8", 0.1)):
+        assert (results[level] - results["off"]).norm() <= tolerance * results["off"].norm(), level
+    assert not torch.equal(results["fp8"], results["off"])
+
+
 def doubled(inner: nn.Linear) -> nn.Module:
     """Wrap a linear, as adapters do."""
     return Net(lambda s, x: 2 * s.inner(x), inner=inner, weight=inner.weight, bias=inner.bias)
