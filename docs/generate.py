@@ -196,12 +196,13 @@ def _between(page: str, mark: str, lines: list[str], text: str | None = None) ->
 
 def plan() -> str:
     """The page, with each model's peak and time at each level, and the levels chosen for each limit."""
+    from torch_fused_ops.planner.pieces import CHECKPOINTS
     from torch_fused_ops.planner.setup import LEVELS
     from torch_fused_ops.reports.text import size
 
     cases = json.loads((RESULTS / "plans.json").read_text())
     plans = [case["plans"][0] for case in cases.values()]
-    levels = [level for level in (*LEVELS, "checkpoint") if any(_at_level(plan, level) for plan in plans)]
+    levels = [level for level in (*LEVELS, *CHECKPOINTS) if any(_at_level(plan, level) for plan in plans)]
     columns = [
         [f"{case['tokens'][0]} × {case['tokens'][1]}", first["gpu"].removeprefix("NVIDIA ")]
         + [size(first["parameters"]), size(first["optimizer_state"])]
@@ -271,6 +272,7 @@ SAVES = {
     "input": "only the MLP's input",
     "input+attention": "the same, and of attention only its input and result",
     "checkpoint": "only the layer's input",
+    "checkpoint, attention saved": "the layer's input and attention's result",
 }
 
 
@@ -281,12 +283,12 @@ def _change(ratio: float) -> str:
 
 def readme() -> str:
     """The page, with a plan's peaks, and bytes that PyTorch's memory budget saves."""
-    from torch_fused_ops.virtual_gpu import H200
+    from torch_fused_ops.planner.setup import FRAGMENTATION
 
-    plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B"]["plans"][0]
+    plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B, 8 GPUs"]["plans"][0]
     lines = [
-        f"| every MLP at | saved for each MLP | peak | share of {H200.total_memory >> 30} GiB | time of the step |",
-        "|---|---|---|---|---|",
+        "| every MLP at | saved for each MLP | peak | reserved, expandable segments | reserved by default | time |",
+        "|---|---|---|---|---|---|",
     ]
     for row in plan["levels"]:
         if row["level"] in SAVES:
@@ -294,11 +296,14 @@ def readme() -> str:
                 "free": '`"free"`, the default',
                 "input+attention": '`"input"`, with `attention="input"`',
                 "checkpoint": "a checkpoint around each layer",
+                "checkpoint, attention saved": "a selective checkpoint",
             }.get(row["level"])
             peak = max(row["peak"], plan["optimizer_peak"])
             cells = (name or f'`"{row["level"]}"`', SAVES[row["level"]], f"{peak / 2**30:.0f} GiB")
-            share = f"{100 * peak / H200.total_memory:.0f} %"
-            lines.append(f"| {' | '.join(cells)} | {share} | {_change(row['seconds'] / plan['off_seconds'])} |")
+            by_default = row["reserved"] * (1 + FRAGMENTATION[False]) / (1 + FRAGMENTATION[True])
+            reserved = " | ".join(f"{nbytes / 2**30:.0f} GiB" for nbytes in (row["reserved"], by_default))
+            time = _change(row["seconds"] / plan["off_seconds"])
+            lines.append(f"| {' | '.join(cells)} | {reserved} | {time} |")
     page = _between("../README.md", PLANS, [*lines, ""])
     return _between("../README.md", ON_PAPER, [*_budget(), ""], page)
 

@@ -155,10 +155,10 @@ def picture(name: str, case: dict[str, Any]) -> Any:
         ax.annotate(text, (right, label), (10, 0), textcoords="offset points", va="center", fontsize=13)
     ax.axvline(limit, color="#b91c1c", linewidth=1.5, linestyle="--", zorder=2)
     ax.text(limit + 1, -0.6, f"{plan['gpu'].split()[1]}: {limit:.0f} GiB", color="#b91c1c", fontsize=12)
-    ax.set_xlim(0, 1.55 * right)
+    ax.set_xlim(0, 1.7 * right)
     ax.invert_yaxis()
     ax.tick_params(labelsize=13)
-    ax.set_xlabel("reserved on each GPU, GiB; shards of weights and AdamW's state are float32", fontsize=10)
+    ax.set_xlabel("reserved on each GPU, GiB, with expandable segments", fontsize=10)
     figure.suptitle(f"{name} (FSDP2), {batch} × {length:,} tokens on each, estimated", fontsize=13)
     ax.spines[["top", "right"]].set_visible(False)
     return figure
