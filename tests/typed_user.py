@@ -11,7 +11,8 @@ from torch_fused_ops import ops
 compiled = torch.compile(torch.nn.Linear(8, 8), backend="fused", options={"memory": "fp8"})  # pyright: ignore[reportUnknownMemberType]  # fmt: skip
 x = torch.ones(2, 8)
 assert_type(FF.bias_act(x, activation="gelu_tanh"), Tensor)
-assert_type(FF.swiglu(x, x), Tensor)
+assert_type(FF.swiglu(x, x, clamp=7.0, memory="fp8"), Tensor)
+FF.bias_geglu(x, layout="swapped", clmp=7.0)  # type: ignore[call-arg]
 assert_type(tfo.ops.glu(x, x, None, "silu", clamp=7.0), Tensor)  # torch.ops.fused.glu has no types
 assert_type(ops.quantize(x, 128), tuple[Tensor, Tensor])
 tfo.ops.glu(x, x, "silu")  # type: ignore[call-arg,arg-type]
