@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,9 @@ from torch_fused_ops.graphs.capture import check_model, name_of
 from torch_fused_ops.planner import max_batch, search
 from torch_fused_ops.planner import model as models
 from torch_fused_ops.planner.model import CapturedModel
+from torch_fused_ops.planner.offload import Link, host_bytes, patterns
 from torch_fused_ops.planner.pieces import CHECKPOINTS, checkpointed, divided
-from torch_fused_ops.planner.report import LevelRow, Plan
+from torch_fused_ops.planner.report import LevelRow, Offloaded, Plan
 from torch_fused_ops.planner.search import Candidate
 from torch_fused_ops.planner.setup import LEVELS, OFF, WITH_ATTENTION, Setup, bytes_of, check
 from torch_fused_ops.planner.snapshot import snapshot_of
@@ -59,6 +61,8 @@ def plan(
     accumulate: int = 1,
     compiled: str = "model",
     expandable_segments: bool = False,
+    offload_bandwidth: float | None = None,
+    host_memory: str | int | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step: estimate its memory on a GPU, and choose the cheapest memory levels with which it fits.
@@ -93,6 +97,9 @@ def plan(
         accumulate: the number of micro-batches for each step of the optimizer.
         compiled: "model"; "layers", if each layer is compiled separately; or "none".
         expandable_segments: True if the allocator uses expandable segments; otherwise PyTorch reserves more.
+        offload_bandwidth: GB/s of a copy between GPU and pinned host memory while all ranks copy: also choose saved
+            tensors to move to the host (``FusionPolicy(offload=…)``). By default they stay on the GPU.
+        host_memory: the pinned host memory for each rank, as for ``capacity``. By default as much as needed.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -110,9 +117,10 @@ def plan(
     model = check_model(model)
     for name, value in {"capacity": capacity, "gpu": gpu, "maximum": maximum, "levels": levels}.items():
         check(name, value)
-    sharing = (dp, parallel, mixed_precision, root, reshard)
-    setup = Setup(optimizer, *sharing, master_weights, accumulate, compiled, expandable_segments)
+    sharing, offloading = (dp, parallel, mixed_precision, root, reshard), (offload_bandwidth, host_memory)
+    setup = Setup(optimizer, *sharing, master_weights, accumulate, compiled, expandable_segments, *offloading)
     limit, described = bytes_of(capacity), gpus.by_name(gpu)
+    link = Link(1e9 * offload_bandwidth, bytes_of(host_memory or sys.maxsize)) if offload_bandwidth else None
     loss_function, loss_runs = models.loss_of(loss)
     weights = torch.bfloat16 if mixed_precision else torch.float32 if master_weights else None
     first_size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
@@ -143,7 +151,7 @@ def plan(
         tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
         resident = Resident.of(tensors, setup, ready.group_of)
         ends = ("step" if compiled == "model" else "layer") if resident.accumulated else ""
-        step = Step(mlps, by_level, resident.shards, ends)
+        step = Step(mlps, by_level, resident.shards, ends, link)
         gradients = 0 if resident.accumulated else resident.gradients
         resident = replace(resident, batch=max(step.entry, step.summary_at({}).end - gradients))
         return _Planner(name_of(model), ready, pieces, known, step, resident, described, chosen_among, setup)
@@ -210,7 +218,7 @@ class _Planner:
     setup: Setup
     with_checkpoints: Mapping[str, SegmentedStep] = field(default_factory=dict)  # by ``pieces.CHECKPOINTS``
     advice: tuple[str, ...] = ()  # sentences that do not depend on the limit
-    _mixed: dict[FusionPolicy, Step] = field(default_factory=dict, init=False)
+    _compiled: dict[FusionPolicy, Step] = field(default_factory=dict, init=False)
 
     def estimated(
         self, levels: Mapping[str, str], pieces: CapturedModel | None = None, chunks: bool = False
@@ -275,13 +283,18 @@ class _Planner:
         return search.candidates(self.step, self.levels)
 
     def exact(self, chosen: Candidate) -> Step:
-        """Return the step compiled at these levels alone. Mixed levels are compiled at the first call."""
-        if not chosen.is_mixed:
+        """Return the step compiled as chosen. A step that was only estimated is compiled at the first call."""
+        if not chosen.is_estimate:
             return self.step.with_single_step(self.step.by_level[self.step.default(chosen.levels)])
-        policy = self.captured.policy_of(chosen.levels)
-        if policy not in self._mixed:
-            self._mixed[policy] = self.step.with_single_step(segmented_step(self.captured, self.gpu, policy))
-        return self._mixed[policy]
+        policy = self.policy(chosen)
+        if policy not in self._compiled:
+            self._compiled[policy] = self.step.with_single_step(segmented_step(self.captured, self.gpu, policy))
+        return self._compiled[policy]
+
+    def policy(self, chosen: Candidate) -> FusionPolicy:
+        """Return a candidate's policy."""
+        stored = self.step.by_level[self.step.default(chosen.levels)].schedule.stored
+        return replace(self.captured.policy_of(chosen.levels), offload=patterns(stored, chosen.offload))
 
     def exact_pools(self, chosen: Candidate) -> int:
         """Return the bytes of PyTorch's pools, without resident bytes, in the step compiled at these levels."""
@@ -300,10 +313,10 @@ class _Planner:
     def within(self, limit: int) -> Plan:
         """Make the plan for a limit in bytes."""
         step, resident = self.step, self.resident
-        uniform = [candidate for candidate in self.candidates if not candidate.is_mixed]
+        uniform = [candidate for candidate in self.candidates if not candidate.is_estimate]
         available = self.setup.available(limit) - resident.nbytes
         chosen = search.best(self.candidates, available, self.exact_pools)
-        if chosen is not None and chosen.is_mixed:  # compare with uniform levels by compiled times
+        if chosen is not None and chosen.is_estimate:  # compare with uniform levels by compiled times
             plainer = search.best(uniform, available)
             if plainer is not None and plainer.summary.seconds <= self.exact(chosen).summary_at({}).seconds:
                 chosen = plainer
@@ -353,18 +366,30 @@ class _Planner:
             transient=summary.peak - summary.saved,
             seconds=summary.seconds,
             off_seconds=plainest.summary_at({}).seconds,
-            policy=self.captured.policy_of(chosen.levels),
+            policy=self.policy(chosen),
             baseline=plainest_name,
             choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
             levels=rows,
             missing=row.missing,
             help=tuple(advice),
             setup=self.setup,
+            offloaded=self.offloaded(exact),
             curve=tuple(resident.nbytes + point for point in exact.points({})),
             off_curve=tuple(resident.nbytes + point for point in plainest.points({})),
             _planner=self,
             _snapshot=functools.partial(snapshot_of, compiled.timeline, self.captured.unread, resident),
         )
+
+    def offloaded(self, step: Step) -> Offloaded | None:
+        """Return the bytes and costs of a compiled step's copies; None if it has no copies."""
+        ((compiled,), link) = step.by_level.values(), step.link
+        copies = compiled.schedule.copies
+        if not copies or link is None:
+            return None
+        slower = replace(step, link=replace(link, bandwidth=0.8 * link.bandwidth)).summary_at({}).seconds
+        sizes = [copy.nbytes for copy in copies[: len(copies) // 2]]  # the others copy back
+        waiting = compiled.schedule.waiting(copies, link.bandwidth)
+        return Offloaded(link.bandwidth, sum(sizes), host_bytes(sizes), waiting, slower)
 
     def help(self, chosen: StepSummary, with_checkpoints: Sequence[LevelRow], limit: int) -> Iterator[str]:
         """Yield advice to make the step fit, or cheaper.

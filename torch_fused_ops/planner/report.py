@@ -38,6 +38,17 @@ class LevelRow:
 
 
 @dataclass(frozen=True)
+class Offloaded:
+    """Saved tensors that a step moves to the host (``FusionPolicy(offload=…)``), and back in backward."""
+
+    bandwidth: float  # bytes/s of the link, as given
+    nbytes: int  # bytes that move
+    host_bytes: int  # bytes of pinned memory for each rank: each tensor is rounded up to a power of 2
+    waiting: float  # the part of ``Plan.seconds`` in which calls wait for copies
+    slower: float  # ``Plan.seconds`` if the link has 20 % less bandwidth
+
+
+@dataclass(frozen=True)
 class Plan:
     """The result of ``plan``: the chosen levels and their figures. ``within`` plans again for another limit.
 
@@ -64,6 +75,7 @@ class Plan:
         missing: reserved bytes beyond the limit; 0 if the step fits.
         help: advice to make the step fit, or cheaper.
         setup: how the model is trained. All bytes are per GPU, for one GPU's batch.
+        offloaded: the saved tensors on the host; None if all stay on the GPU.
         largest: the largest batch or sequence that fits; None unless ``maximum`` requests it.
         baseline: the row of ``off_seconds``: "off", or "checkpoint" if the model has checkpoints.
     """
@@ -90,6 +102,7 @@ class Plan:
     missing: int
     help: tuple[str, ...]
     setup: Setup = field(default_factory=Setup)
+    offloaded: Offloaded | None = None
     largest: Largest | None = None
     baseline: str = "off"
     curve: tuple[int, ...] = field(default=(), repr=False)
@@ -113,9 +126,10 @@ class Plan:
         rows: dict[str, Any] = {"levels": [{**asdict(row), "fits": row.fits} for row in self.levels]}
         rows["largest"] = asdict(self.largest) if self.largest else None
         rows["setup"] = asdict(self.setup)
-        for name in ("memory", "attention", "checkpoints"):
+        rows["offloaded"] = asdict(self.offloaded) if self.offloaded else None
+        for name in ("memory", "attention", "checkpoints", "offload"):
             value = getattr(self.policy, name)
-            rows[name] = value if isinstance(value, str) else dict(value)
+            rows[name] = dict(value) if isinstance(value, tuple) else value
         return {**shallow, **rows}
 
     def to_json(self) -> str:
@@ -186,16 +200,17 @@ def cost(plan: Plan) -> str:
 
 def chosen(plan: Plan) -> str:
     """Format the policy as code, with counts instead of a long mapping."""
-    values = {name: getattr(plan.policy, name) for name in ("memory", "attention", "checkpoints")}
-    fields = {name: value if isinstance(value, str) else dict(value) for name, value in values.items()}
-    if isinstance(fields["memory"], str) or len(fields["memory"]) <= 4:
-        arguments = (
-            f"{name}={value!r}" for name, value in fields.items() if value not in ("keep", "off") or name == "memory"
-        )
-        return f"FusionPolicy({', '.join(arguments)})"
-    counted = ", ".join(f"{count} at {level!r}" for level, count in Counter(plan.choices.values()).items())
-    many = f"a level for each of {len(plan.choices)} MLPs: {counted}"
-    return f"FusionPolicy(memory={{…}}), {many} (all of it: plan.policy, --json)"
+    fields = [(name, getattr(plan.policy, name)) for name in ("memory", "attention", "checkpoints", "offload")]
+    texts = [
+        f"{name}={{…}}" if isinstance(value, tuple) and len(value) > 4
+        else f"{name}={dict(value) if isinstance(value, tuple) else value!r}"
+        for name, value in fields if name == "memory" or value not in ("keep", "off", False)
+    ]  # fmt: skip
+    policy = f"FusionPolicy({', '.join(texts)})"
+    if texts[0] == "memory={…}":
+        counted = ", ".join(f"{count} at {level!r}" for level, count in Counter(plan.choices.values()).items())
+        policy += f", a level for each of {len(plan.choices)} MLPs: {counted}"
+    return f"{policy} (all of it: plan.policy, --json)" if "…" in policy else policy
 
 
 def level_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -239,7 +254,8 @@ def notes(plan: Plan) -> Iterator[str]:
         yield f"The first step lacks {size(plan.optimizer_state)} of optimizer state: if it fits, later ones may not."
     yield "Least time: published training steps took 1.2 to 1.9 times as long (collectives, optimizer, data)."
     yield (
-        "Not modeled: tensor, context and pipeline parallelism, HSDP, offloading, float8 gathering, reference cycles."
+        "Not modeled: tensor, context and pipeline parallelism, HSDP, parameters and optimizer state on the host, "
+        "float8 gathering, reference cycles."
     )
 
 
@@ -265,6 +281,16 @@ def sections(plan: Plan) -> Iterator[Section]:
         why = "too few tokens for two tiles, no MLP that can be tiled, or a peak outside of MLPs"
         note = f'"tiled" has the peak of "input": {why}'
     yield Section("One level for all", level_rows(plan), note)
+    if moving := plan.offloaded:
+        rows = [
+            ("the link, given", f"{moving.bandwidth / 1e9:g} GB/s"),
+            ("moved to the host, and back", size(moving.nbytes)),
+            ("pinned host memory for each rank", size(moving.host_bytes)),
+            ("calls wait for copies", duration(moving.waiting)),
+            ("a link with 20 % less", change(plan.seconds, moving.slower)),
+        ]
+        note = "not run on a GPU; measure the link while all ranks copy"
+        yield Section("Saved tensors on the host", [("", ""), *rows], note)
     if largest := plan.largest:
         steps = f"in steps of {largest.step}, " if largest.step > 1 else ""
         note = f"each size, and the next that does not fit, was compiled; {steps}from {largest.given}"

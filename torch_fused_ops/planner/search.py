@@ -5,11 +5,14 @@ The list does not depend on the limit, so a higher limit never gives a slower pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch_fused_ops.planner.offload import host_bytes
 from torch_fused_ops.planner.setup import OFF
 from torch_fused_ops.planner.step import Step, StepSummary
+from torch_fused_ops.virtual_gpu.timeline import Stored
 
 DEFAULT = ("free", "fp8", "fp8+attention", "input", "input+attention", "tiled")  # the levels to compile by default
 MISSES = 4  # once this many compiled mixed assignments did not fit, skip the others
@@ -18,22 +21,29 @@ ALIKE = 1e-3  # a relative difference that rooflines cannot resolve
 
 @dataclass(frozen=True)
 class Candidate:
-    """A level for each unit, and the step's summary: exact if all units have the same level, else an estimate."""
+    """A level for each unit, tensors that move to the host, and the step's summary."""
 
     levels: Mapping[str, str]
     summary: StepSummary
+    offload: tuple[Stored, ...] = ()
 
     @property
     def is_mixed(self) -> bool:
         """True if units have different levels."""
         return len(set(self.levels.values())) > 1
 
+    @property
+    def is_estimate(self) -> bool:
+        """True if this step was not compiled: units have different levels, or tensors move to the host."""
+        return self.is_mixed or bool(self.offload)
+
 
 def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     """List assignments of levels, the fastest first. The list does not depend on the limit.
 
-    It contains, for each level, the assignment of that level to all units, and the assignments of ``greedy``. A level
-    without an advantage (``useful``) is not mixed with other levels, and comes last.
+    It contains, for each level, the assignment of that level to all units, and the assignments of ``greedy``. With a
+    link to the host, it also contains each level with tensors on the host. A level without an advantage (``useful``) is
+    not mixed with other levels, and comes last. If steps take equally long, the fewest bytes on the host come first.
 
     Args:
         step: the compiled step.
@@ -43,8 +53,18 @@ def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     alike = (dict.fromkeys(step.mlps, level) for level in (*levels, OFF))
     assigned = {tuple(sorted(chosen.items())): chosen for chosen in (*greedy(step, used), *alike)}
     every = [Candidate(chosen, step.summary_at(chosen)) for chosen in assigned.values()]
+    for level in levels if step.link else ():
+        chosen = dict.fromkeys(step.mlps, level)
+        choices = dict.fromkeys(step.by_level[step.default(chosen)].schedule.choices(step.link))
+        every += [Candidate(chosen, step.summary_at(chosen, moving), moving) for moving in choices if moving]
     unused = set(levels).difference(used)
-    return sorted(every, key=lambda c: (not unused.isdisjoint(c.levels.values()), c.summary.seconds, c.summary.peak))
+
+    def rank(candidate: Candidate) -> tuple[object, ...]:
+        seconds, is_unused = candidate.summary.seconds, not unused.isdisjoint(candidate.levels.values())
+        rounded, host = round(math.log(max(seconds, 1e-12)) / ALIKE), host_bytes(s.nbytes for s in candidate.offload)
+        return is_unused, rounded, host, seconds, candidate.summary.peak
+
+    return sorted(every, key=rank)
 
 
 def useful(step: Step, levels: Sequence[str]) -> list[str]:
@@ -75,12 +95,13 @@ def best(
     Args:
         every: the candidates, the fastest first.
         limit: bytes.
-        exactly: returns a candidate's exact bytes; called if its estimate fits. If mixed levels then exceed the limit,
-            estimates of later mixed levels are raised by the error. After ``MISSES`` misses, mixed levels are skipped.
+        exactly: returns a candidate's exact bytes; called if its estimate fits. If these exceed the limit, later
+            estimates are raised by the error. After ``MISSES`` misses, estimates are skipped.
     """
     short = misses = 0
     for candidate in every:
-        if candidate.summary.pools + short * candidate.is_mixed > limit or (candidate.is_mixed and misses == MISSES):
+        pools = candidate.summary.pools + short * candidate.is_estimate
+        if pools > limit or (candidate.is_estimate and misses == MISSES):
             continue
         exact = exactly(candidate)
         if exact <= limit:

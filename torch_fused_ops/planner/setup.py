@@ -56,6 +56,8 @@ class Setup:
     accumulate: int = 1
     compiled: str = "model"
     expandable_segments: bool = False
+    offload_bandwidth: float | None = None
+    host_memory: str | int | None = None
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -68,6 +70,10 @@ class Setup:
         if self.mixed_precision and self.master_weights:
             problem = "is not accepted with mixed precision, whose shards are float32"
             raise SettingError("master_weights", self.master_weights, problem)
+        if self.offload_bandwidth and self.compiled == "none":
+            raise SettingError("offload_bandwidth", self.offload_bandwidth, "is not accepted: nothing is compiled")
+        if self.host_memory is not None and not self.offload_bandwidth:
+            raise SettingError("host_memory", self.host_memory, "is not accepted: nothing moves without a bandwidth")
 
     @property
     def sharded(self) -> bool:
@@ -83,8 +89,8 @@ class Setup:
         return math.ceil(nbytes * (1 + FRAGMENTATION[self.expandable_segments]))
 
 
-def bytes_of(capacity: object) -> int:
-    """Parse bytes: "72GiB", "800 MiB", "80GB", or a number.
+def bytes_of(capacity: object, name: str = "capacity") -> int:
+    """Parse bytes: "72GiB", "800 MiB", "80GB", or a number. ``name`` is the setting's name in messages.
 
     Raises:
         SettingError: capacity is neither such a text nor a number of bytes above 0.
@@ -98,7 +104,7 @@ def bytes_of(capacity: object) -> int:
         why = f"; {str(capacity).strip()} without a unit means bytes" if bare else ""
         units = ", ".join(filter(None, _UNITS))
         accepted = f'it must be a size such as "72GiB", "800MiB" or bytes, with one of {units}'
-        raise SettingError("capacity", capacity, f"is not accepted: {accepted}{why}")
+        raise SettingError(name, capacity, f"is not accepted: {accepted}{why}")
     return size
 
 
@@ -108,8 +114,11 @@ def check(name: str, value: object) -> None:
     Raises:
         SettingError: the value is not accepted; the message lists the accepted values.
     """
-    if name == "capacity":
-        bytes_of(value)
+    if name == "capacity" or (name == "host_memory" and value is not None):
+        bytes_of(value, name)
+    elif name == "offload_bandwidth" and value is not None:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise SettingError(name, value, "is not accepted: it must be a number of GB/s, such as 50 for PCIe 5")
     elif name in ("dp", "accumulate"):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             counted = "GPUs" if name == "dp" else "micro-batches"

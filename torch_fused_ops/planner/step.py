@@ -13,19 +13,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from torch._inductor import config
 
 from torch_fused_ops.planner.fsdp import FullyShard, PlacedSegment, Segment
 from torch_fused_ops.planner.model import LOSS, CapturedModel
+from torch_fused_ops.planner.offload import Link, Schedule, in_order, moved
 from torch_fused_ops.planner.pieces import signature
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reports.captures import Capture, fused_graph, on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
 from torch_fused_ops.virtual_gpu.eager import EagerGraph
-from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
+from torch_fused_ops.virtual_gpu.timeline import Event, Stored, Timeline, timeline_of
 
 Compiled = PaperCompilation | EagerGraph
 
@@ -49,6 +51,7 @@ class SegmentedStep:
     pieces: tuple[PlacedSegment, ...]  # in execution order: for each graph, before, in and after the units
     trained: frozenset[str] = frozenset()  # paths of the parameters that get a gradient
     timeline: Timeline | None = None  # the step before it is split
+    schedule: Schedule = field(default_factory=Schedule)
 
     @cached_property
     def segments(self) -> Mapping[tuple[str, str], Segment]:
@@ -65,6 +68,7 @@ class Step:
     shards: FullyShard | None = None
     # When gradients are added to existing ones and freed: "layer", at each layer's end; "step", at the end; "", never.
     accumulates: str = ""
+    link: Link | None = None  # to the host; None if nothing may move there
 
     def segment(self, graph: str, unit: str, level: str) -> Segment:
         """Return a unit's segment at a level; an empty one if it has none. ``graph`` is "forward" or "backward"."""
@@ -107,10 +111,10 @@ class Step:
             freed = {"": 0, "layer": segment.gradients, "step": last}[self.accumulates]
             yield graph, unit, replace(segment, net=segment.net - freed)
 
-    def summarize(self, pieces: Iterable[PlacedSegment]) -> StepSummary:
-        """Summarize consecutive segments."""
+    def summarize(self, pieces: Iterable[PlacedSegment], waiting: float = 0.0) -> StepSummary:
+        """Summarize consecutive segments. ``waiting``: the seconds for which calls wait for copies."""
         live = peak = saved = main = self.entry
-        gather, seconds = 0, 0.0
+        gather, seconds = 0, waiting
         for graph, _, segment in self.sharded(pieces):
             peak, main = max(peak, live + segment.peak), max(main, live + segment.main_pool)
             gather = max(gather, segment.gather)
@@ -120,9 +124,18 @@ class Step:
         reduced = self.shards.reduce_pool if self.shards else 0
         return StepSummary(peak, saved, live, seconds, main + gather + reduced)
 
-    def summary_at(self, levels: Mapping[str, str]) -> StepSummary:
-        """Summarize the step with a level for each unit; units without a level have ``default(levels)``."""
-        return self.summarize(self.pieces(levels))
+    def summary_at(self, levels: Mapping[str, str], offload: Sequence[Stored] = ()) -> StepSummary:
+        """Summarize the step with a level for each unit; units without a level have ``default(levels)``.
+
+        Args:
+            levels: the levels.
+            offload: saved tensors of the step at the default level that move to the host.
+        """
+        schedule, pieces = self.by_level[self.default(levels)].schedule, self.pieces(levels)
+        moves = schedule.moves(offload)
+        copies = in_order(moves) or schedule.copies
+        waiting = schedule.waiting(copies, self.link.bandwidth) if self.link and copies else 0.0
+        return self.summarize(moved(pieces, moves) if moves else pieces, waiting)
 
     def points(self, levels: Mapping[str, str]) -> list[int]:
         """Return the bytes alive before the step, at each call, and after the step."""
@@ -158,10 +171,15 @@ def compiled_timeline(
         key: object = i
         if unit is not None:
             memory, attention = policy.memory_of(model.mlps.get(unit, ())), policy.attention_of({unit})
-            piece_policy = replace(policy, memory=memory, attention=attention)
+            rows = policy.offload if isinstance(policy.offload, tuple) and unit else ()
+            inside = tuple(row for row in rows if unit in enclosing_modules([row[0]]))
+            offload: Any = dict(inside) if inside else policy.offload is True
+            piece_policy = replace(policy, memory=memory, attention=attention, offload=offload)
             chunks = config.auto_chunker.enable and unit not in model.units
-            compiled_as = (graph.parameters, graph.autocast, graph.training, piece_policy, is_eager, chunks)
-            key = (signature(graph.gm), *compiled_as)
+            # Equal layers are compiled once, so the key has no names of layers.
+            moving = offload is True, tuple((pattern.removeprefix(unit), moves) for pattern, moves in inside)
+            compiled_as = (graph.parameters, graph.autocast, graph.training, is_eager, chunks, moving)
+            key = (signature(graph.gm), *compiled_as, replace(piece_policy, offload=False))
         if key not in known:
             capture = Capture(graph, piece_policy)
             known[key] = EagerGraph(graph, gpu) if is_eager else on_paper(capture, gpu, piece_policy)
@@ -205,6 +223,8 @@ def clock(papers: Sequence[PaperCompilation], gpu: GPU) -> Callable[[Event], flo
                     counted[kind, name] = max(counted.get((kind, name), 0.0), instructions)
 
     def seconds(call: Event) -> float:
+        if call.call.startswith("ao."):  # on the copy stream
+            return 0.0
         return rates.seconds([roofline.Work(call.flop, call.nbytes, counted.get((call.graph, call.call), 0.0))])
 
     return seconds
@@ -217,9 +237,10 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
     """Split a compiled step into segments at its units. ``seconds`` returns a call's least time."""
     first = sum(event.graph != "backward" for event in timeline.events)  # the first event of backward
     before, after = timeline.events[:first], timeline.events[first:]
+    times = [seconds(event) for event in timeline.events]
     backward = _owners(after, model)
-    in_forward = _segments(before, _owners(before, model), timeline.entry, seconds)
-    in_backward = _segments(after, backward, timeline.between, seconds)
+    in_forward = _segments(before, _owners(before, model), timeline.entry, times[:first])
+    in_backward = _segments(after, backward, timeline.between, times[first:])
     # A gradient is complete at the end of its layer, or later if the compiler deferred it.
     owners = dict.fromkeys(["", *(owner for owner in backward if owner != AFTER_UNITS), AFTER_UNITS])
     order = {owner: i for i, owner in enumerate(owners)}
@@ -249,7 +270,8 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         by_owner[placed[-1]] = replace(last, net=last.net + remaining)
         pieces += [(kind, owner.replace(AFTER_UNITS, ""), by_owner.get(owner, Segment())) for owner in placed]
     trained = frozenset(model.parameter(*key) for key in timeline.gradients)
-    return SegmentedStep(timeline.entry + model.unread, tuple(pieces), trained, timeline)
+    schedule = Schedule.of(timeline, times)
+    return SegmentedStep(timeline.entry + model.unread, tuple(pieces), trained, timeline, schedule)
 
 
 def _owners(events: Sequence[Event], model: CapturedModel) -> list[str]:
@@ -277,14 +299,12 @@ def _owners(events: Sequence[Event], model: CapturedModel) -> list[str]:
     return [LOSS if loss else owner for owner, loss in zip(owners, is_loss, strict=True)]
 
 
-def _segments(
-    events: Sequence[Event], owners: Sequence[str], start: int, seconds: Callable[[Event], float]
-) -> dict[str, Segment]:
+def _segments(events: Sequence[Event], owners: Sequence[str], start: int, times: Sequence[float]) -> dict[str, Segment]:
     """Return the segment of each owner, whose calls are adjacent."""
     segments = {}
-    for owner, calls in itertools.groupby(zip(owners, events, strict=True), key=lambda pair: pair[0]):
-        of_owner = [event for _, event in calls]
+    for owner, calls in itertools.groupby(zip(owners, events, times, strict=True), key=lambda call: call[0]):
+        _, of_owner, seconds = zip(*calls, strict=True)
         end = of_owner[-1].after - of_owner[-1].waiting  # a buffer that waits for reuse counts for its next writer
-        segments[owner] = Segment(tuple(m.live - start for m in of_owner), end - start, sum(map(seconds, of_owner)))
+        segments[owner] = Segment(tuple(m.live - start for m in of_owner), end - start, sum(seconds))
         start = end
     return segments

@@ -96,6 +96,8 @@ _PLAN: dict[str, dict[str, Any]] = {
     "--accumulate": {"type": int, "default": 1, "help": "micro-batches for each step of the optimizer"},
     "--compile": {"dest": "compiled", "default": "model", "help": "the compiled part: model (default), layers or none"},
     "--expandable-segments": {**_FLAG, "help": "the allocator's setting: PyTorch reserves less"},
+    "--offload-bandwidth": {"type": float, "metavar": "GB/s", "help": "move saved tensors to the host at this rate"},
+    "--host-memory": {"metavar": "SIZE", "help": "pinned host memory for each rank; by default unlimited"},
 }  # fmt: skip
 PLAN = {settings.get("dest", option[2:].replace("-", "_")): option for option, settings in _PLAN.items()}
 _FILES = {

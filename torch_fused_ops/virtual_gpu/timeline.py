@@ -549,6 +549,9 @@ class Memory(Storages):
         for saved, tensor in pairs:
             number = self.numbers.get(tensor.untyped_storage()._cdata)
             if number is not None and not saved.is_parameter and not saved.is_graph_input:
+                for unit in filter(None, self.modules or ()):  # equal layers share a compilation and its paths
+                    inner = saved.module.split(".")[unit.count(".") + 1 :]
+                    saved = replace(saved, module=".".join((unit, *inner)))
                 self.saved.setdefault(number, (saved, graph, self.now))
 
     def stored(self, events: Sequence[Event]) -> Iterator[Stored]:
