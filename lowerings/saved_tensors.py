@@ -187,8 +187,11 @@ class SavedTensors:
         returned, placeholder = self.returned(), self.in_backward[old]
         position = returned.index(old, self.num_outputs)
         self.output_node.args = (tuple([*returned[:position], *new, *returned[position + 1 :]]),)
+        names = {node.name for node in self.backward.nodes}
         with self.backward.inserting_before(placeholder):
             for node in new:
+                if node.name in names:  # a pair shares its name, which no other value of either graph may have
+                    node._rename(f"saved_{node.name}")
                 self.in_backward[node] = self.backward.placeholder(node.name)
                 # The generated function names its parameter by the target, so the target must be unique as well.
                 self.in_backward[node].target = self.in_backward[node].name
@@ -311,6 +314,21 @@ def nbytes(node: Node) -> int:
     """Return the bytes of a value's elements; 0 if it is not a tensor."""
     value = node.meta.get("val")
     return compat.nbytes(value) if isinstance(value, torch.Tensor) else 0
+
+
+def storage_shares(nodes: Iterable[Node]) -> dict[Node, int]:
+    """Return the bytes of memory that each of these saved values occupies. Views of one base share its bytes."""
+    views: dict[Node, list[Node]] = {}
+    for node in nodes:
+        views.setdefault(base(node), []).append(node)
+    shares: dict[Node, int] = {}
+    for source, parts in views.items():
+        total, seen, shared = sum(map(nbytes, parts)), 0, 0
+        for part in parts:
+            seen += nbytes(part)
+            shares[part] = nbytes(source) * seen // max(total, 1) - shared
+            shared += shares[part]
+    return shares
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch_fused_ops.graphs.listing import AttentionSite, SavedRow
 from torch_fused_ops.graphs.modules import innermost
 from torch_fused_ops.lowerings import attention, compat, memory_levels, offload, partition
 from torch_fused_ops.lowerings.passes import Partitioner
-from torch_fused_ops.lowerings.saved_tensors import SavedTensors, views_and_readers
+from torch_fused_ops.lowerings.saved_tensors import SavedTensors, storage_shares, views_and_readers
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 
 BUDGET = 0.99  # value of PyTorch's ``activation_memory_budget`` that recomputes all pointwise work
@@ -63,7 +63,8 @@ class Variants(Partitioner):
         pair = SavedTensors(graphs[""][0].graph, graphs[""][1].graph, outputs, static)
         nodes = {name: _saved(pair, forward.graph) for name, (forward, _) in graphs.items()}
         on_device = {s: [n for n in saved.values() if offload.MOVED not in n.meta] for s, saved in nodes.items()}
-        self.totals = {s: sum(compat.nbytes(n.meta["val"]) for n in saved) for s, saved in on_device.items()}
+        self.totals = {s: pair.cost(saved) for s, saved in on_device.items()}
+        shares = storage_shares(nodes[""].values())
         for name, node in nodes[""].items():
             value, source = node.meta["val"], partition.base(node)
             removed = tuple(s for s in nodes if name not in nodes[s])
@@ -73,7 +74,7 @@ class Variants(Partitioner):
                     "(inputs)" if source.op == "placeholder" else innermost(source),
                     tuple(map(int, value.shape)),
                     str(value.dtype).removeprefix("torch."),
-                    compat.nbytes(value),
+                    shares[node],
                     tuple(dict.fromkeys((_kind(pair, node, r), innermost(r)) for r in _readers(pair, node))),
                     removed,
                     tuple((s or "the policy", str(r)) for s, r in reasons.items() if r and (not s or r != reasons[""])),

@@ -18,10 +18,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import Net, distances
+from harness import Net, distances, saving
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy
+from torch_fused_ops.lowerings import passes
+from torch_fused_ops.lowerings.saved_tensors import SavedTensors
 from torch_fused_ops.tools import verify
 
 ROWS, WIDTH, HIDDEN = 8, 16, 64
@@ -175,11 +177,30 @@ def error_of(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> float:
     return max(distances((a for a, _ in pairs), (e for _, e in pairs)))
 
 
+def check_saved_bytes(program: Program, fn: Callable[..., Any]) -> None:
+    """Assert that ``SavedTensors.cost`` counts the storages that a step saves."""
+    pairs: list[SavedTensors] = []
+    divide = passes.Partitioner.__call__
+
+    def recorded(self: Any, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        graphs = divide(self, gm, joint_inputs, **kwargs)
+        static = kwargs["static_lifetime_input_indices"]
+        pairs.append(SavedTensors(graphs[0].graph, graphs[1].graph, kwargs["num_fwd_outputs"], static))
+        return graphs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes.Partitioner, "__call__", recorded)
+        arguments = [program.tensors[n].clone().requires_grad_() for n in ("x", *program.arguments)]
+        _, size = saving(lambda: fn(program.model, *arguments), program.model.state_dict().values())
+    assert size == sum(pair.cost(pair.saved()) for pair in pairs), program.source
+
+
 def check_program(program: Program, level: str, counts: Counter[str], generated: bool) -> None:
     """Compare a program's gradients with eager mode, for each write."""
     torch._dynamo.reset()
     fused = verify.interpreted(POLICIES[level], exact=True, compiled=generated)
     plain = verify.interpreted(None, compiled=generated)
+    check_saved_bytes(program, fused)
     for write in (None, *program.writes()):
         try:
             expected = program.step(lambda model, *args: model(*args), write)

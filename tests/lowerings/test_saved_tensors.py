@@ -364,10 +364,10 @@ def test_a_weight_may_be_the_first_operand() -> None:
 
     def transposed(s: Any, x: Tensor) -> Tensor:
         h = (s.first.weight @ torch.tanh(x.detach()).t()).t()
-        return s.down(F.gelu(h * s.scale)) + x  # type: ignore[no-any-return]
+        return s.down(F.gelu(h + s.shift)) + x  # type: ignore[no-any-return]
 
-    first, scale = nn.Linear(WIDTH, HIDDEN).requires_grad_(False), nn.Parameter(torch.ones(HIDDEN))
-    model = net(transposed, first=first, scale=scale)
+    first, shift = nn.Linear(WIDTH, HIDDEN).requires_grad_(False), nn.Parameter(torch.ones(HIDDEN))
+    model = net(transposed, first=first, shift=shift)
     forward, _ = graphs_of(model, "input")
     saved = forward.graph.output_node().args[0][1:]  # type: ignore[index]
     assert sum(n.meta["val"].shape == (HIDDEN, WIDTH) and n.op == "call_function" for n in saved) == 0

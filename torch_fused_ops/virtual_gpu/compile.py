@@ -298,12 +298,15 @@ class _Paper:
         return original(*bound.args, **bound.kwargs)
 
     def partition(self, original: Callable[..., Any], gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        from torch_fused_ops.lowerings.saved_tensors import storage_shares
+
         forward, backward = original(gm, joint_inputs, **kwargs)
         self.results = kwargs["num_fwd_outputs"]
         outputs = forward.graph.output_node().args[0][self.results :]
         parameters = (parameter for parameter, _ in self.arguments)
         origins = dict(zip(forward.graph.find_nodes(op="placeholder"), parameters, strict=False))
-        self.saved = tuple(saved_tensor(node, origins) for node in outputs if is_tensor(node, "cuda"))
+        shares = storage_shares(node for node in outputs if is_tensor(node, "cuda"))
+        self.saved = tuple(saved_tensor(node, origins, nbytes) for node, nbytes in shares.items())
         # AOTAutograd passes saved values by position, and moves sizes, forward's last outputs, to the front.
         numbers = sorted(range(len(outputs)), key=lambda i: not is_number(outputs[i]))
         inputs = (node.name for node in backward.graph.find_nodes(op="placeholder"))

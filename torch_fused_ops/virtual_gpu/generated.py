@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -96,7 +95,7 @@ def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]
     return sources, launches, tuple(extern)
 
 
-def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
+def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool], nbytes: int) -> SavedTensor:
     root = node
     while root.all_input_nodes:
         source = root.all_input_nodes[0]
@@ -106,14 +105,13 @@ def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
         root = source
     value = node.meta["val"]
     shape = tuple(hint(size) for size in value.shape)
-    numel = functools.reduce(operator.mul, shape, 1)
     is_input = root.op == "placeholder"
     is_parameter = is_input and origins.get(root, False)
     return SavedTensor(
         node.name,
         shape,
         value.dtype,
-        numel * value.element_size(),
+        nbytes,
         is_parameter,
         is_input and not is_parameter,
         innermost(root),
