@@ -34,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import PointwiseOperator, pointwise_operators
-from torch_fused_ops.graphs.modules import innermost, module_stack
+from torch_fused_ops.graphs.modules import innermost, is_of_activation, module_stack
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import attention, compat, offload
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
@@ -343,7 +343,7 @@ def apply_levels(
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
     seen = set[Node]()
-    for node in [node for node in forward.nodes if node.target in OPERATOR]:
+    for node in filter(_activation_inputs, list(forward.nodes)):
         _apply(_mlp_edit(pair, policy, node, seen), pair, policy, on_edit)
     if policy.attention != "off":
         for site in list(attention.find(forward)):
@@ -425,12 +425,12 @@ def _parts(pair: SavedTensors) -> Iterator[Node]:
 
 
 def _mlp_edit(pair: SavedTensors, policy: FusionPolicy, node: Node, seen: set[Node]) -> Edit | None:
-    """Return the edit at the policy's memory level for the saved tensors that a fused operator reads, or None.
+    """Return the edit at the policy's memory level for the saved tensors that an activation reads, or None.
 
     Args:
         pair: the graphs, after the edits for earlier operators.
         policy: the fusion policy.
-        node: a call of a fused operator in forward.
+        node: a call in forward, see ``_activation_inputs``.
         seen: saved tensors that an earlier operator reads. Those of this operator are added.
     """
     level = requested_level(node) or policy.memory_of(enclosing_modules(module_stack(node)))
@@ -438,11 +438,26 @@ def _mlp_edit(pair: SavedTensors, policy: FusionPolicy, node: Node, seen: set[No
         level = "input"
     if level not in _EDITS:
         return None
-    sources = dict.fromkeys(pair.saved_source(node.args[i]) for i in DATA[node.target])
+    sources = dict.fromkeys(map(pair.saved_source, _activation_inputs(node)))
     nodes = [source for source in sources if source is not None and source not in seen]
     seen.update(nodes)
     place = f"{', '.join(n.name for n in nodes)} in {innermost(node)}"
     return Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes)) if nodes else None
+
+
+def _activation_inputs(node: Node) -> list[Any]:
+    """Return the inputs of an MLP's activation that a node reads; [] for other nodes.
+
+    The node is an operator, or a call of an activation that is not replaced, since a setting requires eager's rounding.
+    Such a call may read a part of a saved tensor, so the bases of its inputs are also returned.
+    """
+    if node.target in OPERATOR:
+        return [node.args[i] for i in DATA[node.target]]
+    inputs = [a for a in node.all_input_nodes if not is_of_activation(a)] if is_of_activation(node) else []
+    for view in inputs:  # grows
+        if base(view) is not view:
+            inputs.append(view.all_input_nodes[0])
+    return inputs
 
 
 def _attention_edit(pair: SavedTensors, policy: FusionPolicy, site: attention.Attention) -> Edit | None:

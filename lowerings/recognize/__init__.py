@@ -23,6 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.graphs.modules import mark_activation
 from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason, Rejection, excluded
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.graphs.target import target_device
@@ -110,6 +111,9 @@ def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any,
         sites += [(site.node, dropout_site(analysis, site)) for site in dropouts]
         fused = [site for site in dropouts if site.reason is None]
         edits = [*_edits(proved), *dropout.fuse(fused), *gemms.fuse(analysis, recipes)] if apply else []
+        for candidate in candidates if apply else ():
+            for node in candidate.unrounded.calls if candidate.unrounded else ():
+                mark_activation(canonical.originals.get(node, node))
         if edits:
             replace(graph, edits)
             canonical.restore(set().union(*(subgraph.calls for _, subgraph in proved), *(site.calls for site in fused)))
@@ -148,7 +152,9 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
                 continue
             candidate.activation = subgraph.match.activation
             _check_freezing(subgraph)
+            candidate.unrounded = subgraph
             check_rounding(subgraph.output)
+            candidate.unrounded = None
             candidate.subgraph = by_output[subgraph.output] = subgraph
         except Rejection as rejection:
             candidate.rejection = rejection.reason

@@ -42,6 +42,7 @@ class Candidate:
     Attributes:
         subgraph: the proved activation; None if the site is not fused.
         rejection: the reason why the site is not fused; None if it is fused.
+        unrounded: the proved activation if only a setting that requires eager's rounding prevents fusion, or None.
         activation: the name of the proved activation, fused or not; None if no activation is proved.
         linears: the linear layers of its MLP, if the policy requests float8; else None.
         memory: the memory level, if something is saved for backward; else "".
@@ -53,6 +54,7 @@ class Candidate:
     gemms: list[Node]
     subgraph: Subgraph | None = None
     rejection: Reason | None = None
+    unrounded: Subgraph | None = None
     activation: str | None = None
     linears: Linears | None = None
     memory: str = ""

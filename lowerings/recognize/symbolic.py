@@ -462,6 +462,12 @@ def _softplus(a: Algebra, input: Operand, beta: float = 1.0, threshold: float = 
     return a.mul(a.log(a.add(a.exp(a.mul(input, beta)), 1.0)), 1 / beta)
 
 
+def _rrelu(a: Algebra, input: Operand, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Poly:
+    if training:
+        raise Unprovable("random slopes (rrelu) in it")
+    return RULES["leaky_relu"](a, input, (lower + upper) / 2)
+
+
 def _relu6(a: Algebra, input: Operand) -> Poly:
     return a.clamp(input, 0.0, 6.0, kink=0.0, at_nan=1.0)
 
@@ -532,7 +538,7 @@ RULES: dict[str, Rule] = {
     "where": _unprovable("a mask or a comparison (where) in it"),
     "masked_fill": _unprovable("a mask (masked_fill) in it"),
     "prelu": _unprovable("learnable parameters (prelu) in it"),
-    "rrelu": _unprovable("random slopes (rrelu) in it"),
+    "rrelu": _rrelu,
     "threshold": _unprovable("a threshold in it"),
     **dict.fromkeys(
         ("floor", "ceil", "round", "trunc", "frac", "sign", "fmod", "remainder"), _unprovable("rounding in it")

@@ -76,6 +76,22 @@ def test_input_gives_identical_gradients(name: str, dtype: torch.dtype) -> None:
     assert not any(t.numel() >= hidden and t.shape[-1] >= 96 for t in activations_saved)
 
 
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("level", ["free", "input", "tiled:2"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_levels_save_less_where_a_setting_requires_eagers_rounding(name: str, level: str) -> None:
+    """Activations are not fused. The levels apply to the model's own calls, whose rounding stays."""
+    setting = {"numerics": "strict"} if hasattr(inductor_config, "numerics") else {"emulate_precision_casts": True}
+    inputs = tensors(name, torch.bfloat16)
+    with inductor_config.patch(setting):
+        expected, _ = step_of(torch.compile(FUNCTIONS[name]), inputs)
+        actual, saved = step_of(compiled(FUNCTIONS[name], level, strict=False), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    weights = {t.untyped_storage()._cdata for t in inputs}
+    activations_saved = [t for t in saved if t.untyped_storage()._cdata not in weights]
+    assert any(t.numel() >= 3 * 17 * 96 and t.shape[-1] >= 96 for t in activations_saved) == (level == "free")
+
+
 MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked_fill": lambda h, pad: h.masked_fill(pad, 0.0),
     "in place": lambda h, pad: h.masked_fill_(pad, 1.0),

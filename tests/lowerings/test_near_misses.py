@@ -96,6 +96,8 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
     "relu**3": (unary(lambda x: F.relu(x) ** 3), r"^relu\(x\)\^3 is not a supported activation"),
     # Other activations.
     "relu6": (unary(F.relu6), NO_ACTIVATION),
+    "rrelu in eval mode": (unary(nn.RReLU().eval()), rf"0\.2291667·x.*relu\(x\) {NO_ACTIVATION}"),
+    "rrelu in training": (unary(nn.RReLU(0.2, 0.2)), r"random slopes \(rrelu\) in it$"),
     "relu6 with a limit beyond all data": (unary(lambda x: x.clamp(0, 1e9)), NO_ACTIVATION),
     "where on another sign": (binary(lambda h, u: torch.where(u > 0, h, 0.0)), "cannot be proved|" + NO_GATE),
     "a difference quotient": (

@@ -52,6 +52,19 @@ def innermost(node: fx.Node) -> str:
     return next(reversed(module_stack(node)), "")
 
 
+_ACTIVATION = "torch_fused_ops_activation"  # key of meta["custom"], which tracing copies
+
+
+def mark_activation(node: fx.Node) -> None:
+    """Mark a call of a proved activation that stays in the graph, for memory levels."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _ACTIVATION: True}
+
+
+def is_of_activation(node: fx.Node) -> bool:
+    """Return True for a node that tracing has derived from a marked call."""
+    return _ACTIVATION in node.meta.get("custom", {})
+
+
 def is_parameter(node: fx.Node) -> bool:
     """Return True if a placeholder of Dynamo's graph is a parameter or a buffer of a module."""
     if isinstance(node.meta.get("example_value"), nn.Parameter):
