@@ -159,7 +159,7 @@ class Layers(nn.Module):
         return x.float().square().mean()
 
 
-@pytest.mark.parametrize("compiled", ["model", "layers"])
+@pytest.mark.parametrize("compiled", [pytest.param("model", marks=pytest.mark.slow), "layers"])
 def test_the_compiled_step_is_the_estimated_step(compiled: str) -> None:
     """If each layer is compiled by itself, each copy ends with its layer."""
     pytest.importorskip("torch._functorch._activation_offloading.offload_ops")  # torch 2.13 and later

@@ -139,7 +139,7 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         **_POLICY,
         "--plain": {**_FLAG, "help": "the kernels of plain torch.compile, without fusion"},
         "--eval": {**_FLAG, "help": "evaluation mode; by default forward and backward"},
-        "--gpu": {"default": "H100", "help": f"{', '.join(setup.GPUS)}; H100 by default"},
+        "--gpu": {"default": "H100", "help": "as for plan; H100 by default"},
         "--json": _FILES["--json"],
     }),
     "run": ("run a Python program with fusion in every torch.compile", {
