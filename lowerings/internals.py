@@ -19,7 +19,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "torch": ("_TorchCompileInductorWrapper",),
     "torch._C._functorch": ("is_functorch_wrapped_tensor",),
     "torch._dynamo.code_context": ("code_context",),
-    "torch._dynamo.config": ("caching_precompile", "patch"),
+    "torch._dynamo.config": ("caching_precompile", "compiled_autograd", "patch"),
     "torch._functorch._aot_autograd.descriptors": ("InputMutationAOTOutput",),
     "torch._functorch.config": ("activation_memory_budget", "patch"),
     "torch._functorch.partitioners": (

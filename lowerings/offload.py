@@ -71,6 +71,8 @@ def prevented() -> str:
     """Return the setting of this compilation that prevents offloading, or ""."""
     if inductor_config.triton.cudagraphs:
         return "a CUDA graph would copy to the same host memory in each step"
+    if torch._dynamo.config.compiled_autograd:
+        return "compiled autograd rejects the operators, whose results are views"
     return "its calls have not been tried in C++ wrappers" if inductor_config.cpp_wrapper else ""
 
 

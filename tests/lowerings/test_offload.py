@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from harness import MLP, WITHOUT_BIAS, Stack, SwiGLU, compiled, of_halves
+from harness import MLP, WITHOUT_BIAS, Stack, SwiGLU, compiled, of_halves, raises
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.benchmarks import models
-from torch_fused_ops.lowerings import compat, offload
+from torch_fused_ops.lowerings import compat, offload, passes
+from torch_fused_ops.tools.verify import interpreted
 
 if not compat.has_offload_operators():
     pytest.skip("torch has no operators that copy tensors to the host", allow_module_level=True)
@@ -261,6 +263,42 @@ def test_dynamic_sizes(model: str, emulated: None) -> None:
 def test_autocast(emulated: None) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert moved_and_equal(MODELS["SwiGLU"](), {"memory": "fp8"}) > 3
+
+
+PREVENTING: dict[str, Any] = {
+    "CUDA graphs": inductor_config.patch({"triton.cudagraphs": True}),
+    "C++ wrapper": inductor_config.patch({"cpp_wrapper": True}),
+    "compiled autograd": torch._dynamo.config.patch(compiled_autograd=True),
+}
+
+
+@pytest.mark.parametrize("setting", PREVENTING)
+def test_settings_that_prevent_offloading(setting: str, emulated: None) -> None:
+    """The policy's effect is missing, with a message, and an error under ``strict``."""
+    with PREVENTING[setting]:
+        (message,) = passes._missing(FusionPolicy(offload={"a": True}))
+        assert message == f"offload={(('a', True),)!r} has no effect: {offload.prevented()}" != ""
+        if setting == "CUDA graphs":
+            assert all(g is not None for g in interpreted_gradients(FusionPolicy(offload=True))) and not MOVED
+            raises(
+                Exception,
+                "strict=True and another setting",
+                interpreted_gradients,
+                FusionPolicy(offload=True, strict=True),
+            )
+
+
+def interpreted_gradients(policy: FusionPolicy) -> list[Any]:
+    """Return the gradients of an MLP whose graphs run call by call."""
+    model = MLP(WIDTH, HIDDEN)
+    return list(torch.autograd.grad(loss(interpreted(policy)(model, torch.ones(2, WIDTH))), list(model.parameters())))
+
+
+def test_torch_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "has_offload_operators", lambda: False)
+    for use in (tfo.enable, tfo.compile_options, lambda policy: tfo.enabled(policy).__enter__()):
+        raises(RuntimeError, "offload=True is not accepted: torch .* has no operators", use, FusionPolicy(offload=True))
+    tfo.compile_options(FusionPolicy())
 
 
 # ---- CUDA code -------------------------------------------------------------------------------------------------------
