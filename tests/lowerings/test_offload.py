@@ -7,13 +7,14 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from harness import MLP, WITHOUT_BIAS, Stack, SwiGLU, compiled, of_halves, raises
+from harness import MLP, WITHOUT_BIAS, Stack, SwiGLU, compiled, of_halves, python, raises
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -214,7 +215,8 @@ def gradients(model: nn.Module, policy: FusionPolicy, drive: Callable[..., None]
     model.zero_grad()
     torch.manual_seed(0)
     drive(compiled(model, policy, **settings), x)
-    return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+    grads = [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+    return [g.to_local() if hasattr(g, "to_local") else g for g in grads]
 
 
 def moved_and_equal(model: nn.Module, policy: dict[str, Any], *args: Any, **settings: Any) -> int:
@@ -263,6 +265,45 @@ def test_dynamic_sizes(model: str, emulated: None) -> None:
 def test_autocast(emulated: None) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert moved_and_equal(MODELS["SwiGLU"](), {"memory": "fp8"}) > 3
+
+
+@pytest.mark.slow
+def test_dtensors(emulated: None) -> None:
+    """The linear layers are parallel over one rank. Local tensors move."""
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        styles = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        plan = {f"layers.{i}.1.{name}": style for i in range(2) for name, style in styles.items()}
+        model = parallelize_module(MODELS["SwiGLU"](), init_device_mesh("cpu", (1,)), plan)
+        assert moved_and_equal(model, {"strict": False}) > 3
+    finally:
+        dist.destroy_process_group()
+
+
+CACHED = """
+import torch, test_offload as t
+from torch._dynamo.utils import counters
+
+t.register_emulation()
+t.offload.DEVICES, t.offload.MIN_BYTES = ("cpu",), 1
+torch.manual_seed(1)
+gradients = t.gradients(t.MODELS["SwiGLU"](), t.FusionPolicy(offload=True))
+print(counters["aot_autograd"]["autograd_cache_hit"], len(t.MOVED), sum(float(g.double().norm()) for g in gradients))
+"""
+
+
+@pytest.mark.slow
+def test_cached_code_runs_in_another_process(tmp_path: Path) -> None:
+    """Compiled code from AOTAutograd's cache finds the operators, although no graph is edited."""
+    path = f"{Path(__file__).parents[1]}:{Path(__file__).parent}"
+    first, second = (
+        python("-c", CACHED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), PYTHONPATH=path).split() for _ in range(2)
+    )
+    assert (first[0], second[0]) == ("0", "1") and first[1:] == second[1:]
 
 
 PREVENTING: dict[str, Any] = {
