@@ -20,7 +20,7 @@ import itertools
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,23 +48,23 @@ MOVED = "torch_fused_ops_moved"  # key of a host copy's original: its name in fo
 
 
 class _Copies(NamedTuple):
-    """The calls that move a tensor.
+    """A tensor's copies to the host and back.
 
     Attributes:
         module: the path of the module that computes the tensor.
         kind: equal for the same tensor of all layers.
-        offload: forward's call at the start of the copy to the host.
-        host: forward's call at its end.
-        reload: backward's call at the start of the copy to the device.
-        ready: backward's call at its end.
+        host: forward's call that waits for the copy to the host.
+        reload: backward's call that begins the copy to the device.
+        begins: the number of GEMMs in forward before the copy to the host.
+        ends: the number of GEMMs in backward before the tensor's first reader.
     """
 
     module: str
     kind: tuple[Any, ...]
-    offload: Node
     host: Node
     reload: Node
-    ready: Node
+    begins: int
+    ends: int
 
 
 def prevented() -> str:
@@ -84,11 +84,14 @@ def move_to_host(pair: SavedTensors, policy: FusionPolicy) -> None:
     for node in pair.saved():
         if isinstance(node.meta.get("val"), torch.Tensor) and node not in pair.static:
             by_memory.setdefault(base(node), []).append(node)
+    gemms: dict[Node, int] = {}  # the number of GEMMs before each node of the two graphs
+    for graph in (pair.forward, pair.backward):
+        gemms |= zip(graph.nodes, itertools.accumulate(map(_takes_time, graph.nodes), initial=0), strict=False)
     copies: list[_Copies] = []
     for memory, views in by_memory.items():
         if policy.offloads(enclosing_modules(module_stack(memory))):
             try:
-                copies.append(_move(pair, memory, views))
+                copies.append(_move(pair, memory, views, gemms))
                 log.info("%s in %s moves to the host", memory.name, innermost(memory))
             except Rejection as rejection:
                 log.info("%s in %s stays on the device: %s", memory.name, innermost(memory), rejection)
@@ -97,7 +100,7 @@ def move_to_host(pair: SavedTensors, policy: FusionPolicy) -> None:
     _overlap(pair, copies)
 
 
-def _move(pair: SavedTensors, memory: Node, views: Sequence[Node]) -> _Copies:
+def _move(pair: SavedTensors, memory: Node, views: Sequence[Node], gemms: Mapping[Node, int]) -> _Copies:
     """Save a host copy instead of ``views``, the saved views of one memory. Each wait directly follows its copy.
 
     Raises:
@@ -107,9 +110,7 @@ def _move(pair: SavedTensors, memory: Node, views: Sequence[Node]) -> _Copies:
     if memory.op != "call_function" or memory in pair.caller_owned:
         raise Rejection(Kind.STAYS_WITH_CALLER, "it shares memory with an argument, a parameter or a result")
     if type(value) is not FakeTensor or value.device.type not in DEVICES:
-        raise Rejection(
-            Kind.STAYS_BY_FORM, f"it is a {type(value).__name__} on {getattr(value, 'device', 'no device')}"
-        )
+        raise Rejection(Kind.STAYS_BY_FORM, f"it is not a plain tensor on {DEVICES}")
     if pair.cost(views) < MIN_BYTES:
         raise Rejection(Kind.STAYS_SMALL, f"it has less than {MIN_BYTES >> 10} KiB")
     # One view is copied alone if it is dense. Otherwise its whole memory is copied, and backward repeats the views.
@@ -118,10 +119,10 @@ def _move(pair: SavedTensors, memory: Node, views: Sequence[Node]) -> _Copies:
     if order is None:
         raise Rejection(Kind.STAYS_BY_FORM, "it has gaps or overlaps in memory")
     calls = _calls_between(pair, source, views)
-    last = _last_call_before_copy(source, memory)
+    place, begins = _place_of_copy(source, memory, gemms)
     readers = {reader for view in views for reader in _readers(pair.in_backward[view])}
-    first = next((node for node in pair.backward.nodes if node in readers), None)
-    if first is None or not any(map(_takes_time, _after(last))) or not any(map(_takes_time, _before(first))):
+    first = next((node for node in gemms if node in readers), None)
+    if begins == gemms[pair.output_node] or first is None or not gemms[first]:
         raise Rejection(Kind.STAYS_UNHIDDEN, "no GEMM would run during its copies")
 
     def call(graph: Graph, suffix: str, target: Any, *args: Any) -> Node:
@@ -132,7 +133,7 @@ def _move(pair: SavedTensors, memory: Node, views: Sequence[Node]) -> _Copies:
         return node
 
     is_contiguous = order == sorted(order)
-    with pair.forward.inserting_before(last.next):
+    with pair.forward.inserting_before(place):
         packed = source if is_contiguous else call(pair.forward, "packed", aten.permute.default, source, order)
         offload = call(pair.forward, "offload", ao.offload.default, packed)
         host = call(pair.forward, "host", ao.wait_tensor.default, offload, None, packed)
@@ -153,7 +154,7 @@ def _move(pair: SavedTensors, memory: Node, views: Sequence[Node]) -> _Copies:
         pair.replace_in_backward(view, copied[view], reloaded=True)
     module = innermost(memory)
     kind = (without_numbers(module), tuple(map(str, value.shape)), value.dtype, memory.target)
-    return _Copies(module, kind, offload, host, reload, ready)
+    return _Copies(module, kind, host, reload, begins, gemms[first])
 
 
 def _dense_order(value: torch.Tensor) -> list[int] | None:
@@ -191,57 +192,39 @@ def _readers(memory: Node) -> Iterator[Node]:
             yield user
 
 
-def _last_call_before_copy(source: Node, memory: Node) -> Node:
-    """Return forward's node after which a copy begins: the last reader, but before the first GEMM that reads it."""
+def _place_of_copy(source: Node, memory: Node, gemms: Mapping[Node, int]) -> tuple[Node, int]:
+    """Return forward's node before which a copy begins, and the number of GEMMs before it.
+
+    The copy begins before the first GEMM that reads the tensor, or else after its last reader.
+    """
     readers, last = set(_readers(memory)), source
-    for node in _after(source):
+    for node in itertools.dropwhile(lambda node: node is not source, gemms):
         if node in readers:
             if _takes_time(node):
-                return node.prev
+                return node, gemms[node]
             last = node
-    return last
+    return last.next, gemms[last] + _takes_time(last)
 
 
 def _takes_time(node: Node) -> bool:
     return is_gemm(node) or op_types().is_compute_intensive(node)
 
 
-def _after(node: Node) -> Iterator[Node]:
-    while (node := node.next).op not in ("root", "output"):
-        yield node
-
-
-def _before(node: Node) -> Iterator[Node]:
-    while (node := node.prev).op not in ("root", "placeholder"):
-        yield node
-
-
 def _overlap(pair: SavedTensors, copies: Sequence[_Copies]) -> None:
     """Move each wait in forward, and each reload in backward, as far from its other end as two layers are apart."""
-    position = {node: i for i, node in enumerate(pair.forward.nodes)}
     layers: dict[Any, list[_Copies]] = {}  # the same tensor of all layers, in forward's order
     numbers: Counter[Any] = Counter()  # a layer may have several tensors of a kind
-    for copy in sorted(copies, key=lambda copy: position[copy.offload]):
+    for copy in sorted(copies, key=lambda copy: copy.begins):
         layers.setdefault((copy.kind, numbers[copy.kind, copy.module]), []).append(copy)
         numbers[copy.kind, copy.module] += 1
     neighbors = [two for same in layers.values() for two in itertools.pairwise(same)]
-
-    gemms, before = _gemms(pair.forward)
-    window = _median([before[later.offload] - before[copy.offload] for copy, later in neighbors], len(gemms))
+    forward, backward = (list(filter(_takes_time, graph.nodes)) for graph in (pair.forward, pair.backward))
+    window = _median([later.begins - copy.begins for copy, later in neighbors], len(forward))
     for copy in copies:
-        later = before[copy.offload] + window
-        (gemms[later] if later < len(gemms) else pair.output_node).prepend(copy.host)
-    gemms, before = _gemms(pair.backward)
-    window = _median([before[copy.ready] - before[later.ready] for copy, later in neighbors], len(gemms))
-    for copy in sorted(copies, key=lambda copy: before[copy.ready]):
-        gemms[max(0, before[copy.ready] - window)].prepend(copy.reload)
-
-
-def _gemms(graph: Graph) -> tuple[list[Node], dict[Node, int]]:
-    """Return a graph's GEMMs, and how many of them precede each node."""
-    nodes = list(graph.nodes)
-    before = itertools.accumulate(map(_takes_time, nodes), initial=0)
-    return list(filter(_takes_time, nodes)), dict(zip(nodes, before, strict=False))
+        [*forward, pair.output_node][min(copy.begins + window, len(forward))].prepend(copy.host)
+    window = _median([copy.ends - later.ends for copy, later in neighbors], len(backward))
+    for copy in sorted(copies, key=lambda copy: copy.ends):
+        backward[max(0, copy.ends - window)].prepend(copy.reload)
 
 
 def _median(distances: Iterable[int], otherwise: int) -> int:

@@ -55,7 +55,8 @@ def to_device(tensor: Tensor, device: torch.device, *layout: Any) -> Tensor:
 
 def wait(tensor: Tensor, keepalive: Tensor | None = None, source: Tensor | None = None) -> Tensor:
     copied, result = PENDING.pop(tensor.data_ptr())
-    assert torch._C._storage_Use_Count(copied.untyped_storage()._cdata) > 1, "its source was freed during a copy"
+    # Two references belong to ``copied`` and to the object that ``untyped_storage`` returns.
+    assert torch._C._storage_Use_Count(copied.untyped_storage()._cdata) > 2, "a source was freed during its copy"
     result.copy_(copied)
     return tensor
 
