@@ -240,8 +240,9 @@ def keep_order(nodes: Sequence[Any]) -> None:
     Otherwise Inductor moves each wait to its copy, because this frees memory earliest, and nothing overlaps.
     """
     # Inductor calls the results of operators that read a host's tensor unaligned. New tensors are aligned.
-    copies = [node.node for node in nodes if _is_copy(node)]
-    V.graph.unaligned_buffers.difference_update(buffer.get_name() for copy in copies for buffer in copy.outputs)
+    for node in filter(_is_copy, nodes):
+        results = (buffer.get_name() for buffer in node.node.outputs)
+        V.graph.unaligned_buffers.difference_update(node.get_buffer_names(), results)
     fixed = [node for node in nodes if _is_copy(node) or node.is_template() or _is_library_call(node)]
     for before, after in itertools.pairwise(fixed):
         if _is_copy(before) or _is_copy(after):

@@ -4,9 +4,9 @@
 stage                 slot in Inductor's config       work
 ====================  ==============================  ========================================
 pre-grad pass         ``pre_grad_custom_pass``        recognize MLPs
-partitioner           ``custom_partitioner_fn``       apply memory levels, merge float8 calls
+partitioner           ``custom_partitioner_fn``       apply memory levels, offload, merge float8 calls
 post-grad pass        ``post_grad_custom_post_pass``  split sums over rows
-scheduler pass        ``_post_fusion_custom_pass``    let kernels reuse buffers
+scheduler pass        ``_post_fusion_custom_pass``    let kernels reuse buffers, fix the order of copies
 ====================  ==============================  ========================================
 
 A pass with a fixed policy is part of one compilation's options (``compile_options``, ``backend="fused"``). A pass

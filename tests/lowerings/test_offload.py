@@ -361,6 +361,9 @@ def lines_between(code: str) -> list[list[str]]:
             end, wait = next((j, wait) for j, wait in waits if wait[1] in names)
             assert wait[2] == source
             between = lines[i + 1 : end]
+            uses = [line for line in lines[i + 1 :] if names.intersection(re.findall(r"\w+", line))]
+            uses = [line for line in uses if not re.match(r"\s*(del|assert_\w+|#|\w+ = \w+$)|.*ao.wait_tensor", line)]
+            assert not uses, "only the wait reads a copy's result"
             assert not any(re.search(rf"\bdel {source}\b|= {source};|{source} = ", line) for line in between), source
             windows.append(between)
     return windows
