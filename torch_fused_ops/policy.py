@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
 
 from torch_fused_ops.settings import tiles
 
+_T = TypeVar("_T")
 Memory = Literal["off", "free", "fp8", "input", "tiled"]
 Attention = Literal["off", "input"]
 Checkpoints = Literal["keep", "replace"]
@@ -191,17 +192,18 @@ class FusionPolicy:
 
     def offloads(self, modules: Collection[str]) -> bool:
         """Return True if tensors that these modules compute move to the host."""
-        return bool(self._choice("offload", modules, False))
+        return self._choice("offload", modules, False)
 
     def decisions(self, modules: Collection[str]) -> tuple[Any, ...]:
         """Return the patterns' choices inside these modules. Compile keys need them: a graph may lack module paths."""
         return *(self._choice(name, modules, "") for name in _KNOWN), self.excluding(modules)
 
-    def _choice(self, name: str, modules: Collection[str], otherwise: Any) -> Any:
+    def _choice(self, name: str, modules: Collection[str], otherwise: _T) -> _T:
         value = getattr(self, name)
-        if not isinstance(value, tuple):
-            return value
-        return next((chosen for pattern, chosen in value if names_module(pattern, modules)), otherwise)
+        chosen: _T = value
+        if isinstance(value, tuple):
+            chosen = next((choice for pattern, choice in value if names_module(pattern, modules)), otherwise)
+        return chosen
 
     def excluding(self, modules: Collection[str]) -> str | None:
         """Return the first pattern of ``exclude`` that matches a module in ``modules``, or None without a match."""
