@@ -335,12 +335,15 @@ def _check_positions(graph: CapturedGraph) -> None:
     """Raise a ValueError if an embedding of consecutive positions has too few rows: a GPU would fail in its kernel."""
     paths = dict(zip(graph.gm.graph.find_nodes(op="placeholder"), graph.paths, strict=True))
     for node in graph.gm.graph.find_nodes(op="call_function", target=F.embedding):
-        positions, table = node.args[:2]
+        arguments: dict[str, Any] = {**dict(zip(("input", "weight"), node.args, strict=False)), **node.kwargs}
+        positions, table = arguments["input"], arguments["weight"]
         while positions.op == "call_method" and positions.target in _SAME_VALUES:
             positions = positions.args[0]
-        ends = [end for end in positions.args[:2] if isinstance(end, int)] if positions.target is torch.arange else []
-        rows = table.meta["example_value"].shape[0]
-        if max(ends, default=0) > rows:
+        consecutive = positions.target is torch.arange and len(positions.args) < 3
+        ends = [end for end in positions.args if isinstance(end, int)] if consecutive else []
+        value = table.meta.get("example_value")
+        rows = value.shape[0] if isinstance(value, Tensor) else 0
+        if 0 < rows < max(ends, default=0):
             name = paths.get(table) or table.name
             raise ValueError(f"model: {name} has {rows} rows, and the model reads positions up to {max(ends) - 1}")
 
