@@ -63,7 +63,8 @@ GATED = [
     "F.gelu({g}) * {h}",
     "(lambda p: F.silu(p[..., :64]) * p[..., 64:])(torch.cat([{h}, {g}], -1))",
 ]
-VIEWS = ["{v}", "{v}.flatten()", "{v}[..., 1:5]", "{v}.mT", "{v}.detach()", "{v}[1:]"]
+RESULTS = ["{v}", "{v}.flatten()", "{v}[..., 1:5]", "{v}.mT", "{v}[1:]"]
+VIEWS = [*RESULTS, "{v}.detach()"]  # plain torch.compile fails if a step returns a detached result and a view of it
 ATTENTION = (
     "(lambda q, k, v: F.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(-1, 64))"
     "(*(t.unflatten(-1, (2, 32)).transpose(0, 1) for t in ({h}, {g}, {h})))"
@@ -96,7 +97,7 @@ class Program:
         if lines[0].startswith("h0") and "g0" not in lines[3]:
             lines.pop(1)
             values.remove("g0")
-        results = [r.choice(VIEWS).format(v=r.choice(values)) for _ in range(r.choice([0, 1, 1, 2]))]
+        results = [r.choice(RESULTS).format(v=r.choice(values)) for _ in range(r.choice([0, 1, 1, 2]))]
         total = " + ".join(line.split()[0] for line in lines if line.startswith("y"))
         body = "\n    ".join([*lines, f"return ({', '.join([total, *results])},)"])
         names = [n for n in SHAPES if re.search(rf"\b{n}\b", body)]
@@ -141,8 +142,10 @@ class Program:
             target = results[int(name[1:])] if name.startswith("r") else values.get(name, getattr(model, name, None))
             with torch.no_grad():
                 eval(view.format(v="t"), {"t": target}).mul_(3.0).add_(0.5)
+        # Plain torch.compile fails if one of several views of a result has no gradient, so each gets one.
+        unused = sum(0.0 * t.sum() for t in results[1:] if t.requires_grad)
         try:
-            results[0].square().sum().backward()
+            (results[0].square().sum() + unused).backward()
         except RuntimeError as error:
             assert "inplace operation" in str(error), self.source
             return error
