@@ -92,6 +92,9 @@ CASES = {
         settings={"levels": ["free", "input", "input+attention", "tiled"]}, maximum=("batch", "72GiB"),
     ),
     "Llama-3-8B": LLAMA,
+    "Llama-3-8B, 50 GB/s to the host": replace(
+        LLAMA, limits=("82GiB",), settings={"offload_bandwidth": 50, "levels": ["fp8"]}
+    ),
     "Llama-3-8B, float32 weights": replace(LLAMA, settings={"master_weights": "float32"}),
     "Llama-3-8B, 8 GPUs": Case(
         decoder, (3, 4096), "H100", ("78GiB", "50GiB"), settings={**FSDP2, "loss": "compiled"}, optimizer="adamw-fused"
