@@ -99,9 +99,8 @@ def _dropout_add_backward(
             loads = (in_blocks, operators._element_index), (operators.rows_in_blocks(d_input), operators._element_index)
             terms = operators._Elementwise(in_blocks.get_size(), *loads).node(_unrounded_grad, p)
         else:
-            loads = ((in_blocks, operators._element_index),)
-            masks = [_mask(in_blocks, seed, p)]
-            terms = operators._Elementwise(in_blocks.get_size(), *loads, masks=masks).node(formulas.dropped, p)
+            load, masks = (in_blocks, operators._element_index), [_mask(in_blocks, seed, p)]
+            terms = operators._Elementwise(in_blocks.get_size(), load, masks=masks).node(formulas.dropped, p)
         d_bias = operators._sum_rows(terms, bias_dtype)
     return d_input, d_bias
 

@@ -211,11 +211,11 @@ def test_html_escapes_everything(tmp_path):
 def test_html_has_the_source_line_and_hint_of_unfused_sites(tmp_path):
     class Odd(nn.Module):
         def forward(self, x):
-            return F.mish(x) * (1 < 2)
+            return F.tanhshrink(x) * (1 < 2)
 
     model = Stack(nn.Sequential(nn.Linear(8, 16), Odd(), nn.Linear(16, 8)) for _ in range(3))
     text, _ = read(explain(model, torch.randn(4, 8)).to_html(tmp_path / "report.html"))
-    assert "<pre>return F.mish(x) * (1 &lt; 2)</pre>" in text
+    assert "<pre>return F.tanhshrink(x) * (1 &lt; 2)</pre>" in text
     assert "test_explain.py:" in text and "3 times" in text and "layers.0…2" in text
     assert text.count('<p class="hint">') == 1 and "register_activation" in text
 
@@ -355,7 +355,7 @@ def test_sites_have_the_policys_memory_level():
 
 
 UNKNOWN = {
-    "mish": F.mish,
+    "tanhshrink": F.tanhshrink,
     "leaky": lambda x: F.leaky_relu(x, 0.2),
     "near": lambda x: x * torch.sigmoid(1.7 * x),
     "shifted": lambda x: F.gelu(x) + x,
@@ -381,7 +381,7 @@ def test_registering_as_hinted_fuses_the_site(name):
 
 def test_no_hint_to_register_if_it_would_not_help():
     def gated(x, w, v):
-        return (F.mish(x @ w) * (x @ v)) @ w
+        return (F.tanhshrink(x @ w) * (x @ v)) @ w
 
     w = nn.Parameter(torch.randn(8, 8))
     sites = explain(gated, torch.randn(4, 8), w, nn.Parameter(torch.randn(8, 8))).sites

@@ -16,6 +16,7 @@ from torch_fused_ops.testing.check import Row, run_opcheck
 from torch_fused_ops.testing.samples import OPERATORS, Sample, backward_samples, samples
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", activations.names())
 def test_every_value(name, dtype):
@@ -45,6 +46,7 @@ def test_float32_everywhere(name):
         assert precision.error(derivative, act.derivative(wide), near).max() <= 1e-5
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", activations.names())
 def test_gated_tails_below_the_floor(name, dtype):
@@ -62,6 +64,8 @@ ZEROS = {
     "gelu": (-0.7517915246935645, F.gelu),
     "gelu_tanh": (-0.7524614220710162, lambda x: F.gelu(x, approximate="tanh")),
     "quick_gelu": (-0.7511542549712541, lambda x: x * torch.sigmoid(1.702 * x)),
+    "hardswish": (-1.5, F.hardswish),
+    "mish": (-1.1924312145, F.mish),
 }
 
 
@@ -96,7 +100,8 @@ def test_float32_gradients_near_zeros_of_the_derivative(name):
         assert difference.max() <= precision.LIMITS["gradient", torch.float32] * precision.NEAR_ZERO, way
         assert precision.error(got, truth, precision.near_zero(name, x.double())).max() <= 1e-5, way
         assert difference.max() <= worst + 2**-25, way  # 2 ulps of a term of 0.22
-    assert ((torch_grad.double() - truth) / truth).abs().max() > 0.1  # PyTorch does not meet a relative bound either
+    # PyTorch does not meet a relative bound either. The zero of hardswish's derivative is a float32.
+    assert name == "hardswish" or ((torch_grad.double() - truth) / truth).abs().max() > 0.1
 
 
 def test_contract_states_the_measured_bound():

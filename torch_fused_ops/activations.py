@@ -35,6 +35,7 @@ LOG2E = 1 / math.log(2)
 GELU_TANH_SLOPE = 2 * math.sqrt(2 / math.pi)  # gelu_tanh(x) = x·sigmoid(SLOPE·(x + CUBIC·x³))
 GELU_TANH_CUBIC = 0.044715
 QUICK_GELU_SLOPE = 1.702
+LEAKY_RELU_SLOPE = 0.01  # PyTorch's default; register_activation adds other slopes
 SQRT1_2 = math.sqrt(0.5)
 INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
 
@@ -247,6 +248,66 @@ def _relu2_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return _relu_gradient(grad * (2.0 * torch.relu(x)), x)
 
 
+def _relu6(x: Tensor) -> Tensor:
+    return torch.where(x >= 6, 6.0, torch.relu(x))  # torch.clamp has other gradients at the bounds
+
+
+def _relu6_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.where((x <= 0) | (x >= 6), 0.0, grad)
+
+
+def _leaky_relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x > 0, grad, LEAKY_RELU_SLOPE * grad)
+
+
+def _hardswish(x: Tensor) -> Tensor:
+    return x * (_relu6(x + 3.0) * (1 / 6))  # in this order no product overflows
+
+
+def _hardswish_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    inner = torch.where(x < 3, grad * ((2.0 * x + 3.0) * (1 / 6)), grad)
+    return torch.where(x <= -3, 0.0, inner)
+
+
+def _elu(x: Tensor) -> Tensor:
+    return torch.where(x < 0, torch.expm1(torch.where(x < 0, x, 0.0)), x)  # expm1(x) overflows above 88
+
+
+def _elu_derivative(x: Tensor) -> Tensor:
+    return torch.exp2(torch.where(x < 0, x, 0.0) * LOG2E)  # 1 for NaN, as in PyTorch's elu_backward
+
+
+def _softplus(x: Tensor) -> Tensor:
+    if _differentiated(x):  # |x| has no derivative at 0
+        return F.softplus(x)
+    return torch.relu(x) + torch.log1p(torch.exp2(torch.abs(x) * -LOG2E))
+
+
+def _mish_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (e, a, d) with e = exp(-|x|) and tanh(softplus(x)) = a / d."""
+    e = torch.exp2(torch.abs(x) * -LOG2E)
+    above = 1.0 + 2.0 * e
+    a = torch.where(x < 0, e * (e + 2.0), above)
+    return e, a, a + torch.where(x < 0, 2.0, 2.0 * e * e)
+
+
+def _mish(x: Tensor) -> Tensor:
+    if _differentiated(x):
+        return x * torch.tanh(F.softplus(x))
+    _, a, d = _mish_parts(x)
+    return x * (a / d)
+
+
+def _mish_derivative(x: Tensor) -> Tensor:
+    if _differentiated(x):
+        t = torch.tanh(F.softplus(x))
+        return t + x * (torch.sigmoid(x) * (1.0 - t * t))
+    # 1 - tanh² cancels on the right; with n = exp(x) it is 4·(n + 1)²/(n² + 2n + 2)².
+    e, a, d = _mish_parts(x)
+    slope = torch.where(x < 0, e, e * e) * (1.0 + e) / (d * d)
+    return a / d + 4.0 * (x * slope)
+
+
 def _of_one(gradient: Callable[[Tensor, Tensor], Tensor]) -> Function:
     return lambda x: gradient(torch.ones_like(x), x)
 
@@ -290,6 +351,35 @@ _TABLE: dict[str, Activation] = {
             callables=(F.sigmoid, torch.sigmoid, nn.Sigmoid),
         ),
         Activation("tanh", _tanh, _tanh_derivative, torch.tanh, callables=(F.tanh, torch.tanh, nn.Tanh)),
+        Activation(
+            "leaky_relu",
+            lambda x: torch.where(x > 0, x, LEAKY_RELU_SLOPE * x),
+            _of_one(_leaky_relu_gradient),
+            F.leaky_relu,
+            gradient_from_output=True,
+        ),
+        Activation(
+            "relu6",
+            _relu6,
+            _of_one(_relu6_gradient),
+            F.relu6,
+            gradient=_relu6_gradient,
+            native=F.relu6,
+            callables=(F.relu6, nn.ReLU6),
+        ),
+        Activation(
+            "hardswish",
+            _hardswish,
+            _of_one(_hardswish_gradient),
+            F.hardswish,
+            gradient=_hardswish_gradient,
+            callables=(F.hardswish, nn.Hardswish),
+        ),
+        Activation("elu", _elu, _elu_derivative, F.elu),
+        Activation("softplus", _softplus, lambda x: _sigmoid_of(1.0, x), F.softplus),
+        Activation("mish", _mish, _mish_derivative, F.mish, callables=(F.mish, nn.Mish)),
+        # The gate of a bilinear GLU (arXiv:2002.05202). A product, because an operator may not return its argument.
+        Activation("identity", lambda x: x * 1.0, torch.ones_like, lambda x: x, gradient_from_output=True),
     )
 }
 

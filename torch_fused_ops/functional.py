@@ -16,7 +16,8 @@ All functions share these conventions:
 * Errors. A wrong type or dtype is a TypeError. A wrong shape, device, name or range is a ValueError. Each message names
   the argument, its value and the accepted values.
 * ``activation`` is one of ``torch_fused_ops.activations.names()``: relu, relu2, silu, gelu, gelu_tanh, quick_gelu,
-  sigmoid, tanh, and names added with ``register_activation``.
+  sigmoid, tanh, leaky_relu, relu6, hardswish, elu, softplus, mish (with the default parameters of PyTorch's functions),
+  identity (a bilinear gate), and names added with ``register_activation``.
 * ``clamp``, a number above 0, bounds gate from above and up on both sides; None does not clamp. ``up_offset``, a finite
   number, is added to up after clamping.
 * ``memory`` decides how autograd saves the activation's inputs. ``"free"`` saves the tensors (ReLU saves its result

@@ -95,9 +95,17 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
     # Another power, another operand.
     "relu**3": (unary(lambda x: F.relu(x) ** 3), r"^relu\(x\)\^3 is not a supported activation"),
     # Other activations.
-    "relu6": (unary(F.relu6), NO_ACTIVATION),
     "rrelu in eval mode": (unary(nn.RReLU().eval()), rf"0\.2291667·x.*relu\(x\) {NO_ACTIVATION}"),
     "rrelu in training": (unary(nn.RReLU(0.2, 0.2)), r"random slopes \(rrelu\) in it$"),
+    "relu6 by clamp": (unary(lambda x: x.clamp(0, 6)), KINK),
+    "relu7": (unary(lambda x: F.hardtanh(x, 0.0, 7.0)), NO_ACTIVATION + "|like relu6"),
+    "x*hardsigmoid(x)": (unary(lambda x: x * F.hardsigmoid(x)), KINK),
+    "leaky_relu with another slope": (unary(lambda x: F.leaky_relu(x, 0.02)), NO_ACTIVATION + "|like leaky_relu"),
+    "leaky_relu by maximum": (unary(lambda x: torch.maximum(x, 0.01 * x)), KINK),
+    "elu with another alpha": (unary(lambda x: F.elu(x, 1.001)), "like elu, but has|" + NO_ACTIVATION),
+    "softplus with another beta": (unary(lambda x: F.softplus(x, 1.001)), NO_ACTIVATION + "|like softplus"),
+    "mish without its factor": (unary(lambda x: torch.tanh(F.softplus(x))), NO_ACTIVATION),
+    "bilinear + 1": (binary(lambda h, u: h * u + 1), NO_GATE),
     "relu6 with a limit beyond all data": (unary(lambda x: x.clamp(0, 1e9)), NO_ACTIVATION),
     "where on another sign": (binary(lambda h, u: torch.where(u > 0, h, 0.0)), "cannot be proved|" + NO_GATE),
     "a difference quotient": (
@@ -128,7 +136,7 @@ OTHERS: dict[str, tuple[Case, str]] = {
     ),
     "prelu": (lambda h, u, p, w, m: F.linear(F.prelu(h, m[0]), w), ANOTHER + "m"),
     "a divisor": (lambda h, u, p, w, m: F.linear(m / F.silu(h), w), ANOTHER + "m"),
-    "a scale of something unknown": (lambda h, u, p, w, m: F.linear(F.mish(h) * m[0], w), NO_ACTIVATION),
+    "a scale of something unknown": (lambda h, u, p, w, m: F.linear(F.tanhshrink(h) * m[0], w), NO_ACTIVATION),
     "a scale that is written": (lambda h, u, p, w, m: F.linear(F.silu(h).mul_(m.detach()), w), ANOTHER + "m"),
     "maximum over the row": (unary(lambda x: F.relu(x) * x.amax(-1, keepdim=True)), "another tensor takes part: amax"),
     "softmax in between": (

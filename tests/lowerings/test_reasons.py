@@ -298,7 +298,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.NO_GEMM_BEFORE: unread(lambda x, w, d: F.linear(F.gelu(F.layer_norm(F.linear(x, w), (16,))), d)),
     Kind.OPAQUE: unread(lambda x, w, d: F.linear(hidden(F.linear(x, w)), d)),
     Kind.OTHER_DROPOUT: site_of(lambda x, w, d: F.linear(F.dropout(x.sin(), 0.5), w)),
-    Kind.UNKNOWN: mlp(lambda h, u, m: F.mish(h)),
+    Kind.UNKNOWN: mlp(lambda h, u, m: F.tanhshrink(h)),
     Kind.UNKNOWN_GATED: mlp(lambda h, u, m: F.silu(h) * u * u),
     Kind.NEAR: mlp(lambda h, u, m: h * torch.sigmoid(1.7 * h)),
     Kind.RELU_KINK: mlp(lambda h, u, m: (h + h.abs()) / 2),
@@ -398,7 +398,7 @@ def texts(monkeypatch: Patch) -> list[Reason]:
 
 def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:
     x, w, d = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
-    errors: dict[Callable[[Tensor], Tensor], type[Exception] | None] = {F.silu: None, F.mish: UnfusedError}
+    errors: dict[Callable[[Tensor], Tensor], type[Exception] | None] = {F.silu: None, F.tanhshrink: UnfusedError}
     for act, error in errors.items():
         for exclude in ((), ("",)):
             graph = traced(two_linears(act), x, w, d)

@@ -91,6 +91,18 @@ SPELLINGS: dict[str, tuple[str, PointwiseOperator]] = {
     "tanh by exp": ("tanh", lambda x: (x.exp() - (-x).exp()) / (x.exp() + (-x).exp())),
     "2*sigmoid(2x)-1": ("tanh", lambda x: 2 * torch.sigmoid(2 * x) - 1),
     "sub_": ("tanh", lambda x: torch.sigmoid(2 * x).mul(2).sub_(1)),
+    "leaky_relu": ("leaky_relu", F.leaky_relu),
+    "leaky_relu_": ("leaky_relu", lambda x: F.leaky_relu(x, inplace=True)),
+    "relu6": ("relu6", F.relu6),
+    "hardtanh": ("relu6", lambda x: F.hardtanh(x, 0.0, 6.0)),
+    "hardswish": ("hardswish", F.hardswish),
+    "x*relu6(x+3)/6": ("hardswish", lambda x: x * F.relu6(x + 3) / 6),
+    "elu": ("elu", F.elu),
+    "celu": ("elu", F.celu),
+    "softplus": ("softplus", F.softplus),
+    "log1p(exp(x))": ("softplus", lambda x: torch.log1p(torch.exp(x))),
+    "mish": ("mish", F.mish),
+    "x*tanh(softplus(x))": ("mish", lambda x: x * torch.tanh(F.softplus(x))),
 }
 
 
@@ -181,13 +193,13 @@ def test_definitions_of_the_table_itself(name):
 
 def test_registered_activation(monkeypatch):
     monkeypatch.setattr(activations, "_TABLE", dict(activations._TABLE))
-    act = lambda x: x * torch.tanh(F.softplus(x))  # noqa: E731
-    model = Net(lambda s, x: s.b(F.mish(s.a(x))))
+    act = lambda x: x - torch.tanh(x)  # noqa: E731
+    model = Net(lambda s, x: s.b(F.tanhshrink(s.a(x))))
     _, sites, _ = capture(model, torch.randn(4, 8))
     assert "is not a supported activation" in the(sites).reason
-    activations.register_activation("mish_for_test", act)
+    activations.register_activation("tanhshrink_for_test", act)
     sites, _ = check(model, torch.randn(4, 8))
-    assert the(sites).activation == "mish_for_test"
+    assert the(sites).activation == "tanhshrink_for_test"
 
 
 def test_registering_an_unreadable_activation_warns_once_and_at_the_call(caplog):
@@ -196,7 +208,7 @@ def test_registering_an_unreadable_activation_warns_once_and_at_the_call(caplog)
     (warning,) = caplog.messages
     assert warning.startswith("the fusion pass cannot recognize the registered activation 'rounded_for_test'; it ")
     activations.register_activation("readable_for_test", lambda x: x * torch.tanh(F.softplus(x)))
-    for kinked in (F.mish, F.relu):
+    for kinked in (F.tanhshrink, F.relu):
         check(Net(lambda s, x: s.b(kinked(s.a(x)))), torch.randn(4, 8))  # noqa: B023
     assert caplog.messages == [warning]
 

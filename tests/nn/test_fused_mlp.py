@@ -192,9 +192,9 @@ def test_wrapped_hooked_and_parametrized_linears_are_called():
 @pytest.mark.parametrize(
     "arguments, error, words",
     [
-        ({"activation": "mish"}, ValueError, "activation='mish'"),
+        ({"activation": "swish"}, ValueError, "activation='swish'"),
         ({"activation": "swiglu"}, ValueError, "activation='swiglu' is not known; accepted: relu,"),
-        ({"activation": F.mish}, TypeError, "gelu_tanh"),
+        ({"activation": F.tanhshrink}, TypeError, "gelu_tanh"),
         ({"memory": "tiled:4"}, ValueError, 'torch.nn.Linear in torch.compile(model, backend="fused"'),
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
     ],

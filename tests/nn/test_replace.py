@@ -272,7 +272,7 @@ def test_wrong_arguments_are_rejected(arguments: dict[str, Any], error: type[Exc
     assert not isinstance(model, nn.Module) or is_as_it_was(model)
 
 
-@pytest.mark.parametrize("acts, stance", [((F.mish,), "default"), ((), "default"), ((F.gelu,), "force_eager")])
+@pytest.mark.parametrize("acts, stance", [((F.tanhshrink,), "default"), ((), "default"), ((F.gelu,), "force_eager")])
 def test_warns_if_no_mlp_is_compiled(acts: tuple[Any, ...], stance: str) -> None:
     model = nn.Sequential(*(Mlp(act) for act in acts), nn.Linear(H, H))
     with torch.compiler.set_stance(stance), pytest.warns(UserWarning, match="compiled no module; .*explain has the"):

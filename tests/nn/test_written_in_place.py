@@ -55,7 +55,7 @@ MODULES = {
     "swiglu": fused("silu", gated=True),
     "core": core(F.gelu),
     "core swiglu": core(F.silu, gated=True),
-    "core mish": core(F.mish),
+    "core tanhshrink": core(F.tanhshrink),
     "core in place": core(doubled_in_place, bias=False),
     "core zeroes its input": core(zeroes_its_input, bias=False),
     "core written result": core(written_result),
@@ -64,7 +64,7 @@ MODULES = {
     "core dropout": core(lambda h: F.dropout(torch.tanh(h), 0.5)),
 }
 UNKNOWN = (  # "fp8" rejects these activations
-    "core mish", "core in place", "core zeroes its input", "core written result", "core identity", "core doubled",
+    "core tanhshrink", "core in place", "core zeroes its input", "core written result", "core identity", "core doubled",
     "core dropout",
 )  # fmt: skip
 

@@ -87,8 +87,8 @@ class Kind(Enum):
     DROPOUT_INSIDE = Category.FUNCTION
     COMPARISON = (
         Category.FUNCTION,
-        "If relu is intended, write F.relu. If leaky ReLU is intended, write F.leaky_relu and register it: "
-        "torch_fused_ops.register_activation('leaky', lambda x: F.leaky_relu(x, 0.1)).",
+        "If relu is intended, write F.relu. If leaky ReLU is intended, write F.leaky_relu. Register other "
+        "slopes than 0.01: torch_fused_ops.register_activation('leaky', lambda x: F.leaky_relu(x, 0.1)).",
     )
     UNPROVABLE = Category.FUNCTION
     CUSTOM_FUNCTION = Category.FUNCTION

@@ -119,7 +119,7 @@ def compile_operator_on_paper(name: str, *args: Any, gpu: GPU | str = H200) -> P
 
 def operator_on_paper(signature: Signature, key: tuple[Any, ...], gpu: GPU) -> tuple[OperatorGraph, PaperCompilation]:
     """Generate the eager kernels for a key of `kernels/compiled.py`."""
-    from torch._dynamo.utils import detect_fake_mode
+    from torch._guards import detect_fake_mode
     from torch._inductor.virtualized import V
 
     from torch_fused_ops.kernels import compiled
