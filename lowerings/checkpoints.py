@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 
-from torch.fx import Graph, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops.graphs.modules import module_stack
-from torch_fused_ops.lowerings import attention
-from torch_fused_ops.lowerings.memory_levels import OPERATOR, requested_level
-from torch_fused_ops.policy import FusionPolicy, enclosing_modules
+from torch_fused_ops.graphs.modules import is_of_activation, module_stack
+from torch_fused_ops.graphs.reasons import Kind, Rejection
+from torch_fused_ops.graphs.sites import Site
+from torch_fused_ops.lowerings import compat
+from torch_fused_ops.lowerings.memory_levels import (
+    OPERATOR,
+    Edit,
+    are_checkpointed,
+    attention_with_level,
+    requested_level,
+)
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules, modules_of_site
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -43,7 +54,7 @@ def drop(graph: Graph, policy: FusionPolicy) -> None:
         for node in graph.nodes
         if node.meta.get(_NUMBER) in numbers
         and node.meta.get(_MARK) in _PREFERENCES
-        and policy.replaces_checkpoints(enclosing_modules(module_stack(node)))
+        and policy.replaces_checkpoints(_modules(node))
     ]
     for node in dropped:
         number = node.meta.pop(_NUMBER)
@@ -61,12 +72,61 @@ def _with_level(graph: Graph, policy: FusionPolicy) -> Iterator[Node]:
     if policy.checkpoints == "keep":
         return
     for node in graph.nodes:
-        if node.target in OPERATOR:
-            modules = enclosing_modules(module_stack(node))
+        if node.target in OPERATOR or is_of_activation(node):
+            modules = _modules(node)
             if (requested_level(node) or policy.names_level(modules)) and policy.replaces_checkpoints(modules):
                 yield node
-    for site in attention.find(graph) if policy.attention != "off" else ():
-        for linear in site.linears:
-            modules = enclosing_modules(module_stack(linear))
-            if policy.attention_of(modules) == "input" and policy.replaces_checkpoints(modules):
-                yield linear
+    for _, linears in attention_with_level(graph, policy):
+        yield from (linear for linear in linears if policy.replaces_checkpoints(_modules(linear)))
+
+
+def rejected_attention(graph: Graph, policy: FusionPolicy) -> list[Edit]:
+    """Return an edit for each attention whose level has no effect inside a checkpoint. To apply it raises a Rejection.
+
+    Args:
+        graph: the joint graph, after ``drop``. Partitioning hides attention that may draw random numbers.
+        policy: the fusion policy.
+    """
+
+    def reject() -> None:
+        raise Rejection(Kind.IN_CHECKPOINT, "it is inside a checkpoint")
+
+    sites = [(site, linears) for site, linears in attention_with_level(graph, policy) if are_checkpointed(linears)]
+    edits = {
+        site.module: Edit("attention='input'", site.module or "the model", reject, linears) for site, linears in sites
+    }
+    return list(edits.values())  # one for attention and its gradient
+
+
+def _modules(node: Node) -> set[str]:
+    return enclosing_modules(module_stack(node))
+
+
+def bodies(gm: GraphModule) -> list[GraphModule]:
+    """Return the bodies of the checkpoints in a captured graph, without those inside other bodies."""
+    calls = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+    return [getattr(gm, call.args[0].target) for call in calls]
+
+
+def around_pass() -> Kind | None:
+    """Return the kind of the checkpoint around the graph that the pre-grad pass edits; None without a checkpoint."""
+    is_body = any(inner in bodies(caller) for inner, caller in pairwise(compat.graphs_in_pre_grad_passes()))
+    return Kind.IN_CHECKPOINT if is_body else around_call()
+
+
+def around_call() -> Kind | None:
+    """Return ``OUTER_CHECKPOINT`` if a checkpoint outside of compiled code calls the code that is being compiled."""
+    return Kind.OUTER_CHECKPOINT if compat.is_called_from("torch.utils.checkpoint") else None
+
+
+def without_effect(site: Site, kind: Kind | None, policy: FusionPolicy) -> Site:
+    """Return a site inside a checkpoint: its memory level has no effect, unless it replaces the checkpoint.
+
+    Args:
+        site: a site of the pre-grad pass.
+        kind: the kind of the checkpoint, as ``around_pass`` returns it.
+        policy: the fusion policy.
+    """
+    is_replaced = kind is Kind.IN_CHECKPOINT and policy.replaces_checkpoints(modules_of_site(site))
+    has_level = site.op is not None and site.memory in ("fp8", "input")
+    return replace(site, memory_kind=kind) if has_level and not is_replaced else site

@@ -298,6 +298,28 @@ def compiled_call() -> CompiledCall | None:
     return None
 
 
+def graphs_in_pre_grad_passes() -> Iterator[torch.fx.GraphModule]:
+    """Yield the graph whose pre-grad passes run, its caller, the caller's caller, … from the Python stack.
+
+    Inductor runs the passes on the bodies of higher-order operators first, without their caller (2.11 to 2.15).
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_recursive_pre_grad_passes":
+            yield frame.f_locals["gm"]
+        frame = frame.f_back
+
+
+def is_called_from(module: str) -> bool:
+    """Return True if a function of this module is on the Python stack."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def compile_in_place(module: torch.nn.Module, **options: Any) -> None:
     """Call ``module.compile(**options)`` with a separate limit of eight compilations for this module.
 

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import PointwiseOperator, pointwise_operators
 from torch_fused_ops.graphs.modules import innermost, is_of_activation, module_stack
-from torch_fused_ops.graphs.reasons import Kind, Rejection
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.lowerings import attention, compat, offload
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
 from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors, readers, views_and_readers
@@ -329,7 +329,8 @@ def apply_levels(
     policy: FusionPolicy,
     outputs: int,
     static_inputs: Sequence[int],
-    on_edit: Callable[[Edit, int, str], None] = lambda *_: None,
+    on_edit: Callable[[Edit, int, Reason | None], None] = lambda *_: None,
+    rejected: Iterable[Edit] = (),
 ) -> Graphs:
     """Return copies of both graphs that save less for backward, at the policy's memory levels below "free".
 
@@ -338,16 +339,18 @@ def apply_levels(
         policy: the fusion policy with the memory levels.
         outputs: number of forward's results that belong to the user. The tensors saved for backward follow them.
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
-        on_edit: called for each edit, with the bytes that are no longer saved, and the reason if it has no effect.
+        on_edit: called for each edit, with the number of bytes freed, and the reason if it has no effect.
+        rejected: edits for values inside checkpoints.
     """
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
     seen = set[Node]()
+    for edit in rejected:
+        _apply(edit, pair, policy, on_edit)
     for node in filter(_activation_inputs, list(forward.nodes)):
         _apply(_mlp_edit(pair, policy, node, seen), pair, policy, on_edit)
-    if policy.attention != "off":
-        for site in list(attention.find(forward)):
-            _apply(_attention_edit(pair, policy, site), pair, policy, on_edit)
+    for site, linears in list(attention_with_level(forward, policy)):
+        _apply(_attention_edit(pair, site, linears), pair, policy, on_edit)
     _save_copies_of_biases(pair)
     offload.move_to_host(pair, policy)
     return _finish(graphs, pair)
@@ -365,7 +368,10 @@ def _save_copies_of_biases(pair: SavedTensors) -> None:
 
 
 def _apply(
-    edit: Edit | None, pair: SavedTensors, policy: FusionPolicy, on_edit: Callable[[Edit, int, str], None]
+    edit: Edit | None,
+    pair: SavedTensors,
+    policy: FusionPolicy,
+    on_edit: Callable[[Edit, int, Reason | None], None],
 ) -> None:
     """Apply an edit, if there is one, and report its effect."""
     if edit is None:
@@ -375,12 +381,13 @@ def _apply(
         edit.apply()
         bytes_freed = before - pair.cost(pair.saved())
         log.info("%s: %s, %d bytes less saved", edit.place, edit.setting, bytes_freed)
-        on_edit(edit, bytes_freed, "")
+        on_edit(edit, bytes_freed, None)
     except Rejection as rejection:
-        log.info("%s: %s has no effect: %s", edit.place, edit.setting, rejection)
-        on_edit(edit, 0, str(rejection))
-        if policy.strict and edit.raises_under_strict:
-            text = f"strict=True and {edit.setting} has no effect on {edit.place}: {rejection}"
+        reason = rejection.reason
+        log.info("%s: %s has no effect: %s. %s", edit.place, edit.setting, rejection, reason.kind.hint)
+        on_edit(edit, 0, reason)
+        if policy.strict and edit.linears:
+            text = f"strict=True and {edit.setting} has no effect on {edit.place}: {reason}. {reason.kind.hint}"
             raise UnfusedError(text) from rejection
 
 
@@ -391,13 +398,13 @@ class Edit(NamedTuple):
         setting: the policy's field and value, for the log.
         place: the tensors or the module, for the log.
         apply: edits the graphs, or raises a Rejection.
-        raises_under_strict: True if a rejection is an error under ``strict``.
+        linears: attention's linear layers with this level; () for an MLP. Under ``strict`` they must have an effect.
     """
 
     setting: str
     place: str
     apply: Callable[[], None]
-    raises_under_strict: bool = False
+    linears: Collection[Node] = ()
 
 
 def _finish(graphs: Graphs, pair: SavedTensors) -> Graphs:
@@ -460,16 +467,31 @@ def _activation_inputs(node: Node) -> list[Any]:
     return inputs
 
 
-def _attention_edit(pair: SavedTensors, policy: FusionPolicy, site: attention.Attention) -> Edit | None:
-    """Return the edit for one attention of the graph if the policy requests ``attention="input"`` for it, or None."""
-    stacks = {linear: enclosing_modules(module_stack(linear)) for linear in site.linears}
-    linears = {n for n, modules in stacks.items() if policy.attention_of(modules) == "input"}
-    linears = {n for n in linears if policy.excluding(stacks[n]) is None}
-    if not linears:
+def _attention_edit(pair: SavedTensors, site: attention.Attention, linears: Collection[Node]) -> Edit | None:
+    """Return the edit for one attention of the graph, or None inside a checkpoint."""
+    if are_checkpointed(linears):
         return None
     nodes = [node for node in pair.saved() if node in site.values and _may_be_replaced(pair, node)]
     edit = functools.partial(_recompute_with_gemms, pair, nodes, linears)
-    return Edit("attention='input'", site.module or "the model", edit, raises_under_strict=True)
+    return Edit("attention='input'", site.module or "the model", edit, linears)
+
+
+def are_checkpointed(nodes: Iterable[Node]) -> bool:
+    """Return True if all calls of forward among these nodes are inside checkpoints."""
+    forward = [node for node in nodes if node.meta.get("partitioner_tag") != "is_backward"]
+    return bool(forward) and all("ac_graph_id" in node.meta for node in forward)
+
+
+def attention_with_level(graph: Graph, policy: FusionPolicy) -> Iterator[tuple[attention.Attention, set[Node]]]:
+    """Yield a graph's attention with ``attention="input"``, with the linear layers that have this level."""
+    if policy.attention == "off":
+        return
+    for site in attention.find(graph):
+        stacks = {linear: enclosing_modules(module_stack(linear)) for linear in site.linears}
+        linears = {n for n, modules in stacks.items() if policy.attention_of(modules) == "input"}
+        linears = {n for n in linears if policy.excluding(stacks[n]) is None}
+        if linears:
+            yield site, linears
 
 
 # ---- "fp8" ---------------------------------------------------------------------------------------
@@ -561,7 +583,7 @@ def _recompute_with_gemms(pair: SavedTensors, nodes: Sequence[Node], linears: Co
 
     plans = _apply_to_each(plan, nodes)
     if not plans:
-        return
+        raise Rejection(Kind.NOTHING_SAVED, "no saved tensor can be recomputed by its linear layers alone")
     if not any(is_gemm(call) for plan in plans.values() for call in plan.calls):
         raise _record_rejection(Rejection(Kind.NO_GEMM, "it is not the result of a GEMM"), plans)
     remaining = [node for node in pair.saved() if node not in plans]

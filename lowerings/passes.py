@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -36,8 +36,9 @@ from torch_fused_ops import activations
 from torch_fused_ops._version import __version__
 from torch_fused_ops.graphs import fusion_events, gemm_registry
 from torch_fused_ops.graphs.capture import captured_graphs
-from torch_fused_ops.graphs.listing import listed
+from torch_fused_ops.graphs.listing import AttentionSite, listed
 from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.reasons import Kind, Reason
 from torch_fused_ops.lowerings import (
     attention,
     buffer_reuse,
@@ -219,13 +220,23 @@ class PreGradPass(Pass, CustomGraphPass):
         if handed_over and not partition.budgeted(graph):
             memory_levels.move_fp8_marks_to_meta(graph)
         sites = rewrite(graph, policy)
+        checkpoint = checkpoints.around_pass()
+        sites = tuple(checkpoints.without_effect(site, checkpoint, policy) for site in sites)
         fusion_events.tell(graph, sites)
         for site in sites:
-            log.info("%s: %s", site.source, site.op or f"not fused: {site.reason}")
+            level = f"; {site.level}. {site.memory_kind.hint}" if site.memory_kind is not None else ""
+            log.info("%s: %s%s", site.source, site.op or f"not fused: {site.reason}", level)
         missed = [site for site in sites if site.is_missed]
         if policy.strict and missed:
             raise UnfusedError(f"strict=True and these MLPs were not fused as the policy asks:\n{listed(missed)}")
-        strict.check(graph, sites, policy, modules, explicit=self.policy is not None)
+        strict.check(
+            graph,
+            sites,
+            policy,
+            modules,
+            explicit=self.policy is not None,
+            in_checkpoint=checkpoint is Kind.IN_CHECKPOINT,
+        )
         if torch.cuda.is_initialized():
             environment.remind()
 
@@ -258,8 +269,12 @@ class Partitioner(Pass, CustomPartitionerFn):
 
     name = "partitioner"
 
-    def on_edit(self, edit: memory_levels.Edit, nbytes: int, reason: str) -> None:
-        """Called for each edit that a memory level requests (``apply_levels``). Reports override it."""
+    def on_attention(self, policy: FusionPolicy, sites: Sequence[AttentionSite]) -> None:
+        """Called with the attention of a joint graph for which the policy requests a level. Reports override it."""
+        from torch_fused_ops.lowerings import strict  # not earlier: it imports the operators
+
+        fusion_events.tell_attention(sites)
+        strict.add_attention(policy, sites)
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_to_run()
@@ -268,8 +283,19 @@ class Partitioner(Pass, CustomPartitionerFn):
         has_precedence = not partition.budgeted(gm.graph)  # otherwise the user's budget has precedence
         free = policy.memory != "off" and has_precedence
         applies_levels = free and (policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes)))
-        edits_all = policy.attention != "off" or policy.offload is not False
-        applies_levels = applies_levels or (has_precedence and edits_all)
+        applies_levels = applies_levels or (has_precedence and policy.offload is not False)
+        has_attention = has_precedence and policy.attention != "off"
+        attention_sites, outer = list[AttentionSite](), checkpoints.around_call()
+        rejected: list[memory_levels.Edit] = []
+
+        def on_edit(edit: memory_levels.Edit, nbytes: int, reason: Reason | None) -> None:
+            if edit.linears:
+                if outer is not None:
+                    nbytes, reason = 0, Reason(outer, "it is inside a checkpoint")
+                modules = tuple(sorted(enclosing_modules(path for n in edit.linears for path in module_stack(n))))
+                text, kind = ("", None) if reason is None else (f"{reason}. {reason.kind.hint}", reason.kind)
+                attention_sites.append(AttentionSite(edit.place, nbytes, text, 1, modules, len(edit.linears), kind))
+
         outputs = kwargs["num_fwd_outputs"]
         static = compat.static_inputs(gm.graph, kwargs.get("static_lifetime_input_indices") or ())
         kwargs["static_lifetime_input_indices"] = static
@@ -277,6 +303,7 @@ class Partitioner(Pass, CustomPartitionerFn):
         def divide() -> partition.Graphs:
             if has_precedence:
                 checkpoints.drop(gm.graph, policy)
+                rejected.extend(checkpoints.rejected_attention(gm.graph, policy))
             graphs = partition.partition(gm, joint_inputs, free=free, **kwargs)
             saved_tensors.SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static).check()
             return graphs
@@ -287,12 +314,16 @@ class Partitioner(Pass, CustomPartitionerFn):
         if graphs is None:  # recompute only values that PyTorch would recompute
             return partition.partition_like_pytorch(gm, joint_inputs, budget=1, **kwargs)
         edits: list[Callable[[partition.Graphs], partition.Graphs]] = [merged]
-        if applies_levels:
-            edits.insert(0, lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static, self.on_edit))
+        if applies_levels or has_attention:
+            edits.insert(
+                0, lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static, on_edit, rejected)
+            )
         if free:
             edits.insert(0, lambda graphs: memory_levels.recompute_linear_inputs(graphs, outputs, static))
         for edit in edits:
             graphs = _guarded(self, policy, functools.partial(edit, graphs)) or graphs
+        if has_attention:
+            self.on_attention(policy, attention_sites)
         return graphs
 
 

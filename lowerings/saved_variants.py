@@ -7,7 +7,7 @@ setting removes a saved tensor if the tensor is missing from the setting's list.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,9 +49,8 @@ class Variants(Partitioner):
         self.totals: dict[str, int] = {}
         self.attention: list[AttentionSite] = []
 
-    def on_edit(self, edit: memory_levels.Edit, nbytes: int, reason: str) -> None:
-        if edit.raises_under_strict:
-            self.attention.append(AttentionSite(edit.place, nbytes, reason))
+    def on_attention(self, policy: FusionPolicy, sites: Sequence[AttentionSite]) -> None:
+        self.attention += sites
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         outputs = kwargs["num_fwd_outputs"]

@@ -21,18 +21,24 @@ from torch.fx import Graph, GraphModule
 from torch_fused_ops.graphs import fusion_events
 from torch_fused_ops.graphs.capture import title_of
 from torch_fused_ops.graphs.gemm_registry import name_of
-from torch_fused_ops.graphs.listing import grouped, unread_lines
+from torch_fused_ops.graphs.listing import AttentionSite, grouped, merged_attention, unread_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
-from torch_fused_ops.policy import FusionPolicy, UnfusedError, unmatched
+from torch_fused_ops.policy import FusionPolicy, UnfusedError, joined_each, unmatched
 
 log = logging.getLogger("torch_fused_ops")
 
 
 def check(
-    graph: Graph, sites: Sequence[Site], policy: FusionPolicy, modules: Collection[str] = (), *, explicit: bool = True
+    graph: Graph,
+    sites: Sequence[Site],
+    policy: FusionPolicy,
+    modules: Collection[str] = (),
+    *,
+    explicit: bool = True,
+    in_checkpoint: bool = False,
 ) -> None:
     """Record the sites of a graph, and judge the model if this is its last graph.
 
@@ -42,6 +48,7 @@ def check(
         policy: the policy of the pre-grad pass.
         modules: the paths of the modules that contain the graph's nodes, listed before the pass edited the graph.
         explicit: True if this compilation requests fusion, as ``backend="fused"`` does; False if the process does.
+        in_checkpoint: True if the graph is inside a checkpoint.
 
     Raises:
         UnfusedError: under ``strict``, the graphs have two or more linear layers or opaque calls, no site, and no
@@ -51,19 +58,32 @@ def check(
     call = compat.compiled_call()
     if call is None:  # a graph of torch.export, which is whole, or of a compilation without a device
         exported = _Model(policy, explicit, None, graph)
-        exported.add(graph, sites, modules)
+        exported.add(graph, sites, modules, in_checkpoint)
         return exported.judge() if policy.strict else None
-    model = next((callback for callback in call.at_its_end if isinstance(callback, _Model)), None)
+    model = _model_of(call)
     if model is None:
         call.at_its_end.append(model := _Model(policy, explicit, call.function, graph))
-    model.add(graph, sites, modules)
+    model.add(graph, sites, modules, in_checkpoint)
     ended = compat.why_it_ended(graph)
     model.graphs += ended is not None
     model.is_new |= _is_first(call.code, policy)
-    if ended is not None and call.is_whole and not ended.graph_break:
+    # Attention is not known before the joint graph is partitioned.
+    if ended is not None and call.is_whole and not ended.graph_break and policy.attention == "off":
         model.is_new = False  # judged now, so not at the end of the call
         if policy.strict or model.function not in _judged():
             model.judge()
+
+
+def add_attention(policy: FusionPolicy, sites: Sequence[AttentionSite]) -> None:
+    """Record the attention in a joint graph for which the policy requests a level."""
+    call = compat.compiled_call()
+    model = None if call is None else _model_of(call)
+    if model is not None and model.policy == policy:
+        model.attention = [*(model.attention or ()), *sites]
+
+
+def _model_of(call: compat.CompiledCall) -> _Model | None:
+    return next((callback for callback in call.at_its_end if isinstance(callback, _Model)), None)
 
 
 def _judged() -> weakref.WeakSet[Any]:
@@ -97,15 +117,20 @@ class _Model:
         self.unread: tuple[Site, ...] = ()
         self.modules: set[str] = set()  # paths inside the sites' modules
         self.all_modules: set[str] = set()
+        self.in_checkpoints: set[str] = set()  # paths of the modules inside checkpoints
+        self.has_checkpoint = False
+        self.attention: list[AttentionSite] | None = None  # stays None until a joint graph is partitioned
         self.has_ours, self.linears, self.graphs, self.is_new = False, 0, 0, False
         self.raised = sys.exc_info()[1]
 
-    def add(self, graph: Graph, sites: Sequence[Site], modules: Collection[str]) -> None:
+    def add(self, graph: Graph, sites: Sequence[Site], modules: Collection[str], in_checkpoint: bool) -> None:
         self.sites += sites
         mlps = {site.module for site in sites if site.activation != DROPOUT}
         inside = tuple(f"{mlp}." if mlp else "" for mlp in mlps)
         self.modules.update(path for path in modules if f"{path}.".startswith(inside))
         self.all_modules.update(modules)
+        self.in_checkpoints.update(modules if in_checkpoint else ())
+        self.has_checkpoint |= in_checkpoint
         self.has_ours = self.has_ours or _has_ours(graph)
         if not self.has_sites:
             from torch_fused_ops.lowerings import recognize
@@ -128,33 +153,78 @@ class _Model:
             self.judge()
 
     def judge(self) -> None:
-        """Raise or warn if nothing is fused, or if a pattern matches no site."""
-        strict, nothing = self.policy.strict, ""
+        """Raise or warn if nothing is fused, or if a pattern or a level of the policy has no effect."""
+        strict = self.policy.strict
         if not strict and fusion_events.is_unobserved():
             return
-        missed = [site for site in self.sites if site.is_missed]
-        fused = self.has_ours or any(site.op is not None for site in self.sites)
-        opaque = sum(site.kind is Kind.OPAQUE for site in self.unread)  # each may be a GEMM
-        if not self.has_sites and self.linears + opaque > 1:
-            between = f"{self.linears} linear layers" + (f" and {opaque} opaque calls" if opaque else "")
-            where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site does not reach between them"
-            place = f"between {between}, in {where}. torch_fused_ops.explain(model, *args) lists all"
-            if strict:
-                unread = "\n".join(("", *unread_lines(grouped(self.unread))))
-                raise UnfusedError(f"strict=True and no MLP was found {place}{unread}")
-            nothing = f"0 MLP sites; no MLP was found {place}"
-        elif missed and not fused and not strict:
-            first = f"{missed[0].source}: {missed[0].reason}"
-            sites = f"{len(missed)} MLP site{'s' * (len(missed) != 1)}, the first {first}"
-            nothing = f"{sites}. torch_fused_ops.explain(model, *args) lists all"
+        nothing = self._nothing()
+        if nothing and strict:
+            raise UnfusedError(f"strict=True and {nothing}")
         if nothing and self.warns_of_nothing:
             log.warning("nothing was fused in %s: %s", self.title, nothing)
-        if self.sites and any(self.policy.patterns.values()):
-            notes = unmatched(self.policy, self.sites, self.modules, self.all_modules)
-            if notes and strict:
-                raise UnfusedError(f"strict=True and in {self.title} {'; '.join(notes)}")
-            for note in notes:
-                log.warning("in %s a pattern of the policy has no effect: %s", self.title, note)
+        notes = self._without_effect()
+        if notes and strict:
+            raise UnfusedError(f"strict=True and in {self.title} {'; '.join(notes)}")
+        for note in notes:
+            log.warning("in %s a part of the policy has no effect: %s", self.title, note)
+
+    def _nothing(self) -> str:
+        """Return why the policy changes nothing in the model; "" if it does, or the model has nothing to change."""
+        missed = [site for site in self.sites if site.is_missed]
+        effective = [site for site in self.attention or () if site.kind is None]
+        linears = self.linears - sum(site.linears for site in effective)
+        opaque = sum(site.kind is Kind.OPAQUE for site in self.unread)  # each may be a GEMM
+        if not self.has_sites and linears + opaque > 1:
+            between = f"{linears} linear layers" + (f" and {opaque} opaque calls" if opaque else "")
+            where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site does not reach between them"
+            unread = "\n".join(("", *unread_lines(grouped(self.unread)))) if self.policy.strict else ""
+            text = f"no MLP was found between {between}, in {where}. {_EXPLAIN}{unread}"
+            if self.policy.strict:
+                return text
+            return "" if effective else f"0 MLP sites; {text}"
+        fused = self.has_ours or effective or any(site.op is not None for site in self.sites)
+        if missed and not fused and not self.policy.strict:
+            first = f"{missed[0].source}: {missed[0].reason}"
+            return f"{len(missed)} MLP site{'s' * (len(missed) != 1)}, the first {first}. {_EXPLAIN}"
+        return ""
+
+    def _without_effect(self) -> list[str]:
+        """Return a note on each part of the policy that has no effect on the model."""
+        policy, attention = self.policy, self.attention
+        inside = {"offload": self.all_modules}
+        if self.has_checkpoint:
+            inside["checkpoints"] = self.in_checkpoints
+        if attention:
+            inside["attention"] = {path for site in attention for path in site.modules}
+        has_patterns = any(policy.patterns.values()) and (self.sites or attention is not None)
+        notes = list(unmatched(policy, self.sites, self.modules, inside)) if has_patterns else []
+        if attention == []:
+            ending = "was found" if isinstance(policy.attention, str) else "matches its patterns"
+            notes.append(f"{_setting(policy, 'attention')} has no effect: no attention {ending}")
+        checkpointed = [site for site in self.sites if site.memory_kind is not None]
+        if checkpointed:
+            first, places = checkpointed[0], joined_each(site.module for site in checkpointed)
+            notes.append(f"{places}: {first.level}; {first.refusals[-1].hint}")
+        trains = any(site.memory for site in self.sites)
+        if policy.checkpoints != "keep" and trains and not self.has_checkpoint:
+            notes.append(f"{_setting(policy, 'checkpoints')} has no effect: no graph has a checkpoint. {_OUTSIDE}")
+        notes += [
+            f"attention='input' has no effect on {s.text}"
+            for s in merged_attention(attention or ())
+            if s.kind is not None
+        ]
+        return notes
+
+
+_EXPLAIN = "torch_fused_ops.explain(model, *args) lists all"
+_OUTSIDE = (
+    "torch.compile does not capture a checkpoint that calls compiled code, nor one that an autograd function implements"
+)
+
+
+def _setting(policy: FusionPolicy, name: str) -> str:
+    value = getattr(policy, name)
+    return f"{name}={value!r}" if isinstance(value, str) else f"{name}={dict(value)!r}"
 
 
 def _linears(graph: Graph) -> int:

@@ -58,7 +58,6 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *(
                 "lowerings.memory_levels",
                 "lowerings.attention",
-                "lowerings.checkpoints",
                 "lowerings.offload",
                 "lowerings.recognize.tiles",
                 "lowerings.recognize.per_row_scale",

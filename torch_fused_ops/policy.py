@@ -284,13 +284,25 @@ def enclosing_modules(paths: Iterable[str]) -> set[str]:
     return {"", *(".".join(names[: i + 1]) for names in parts for i in range(len(names)))}
 
 
+def modules_of_site(site: Site) -> set[str]:
+    """Return the paths of the modules that contain a site's activation, and of its MLP."""
+    return enclosing_modules((site.module, site.source.partition(" in ")[2]))
+
+
 def names_module(pattern: str, modules: Collection[str]) -> bool:
     """Return True if a shell pattern matches one of the module paths; ``"encoder.*"`` also matches the encoder."""
     return any(fnmatchcase(path, p) for path in modules for p in (pattern, pattern.removesuffix(".*")))
 
 
+# Fields whose patterns may match other modules than MLPs, and the names of these modules in notes:
+_FIELDS_BESIDE_MLPS = {"attention": "attention", "checkpoints": "checkpoint", "offload": "module"}
+
+
 def unmatched(
-    policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] = (), every: Collection[str] = ()
+    policy: FusionPolicy,
+    sites: Sequence[Site],
+    inner: Iterable[str] = (),
+    by_field: Mapping[str, Collection[str]] | None = None,
 ) -> tuple[str, ...]:
     """Return notes on the policy's patterns that do not match a site, such as typos or patterns for another model.
 
@@ -298,21 +310,18 @@ def unmatched(
         policy: the policy whose patterns are checked.
         sites: the model's sites.
         inner: known paths of modules inside these sites, which patterns may also match.
-        every: the paths of all modules, for patterns of ``attention``, ``checkpoints`` and ``offload``. If empty, these
-            patterns are not checked.
+        by_field: the paths of the modules with attention, of the modules inside checkpoints, and of all modules, by
+            field: "attention", "checkpoints", "offload". Patterns of a missing field are not checked.
     """
-    paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
-    modules = enclosing_modules((*paths, *inner))
+    modules = enclosing_modules(inner).union(*map(modules_of_site, sites))
     excluding = {site.excluded_by for site in sites}  # a pattern may also match a linear layer's module
-    alike: dict[str, list[str]] = {}
-    for path in (site.source.partition(" in ")[2] for site in sites):
-        alike.setdefault(without_numbers(path), []).append(path)
-    site_modules = ", ".join(joined_paths(group) or "the model itself" for group in alike.values()) or "none"
+    site_modules = joined_each(site.source.partition(" in ")[2] for site in sites) or "none"
     notes = []
     for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
-        if name in ("attention", "checkpoints", "offload"):
-            if every and not names_module(pattern, enclosing_modules(every)):
-                notes.append(f"{name}={pattern!r} matches no module")
+        if name in _FIELDS_BESIDE_MLPS:
+            if by_field and name in by_field and not names_module(pattern, enclosing_modules(by_field[name])):
+                places = joined_each(by_field[name]) or "none"
+                notes.append(f"{name}={pattern!r} matches no {_FIELDS_BESIDE_MLPS[name]}; the modules are {places}")
         elif not (name == "exclude" and pattern in excluding) and not names_module(pattern, modules):
             near = difflib.get_close_matches(pattern.removesuffix(".*"), modules)
             meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -337,6 +346,14 @@ def joined_paths(paths: Iterable[str]) -> str:
         is_range = len(numbers) > 4 or (dense and len(numbers) > 2)
         names.append(f"{numbers[0]}…{numbers[-1]}" if is_range else ",".join(map(str, numbers)))
     return ".".join(names)
+
+
+def joined_each(paths: Iterable[str]) -> str:
+    """Join each group of paths that differ only in numbers: "layers.0…31.mlp, head". "" is the model itself."""
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(without_numbers(path), []).append(path)
+    return ", ".join(joined_paths(group) or "the model itself" for group in alike.values())
 
 
 class UnfusedError(RuntimeError):

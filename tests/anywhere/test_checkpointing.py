@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import MLP, Ran, saving
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import (
     disable_saved_tensors_hooks,
     save_on_cpu,
@@ -261,6 +261,7 @@ def test_bytes_saved_by_compiled_checkpoints(way: str, backend: str) -> None:
 
 
 @pytest.mark.codegen_is_slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["not reentrant", "nested"])
 @pytest.mark.parametrize("level", ["free", "fp8", "input"])
 def test_a_level_in_the_place_of_a_checkpoint_saves_what_it_saves_without(way: str, level: str) -> None:
@@ -281,6 +282,152 @@ def test_a_level_in_the_place_of_a_checkpoint_saves_what_it_saves_without(way: s
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
     exact = torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
     torch.testing.assert_close(grads[2], exact, rtol=1e-4, atol=1e-4)
+
+
+class Block(nn.Module):
+    """A transformer's layer: attention and an MLP, each behind a norm and in front of a dropout and a residual sum."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.mlp, self.p = MLP(WIDTH, 64), p
+        self.inner: Callable[[Fn, Tensor], Tensor] = lambda fn, x: fn(x)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (2, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(heads.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.attention(self.norms[0](x)), self.p)
+        return x + F.dropout(self.inner(self.mlp, self.norms[1](x)), self.p)
+
+
+def plainly(fn: Fn, x: Tensor, **settings: Any) -> Tensor:
+    return checkpoint(fn, x, use_reentrant=False, **settings)  # type: ignore[no-any-return]
+
+
+def saves_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The usual selective policy: save the results of attention."""
+    saves = "attention" in str(operator)
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Stack(nn.Module):
+    """Two layers. ``around`` calls each layer."""
+
+    def __init__(self, around: Callable[[Fn, Tensor], Tensor] = lambda fn, x: fn(x), p: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(p) for _ in range(2))
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.around(layer, x)
+        return x
+
+
+def inside(model: Stack) -> Stack:
+    """Add a checkpoint around each MLP."""
+    for layer in model.layers:
+        layer.inner = plainly
+    return model
+
+
+def wrapped(model: Stack) -> Stack:
+    """Wrap layers as Accelerate, FSDP and torchtitan do."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    return model
+
+
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, saves_attention)
+STACKS: dict[str, Callable[[float], Stack]] = {
+    "each layer": lambda p: Stack(plainly, p),
+    "settings": lambda p: Stack(functools.partial(plainly, preserve_rng_state=False, determinism_check="none"), p),
+    "nested": lambda p: Stack(lambda fn, x: plainly(lambda x: plainly(fn, x), x), p),
+    "each MLP": lambda p: inside(Stack(p=p)),
+    "each layer and MLP": lambda p: inside(Stack(plainly, p)),
+    "both layers": lambda p: Stack(p=p),
+    "wrappers": lambda p: wrapped(Stack(p=p)),
+    "selective": lambda p: Stack(functools.partial(plainly, context_fn=SELECTIVE), p),
+}
+
+
+def trained(model: Fn, parameters: Sequence[Tensor], policy: dict[str, Any]) -> tuple[list[Tensor], int]:
+    """Return a compiled step's result and gradients, and the bytes that it saves."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="fused", fullgraph=True, options=policy)
+    x = torch.linspace(-1, 1, 2 * ROWS * WIDTH).view(2, ROWS, WIDTH).requires_grad_()
+    torch.manual_seed(1)
+    y, nbytes = saving(lambda: compiled(x), (x, *parameters))
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *parameters])], nbytes
+
+
+@functools.cache
+def without_checkpoints(p: float, **policy: Any) -> tuple[list[Tensor], int, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Stack(p=p)
+    return *trained(model, tuple(model.parameters()), policy), model.state_dict()
+
+
+BOTH = {"memory": "input", "attention": "input"}
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.covering(every=12)
+@pytest.mark.parametrize("level", [BOTH, {"memory": "fp8"}, {"memory": "off", "attention": "input"}])
+@pytest.mark.parametrize("way", STACKS)
+def test_layers_save_as_without_checkpoints(way: str, level: dict[str, str]) -> None:
+    """Dropouts inside have one mask in forward and backward."""
+    p = 0.0 if "MLP" in way else 0.5  # another checkpoint's border between linear layer and dropout changes the mask
+    expected, nbytes, state = without_checkpoints(p, **level)
+    model = STACKS[way](p)
+    model.load_state_dict(state)
+    fn: Fn = (lambda x: plainly(model, x)) if way == "both layers" else model
+    grads, saved = trained(fn, tuple(model.parameters()), {**level, "checkpoints": "replace"})
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+    assert saved == nbytes
+
+
+@pytest.mark.codegen_is_slow
+def test_neighbors_of_replaced_checkpoints() -> None:
+    """The layer before a dropped checkpoint saves its result, as it does before another checkpoint."""
+    model = nn.Sequential(*(MLP(WIDTH, 64) for _ in range(2)))
+    parameters = tuple(model.parameters())
+    exact, all_saved = trained(model, parameters, {})
+    saved = {}
+
+    def layers(x: Tensor) -> Tensor:
+        return plainly(model[1], plainly(model[0], x))
+
+    for pattern in ("none", "0", "1"):
+        grads, saved[pattern] = trained(layers, parameters, {"checkpoints": {pattern: "replace"}})
+        torch.testing.assert_close(grads, exact, rtol=1e-5, atol=1e-6)
+    assert saved["0"] + saved["1"] == saved["none"] + all_saved
+    assert saved["none"] < saved["0"] < all_saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["*.mlp", "*.q", "*.norms.1"])
+def test_a_part_of_a_layer_replaces_its_checkpoint(pattern: str) -> None:
+    expected, _, state = without_checkpoints(0.5, **BOTH)
+    model = STACKS["each layer"](0.5)
+    model.load_state_dict(state)
+    grads, _ = trained(model, tuple(model.parameters()), {**BOTH, "checkpoints": {pattern: "replace"}})
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.codegen_is_slow
+def test_results_that_a_policy_must_save_stay_saved() -> None:
+    mlp, x = MLP(WIDTH, 64), torch.randn(ROWS, WIDTH, requires_grad=True)
+    fn = checkpoint_variants(mlp, fused.bias_act)["selective, list"]
+    options = {"memory": "input", "checkpoints": "replace"}
+    compiled = torch.compile(fn, backend="fused", fullgraph=True, options=options)
+    _, nbytes = saving(lambda: compiled(x), (x, *mlp.parameters()))
+    assert nbytes >= ROWS * 64 * 4
 
 
 @pytest.mark.parametrize("name", [*CASES, "FusedMLP free", "FusedMLP fp8", "FusedMLP input"])

@@ -118,6 +118,29 @@ def test_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @without_code
+@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+def test_trainer_with_checkpoints(kwargs: dict[str, bool] | None, tmp_path: Path) -> None:
+    """With ``checkpoints="replace"``, a step saves and computes the same as without checkpoints."""
+    import transformers
+
+    name = "activation_checkpointing"  # "gradient_checkpointing" before transformers 5.24
+    name = name if hasattr(transformers.TrainingArguments, name) else "gradient_checkpointing"
+    checkpointing = {name: True, f"{name}_kwargs": kwargs}
+    saved: list[int] = []
+    models: list[dict[str, Tensor]] = []
+    for checkpoints, arguments in (("keep", {}), ("replace", checkpointing), ("keep", checkpointing)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with tfo.enabled(memory="fp8", checkpoints=checkpoints), tfo.record() as report:
+            tried = trainer(tmp_path, None, torch_compile=True, **arguments)
+            saved.append(count_saved_bytes(tried.model, tried.train))
+        models.append(tried.model.state_dict())
+    assert saved[0] == saved[1] and of_mlps(report) == "2 of 2"
+    torch.testing.assert_close(models[1], models[0])
+    assert "2 of these in checkpoints, where the memory level has no effect" in report.summary
+
+
+@without_code
 def test_trainer_without_it_is_told(tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("accelerate")
     from torch_fused_ops.integrations.transformers import FusionCallback

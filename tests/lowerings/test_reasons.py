@@ -5,7 +5,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from torch_fused_ops.lowerings.passes import PreGradPass
 from torch_fused_ops.lowerings.recognize import gemms
 from torch_fused_ops.lowerings.saved_tensors import SavedTensors
 from torch_fused_ops.reports.breaks import Break
+from torch_fused_ops.reports.report import Report
 from torch_fused_ops.tools.verify import interpreted
 
 Patch = pytest.MonkeyPatch
@@ -161,9 +162,14 @@ def rejection(call: Callable[..., Any], *args: Any) -> Reason:
 
 @program
 def stays_saved(
-    patch: Patch, fn: Callable[..., Tensor], *inputs: Tensor, level: str = "input", **settings: Any
+    patch: Patch,
+    fn: Callable[..., Tensor],
+    *inputs: Tensor,
+    level: str = "input",
+    attention: Literal["off", "input"] = "off",
+    **settings: Any,
 ) -> Reason:
-    """Return the reason why an activation's input stays saved, without compiling code."""
+    """Return the reason why an activation's input or attention's stays saved, without compiling code."""
     reasons_logged: list[Reason] = []
 
     def note(text: str, *args: Any) -> None:
@@ -172,7 +178,7 @@ def stays_saved(
     patch.setattr(memory_levels.log, "info", note)
     if settings:
         patch.setattr(compat, *next(iter(settings.items())))
-    interpreted(FusionPolicy(memory=level))(fn, *inputs).sum().backward()
+    interpreted(FusionPolicy(memory=level, attention=attention))(fn, *inputs).sum().backward()
     return reasons_logged[0]
 
 
@@ -204,6 +210,29 @@ def also_read(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
 
 def checkpointed(*inputs: Tensor) -> Tensor:
     return checkpoint(gelu, *inputs, use_reentrant=False, context_fn=selective(*GEMMS))  # type: ignore[return-value]
+
+
+def attention(q: Tensor, v: Tensor) -> Tensor:
+    heads = q[None, None]
+    return F.linear(F.scaled_dot_product_attention(heads, heads, heads)[0, 0], v)
+
+
+def attention_in_checkpoint(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return checkpoint(lambda x: attention(F.linear(x, w), v), x, use_reentrant=False)  # type: ignore[return-value]
+
+
+def called_by_checkpoint(patch: Patch) -> Reason:
+    x, *weights = tensors()
+    reports: list[Report] = []
+
+    def call(x: Tensor) -> Tensor:
+        reports.append(explain(lambda x: gelu(x, *weights), x, policy=FusionPolicy(memory="fp8")))
+        return x * 2
+
+    checkpoint(call, x, use_reentrant=False)
+    site = only_site(reports[0])
+    assert site.memory_kind is not None
+    return Reason(site.memory_kind, site.level)
 
 
 def made_of_a_size(patch: Patch) -> Reason:
@@ -368,6 +397,9 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.TILE_SIZE: not_tiled(lambda x: F.linear(F.gelu(F.linear(x[x[:, 0] > 0], UP)), DOWN), dynamic_shapes=True),
     Kind.TILE_FP8: not_tiled(lambda x: F.linear(F.gelu(F.linear(x, UP)), DOWN), gemm="fp8"),
     Kind.CHECKPOINTED: stays_saved(checkpointed, *tensors()),
+    Kind.IN_CHECKPOINT: stays_saved(attention_in_checkpoint, *tensors(hidden=8), attention="input"),
+    Kind.OUTER_CHECKPOINT: called_by_checkpoint,
+    Kind.NOTHING_SAVED: stays_saved(lambda x, w, v: attention(x, v), *tensors(hidden=8), attention="input"),
     Kind.FP8_DTYPE: stays_saved(gelu, *tensors(torch.float64), level="fp8"),
     Kind.FP8_DEVICE: stays_saved(gelu, *tensors(), level="fp8", converts_to_fp8=lambda device: False),
     Kind.ALSO_READ: stays_saved(also_read, *tensors(), level="fp8"),

@@ -5,6 +5,7 @@ All graphs of the model are judged together."""
 import contextlib
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
 from torch_fused_ops.graphs.listing import grouped, listed, unread_lines
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.nn import FusedMLP
 
 pytestmark = pytest.mark.codegen_is_slow
@@ -271,7 +273,7 @@ def test_unmatched_patterns_warn_at_once(field: str, warnings: Callable[[], list
     for rows in (4, 4, 6):
         model(torch.randn(rows, 8))
     (text,) = warnings()
-    assert text.startswith("in Layers a pattern of the policy has no effect: ")
+    assert text.startswith("in Layers a part of the policy has no effect: ")
     assert f"{field}='layer.1.*' matches no site's modules; the sites' modules are layers." in text
     assert "did you mean 'layers.1'" in text
     with pytest.raises(BackendCompilerFailed, match=r"strict=True and in Layers .*matches no site's modules"):
@@ -317,3 +319,100 @@ def test_patterns_match_wrapped_models(wrap: str, warnings: Callable[[], list[st
         torch.compile(function, backend="fused", options=options)(*args, **kwargs)
     assert [site.module for site in report.sites] == ["layers.0.mlp", "layers.1.mlp"]
     assert warnings() == []
+
+
+class Attention(nn.Module):
+    """Attention as ``kind`` says: fused, of another formula, or with a graph break after the queries."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.q, self.o, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)[:, None]
+        if self.kind == "broken":
+            break_here()
+        if self.kind == "sigmoid":
+            return self.o((torch.sigmoid(q @ q.mT) @ q)[:, 0])  # type: ignore[no-any-return]
+        return self.o(F.scaled_dot_product_attention(q, q, q)[:, 0])  # type: ignore[no-any-return]
+
+
+def attends(kind: str, around: Callable[..., Any] = lambda fn, x: fn(x)) -> nn.Module:
+    """Return a model with attention and an MLP. ``around`` calls both."""
+
+    def body(s: Any, x: Tensor) -> Tensor:
+        return around(lambda x: mlp(s, x + s.attn(x)), x)  # type: ignore[no-any-return]
+
+    return Net(body, up=nn.Linear(8, 16), down=nn.Linear(16, 8), attn=Attention(kind))
+
+
+WITHOUT_ATTENTION = {
+    "sigmoid": ("input", "attention='input' has no effect: no attention was found"),
+    "softmax": (
+        {"attention": "input"},
+        "attention={'attention': 'input'} has no effect: no attention matches its patterns",
+    ),
+    "broken": ({"*": "input"}, "attention='input' has no effect on"),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_ATTENTION)
+def test_a_level_of_attention_without_effect(kind: str, warnings: Callable[[], list[str]]) -> None:
+    attention, message = WITHOUT_ATTENTION[kind]
+    x = torch.randn(2, 4, 8)
+    torch.compile(attends(kind), backend="fused", options={"attention": attention})(x)
+    assert any(message in text for text in warnings())
+    torch._dynamo.reset()
+    with pytest.raises((BackendCompilerFailed, tfo.UnfusedError), match=re.escape(message)):
+        torch.compile(attends(kind), backend="fused", options={"attention": attention, "strict": True})(x)
+
+
+def test_attention_alone_is_not_nothing(warnings: Callable[[], list[str]]) -> None:
+    options = {"attention": {"attn": "input"}, "strict": True}
+    model = Net(lambda s, x: x + s.attn(x), attn=Attention("softmax"))
+    with tfo.record() as report:
+        torch.compile(model, backend="fused", options=options)(torch.randn(2, 4, 8))
+    (site,) = report.attention
+    assert (site.module, site.linears, site.kind) == ("attn", 2, None) and site.nbytes > 0
+    torch._dynamo.reset()
+    cut = Net(lambda s, x: normed(s, x + s.attn(x)), attn=Attention("softmax"), **dict(Body(mlp).named_children()))
+    with pytest.raises(tfo.UnfusedError, match="no MLP was found between 2 linear layers"):
+        torch.compile(cut, backend="fused", options=options)(torch.randn(2, 4, 8))
+    assert warnings() == []
+
+
+LEVELS_IN_CHECKPOINTS = {"memory": "fp8", "attention": "input"}
+
+
+def test_a_level_inside_a_checkpoint_is_named(warnings: Callable[[], list[str]]) -> None:
+    model, x = attends("softmax", functools.partial(checkpoint, use_reentrant=False)), torch.randn(2, 4, 8)
+    policy = tfo.FusionPolicy(**LEVELS_IN_CHECKPOINTS)  # type: ignore[arg-type]
+    with tfo.record() as recorded:
+        torch.compile(model, backend="fused", options={"policy": policy})(x)
+    for report in (recorded, tfo.explain(model, x, policy=policy)):
+        assert report.sites[0].memory_kind is report.attention[0].kind is Kind.IN_CHECKPOINT
+        assert "1 of these in checkpoints, where the memory level has no effect" in report.summary
+        assert str(report).count('checkpoints="replace" would apply it') == 2
+    text = "\n".join(warnings())
+    assert "inside a checkpoint, so memory='fp8' has no effect" in text and "attention='input' has no effect on" in text
+    for setting in LEVELS_IN_CHECKPOINTS.items():
+        torch._dynamo.reset()
+        with pytest.raises(BackendCompilerFailed, match=r'has no\s+effect(.|\n)*checkpoints="replace"'):
+            torch.compile(model, backend="fused", options=dict((setting, ("strict", True))))(x)
+    torch._dynamo.reset()
+    replacing = {**LEVELS_IN_CHECKPOINTS, "checkpoints": "replace", "strict": True}
+    with tfo.record() as report:
+        torch.compile(model, backend="fused", options=replacing)(x)
+    assert report.sites[0].memory_kind is report.attention[0].kind is None
+
+
+def test_no_checkpoint_to_replace(warnings: Callable[[], list[str]]) -> None:
+    """A checkpoint that calls the compiled function is not in its graph."""
+    options = {"memory": "fp8", "checkpoints": "replace"}
+    compiled, x = torch.compile(Body(mlp), backend="fused", options=options), torch.randn(4, 8, requires_grad=True)
+    with tfo.record() as report:
+        checkpoint(compiled, x, use_reentrant=False)
+    assert report.sites[0].memory_kind is Kind.OUTER_CHECKPOINT
+    assert any("checkpoints='replace' has no effect: no graph has a checkpoint" in text for text in warnings())
+    with torch.no_grad():
+        torch.compile(Body(mlp), backend="fused", options={**options, "strict": True})(x)

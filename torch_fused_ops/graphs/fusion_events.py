@@ -13,6 +13,7 @@ from torch_fused_ops.policy import FusionPolicy
 if TYPE_CHECKING:
     from torch.fx import Graph
 
+    from torch_fused_ops.graphs.listing import AttentionSite
     from torch_fused_ops.graphs.sites import Site
 
 log = logging.getLogger("torch_fused_ops")
@@ -26,6 +27,9 @@ class Observer(Protocol):
 
     def tell(self, graph: Graph, sites: Sequence[Site]) -> None:
         """Called with the sites that the fusion pass has found in a graph."""
+
+    def attention(self, sites: Sequence[AttentionSite]) -> None:
+        """Called with the attention of a joint graph for which the policy requests a level."""
 
     def failed(self, reason: str) -> None:
         """Called if the fusion pass has failed on a graph and left it unchanged."""
@@ -75,6 +79,12 @@ def tell(graph: Graph, sites: Sequence[Site]) -> None:
     """Tell the observers which sites the fusion pass has found in a graph."""
     for observer in _observers.get():
         observer.tell(graph, sites)
+
+
+def tell_attention(sites: Sequence[AttentionSite]) -> None:
+    """Tell the observers the effect of a policy's level on the attention of a joint graph."""
+    for observer in _observers.get():
+        observer.attention(sites)
 
 
 def failed(reason: str) -> None:

@@ -84,8 +84,8 @@ def reason_text(site: Site) -> str:
     elif site.gemm_reason:
         reason += "; its linear layers are not in float8: "
     reason += site.gemm_reason
-    if site.memory not in ("", "free"):
-        reason += f"; memory={site.memory!r}"
+    if site.level:
+        reason += f"; {site.level}"
     if site.tiles_reason:
         return f"{reason}; not tiled: {site.tiles_reason}"
     return f"{reason}; in {site.tiles} tiles" if site.tiles else reason
@@ -192,12 +192,18 @@ class AttentionSite:
         nbytes: the bytes in all layers that are no longer saved for backward.
         reason: the reason why nothing changes; "" if backward recomputes at least one tensor.
         count: the number of layers.
+        modules: the paths of all modules that contain one of its linear layers.
+        linears: the number of its linear layers, in all layers.
+        kind: the kind of the reason, or None.
     """
 
     module: str
     nbytes: int
     reason: str = ""
     count: int = 1
+    modules: tuple[str, ...] = ()
+    linears: int = 0
+    kind: Kind | None = None
 
     @property
     def text(self) -> str:
@@ -212,7 +218,9 @@ def merged_attention(sites: Iterable[AttentionSite]) -> Iterator[AttentionSite]:
         groups.setdefault((without_numbers(site.module), bool(site.reason)), []).append(site)
     for group in groups.values():
         nbytes, module = sum(site.nbytes for site in group), joined_paths(site.module for site in group)
-        yield AttentionSite(module, nbytes, group[0].reason, len(group))
+        modules = tuple(dict.fromkeys(path for site in group for path in site.modules))
+        linears = sum(site.linears for site in group)
+        yield AttentionSite(module, nbytes, group[0].reason, len(group), modules, linears, group[0].kind)
 
 
 def merged(rows: Iterable[SavedRow]) -> Iterator[SavedRow]:

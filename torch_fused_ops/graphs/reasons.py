@@ -151,6 +151,12 @@ class Kind(Enum):
     TILE_FP8 = Category.TILES, "Use mappings: name the modules to tile in memory=, and other modules in gemm=."
 
     CHECKPOINTED = Category.MEMORY
+    IN_CHECKPOINT = Category.MEMORY, 'checkpoints="replace" would apply it.'
+    OUTER_CHECKPOINT = (
+        Category.MEMORY,
+        "Compile the function that calls torch.utils.checkpoint: only checkpoints in compiled graphs can be replaced.",
+    )
+    NOTHING_SAVED = Category.MEMORY, "Compile attention and its linear layers in one graph."
     FP8_DTYPE = Category.MEMORY
     FP8_DEVICE = Category.MEMORY
     ALSO_READ = Category.MEMORY

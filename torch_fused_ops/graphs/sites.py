@@ -33,6 +33,7 @@ class Site:
         tiles_reason: why it is not tiled, for people; "" if it is tiled, or the policy requests no tiles.
         tiles_kind: the kind of ``tiles_reason``; None if there is no such reason.
         memory: the policy's memory level, if the operator's input would be saved for backward; else "".
+        memory_kind: the kind of the reason if the level has no effect; else None.
     """
 
     op: str | None
@@ -53,6 +54,7 @@ class Site:
     tiles_reason: str = ""
     tiles_kind: Kind | None = None
     memory: str = ""
+    memory_kind: Kind | None = None
 
     def refused(self, reason: Reason | None) -> Site:
         """Return the site as not fused for this reason; unchanged if the reason is None or the site is not fused."""
@@ -67,12 +69,20 @@ class Site:
 
     @property
     def is_missed(self) -> bool:
-        """True if ``strict`` counts the site because it lacks a request of the policy: fusion, tiles, or float8 in at
-        least one of its linear layers. Reasons that the policy itself causes do not count."""
+        """True if ``strict`` counts the site because it lacks a request of the policy: fusion, tiles, a memory level
+        with an effect, or float8 in at least one of its linear layers. Reasons that the policy causes do not count."""
         if self.op is not None:
             is_untiled = self.tiles_kind is not None and not self.tiles_kind.is_requested
-            return is_untiled or (self.gemm_kind is not None and not self.gemm)
+            return is_untiled or self.memory_kind is not None or (self.gemm_kind is not None and not self.gemm)
         return self.is_mlp and not (self.kind is not None and self.kind.is_requested)
+
+    @property
+    def level(self) -> str:
+        """Return the memory level and its effect: "memory='fp8'"; "" at "free", the default."""
+        if self.memory in ("", "free"):
+            return ""
+        level = f"memory={self.memory!r}"
+        return level if self.memory_kind is None else f"inside a checkpoint, so {level} has no effect"
 
     @property
     def hint(self) -> str:
@@ -81,6 +91,6 @@ class Site:
 
     @property
     def refusals(self) -> tuple[Kind, ...]:
-        """Return the kinds of all rejections, without repeats: activation, float8, tiles."""
-        kinds = (self.kind, self.gemm_kind, self.tiles_kind)
+        """Return the kinds of all rejections, without repeats: activation, float8, tiles, memory level."""
+        kinds = (self.kind, self.gemm_kind, self.tiles_kind, self.memory_kind)
         return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))

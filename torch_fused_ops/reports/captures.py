@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_fused_ops.graphs.capture import said
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.policy import FusionPolicy
 
 if TYPE_CHECKING:
@@ -66,10 +67,14 @@ def beside_loss(gm: GraphModule) -> list[Node]:
 
 def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
     """Yield the sites of a graph from Dynamo, and of its operators' bodies, without editing these graphs."""
-    from torch_fused_ops.lowerings import recognize
+    from torch_fused_ops.lowerings import checkpoints, recognize
 
-    for module in graphs_of(gm):
-        yield from recognize.rewrite(module.graph, policy, apply=False)
+    modules = tuple(graphs_of(gm))
+    inside = {inner for caller in modules for body in checkpoints.bodies(caller) for inner in graphs_of(body)}
+    for module in modules:
+        sites = recognize.rewrite(module.graph, policy, apply=False)
+        kind = Kind.IN_CHECKPOINT if module in inside else checkpoints.around_call()
+        yield from (checkpoints.without_effect(site, kind, policy) for site in sites)
 
 
 def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy) -> PaperCompilation:

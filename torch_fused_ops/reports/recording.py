@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule
 
 from torch_fused_ops.graphs.capture import title_of
 from torch_fused_ops.graphs.fusion_events import observed_by, process_wide
+from torch_fused_ops.graphs.listing import AttentionSite
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import FusionPolicy, unmatched
 from torch_fused_ops.reports.breaks import Break, break_of
@@ -133,6 +134,10 @@ class _Recorder:
                 if entry.graph() is graph:
                     entry.sites += tuple(sites)
             self.update()
+
+    def attention(self, sites: Sequence[AttentionSite]) -> None:
+        with self.lock:  # each layer's last recompilation
+            self.report._attention.update((site.module, site) for site in sites)
 
     def failed(self, reason: str) -> None:
         with self.lock:

@@ -14,7 +14,7 @@ import torch
 
 from torch_fused_ops.graphs import listing
 from torch_fused_ops.graphs.fusion_events import unobserved
-from torch_fused_ops.graphs.listing import AttentionSite, grouped, sites_table, unread_lines
+from torch_fused_ops.graphs.listing import AttentionSite, grouped, merged_attention, sites_table, unread_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy
@@ -60,6 +60,7 @@ class Report:
     notes: tuple[str, ...] = ()
     _captures: list[Capture] = field(default_factory=list)  # only in ``explain``'s reports
     _is_recorded: bool = False  # True for a ``record`` block
+    _attention: dict[str, AttentionSite] = field(default_factory=dict)  # by module, only in ``record``'s reports
 
     @property
     def summary(self) -> str:
@@ -77,6 +78,8 @@ class Report:
             parts.append(f"{without} of these without float8 GEMMs")
         if partly := sum(s.gemm_kind is not None and bool(s.gemm) for s in fused):
             parts.append(f"{partly} of these with float8 in some GEMMs only")
+        if kept := sum(s.memory_kind is not None for s in fused):
+            parts.append(f"{kept} of these in checkpoints, where the memory level has no effect")
         if dropouts:
             parts.append(f"{unmasked} of {len(dropouts)} dropouts{'' if mlps or not unmasked else ' fused'}")
         if other_sites:
@@ -100,19 +103,24 @@ class Report:
         with unobserved():
             return saved(self._captures, H200)
 
-    @functools.cached_property
+    @property
     def attention(self) -> tuple[AttentionSite, ...]:
         """The attention calls for which the policy requests a level, with the level's effect; computed like ``saved``.
 
-        Empty at ``attention="off"``, in ``record``'s reports, or if no graph has a backward.
+        Empty at ``attention="off"``, or if no graph has a backward. ``record`` lists the calls whose graphs this
+        process has compiled: code from a compile cache is not listed.
         """
+        return tuple(merged_attention(self._attention.values())) if self._is_recorded else self._partitioned.attention
+
+    @functools.cached_property
+    def _partitioned(self) -> Saved:
         from torch_fused_ops.virtual_gpu import H200
 
-        listed = vars(self).get("saved")
-        if listed is None:
-            with unobserved():
-                listed = saved([c for c in self._captures if c.policy.attention != "off"], H200, compare=False)
-        return listed.attention
+        listed: Saved | None = vars(self).get("saved")
+        if listed is not None:
+            return listed
+        with unobserved():
+            return saved([c for c in self._captures if c.policy.attention != "off"], H200, compare=False)
 
     def __repr__(self) -> str:
         sites = grouped(self.sites)
