@@ -170,7 +170,7 @@ def plan(
             'The model returns no scalar. If a loss is computed outside of it, pass loss="eager" (--loss eager).'
         )
     ready = divide(captured) if compiled == "model" else pieces
-    by_level = {}
+    by_level: dict[str, SegmentedStep] = {}
     to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]
     kinds = {} if captured.has_checkpoints or not {*captured.units} - {models.OTHER} else CHECKPOINTS
     kinds = {kind: context_fn for kind, context_fn in kinds.items() if not context_fn or captured.calls("dot_product")}

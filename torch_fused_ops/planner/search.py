@@ -53,9 +53,10 @@ def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     alike = (dict.fromkeys(step.mlps, level) for level in (*levels, OFF))
     assigned = {tuple(sorted(chosen.items())): chosen for chosen in (*greedy(step, used), *alike)}
     every = [Candidate(chosen, step.summary_at(chosen)) for chosen in assigned.values()]
-    for level in levels if step.link else ():
+    for level in levels:
         chosen = dict.fromkeys(step.mlps, level)
-        choices = dict.fromkeys(step.by_level[step.default(chosen)].schedule.choices(step.link))
+        schedule = step.by_level[step.default(chosen)].schedule
+        choices = dict.fromkeys(schedule.choices(step.link) if step.link else ())
         every += [Candidate(chosen, step.summary_at(chosen, moving), moving) for moving in choices if moving]
     unused = set(levels).difference(used)
 

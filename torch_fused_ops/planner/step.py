@@ -170,7 +170,8 @@ def compiled_timeline(
         is_eager, piece_policy = i in model.eager, policy
         key: object = i
         if unit is not None:
-            memory, attention = policy.memory_of(model.mlps.get(unit, ())), policy.attention_of({unit})
+            memory: Any = policy.memory_of(model.mlps.get(unit, ()))
+            attention: Any = policy.attention_of({unit})
             rows = policy.offload if isinstance(policy.offload, tuple) and unit else ()
             inside = tuple(row for row in rows if unit in enclosing_modules([row[0]]))
             offload: Any = dict(inside) if inside else policy.offload is True
