@@ -151,7 +151,7 @@ def host_bytes(sizes: Iterable[int]) -> int:
 def patterns(stored: Iterable[Stored], chosen: Iterable[Stored]) -> dict[str, bool] | bool:
     """Return the policy's ``offload`` that moves the chosen tensors out of all ``stored`` ones."""
     moving, every = {s.saved.module for s in chosen}, dict.fromkeys(s.saved.module for s in stored)
-    if moving == every.keys():
+    if not moving or moving == every.keys():
         return bool(moving)
     inner_first = sorted(every, key=lambda module: -module.count("."))
     return {m: m in moving for m in inner_first if not moving.isdisjoint(enclosing_modules([m]))}
