@@ -291,7 +291,7 @@ def test_compiled_kernels_take_any_strides(monkeypatch):
     strided = {
         "contiguous": x[..., :8].contiguous(),
         "columns": x[..., 8:16],
-        "every other row": x[:, ::2, 16:],
+        "some rows of each matrix": x[:, :2, 16:],
         "every other column": x[..., ::3],
         "transposed": x[..., :6].transpose(1, 2),
     }
