@@ -110,9 +110,9 @@ def planned(case: Case) -> tuple[list[tfo.Plan], float]:
         tokens = torch.zeros(case.tokens, dtype=torch.long)
     dimension, capacity = case.maximum or (None, case.limits[0])
     arguments = (tokens,) if "loss" in case.settings else (tokens, tokens)
-    settings = {"capacity": capacity, "gpu": case.gpu, "optimizer": case.optimizer, "maximum": dimension}
+    settings: dict[str, Any] = {"capacity": capacity, "gpu": case.gpu, "optimizer": case.optimizer}
     start = time.perf_counter()
-    first = tfo.plan(model, *arguments, expandable_segments=True, **settings, **case.settings)
+    first = tfo.plan(model, *arguments, maximum=dimension, expandable_segments=True, **settings, **case.settings)
     took = time.perf_counter() - start
     plans = [first, *(first.within(limit) for limit in case.limits)]
     for plan in plans:
