@@ -185,7 +185,8 @@ def micro_batches(call: Callable[..., Any], x: Tensor) -> None:
 
 def retained(call: Callable[..., Any], x: Tensor) -> None:
     """Backward runs twice, with another forward in between."""
-    with torch._functorch.config.patch(donated_buffer=False):
+    # PyTorch's cache key ignores ``donated_buffer``: cached code may overwrite tensors that the second backward reads.
+    with torch._functorch.config.patch(donated_buffer=False), inductor_config.patch(fx_graph_cache=False):
         first = loss(call(x))
         first.backward(retain_graph=True)
         second = loss(call(x * 2 - 0.3))
@@ -242,11 +243,13 @@ DEFAULT = {("GPT", "free"), ("SwiGLU", "fp8")}
     [
         pytest.param(model, level, marks=[pytest.mark.slow] * ((model, level) not in DEFAULT))
         for model in MODELS
-        for level in POLICIES
+        for level, policy in POLICIES.items()
+        if model in ("GPT", "Llama") or "attention" not in policy
     ],
 )
 def test_gradients_do_not_change(model: str, level: str, emulated: None) -> None:
-    assert moved_and_equal(MODELS[model](), POLICIES[level])
+    # Levels have no effect inside checkpoints, which ``strict`` reports.
+    assert moved_and_equal(MODELS[model](), POLICIES[level] | ({"strict": False} if model == "checkpoints" else {}))
 
 
 @pytest.mark.slow
