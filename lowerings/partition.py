@@ -104,23 +104,25 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         must_save += _saved_by_default(gm.graph, backward)
     if budgeted(gm.graph):
         must_save += _random_values(gm.graph, backward)
+    names = {node.name for node in must_save}  # the partitioner replaces the nodes of gm's graph
     while True:
-        graphs = _run_min_cut(gm, joint_inputs, must_save, free=free, **kwargs)
+        graphs = _run_min_cut(gm, joint_inputs, names, free=free, **kwargs)
         unsafe = _unsafe_to_recompute(gm, graphs, joint_inputs, free=free, **kwargs)
-        new = [node for node in unsafe if node not in must_save]
+        new = {node.name for node in unsafe} - names
         if not new:
             break
-        must_save += new  # so every round saves more of the graph's values, and the loop ends
+        names |= new  # so every round saves more of the graph's values, and the loop ends
     _drop_copies(graphs[0])
     return graphs
 
 
 def _run_min_cut(
-    gm: GraphModule, joint_inputs: Any, must_save: Collection[Node], *, free: bool, **kwargs: Any
+    gm: GraphModule, joint_inputs: Any, must_save: Collection[str], *, free: bool, **kwargs: Any
 ) -> Graphs:
-    """Partition with PyTorch's min-cut. It saves a node of ``must_save`` if backward needs it."""
-    for node in must_save:  # the partitioner treats MUST_SAVE as "save if backward needs it"
-        node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _MUST_SAVE: True})
+    """Partition with PyTorch's min-cut. It saves the nodes named in ``must_save`` if backward needs them."""
+    for node in gm.graph.nodes:
+        if node.name in must_save:  # the partitioner treats MUST_SAVE as "save if backward needs it"
+            node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _MUST_SAVE: True})
     settings: dict[str, Any] = {"ban_recompute_materialized_backward": False} if free else {}
     if must_save and functorch_config.activation_memory_budget == 0:  # at 0 the partitioner ignores MUST_SAVE
         settings["activation_memory_budget"] = 1e-6
@@ -326,8 +328,8 @@ def _unsafe_to_recompute(
     must_save = _values_from(unchecked, recomputed, read)
     if free and _values_from(recomputed, recomputed, in_memory):  # rare: partition a copy to see PyTorch's choice
         plain, _ = partition_like_pytorch(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
-        by_default = {base(node).name for node in _returned(plain.graph)[outputs:]}
-        newly_checked = {n for n in recomputed if base(n).name not in by_default}
+        by_default = {node.name for node in _returned(plain.graph)[outputs:]}  # a view's version is not checked
+        newly_checked = {n for n in recomputed if by_default.isdisjoint((n.name, base(n).name))}
         must_save += _values_from(newly_checked, recomputed, in_memory)
     return list(dict.fromkeys(must_save))
 

@@ -471,7 +471,7 @@ def test_float64_stays_exact() -> None:
 def test_checkpointed_regions_stay_checkpointed(must_save: tuple[Any, ...], level: str) -> None:
     """Results that selective checkpointing saves stay saved."""
     inputs = tensors("gelu")
-    got, saved = step_of(compiled(checkpointed(gelu, *must_save), level), inputs)
+    got, saved = step_of(compiled(checkpointed(gelu, *must_save), level, strict=False), inputs)
     assert max_distance(got, step_of(gelu, inputs)[0]) < 1e-5
     assert [t.dtype for t in saved if t.numel() == 51 * 96] == ([torch.float32] if must_save else [])
 
