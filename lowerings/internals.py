@@ -28,7 +28,9 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "pointwise_ops",
     ),
     "torch._guards": ("CompileContext", "TracingContext"),
+    "torch._inductor.choices": ("InductorChoices",),
     "torch._inductor.codegen.cpp": ("CppOverrides", "CppVecOverrides"),
+    "torch._inductor.codegen.triton": ("FixedTritonConfig",),
     "torch._inductor.config": (
         "_post_fusion_custom_pass",
         "cpp_wrapper",

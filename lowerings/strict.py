@@ -159,7 +159,7 @@ class _Model:
             return
         nothing = self._nothing()
         if nothing and strict:
-            raise UnfusedError(f"strict=True and {nothing}")
+            raise UnfusedError(f"strict=True and nothing was fused in {self.title}: {nothing}")
         if nothing and self.warns_of_nothing:
             log.warning("nothing was fused in %s: %s", self.title, nothing)
         notes = self._without_effect()

@@ -33,7 +33,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
         self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 8))
-        self.odd = nn.Sequential(nn.Linear(8, 16), nn.Mish(), nn.Linear(16, 8))
+        self.odd = nn.Sequential(nn.Linear(8, 16), nn.Tanhshrink(), nn.Linear(16, 8))
 
     def forward(self, x):
         return self.odd(self.mlp(self.norm(x)))

@@ -87,7 +87,7 @@ def test_reports_survive_exceptions() -> None:
 def test_strict_raises_and_the_site_is_recorded() -> None:
     options = {"policy": tfo.FusionPolicy(strict=True)}
     with pytest.raises(BackendCompilerFailed, match="strict=True") as error, tfo.record() as report:
-        torch.compile(mlp(nn.Mish()), backend="fused", options=options)(batch())
+        torch.compile(mlp(nn.Tanhshrink()), backend="fused", options=options)(batch())
     assert isinstance(error.value.inner_exception, tfo.UnfusedError)
     assert operators(report) == [(None, None)]
 

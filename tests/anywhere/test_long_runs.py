@@ -197,6 +197,7 @@ UNBOUNDED = {
     "torch_fused_ops.distributed.sharding.register": "no argument",
     "torch_fused_ops.distributed.sharding.rules": "no argument",
     "torch_fused_ops.families.float8.kernels.launch_of": "the declared operators",
+    "torch_fused_ops.lowerings.compat.has_offload_operators": "no argument",
     "torch_fused_ops.lowerings.operators._elements": "the declared operators",
     "torch_fused_ops.lowerings.passes.source_hash": "no argument",
     "torch_fused_ops.lowerings.recognize.graph._torch_functions": "no argument",

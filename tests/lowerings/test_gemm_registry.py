@@ -125,7 +125,8 @@ def test_a_registered_operator_is_recomputed() -> None:
     module, x = swiglu(Hidden), data()
     (got, saved), (eager, _) = saving_step(compiled(module, "input"), module, x), saving_step(module, module, x)
     torch.testing.assert_close(got, eager)
-    assert saved == COLUMN_BYTES * D
+    # PyTorch saves a view of the argument. The operator needs the argument, which the caller may modify: a copy.
+    assert saved == COLUMN_BYTES * 2 * D
 
 
 @pytest.mark.parametrize("function", (Hidden, Closed), ids=("Hidden", "Closed"))

@@ -175,7 +175,7 @@ def test_gradients_of_patterns_at_nan_and_infinity():
 
     actual = gradients(lambda xs: harness.captured(model, xs, edit=edit)[0])
     expected = gradients(model)
-    assert {site.activation for site in sites if site.op} >= set(harness.BUILTIN)
+    assert {site.activation for site in sites if site.op} >= set(harness.BUILTIN) - {"identity"}  # a gate only
     for name, a, b in zip(patterns, actual, expected, strict=True):
         overflows = b.isnan() & points[:, None].isinf()
         torch.testing.assert_close(
@@ -683,7 +683,7 @@ SCALARS = {
     "leaky_relu": {"negative_slope": 0.2},
 }
 UNPROVABLE = (
-    ("x", "rrelu threshold floor ceil round trunc frac sign nan_to_num glu"),
+    ("x", "threshold floor ceil round trunc frac sign nan_to_num glu"),
     ("xy", "gt ge lt le eq ne prelu fmod remainder atan2 hypot logaddexp xlogy fmin fmax"),
     ("xyz", "where masked_fill"),
 )
