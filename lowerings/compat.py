@@ -72,6 +72,9 @@ FAULTS = (
         "193061",
         "wrong gradients on GPUs that are parts of one tensor (mix_order_reduction)",
     ),
+    Fault("torch", (2, 13), (2, 13), "194976", "a clamp whose limit is a Python float that changes uses an old limit"),
+    Fault("torch", (2, 13), (2, 14), "197829", "x[1:] = x[:-1].clone() copies over its source"),
+    Fault("torch", (2, 13), (2, 14), "198031", "a custom op that writes a clone of x may write x"),
     Fault("triton", (3, 7), (3, 8), "ptxas", "a transposed float8 store writes wrong bytes"),
 )
 

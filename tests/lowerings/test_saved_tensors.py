@@ -340,8 +340,9 @@ COPIED: dict[Callable[..., Any], Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.slow, id="generated")])
 @pytest.mark.parametrize("body", COPIED)
-def test_caller_may_modify_what_recomputations_copy(body: Callable[..., Any]) -> None:
+def test_caller_may_modify_what_recomputations_copy(body: Callable[..., Any], generated: bool) -> None:
     torch.manual_seed(0)
     linears = {"e": nn.Linear(WIDTH, WIDTH), "frozen": nn.Linear(WIDTH, HIDDEN).requires_grad_(False)}
     shapes = {"scale": (HIDDEN,), "b3": (2, 1, HIDDEN), "w3": (2, WIDTH, HIDDEN), "v3": (2, HIDDEN, WIDTH)}
@@ -355,8 +356,8 @@ def test_caller_may_modify_what_recomputations_copy(body: Callable[..., Any]) ->
             COPIED[body](model).mul_(3.0)
         return y  # type: ignore[no-any-return]
 
-    attention: Any = "input" if body is cross_attention else "off"
-    fused = interpreted(FusionPolicy(memory="input", attention=attention, strict=True))
+    policy = FusionPolicy(memory="input", attention="input" if body is cross_attention else "off", strict=True)
+    fused = interpreted(policy, compiled=generated)
     assert max_relative_error(step(model, written), step(model, lambda m, x: written(m, x, fused))) < 1e-5
 
 
