@@ -372,7 +372,7 @@ class Algebra:
             "reciprocal": lambda: self.mul(self.mul(value, value), -1.0),
         }
         if function not in outer:
-            raise Unprovable(f"the derivative of {function}")
+            raise Unprovable(f"a custom autograd.Function of {function}", Kind.CUSTOM_FUNCTION)
         return self.mul(outer[function](), self._chain(args[0], slopes))
 
     # For people

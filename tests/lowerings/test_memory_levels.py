@@ -466,6 +466,20 @@ def test_float64_stays_exact() -> None:
     assert not any(t.dtype == torch.float8_e4m3fn for t in saved)
 
 
+@pytest.mark.parametrize(("clamp", "dtype"), [(2, torch.float32), (2.5, torch.float8_e4m3fn)])
+def test_fp8_rejects_tight_clamps(clamp: float, dtype: torch.dtype) -> None:
+    """Rounding would move many values across the clamp, where their gradient is 0."""
+
+    def clamped(x: Tensor, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, w).clamp(max=clamp)) * (F.linear(x, u).clamp(-clamp, clamp) + 1), v)
+
+    inputs = tensors("swiglu")
+    gradients, saved = step_of(compiled(clamped, "fp8"), inputs)
+    assert [t.dtype for t in saved if t.numel() == 51 * 96] == [dtype] * 2
+    if dtype is torch.float32:
+        assert max_distance(gradients, step_of(clamped, inputs)[0]) < 1e-5
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("must_save", [(), GEMMS], ids=["full", "selective"])
 def test_checkpointed_regions_stay_checkpointed(must_save: tuple[Any, ...], level: str) -> None:

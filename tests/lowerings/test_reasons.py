@@ -402,6 +402,11 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.NOTHING_SAVED: stays_saved(lambda x, w, v: attention(x, v), *tensors(hidden=8), attention="input"),
     Kind.FP8_DTYPE: stays_saved(gelu, *tensors(torch.float64), level="fp8"),
     Kind.FP8_DEVICE: stays_saved(gelu, *tensors(), level="fp8", converts_to_fp8=lambda device: False),
+    Kind.FP8_CLAMP: stays_saved(
+        lambda x, w, v: F.linear(FF.glu(F.linear(x, w), F.linear(x, w), activation="silu", clamp=2), v),
+        *tensors(),
+        level="fp8",
+    ),
     Kind.ALSO_READ: stays_saved(also_read, *tensors(), level="fp8"),
     Kind.NO_GEMM: stays_saved(
         lambda x, w, v: F.linear(FF.bias_gelu(F.linear(x, w).softmax(-1).cumsum(0)), v), *tensors()

@@ -73,7 +73,11 @@ class Kind(Enum):
     KINK = Category.FUNCTION
     ROUNDED = Category.FUNCTION
     MANY_TENSORS = Category.FUNCTION
-    PARAMETER = Category.FUNCTION
+    PARAMETER = (
+        Category.FUNCTION,
+        "It may scale the activation's input and the result behind the gate. If it is swish's slope and not 0, write "
+        "F.silu(beta * h) * up / beta.",
+    )
     ANOTHER_TENSOR = (
         Category.FUNCTION,
         "Multiply the activation's result by it, or the activation's input. functional.glu and similar functions take "
@@ -91,7 +95,7 @@ class Kind(Enum):
         "slopes than 0.01: torch_fused_ops.register_activation('leaky', lambda x: F.leaky_relu(x, 0.1)).",
     )
     UNPROVABLE = Category.FUNCTION
-    CUSTOM_FUNCTION = Category.FUNCTION
+    CUSTOM_FUNCTION = Category.FUNCTION, "Write the formula with torch's own functions, such as F.relu(x).square()."
     ARGUMENT = Category.FUNCTION
     TENSOR_BOUND = Category.FUNCTION, "Write the clamp's bound as a number."
 
@@ -116,7 +120,10 @@ class Kind(Enum):
     PROBABILITY = Category.SOUNDNESS
     UNRECORDED = Category.SOUNDNESS
 
-    BOUNDARY = Category.CHOICE, "Put the whole MLP inside, or outside."
+    BOUNDARY = (
+        Category.CHOICE,
+        "Put the whole MLP inside, or outside. Register a tensor hook on the MLP's input or result.",
+    )
     DROPOUT_POLICY = Category.CHOICE, "", True
     FALLBACK_RANDOM = Category.CHOICE, "", True
     EXCLUDED = (
@@ -159,6 +166,7 @@ class Kind(Enum):
     NOTHING_SAVED = Category.MEMORY, "Compile attention and its linear layers in one graph."
     FP8_DTYPE = Category.MEMORY
     FP8_DEVICE = Category.MEMORY
+    FP8_CLAMP = Category.MEMORY, 'memory="input" saves less and does not round.'
     ALSO_READ = Category.MEMORY
     NO_GEMM = Category.MEMORY
     COSTS_MORE = Category.MEMORY
