@@ -18,7 +18,7 @@ if not (ROOT / "docs").is_dir():
 LIMITS = {
     "product": {"sentences": 54, "names": 21, "private words": 0},
     "tests": {"sentences": 18, "names": 65},
-    "docs": {"sentences": 27, "words": 23750, "long paragraphs": 1},
+    "docs": {"sentences": 27, "words": 23850, "long paragraphs": 1},
 }
 
 IS = r"\b(?:is|are|was|were|be|been)"

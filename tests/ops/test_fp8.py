@@ -146,7 +146,7 @@ ACTIVATIONS = [n for n in FF.__all__ if not any(other in n.lower() for other in 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_function_takes_memory(name):
-    parameter = inspect.signature(getattr(FF, name)).parameters.get("memory")  # None: one of GluOptions
+    parameter = inspect.signature(getattr(FF, name)).parameters.get("memory")  # GluOptions has it for some
     assert parameter is None or (parameter.default, parameter.kind) == ("free", inspect.Parameter.KEYWORD_ONLY)
     x = torch.randn(3, 8, requires_grad=True)
     glu = name in ("glu", "swiglu", "geglu")
