@@ -274,8 +274,9 @@ def test_checkpoint_rows_equal_plans_of_checkpointed_models(name: str, kind: str
     models_and_args = (made(name), made(name, kind))
     plain, real = (tfo.plan(model, *args, **settings) for model, args in models_and_args)
     row = next(row for row in plain.levels if row.level == kind)
-    assert row == replace(real.levels[-1], level=kind) and real.levels[-1].level == "checkpoint"
-    assert real.off_seconds == row.seconds and any('checkpoints="replace"' in line for line in real.help)
+    checkpoint, seconds = real.levels[-1], pytest.approx(row.seconds)  # sums in another order differ in the last digit
+    assert replace(row, seconds=seconds) == replace(checkpoint, level=kind) and checkpoint.level == "checkpoint"
+    assert real.off_seconds == seconds and any('checkpoints="replace"' in line for line in real.help)
     (at_input,) = (row for row in plain.levels if row.level == "input")
     assert abs(real.levels[0].peak - at_input.peak) <= 0.01 * at_input.peak and real.levels[0].level == "input"
 
