@@ -1,7 +1,8 @@
 """Helpers for kernel tests: a device (a GPU or Triton's interpreter), and machine code for absent GPUs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -76,9 +77,21 @@ def assert_close(actual: Tensor, expected: Tensor, gradient: bool = False, absol
     assert not failed.any(), f"{failed.sum()} of {failed.numel()}: {actual[failed][:5]} for {expected[failed][:5]}"
 
 
-def recorded(operator: Callable[..., Any], *args: Any) -> list[launching.Launch]:
+class Launch(NamedTuple):
+    """A recorded call of ``launching.launch``."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    device: torch.device
+    tensors: tuple[Tensor | None, ...]
+    integers: tuple[int | None, ...]
+    constants: dict[str, Any]
+
+
+def recorded(operator: Callable[..., Any], *args: Any) -> list[Launch]:
     """Return the launches of a call without executing them. Tensors may be "meta"."""
-    with launching.recorded() as launches:
+    launches: list[Launch] = []
+    with mock.patch.object(launching, "launch", lambda *call: launches.append(Launch(*call))):
         operator(*args)
     return launches
 
@@ -95,5 +108,5 @@ def assemble(gpu: virtual_gpu.GPU, operator: Callable[..., Any], *args: Any) -> 
     """Return the machine code of each kernel of a call, specialized like Triton: absent tensors, ones, alignment."""
     return [
         virtual_gpu.assemble(kernel, gpu, *tensors, *integers, **constants)
-        for kernel, _, tensors, integers, constants in recorded(operator, *args)
+        for kernel, _, _, tensors, integers, constants in recorded(operator, *args)
     ]

@@ -35,7 +35,7 @@ from torch_fused_ops.families.float8.activations import activate, clamp, clamp_a
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.formulas import FP8
 from torch_fused_ops.kernels import launching
-from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
+from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, tl, triton
 
 SIDE = tl.constexpr(BLOCK)
 STRIPS = tl.constexpr(8)
@@ -732,9 +732,9 @@ def _run_quantize(
     limit = {"maxnreg": 64} if limited else {}
     if r and c:
         launching.launch(
-            _quantize, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
+            _quantize, (triton.cdiv(r, BLOCK) * triton.cdiv(c, BLOCK), 1, 1), input.device,
             (input, input_scales, _as(torch.uint8, values), scales, _as(torch.int32, values_t), scales_t),
-            (r, c, blocks(c, BLOCK), *input.stride(), width, width_t // 4),
+            (r, c, triton.cdiv(c, BLOCK), *input.stride(), width, width_t // 4),
             {
                 "ROWS": rows, "ROWS_T": rows_t, "COLUMNS": columns, "WIDE": _wide(*input.stride(), width, width_t),
                 "PTX": ptx, "num_warps": _WARPS, **OPTIONS, **limit,
@@ -763,9 +763,9 @@ def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
     matrix_stride, row, column = input.stride() if input.ndim == 3 else (0, *input.stride())
     of_scales = scales.shape[-1], int(scales.shape[-1] > 1)  # a single block's rows share a scale
     launching.launch(
-        _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), input.shape[:-2].numel(), 1), input.device,
+        _quantize_turned, (triton.cdiv(c, BLOCK) * triton.cdiv(r, BLOCK), input.shape[:-2].numel(), 1), input.device,
         (input, scales.contiguous(), _as(torch.int32, values)),
-        (c, r, blocks(r, BLOCK), matrix_stride, column, row, *of_scales, c // 4),
+        (c, r, triton.cdiv(r, BLOCK), matrix_stride, column, row, *of_scales, c // 4),
         {"WIDE": _wide(row, column, c), "PTX": _converts(input), "num_warps": _WARPS, **OPTIONS},
     )  # fmt: skip
     return values
@@ -784,8 +784,8 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
                 _quantize_rows, (r, 1, 1), input.device,
                 (input, _as(torch.uint8, values), scales), (c, *input.stride()),
                 {
-                    "PLACES": power_of_2(c), "PTX": _converts(input),
-                    "num_warps": max(power_of_2(c) // _COLUMNS_OF_A_WARP, 1), **OPTIONS,
+                    "PLACES": triton.next_power_of_2(c), "PTX": _converts(input),
+                    "num_warps": max(triton.next_power_of_2(c) // _COLUMNS_OF_A_WARP, 1), **OPTIONS,
                 },
             )  # fmt: skip
         return values, scales
@@ -821,7 +821,7 @@ def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
     out = values.new_empty((r, c), dtype=dtype)
     if out.numel():
         launching.launch(
-            _dequantize_rows, (r, blocks(c, _COLUMNS_OF_A_PART), 1), values.device,
+            _dequantize_rows, (r, triton.cdiv(c, _COLUMNS_OF_A_PART), 1), values.device,
             (out, _as(torch.uint8, values.contiguous()), scales),
             (c, int(scales.shape[1] > 1)),  # a single block's rows share a scale
             {
@@ -888,8 +888,7 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
         gate, up = formulas.unpack(data[0], layout)
         halves = (t.chunk(2, axis) for t, axis in zip(gradients[0], (1, 0, 0, 1, 1), strict=True))
         of_gate, of_up = list(zip(*halves, strict=True))[:: -1 if layout == "swapped" else 1]
-    (grad, grad_m), (gate, gate_m), (up, up_m) = matrix(grad), matrix(gate), matrix(up)
-    strides = [stride for m in (grad_m, gate_m, up_m) for stride in (m.row, m.column)]
+    strides = [stride for t in (grad, gate, up) for stride in ((0, 0) if t is None else t.stride())]
     registers = {"maxnreg": _REGISTERS} if ptx and data[0].element_size() == 2 else {}
     dtypes = torch.uint8, torch.float32, torch.int32, torch.float32, torch.float32
     launching.launch(
