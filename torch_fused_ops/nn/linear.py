@@ -47,7 +47,8 @@ class _Deferred(torch.autograd.Function):
         if x is not None and grad is not None:
             linear._defer(weight, lambda: _weight_gradient(grad, x).to(weight.dtype))
         if bias is not None and bias_grad is not None:
-            linear._defer(bias, lambda: linear._bias_gradient(bias_grad))
+            summed = linear._summed_by
+            linear._defer(bias, lambda: bias_grad if summed is None else summed.replicated_gradient(bias_grad))
         if grad is None or not ctx.needs_input_grad[0]:
             return None, None, None, None
         return grad.matmul(cast_weight).to(ctx.dtype), None, None, None
@@ -89,6 +90,7 @@ class ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     parallel: TensorParallel | None = None
+    _splits_input = False  # True if each process multiplies its own input features
 
     def __init__(
         self,
@@ -128,6 +130,11 @@ class ParallelLinear(nn.Module):
     def shard_specs(self) -> dict[str, ShardSpec]:
         """The shard spec of each parameter, by name."""
         raise NotImplementedError
+
+    @property
+    def _summed_by(self) -> TensorParallel | None:
+        """The processes that sum their results; None if results are complete."""
+        return self.parallel if self._splits_input else None
 
     def _initial_values(
         self, has_bias: bool, device: torch.device | None, dtype: torch.dtype | None
@@ -174,9 +181,13 @@ class ParallelLinear(nn.Module):
                 setattr(parameter, mark, value)
 
     def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return the result, and the bias if the caller must add it, else None. ``entered``: x is from ``_enter``."""
-        bias, added = self.bias, None
-        x = x if entered else self._enter(x)
+        """Return the result, and the bias if the caller must add it, else None.
+
+        ``entered``: x is from ``parallel.enter``.
+        """
+        bias, added, summed = self.bias, None, self._summed_by
+        if self.parallel is not None and summed is None and not entered:
+            x = self.parallel.enter(x)
         if self._deferred is not None and torch.is_grad_enabled():
             call: Callable[..., tuple[Tensor, Tensor | None]] = _Deferred.apply
             y, added = call(x, self.weight, bias if bias is not None and bias.requires_grad else None, self)
@@ -184,10 +195,12 @@ class ParallelLinear(nn.Module):
             return F.linear(x, self.weight, bias), None
         else:
             y = F.linear(x, self.weight)
-        y = self._leave(y)
+        if summed is not None:
+            y = summed.leave(y)
         if bias is None:
             return y, None
-        added = self._used_bias(bias) if added is None else added
+        if added is None:
+            added = bias if summed is None else summed.replicated(bias)
         return (y, bias_for_caller(self, added)) if self.skip_bias_add else (y + added, None)
 
     def sharded_state_dict(
@@ -214,20 +227,6 @@ class ParallelLinear(nn.Module):
         """Ignore the ``_extra_state`` of Megatron's checkpoints."""
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-    # Sharded linears override these; for one process they are identities.
-
-    def _enter(self, x: Tensor) -> Tensor:
-        return x
-
-    def _leave(self, y: Tensor) -> Tensor:
-        return y
-
-    def _used_bias(self, bias: Tensor) -> Tensor:
-        return bias
-
-    def _bias_gradient(self, grad: Tensor) -> Tensor:
-        return grad
 
     def _defer(self, parameter: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
         assert self._deferred is not None
@@ -272,9 +271,6 @@ class ColumnParallelLinear(ParallelLinear):
     def shard_specs(self) -> dict[str, ShardSpec]:
         return dict.fromkeys(("weight", "bias"), ShardSpec(0, self.stride))
 
-    def _enter(self, x: Tensor) -> Tensor:
-        return x if self.parallel is None else self.parallel.enter(x)
-
 
 class RowParallelLinear(ParallelLinear):
     """The second linear, a ``LinearFc2Builder``: each rank multiplies its input features; the results are summed.
@@ -289,6 +285,8 @@ class RowParallelLinear(ParallelLinear):
     Source: ``megatron.core.tensor_parallel.RowParallelLinear``.
     """
 
+    _splits_input = True
+
     def __init__(
         self, input_size: int, output_size: int, /, *, input_is_parallel: bool = True, **arguments: Any
     ) -> None:
@@ -299,15 +297,6 @@ class RowParallelLinear(ParallelLinear):
     @property
     def shard_specs(self) -> dict[str, ShardSpec]:
         return {"weight": ShardSpec(1), "bias": ShardSpec(None)}
-
-    def _leave(self, y: Tensor) -> Tensor:
-        return y if self.parallel is None else self.parallel.leave(y)
-
-    def _used_bias(self, bias: Tensor) -> Tensor:
-        return bias if self.parallel is None else self.parallel.replicated(bias)
-
-    def _bias_gradient(self, grad: Tensor) -> Tensor:
-        return grad if self.parallel is None else self.parallel.replicated_gradient(grad)
 
 
 def bias_for_caller(module: nn.Module, bias: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,13 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.nn._memory import run_at_level
-from torch_fused_ops.nn.config import (
-    check_precision,
-    read,
-    read_activation,
-    read_group,
-    read_memory,
-)
+from torch_fused_ops.nn.config import check_precision, read, read_activation, read_group, read_memory
 from torch_fused_ops.nn.fused_mlp import untouched
 from torch_fused_ops.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear, bias_for_caller
 
@@ -25,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LinearFc1Interface(Protocol):
-    """The interface of the first linear."""
+    """The interface of a linear."""
 
     def forward(self, hidden_states: Tensor, /) -> tuple[Tensor, Tensor | None]:
         """Return (result without bias, bias or None)."""
@@ -37,26 +30,16 @@ class LinearFc1Interface(Protocol):
 
 
 class LinearFc1Builder(Protocol):
-    """A builder of the first linear. It gets name and pg_collection only if the MLP has them."""
+    """A builder of a linear. It gets all arguments of ``ColumnParallelLinear`` or ``RowParallelLinear`` by name.
 
-    def __call__(
-        self,
-        input_size: int,
-        output_size: int,
-        /,
-        *,
-        config: Any,
-        init_method: Callable[[Tensor], Any] | None,
-        gather_output: bool,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None,
-        tp_group: torch.distributed.ProcessGroup | None,
-        stride: int = 1,
-        name: str | None = None,
-        pg_collection: Any = None,
-    ) -> LinearFc1Interface: ...
+    It gets name and pg_collection only if the MLP has them.
+    """
+
+    def __call__(self, input_size: int, output_size: int, /, *args: Any, **arguments: Any) -> LinearFc1Interface: ...
+
+
+LinearFc2Interface = LinearFc1Interface
+LinearFc2Builder = LinearFc1Builder
 
 
 class TEActivationFunctionInterface(Protocol):
@@ -71,32 +54,6 @@ class TEActivationFunctionBuilder(Protocol):
     """A builder of an activation module."""
 
     def __call__(self, *, config: Any) -> TEActivationFunctionInterface: ...
-
-
-class LinearFc2Interface(LinearFc1Interface, Protocol):
-    """The interface of the second linear."""
-
-
-class LinearFc2Builder(Protocol):
-    """A builder of the second linear. It gets name and pg_collection only if the MLP has them."""
-
-    def __call__(
-        self,
-        input_size: int,
-        output_size: int,
-        /,
-        *,
-        config: Any,
-        init_method: Callable[[Tensor], Any] | None,
-        bias: bool,
-        input_is_parallel: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None,
-        tp_group: torch.distributed.ProcessGroup | None,
-        name: str | None = None,
-        pg_collection: Any = None,
-    ) -> LinearFc2Interface: ...
 
 
 @dataclass
