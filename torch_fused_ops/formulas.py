@@ -18,26 +18,6 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 
-__all__ = [
-    "CLAMP_KEEPS_BOUNDS",
-    "FP8",
-    "LAYOUTS",
-    "Gradients",
-    "act_element",
-    "act_input_grads",
-    "clamped",
-    "compute_dtype",
-    "empty_gradient",
-    "glu_element",
-    "glu_input_grads",
-    "load_fp8",
-    "over_rows",
-    "pack",
-    "store_fp8",
-    "unpack",
-    "widened",
-]
-
 Gradients: TypeAlias = tuple[Tensor | None, ...]  # for each tensor of an operator; None if not requested
 
 _MaybeTensor = TypeVar("_MaybeTensor", Tensor, Tensor | None)

@@ -40,9 +40,8 @@ from torch import Tensor
 from typing_extensions import Unpack  # torch requires it; in typing from Python 3.11 on
 
 from torch_fused_ops import activations, families
+from torch_fused_ops.declaration import OPERATORS
 from torch_fused_ops.families.dropout.sharding import dropout_add_by_shards, shard_seed
-from torch_fused_ops.families.float8.recipes import RECIPES
-from torch_fused_ops.operators import activation as declared
 from torch_fused_ops.operators.viewless import MakeViewlessTensor, make_viewless_tensor
 
 __all__ = [
@@ -74,57 +73,74 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_keeps_result = declared.bias_act.keeps_result
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+_NONE = type(None)
+_NUMBERS = (int, float, torch.SymFloat)
+# Types in PyTorch's schemas: the accepted values, for messages, and their types.
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "Tensor": ("a tensor", (Tensor,)),
+    "Optional[Tensor]": ("a tensor or None", (Tensor, _NONE)),
+    "Optional[ScalarType]": ("a torch.dtype or None", (torch.dtype, _NONE)),
+    "str": ("a string", (str,)),
+    "bool": ("True or False", (bool,)),
+    "int": ("an integer", (int, torch.SymInt)),
+    "float": ("a number", _NUMBERS),
+    "Optional[float]": ("a number or None", (*_NUMBERS, _NONE)),
+}
+# Messages that say more than the type.
+_ACCEPTED = {
+    "activation": f"a string, one of {', '.join(activations.names())}, or a registered name",
+    "approximate": "a string, 'none' or 'tanh'",
+    "layout": "'halves', 'interleaved' or 'swapped'",
+    "p": "a number from 0 to 1",
+}
+_ARGUMENTS = {
+    name: tuple((a.name, str(a.real_type)) for a in getattr(torch.ops.fused, name).default._schema.arguments)
+    for name in ("bias_act", "glu", "bias_glu", "dropout_add", "scaled_masked_softmax", "linear_fp8")
+}
+
+
+def _check(name: str, value: object, type_name: str) -> None:
+    """Raise TypeError if an argument does not have its schema's type. True and False are not numbers."""
+    accepted, types = _TYPES[type_name]
+    if isinstance(value, types) and (bool in types or not isinstance(value, bool)):
+        return
+    # Accept every object with __torch_function__: torch.fx proxies and tensor-likes dispatch the call themselves.
+    if Tensor not in types or isinstance(value, type) or not hasattr(value, "__torch_function__"):
+        _refuse(name, value, _ACCEPTED.get(name, accepted))
 
 
 def _refuse(name: str, value: object, accepted: str) -> NoReturn:
     raise TypeError(f"{name}={value!r} is not accepted: it must be {accepted}, not {type(value).__name__}")
 
 
-def _check_tensors(accepted: str = "a tensor", **tensors: Any) -> None:
-    # Accept every object with __torch_function__: torch.fx proxies and tensor-likes dispatch the call themselves.
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor) and (isinstance(t, type) or not hasattr(t, "__torch_function__")):
-            _refuse(name, t, accepted)
+def _call(operator: str, *args: Any, memory: str = "free") -> Tensor:
+    """Call an operator with all of its arguments, after checking their types, at a memory level."""
+    for (name, type_name), value in zip(_ARGUMENTS[operator], args, strict=True):
+        _check(name, value, type_name)
+    if memory != "free":
+        args = (_marked(operator, memory, args), *args[1:])
+    out: Tensor = getattr(torch.ops.fused, operator)(*args)
+    return out
 
 
-def _check_optional(**tensors: Any) -> None:
-    for name, t in tensors.items():
-        if t is not None:
-            _check_tensors("a tensor or None", **{name: t})
-
-
-def _check(name: str, value: object, accepted: str, *types: type) -> None:
-    """Raise TypeError if the value has none of the types. True and False are not numbers."""
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        _refuse(name, value, accepted)
-
-
-def _check_activation(activation: object) -> None:
-    if not isinstance(activation, str):
-        _refuse("activation", activation, f"a string, one of {', '.join(activations.names())}")
-
-
-def _check_glu_scalars(up_offset: object, clamp: object) -> None:
-    _check("up_offset", up_offset, "a number", int, float)
-    _check("clamp", clamp, "a number or None", int, float, type(None))
-
-
-def _marked(memory: object, *tensors: Any) -> Any:
+def _marked(operator: str, memory: object, args: tuple[Any, ...]) -> Any:
     """Return the first tensor, marked for float8 if any tensor needs gradients. Exported graphs save nothing."""
     if memory != "fp8":
         raise ValueError(f"memory={memory!r} is not known; accepted: 'free', 'fp8'")
+    op: Any = OPERATORS[operator]
+    tensors = args[: len(op.tensors)]
     needed = any(t is not None and (not isinstance(t, Tensor) or t.requires_grad) for t in tensors)
     # Torch 2.11's Dynamo evaluates torch.compiler.is_exporting() as True in every compilation.
     is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
-    if needed and torch.is_grad_enabled() and not is_exporting:
-        return torch.ops.fused.keep_fp8(tensors[0])
-    return tensors[0]
+    # ReLU saves only its result, which the next linear saves anyway.
+    if needed and torch.is_grad_enabled() and not is_exporting and not op.keeps_result(*args):
+        return torch.ops.fused.keep_fp8(args[0])
+    return args[0]
 
 
 def _gelu_name(approximate: str) -> str:
-    _check("approximate", approximate, "a string, 'none' or 'tanh'", str)
+    _check("approximate", approximate, "str")
     if approximate not in _GELU:
         raise ValueError(f"approximate={approximate!r} is not known; accepted: 'none', 'tanh'")
     return _GELU[approximate]
@@ -150,15 +166,7 @@ def bias_act(
 
     The module's conventions describe ``activation``, ``memory`` and errors.
     """
-    _check_tensors(input=input)
-    _check_optional(bias=bias, token_scale=token_scale)
-    _check_activation(activation)
-    if memory != "free":
-        marked = _marked(memory, input, bias, token_scale)
-        # ReLU saves only its result, which the next linear saves anyway.
-        input = input if _keeps_result(input, bias, token_scale, activation) else marked
-    out: Tensor = torch.ops.fused.bias_act(input, bias, token_scale, activation)
-    return out
+    return _call("bias_act", input, bias, token_scale, activation, memory=memory)
 
 
 def glu(
@@ -183,14 +191,7 @@ def glu(
 
     The module's conventions describe ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors.
     """
-    _check_tensors(gate=gate, up=up)
-    _check_optional(token_scale=token_scale)
-    _check_activation(activation)
-    _check_glu_scalars(up_offset, clamp)
-    if memory != "free":
-        gate = _marked(memory, gate, up, token_scale)
-    out: Tensor = torch.ops.fused.glu(gate, up, token_scale, activation, up_offset, clamp)
-    return out
+    return _call("glu", gate, up, token_scale, activation, up_offset, clamp, memory=memory)
 
 
 def bias_glu(
@@ -218,15 +219,7 @@ def bias_glu(
     The module's conventions describe ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors. An odd last axis
     raises a ValueError.
     """
-    _check_tensors(input=input)
-    _check_optional(bias=bias, token_scale=token_scale)
-    _check_activation(activation)
-    _check("layout", layout, "'halves', 'interleaved' or 'swapped'", str)
-    _check_glu_scalars(up_offset, clamp)
-    if memory != "free":
-        input = _marked(memory, input, bias, token_scale)
-    out: Tensor = torch.ops.fused.bias_glu(input, bias, token_scale, activation, layout, up_offset, clamp)
-    return out
+    return _call("bias_glu", input, bias, token_scale, activation, layout, up_offset, clamp, memory=memory)
 
 
 # ---- activations, with a bias or without -----------------------------------------------------------------------------
@@ -345,11 +338,7 @@ def dropout_add(
         (..., n), in residual's dtype, or in input's dtype if residual is None; rounded once. Errors: see the module's
         conventions.
     """
-    _check_tensors(input=input, seed=seed)
-    _check_optional(bias=bias, residual=residual)
-    _check("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
-    out: Tensor = torch.ops.fused.dropout_add(input, bias, residual, seed, p)
-    return out
+    return _call("dropout_add", input, bias, residual, seed, p)
 
 
 def bias_dropout_add(
@@ -375,10 +364,10 @@ def bias_dropout_add(
     Returns:
         (..., n), in residual's dtype, or in x's dtype if residual is None. Errors: see the module's conventions.
     """
-    _check_tensors(x=x)
-    _check_optional(bias=bias, residual=residual)
-    _check("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
-    _check("training", training, "True or False", bool)
+    for name, value in (("bias", bias), ("residual", residual)):
+        _check(name, value, "Optional[Tensor]")
+    for name, value, type_name in (("x", x, "Tensor"), ("p", p, "float"), ("training", training, "bool")):
+        _check(name, value, type_name)
     if not 0 <= p <= 1:
         raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
     # Check x here: the operator's messages would call it input, and nothing else checks it if nothing is dropped.
@@ -431,16 +420,9 @@ def scaled_masked_softmax(
     Returns:
         A tensor of input's shape and dtype (except under autocast). Errors: see the module's conventions.
     """
-    _check_tensors(input=input)
     if isinstance(sink, (int, float)):
         _refuse("sink", sink, f"a tensor or None (a scale goes by name: scale={sink})")
-    _check_optional(mask=mask, sink=sink)
-    _check("scale", scale, "a number", int, float, torch.SymFloat)
-    _check("causal", causal, "True or False", bool)
-    _check("window_left", window_left, "an integer", int, torch.SymInt)
-    _check("window_right", window_right, "an integer", int, torch.SymInt)
-    out: Tensor = torch.ops.fused.scaled_masked_softmax(input, mask, sink, scale, causal, window_left, window_right)
-    return out
+    return _call("scaled_masked_softmax", input, mask, sink, scale, causal, window_left, window_right)
 
 
 # ---- linear layers in float8 -----------------------------------------------------------------------------------------
@@ -477,10 +459,4 @@ def linear_fp8(
     Returns:
         (..., out). Errors: see the module's conventions. A size that is not such a multiple raises a ValueError.
     """
-    _check_tensors(input=input, weight=weight)
-    _check_optional(bias=bias)
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r} is not known; accepted: {', '.join(RECIPES)}")
-    _check("dtype", dtype, "a torch.dtype or None", torch.dtype, type(None))
-    out: Tensor = torch.ops.fused.linear_fp8(input, weight, bias, dtype, recipe)
-    return out
+    return _call("linear_fp8", input, weight, bias, dtype, recipe)

@@ -49,7 +49,7 @@ def _biased(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _token_scale(input: Tensor, weights: Tensor) -> Tensor:
-    functional._check_tensors(weights=weights)
+    functional._check("weights", weights, "Tensor")
     rows = input.shape[:-1]
     if weights.shape[-1:] != (1,) or weights.numel() != math.prod(rows):
         raise ValueError(
@@ -287,7 +287,7 @@ def _hidden(mask: Tensor | None) -> Tensor | None:
     """Return the mask as a bool tensor, True where a score is masked out, or None if the mask is None."""
     if mask is None:
         return None
-    functional._check_optional(mask=mask)
+    functional._check("mask", mask, "Optional[Tensor]")
     if mask.dtype not in (torch.bool, torch.uint8):
         hint = "; convert a mask that is added to the scores with `mask < 0`" if mask.is_floating_point() else ""
         raise TypeError(f"mask has dtype {mask.dtype}; accepted: bool or uint8, nonzero where a score is masked{hint}")

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+from torch_fused_ops.formulas import CLAMP_KEEPS_BOUNDS
 from torch_fused_ops.graphs.reasons import Kind, Rejection
-from torch_fused_ops.operators.reference import CLAMP_KEEPS_BOUNDS
 
 # ((atom, power), …) sorted by atom; () is 1. An atom is its index in ``Algebra.atoms``.
 Monomial: TypeAlias = tuple[tuple[int, int], ...]

@@ -1,28 +1,24 @@
 """Compute every operator in plain torch: the reference for tests of kernels and lowerings, most exact in float64.
 
 ``reference.bias_glu(x, None, None, "silu", layout="swapped")`` computes the operator ``fused::bias_glu``,
-``reference.bias_glu_backward`` its backward operator, and so on. The module also exports ``formulas``.
+``reference.bias_glu_backward`` its backward operator, and so on. Other names, such as ``reference.unpack``, are
+names of ``formulas``.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch_fused_ops import formulas
-from torch_fused_ops.formulas import *  # noqa: F403
 from torch_fused_ops.operators.autograd import REGISTERED
 
-__all__ = sorted({*formulas.__all__, *REGISTERED})
 
-
-def __getattr__(name: str) -> Callable[..., Any]:
-    try:
-        signature, plain, _ = REGISTERED[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+def __getattr__(name: str) -> Any:
+    if name not in REGISTERED:
+        return getattr(formulas, name)
+    signature, plain, _ = REGISTERED[name]
     parameters = [
         inspect.Parameter(a.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=a.value) for a in signature.arguments
     ]
