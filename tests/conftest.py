@@ -9,7 +9,7 @@ import sys
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -135,9 +135,15 @@ def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Run all of Inductor's passes and lowerings. With "interpreted", torch runs the graph instead of generated code.
 
     Interpreting takes 0.1 s per graph, a C++ compiler 1.5 to 4 s, but it does not test generated code. Tests
-    marked ``codegen_is_slow`` run both ways, with generated code under ``-m slow``.
+    marked ``codegen_is_slow`` run both ways, with generated code under ``-m slow``. With "captured", torch runs
+    Dynamo's graph after the pre-grad pass, which takes a third of interpreting.
     """
-    if getattr(request, "param", "generated") == "generated":
+    way = getattr(request, "param", "generated")
+    if way == "generated":
+        return
+    if way == "captured":
+        request.getfixturevalue("inductor")
+        monkeypatch.setattr("torch._dynamo.backends.common.aot_autograd", after_pre_grad_pass)
         return
     in_process = request.getfixturevalue("inductor")._InProcessFxCompile
     from torch_fused_ops.lowerings import compat
@@ -156,6 +162,13 @@ def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     request.addfinalizer(
         lambda: compat.update_everywhere(torch.compiler.config, "force_disable_caches", lambda _: False)
     )
+
+
+def after_pre_grad_pass(
+    *, pre_grad_passes: Callable[..., Any] = lambda gm, inputs: gm, **settings: Any
+) -> Callable[..., Any]:
+    """Replace AOTAutograd in Inductor's backend: run the pre-grad pass, and return the graph as it then is."""
+    return lambda gm, inputs: pre_grad_passes(gm, inputs).forward
 
 
 def interpreted(gm: Any, inputs: Sequence[Any], is_inference: bool) -> Any:
@@ -188,11 +201,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests marked ``codegen_is_slow`` with interpreted graphs, and under ``-m slow`` with generated code.
 
     If a whole file has the mark, ``codegen_is_slow(False)`` exempts a test of generated code.
+    ``codegen_is_slow("captured")`` is for tests of the pre-grad pass.
     """
     mark = metafunc.definition.get_closest_marker("codegen_is_slow")
     if mark and mark.args != (False,) and not metafunc.definition.get_closest_marker("slow"):
         generated = pytest.param("generated", marks=pytest.mark.slow)
-        metafunc.parametrize("inductor_code", ["interpreted", generated], indirect=True)
+        way = pytest.param(*(mark.args or ("interpreted",)), id="interpreted")
+        metafunc.parametrize("inductor_code", [way, generated], indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects tests

@@ -24,7 +24,7 @@ from torch_fused_ops.graphs.listing import grouped, listed, unread_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.nn import FusedMLP
 
-pytestmark = pytest.mark.codegen_is_slow
+pytestmark = pytest.mark.codegen_is_slow("captured")
 
 STRICT = tfo.FusionPolicy(strict=True)
 break_here = torch._dynamo.graph_break
@@ -356,6 +356,7 @@ WITHOUT_ATTENTION = {
 }
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("kind", WITHOUT_ATTENTION)
 def test_a_level_of_attention_without_effect(kind: str, warnings: Callable[[], list[str]]) -> None:
     attention, message = WITHOUT_ATTENTION[kind]
@@ -367,6 +368,7 @@ def test_a_level_of_attention_without_effect(kind: str, warnings: Callable[[], l
         torch.compile(attends(kind), backend="fused", options={"attention": attention, "strict": True})(x)
 
 
+@pytest.mark.codegen_is_slow
 def test_attention_alone_is_not_nothing(warnings: Callable[[], list[str]]) -> None:
     options = {"attention": {"attn": "input"}, "strict": True}
     model = Net(lambda s, x: x + s.attn(x), attn=Attention("softmax"))
@@ -384,6 +386,7 @@ def test_attention_alone_is_not_nothing(warnings: Callable[[], list[str]]) -> No
 LEVELS_IN_CHECKPOINTS = {"memory": "fp8", "attention": "input"}
 
 
+@pytest.mark.codegen_is_slow
 def test_a_level_inside_a_checkpoint_is_named(warnings: Callable[[], list[str]]) -> None:
     model, x = attends("softmax", functools.partial(checkpoint, use_reentrant=False)), torch.randn(2, 4, 8)
     policy = tfo.FusionPolicy(**LEVELS_IN_CHECKPOINTS)  # type: ignore[arg-type]
