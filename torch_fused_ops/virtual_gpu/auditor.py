@@ -22,7 +22,7 @@ from . import filled
 from .accesses import Memory, faults, traffic
 from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, load
-from .machine_code import MachineCode, assemble_configuration, bind_arguments, cost, specialized
+from .machine_code import MachineCode, assemble_configuration, cost, specialized
 from .timeline import PaperCompilation, timeline_of
 from .ttgir import Grid, NotAnalyzed, evaluate, evaluate_launch
 from .work import LANE_INSTRUCTIONS
@@ -181,15 +181,14 @@ def _hand_written(
 ) -> _Launch:
     if not callable(grid) and not isinstance(grid, Sequence):
         raise ValueError(f"grid={grid!r} is not accepted: it must be a tuple of up to three sizes, or a function")
-    kernel = load(function, gpu)
-    values = bind_arguments(kernel.jit, args, options)
+    jit = load(function, gpu).jit
+    configurations = _configurations(function, jit.arg_names, args, options)
+    kernel, values = specialized(jit, args, {**options, **configurations[0].block}, gpu)
+    kernel = replace(kernel, configurations=configurations)
     for name in zeroed:
         if not isinstance(values.get(name), Tensor):
             tensors = [argument for argument, value in values.items() if isinstance(value, Tensor)]
             raise ValueError(f"zeroed: got {name!r}, expected names of tensors among {', '.join(tensors)}")
-    configurations = _configurations(function, values, options)
-    kernel = specialized(kernel, args, {**options, **configurations[0].block})
-    kernel = replace(kernel, configurations=configurations)
     named = {name: value for name, value in values.items() if name not in kernel.constants}
     is_filled = [name for name, value in named.items() if isinstance(value, Tensor) and filled.known(value)]
 
@@ -200,8 +199,11 @@ def _hand_written(
     return _Launch(kernel.jit.__name__, kernel, named, sizes, {*zeroed, *is_filled})
 
 
-def _configurations(function: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Configuration, ...]:
+def _configurations(
+    function: Any, names: Sequence[str], args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Configuration, ...]:
     """Return the configurations of `triton.autotune`, with the values that `triton.heuristics` computes for each."""
+    values = {**dict(zip(names, args, strict=False)), **options}
     requested = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
     configurations = [{**requested}]
     while hasattr(getattr(function, "fn", None), "fn"):  # the wrappers, outermost first
@@ -213,7 +215,6 @@ def _configurations(function: Any, values: Mapping[str, Any], options: Mapping[s
                 for name, heuristic in function.values.items():
                     configuration[name] = heuristic({**values, **configuration})
         function = function.fn
-    names = load(function).jit.arg_names
     return tuple(
         Configuration(
             {name: value for name, value in settings.items() if name in names and name not in requested},

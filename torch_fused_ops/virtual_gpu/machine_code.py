@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .accesses import traffic
 from .gpus import GPU, H200, described, import_triton
@@ -118,13 +117,13 @@ def assemble(
         The machine code.
 
     Raises:
-        TypeError: `kernel` is not a kernel, or an argument does not fit.
-        ValueError: an argument is missing, or `block` does not fit the kernel's arguments.
+        TypeError: `kernel` is not a kernel, or an argument is missing or does not fit.
+        ValueError: `block` does not fit the kernel's arguments.
     """
     loaded = load(kernel, gpu)
     blocks = {"XBLOCK": block} if isinstance(block, int) else dict(block or {})
     if not loaded.signature:
-        loaded = specialized(loaded, args, {**constexprs, **blocks})
+        loaded, _ = specialized(loaded.jit, args, {**constexprs, **blocks}, gpu)
     elif args or constexprs:
         raise ValueError("args, constexprs: a generated kernel has its own; omit them")
     for name in blocks:
@@ -195,71 +194,27 @@ def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuratio
     return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, listing, block, text)
 
 
-_TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1",
-    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
-}  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # launch options, not parameters
+def specialized(jit: Any, args: Sequence[Any], options: Mapping[str, Any], gpu: GPU) -> tuple[Kernel, dict[str, Any]]:
+    """Bind a hand-written kernel's arguments and launch options as Triton does in a launch on `gpu`.
 
-
-def bind_arguments(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Map a hand-written kernel's parameters to their values, including defaults.
+    Returns:
+        The kernel with the arguments' types and constants, and all parameters' values by name.
 
     Raises:
-        TypeError: there are more arguments than parameters, or a name is neither a parameter nor an option.
+        TypeError: an argument is missing, unknown, or of a type that Triton does not accept.
     """
-    jit = load(kernel).jit
-    if len(args) > len(jit.arg_names):
-        raise TypeError(f"args: got {len(args)}, expected at most {len(jit.arg_names)}: {', '.join(jit.arg_names)}")
-    for name in named:
-        if name not in jit.arg_names and name not in OPTIONS:
-            accepted = ", ".join([*jit.arg_names, *OPTIONS])
-            raise TypeError(f"{name}: not a parameter of {jit.__name__} or an option; accepted are {accepted}")
-    parameters = jit.signature.parameters.items()
-    defaults = {name: parameter.default for name, parameter in parameters if parameter.default is not parameter.empty}
-    keywords = {name: value for name, value in named.items() if name in jit.arg_names}
-    return {**defaults, **dict(zip(jit.arg_names, args, strict=False)), **keywords}
-
-
-def specialized(kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any]) -> Kernel:
-    """Add types, constants and launch options to a hand-written kernel, as Triton would in a launch.
-
-    Raises:
-        TypeError: an argument does not fit.
-        ValueError: an argument is missing.
-    """
-    signature, constants, attrs = {}, {}, {}
-    values = bind_arguments(kernel.jit, args, options)
-    for i, parameter in enumerate(kernel.jit.params):
-        name = parameter.name
-        if name not in values:
-            raise ValueError(f"args: no value for {name} of {kernel.jit.__name__}")
-        first_byte = value = values[name]
-        may_specialize = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (may_specialize and type(value) is int and value == 1):
-            signature[name], constants[name] = "constexpr", value
-            continue
-        if isinstance(value, Tensor):
-            if value.dtype not in _TYPES:
-                raise ValueError(
-                    f"{name}: got a tensor of {value.dtype}, expected one of {', '.join(map(str, _TYPES))}"
-                )
-            signature[name] = f"*{_TYPES[value.dtype]}"
-            first_byte = value.storage_offset() * value.element_size()
-        elif isinstance(value, bool):
-            signature[name], may_specialize = "u1", False
-        elif isinstance(value, int):
-            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor, a number or None")
-        if may_specialize and isinstance(first_byte, int) and first_byte % 16 == 0:
-            attrs[(i,)] = [["tt.divisibility", 16]]
-    flags = {name: options[name] for name in ("maxnreg", "enable_fp_fusion") if name in options}
+    with described(gpu):
+        *_, backend, bind = jit.create_binder()
+        try:
+            values, types, launch_options = bind(*args, **options)
+            _, signature, constants, attrs = jit._pack_args(backend, dict(options), values, types, launch_options)
+        except (TypeError, KeyError) as error:
+            names = ", ".join(jit.arg_names)
+            raise TypeError(f"{jit.__name__}({names}) does not accept these arguments: {error.args[0]}") from error
+    constants = {jit.arg_names[i]: value for (i,), value in constants.items()}
     configuration = Configuration({}, options.get("num_warps", 4), options.get("num_stages"))
-    return Kernel(kernel.jit, signature, constants, attrs, {"enable_fp_fusion": True, **flags}, (configuration,))
+    flags = {name: value for name, value in launch_options.items() if name not in ("num_warps", "num_stages")}
+    return Kernel(jit, signature, constants, attrs, {"enable_fp_fusion": True, **flags}, (configuration,)), values
 
 
 def _nvidia_code(compiled: Any) -> tuple[Any, ...]:
