@@ -106,7 +106,7 @@ def _dropout_add_backward(
 
 
 register_lowering(dropout_add.forward.overload, type_promotion_kind=None)(_dropout_add)
-register_lowering(dropout_add.gradients.overload, type_promotion_kind=None)(_dropout_add_backward)
+register_lowering(dropout_add.backward.overload, type_promotion_kind=None)(_dropout_add_backward)
 
 
 def _seeds_as_views(graph: Graph, backward: Collection[Node], results: Collection[Node]) -> list[Node]:

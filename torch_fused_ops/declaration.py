@@ -145,13 +145,14 @@ OPERATORS: dict[str, Operator] = {}  # every declared operator, by name
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """A declared operator, with the parts that all families share.
+    """A declared operator. If it is not pointwise, its family supplies the kernels, lowering and gradients.
 
     Attributes:
         name: the operator's name, without ``fused::``.
         doc: one line with the formula and the tensors' shapes.
         tensors: maps each tensor's name to its kind, in the schema's order.
         scalars: maps each scalar's name to its type and default in a schema's syntax, such as ``float=0.0``.
+        backward: the signature of the operator that computes the gradients of the tensors.
         rules: checks of the scalars' values.
         pointwise: True if each element of the result depends on few elements, so recomputing it is cheap.
     """
@@ -160,13 +161,9 @@ class Operator:
     doc: str
     tensors: Mapping[str, str]
     scalars: Mapping[str, str]
+    backward: Signature = field(kw_only=True)
     rules: tuple[Rule, ...] = field(default=(), kw_only=True)
     pointwise: bool = field(default=False, kw_only=True)
-
-    @property
-    def signatures(self) -> tuple[Signature, ...]:
-        """The signatures of all operators to register for this declaration."""
-        raise NotImplementedError
 
     def __post_init__(self) -> None:
         unknown = [rule.name for rule in self.rules if rule.name not in self.scalars]
@@ -206,6 +203,11 @@ class Operator:
         """The signature of the operator itself, as opposed to its backward operator."""
         return Signature(self.name, self.tensor_arguments + self.scalar_arguments, ("data",), self.doc)
 
+    @property
+    def signatures(self) -> tuple[Signature, Signature]:
+        """The signatures of the operator and of its backward operator."""
+        return self.forward, self.backward
+
     @cached_property
     def defaults(self) -> tuple[Any, ...]:
         """The default of each scalar; ``inspect.Parameter.empty`` if a scalar is required."""
@@ -225,25 +227,8 @@ def arguments_of(**types: str) -> tuple[Argument, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class OpaqueOperator(Operator):
-    """An operator that is not pointwise. Its family supplies the kernels, lowering and gradients.
-
-    Attributes:
-        gradients: signature of the backward operator.
-    """
-
-    gradients: Signature = field(kw_only=True)
-
-    @property
-    def signatures(self) -> tuple[Signature, Signature]:
-        return self.forward, self.gradients
-
-
-@dataclass(frozen=True, eq=False)
 class PointwiseOperator(Operator):
-    """An operator whose result is a formula of its data, element by element.
-
-    Two operators are registered: the operator itself and ``…_backward``.
+    """An operator whose result is a formula of its data, element by element. Its backward operator follows from it.
 
     Attributes:
         value: (data…, scale, scalars…) -> the result's elements, in a wide dtype. The bias is already added to data,
@@ -257,6 +242,7 @@ class PointwiseOperator(Operator):
     value: Callable[..., Tensor] = field(kw_only=True)
     grads: Callable[..., tuple[Tensor, ...]] = field(kw_only=True)
     keeps_result: Callable[..., bool] = field(default=lambda *args: False, kw_only=True)
+    backward: Signature = field(init=False)
     pointwise: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -267,9 +253,11 @@ class PointwiseOperator(Operator):
             raise ValueError(f"scalars={self.scalars!r} is not accepted: the activation comes first")
         if self.is_packed != ("layout" in self.scalars):
             raise ValueError(f"scalars={self.scalars!r} is not accepted: packed data has a layout, other has none")
+        mask = Argument("output_mask", f"bool[{len(self.tensors)}]")
+        arguments = (Argument("grad", "Tensor", "data"), *self.tensor_arguments, *self.required_scalars, mask)
+        doc = f"The gradients of {self.name} for ({', '.join(self.tensors)}); None if output_mask is False."
+        object.__setattr__(self, "backward", Signature(f"{self.name}_backward", arguments, self.kinds, doc))
         super().__post_init__()
-
-    # -- access to arguments --
 
     @cached_property
     def is_packed(self) -> bool:
@@ -307,24 +295,10 @@ class PointwiseOperator(Operator):
         """Return True if a call's packed data has gate and up as two contiguous halves."""
         return self.layout_index is not None and self.with_defaults(args)[self.layout_index] != "interleaved"
 
-    # -- signatures --
-
     @cached_property
     def required_scalars(self) -> tuple[Argument, ...]:
         """The scalar arguments of the backward operator, which do not have defaults."""
         return tuple(Argument(a.name, a.type) for a in self.scalar_arguments)
-
-    @cached_property
-    def backward(self) -> Signature:
-        """The signature of the operator that computes the gradients of the tensors."""
-        mask = Argument("output_mask", f"bool[{len(self.tensors)}]")
-        arguments = (Argument("grad", "Tensor", "data"), *self.tensor_arguments, *self.required_scalars, mask)
-        doc = f"The gradients of {self.name} for ({', '.join(self.tensors)}); None if output_mask is False."
-        return Signature(f"{self.name}_backward", arguments, self.kinds, doc)
-
-    @property
-    def signatures(self) -> tuple[Signature, Signature]:
-        return self.forward, self.backward
 
 
 def pointwise_operators() -> Iterator[PointwiseOperator]:

@@ -14,10 +14,11 @@ PROGRAM = """
 import re, sys, torch
 from torch_fused_ops import functional
 from torch_fused_ops.settings import switches
-from torch_fused_ops.operators.registration import KernelSet
+from torch_fused_ops.operators.registration import with_kernels
 
 assert switches.is_without("kernels") and switches.is_without("float8_kernels")
-assert KernelSet("formula", "plain", "fake").kernels(None) == ("plain", "plain")
+made = with_kernels(None, "plain", "fake", None, "formula")
+assert (made.on_cpu, made.on_gpu) == ("plain", "plain")
 files = set()
 sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
 x = torch.randn(6, 8, requires_grad=True)

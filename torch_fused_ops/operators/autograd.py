@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -118,37 +119,43 @@ def _elsewhere(plain: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-class Registered(NamedTuple):
-    """An operator's signature, its plain-torch reference, and the function that raises for unaccepted arguments."""
+@dataclass(frozen=True)
+class Implementation:
+    """The functions that compute one registered operator.
+
+    Attributes:
+        signature: the operator's name and arguments.
+        plain: the reference in plain torch, for other devices, transforms and exports. It does not check arguments.
+        fake: the fake kernel. It checks arguments itself.
+        on_cpu, on_gpu: kernels. They do not check arguments.
+        check: called with the operator's arguments; raises for unaccepted arguments. None accepts all.
+    """
 
     signature: Signature
     plain: Callable[..., Any]
-    check: Callable[..., None] | None
+    fake: Callable[..., Any]
+    on_cpu: Callable[..., Any]
+    on_gpu: Callable[..., Any]
+    check: Callable[..., None] | None = None
 
 
-REGISTERED: dict[str, Registered] = {}  # by the operator's name, without "fused::"
+REGISTERED: dict[str, Implementation] = {}  # by the operator's name, without "fused::"
 
 
-def register(
-    signature: Signature,
-    on_cpu: Callable[..., Any],
-    on_gpu: Callable[..., Any],
-    plain: Callable[..., Any],
-    fake: Callable[..., Any],
-    check: Callable[..., None] | None = None,
-) -> torch._ops.OpOverload:
-    """Register ``fused::name`` with its kernels and fake kernel. Kernels and ``plain`` call ``check`` first."""
-    name = signature.name
-    REGISTERED[name] = Registered(signature, plain, check)
+def register(implementation: Implementation) -> torch._ops.OpOverload:
+    """Register an operator with its kernels and fake kernel. Kernels and ``plain`` call ``check`` first."""
+    signature, plain, check = implementation.signature, implementation.plain, implementation.check
+    REGISTERED[signature.name] = implementation
     # custom_op's wrappers add 25 µs to every call, and the import of Dynamo (2 s) to the first call. So custom_op only
     # gets plain torch, for devices without our own kernels. Our kernels are registered separately and take precedence.
     defined = torch.library.custom_op(
-        f"fused::{name}", checked(_elsewhere(plain), check), mutates_args=(), schema=signature.schema
+        f"fused::{signature.name}", checked(_elsewhere(plain), check), mutates_args=(), schema=signature.schema
     )
-    defined.register_fake(fake)
+    defined.register_fake(implementation.fake)
     op = signature.overload
     batched = batching.kernel(op, signature, plain)  # checks see one example: a batch axis would make them lenient
-    for key, kernel in {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu), "FuncTorchBatched": batched}.items():
+    kernels = {"CPU": implementation.on_cpu, **dict.fromkeys(_GPUS, implementation.on_gpu), "FuncTorchBatched": batched}
+    for key, kernel in kernels.items():
         library.impl(op, checked(kernel, check), key)
     for key in _UNSUPPORTED_LAYOUT_KEYS:
         library.impl(op, _refuses_layout(op), key)
@@ -215,12 +222,15 @@ class SavePolicy(NamedTuple):
 
     Attributes:
         saved: (args, outputs) -> the (tensors, values) to save, which backward passes to ``arguments``.
-        arguments: (tensors, values, output_mask) -> the backward operator's arguments between grad and output_mask.
+        arguments: (tensors, values, output_mask) -> the backward operator's arguments between grad and output_mask, by
+            default the saved tensors and then the saved values.
         apply: ``apply`` of the autograd function that saves them; None means ``Differentiable``.
     """
 
     saved: Callable[[tuple[Any, ...], Any], tuple[tuple[Tensor | None, ...], Any]]
-    arguments: Callable[[tuple[Tensor | None, ...], Any, tuple[bool, ...]], tuple[Any, ...]]
+    arguments: Callable[[tuple[Tensor | None, ...], Any, tuple[bool, ...]], tuple[Any, ...]] = (
+        lambda tensors, values, output_mask: (*tensors, *values)
+    )
     apply: Callable[..., Any] | None = None
 
 
@@ -269,33 +279,34 @@ class Differentiable(torch.autograd.Function):
 _apply = super(torch.autograd.Function, Differentiable).apply
 
 
-def differentiate(
-    op: torch._ops.OpOverload,
-    check: Callable[..., None],
-    reference: Callable[..., Any],
-    on_cpu: Callable[..., Any],
-    backward: tuple[torch._ops.OpOverload, Callable[..., Any]],
+def register_pair(
+    forward: Implementation,
+    backward: Implementation,
     keep: Callable[..., SavePolicy],
     native: Callable[..., Callable[[Tensor], Tensor] | None] | None = None,
-) -> None:
-    """Make ``op`` differentiable: by its backward operator in reverse mode, through ``reference`` under any transform.
+    adapt: Callable[[Any], Any] = lambda backward: backward,
+) -> torch._ops.OpOverload:
+    """Register an operator and its backward operator. Return the operator.
+
+    The operator is differentiable: by its backward operator in reverse mode, through ``plain`` under any transform. The
+    backward operator is differentiable to any order: if it needs a gradient itself, its ``plain`` runs.
 
     Args:
-        op: an operator whose schema is (tensors…, scalars…) -> Tensor.
-        check: raises for arguments that op does not accept. on_cpu does not check, and reference would broadcast.
-        reference: op in differentiable plain torch.
-        on_cpu: op's CPU kernel.
-        backward: the backward operator, (grad, saved values…, bool[] output_mask) -> a gradient or None for each
-            tensor, and its CPU kernel.
-        keep: op's arguments -> the call's ``SavePolicy``.
-        native: op's arguments on the CPU -> a differentiable PyTorch function that computes op's result from the first
-            argument, or None if that does not exist. If native is None, it never exists.
+        forward: the operator. Its schema is (tensors…, scalars…) -> Tensor.
+        backward: the backward operator: (grad, saved values…, bool[] output_mask) -> gradients.
+        keep: the operator's arguments -> the call's ``SavePolicy``.
+        native: the operator's arguments on the CPU -> a differentiable PyTorch function that computes the result from
+            the first argument, or None if that does not exist. If native is None, it never exists.
+        adapt: wraps the backward operator or its kernel, to return a gradient or None for each tensor of the operator.
     """
-    arguments = op._schema.arguments
-    tensors = sum("Tensor" in str(a.type) for a in arguments)
-    defaults = tuple(a.default_value for a in arguments)
-    in_torch, on_cpu = checked(reference, check), checked(on_cpu, check)
-    operator = _Operator(op, on_cpu, tensors, len(arguments), *backward)
+    op, backward_op = register(forward), register(backward)
+    _differentiate_by_reference(backward_op, backward)
+    arguments, check = forward.signature.arguments, forward.check
+    tensors = sum(argument.type.startswith("Tensor") for argument in arguments)
+    defaults = tuple(argument.value for argument in arguments)
+    # The kernel does not check arguments, and plain torch would broadcast them.
+    in_torch, on_cpu = checked(forward.plain, check), checked(forward.on_cpu, check)
+    operator = _Operator(op, on_cpu, tensors, len(arguments), adapt(backward_op), adapt(backward.on_cpu))
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if _transformed(args):
@@ -304,19 +315,19 @@ def differentiate(
             args += defaults[len(args) :]  # the dispatcher drops trailing defaults
             policy = keep(*args)
             if native is not None and policy.apply is None and _is_cpu_next(keyset):
-                check(*args)
+                if check is not None:
+                    check(*args)
                 if (function := native(*args)) is not None and args[0].is_contiguous():
                     return function(args[0])
             return (policy.apply or _apply)(keyset, operator, policy, *args)
         return _below(op, on_cpu, keyset, args)
 
     _install(op, kernel, in_torch)
+    return op
 
 
-def differentiate_by_reference(
-    op: torch._ops.OpOverload, reference: Callable[..., Any], on_cpu: Callable[..., Any]
-) -> None:
-    """Make a backward operator differentiable to any order: if it needs a gradient itself, its reference runs."""
+def _differentiate_by_reference(op: torch._ops.OpOverload, implementation: Implementation) -> None:
+    reference, on_cpu = (checked(f, implementation.check) for f in (implementation.plain, implementation.on_cpu))
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if _transformed(args) or _requires_grad(args):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torch_fused_ops import activations
-from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED
+from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED, checked
 
 
 def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
@@ -33,15 +33,15 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
     if not isinstance(differentiable, bool):
         raise TypeError(f"differentiable={differentiable!r} is not accepted: it must be True or False")
     table: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-        signature.overload: functools.partial(_in_aten, plain, check, differentiable)
-        for signature, plain, check in REGISTERED.values()
+        operator.signature.overload: functools.partial(
+            _in_aten, checked(operator.plain, operator.check), differentiable
+        )
+        for operator in REGISTERED.values()
     }
     return table | COMPOSITES
 
 
-def _in_aten(plain: Callable[..., Any], check: Callable[..., None] | None, differentiable: bool, *args: Any) -> Any:
-    if check is not None:
-        check(*args)
+def _in_aten(plain: Callable[..., Any], differentiable: bool, *args: Any) -> Any:
     with activations.spelled_for_derivatives(differentiable):
         results = plain(*args)
     all_results = results if isinstance(results, tuple) else (results,)

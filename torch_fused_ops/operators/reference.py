@@ -18,7 +18,7 @@ from torch_fused_ops.operators.autograd import REGISTERED
 def __getattr__(name: str) -> Any:
     if name not in REGISTERED:
         return getattr(formulas, name)
-    signature, plain, _ = REGISTERED[name]
+    signature, plain = REGISTERED[name].signature, REGISTERED[name].plain
     parameters = [
         inspect.Parameter(a.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=a.value) for a in signature.arguments
     ]

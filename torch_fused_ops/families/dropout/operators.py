@@ -2,7 +2,7 @@
 
 The mask is a function of the seed and an element's index, so backward recomputes it and only the seed is saved.
 
-Read from top to bottom: declaration → fake → saved for backward → registration. GPU kernels are in ``kernels.py``.
+Read from top to bottom: declaration → fake → saved for backward → registration.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
+from torch_fused_ops.declaration import Operator, Signature, arguments_of, between
 from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.operators import checks
-from torch_fused_ops.operators.autograd import SavePolicy
-from torch_fused_ops.operators.registration import KernelSet, register_pair
+from torch_fused_ops.operators.autograd import SavePolicy, register_pair
+from torch_fused_ops.operators.registration import with_kernels
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
-dropout_add = OpaqueOperator(
+dropout_add = Operator(
     "dropout_add",
     "residual + dropout(input + bias); input (..., n), bias (n,), residual as input, seed int64 with one element.",
     tensors={"input": "data", "bias": "per_column?", "residual": "data?", "seed": "seed"},
     scalars={"p": "float"},
     rules=(between("p", 0.0, 1.0),),
     pointwise=True,
-    gradients=Signature(
+    backward=Signature(
         "dropout_add_backward",
         # dtype, bias_dtype: dtypes of input and bias, and of their gradients. The residual's gradient is grad itself.
         arguments_of(
@@ -68,10 +68,10 @@ def _backward_fake(
 
 # ---- saved for backward ----------------------------------------------------------------------------------------------
 
-_SEED = SavePolicy(
-    lambda args, _: ((args[3],), (args[4], args[0].dtype, None if args[1] is None else args[1].dtype)),
-    lambda tensors, values, _: (*tensors, *values),
-)
+
+def _save_seed(args: tuple[Any, ...], out: Tensor) -> tuple[tuple[Tensor], tuple[Any, ...]]:
+    input, bias, _, seed, p = args
+    return (seed,), (p, input.dtype, None if bias is None else bias.dtype)
 
 
 def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
@@ -88,18 +88,20 @@ def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 register_pair(
-    dropout_add.signatures,
-    KernelSet(
-        functools.partial(formulas.dropout_add, draw=formulas.mask_in_fours),
+    with_kernels(
+        dropout_add.forward,
         formulas.dropout_add,
         _fake,
+        check,
+        functools.partial(formulas.dropout_add, draw=formulas.mask_in_fours),
     ),
-    KernelSet(
-        functools.partial(formulas.dropout_add_backward, draw=formulas.mask_in_fours),
+    with_kernels(
+        dropout_add.backward,
         formulas.dropout_add_backward,
         _backward_fake,
+        checks.check_gradient,
+        functools.partial(formulas.dropout_add_backward, draw=formulas.mask_in_fours),
     ),
-    check,
-    lambda *_: _SEED,
+    lambda *args: SavePolicy(_save_seed),
     adapt=_for_all,
 )

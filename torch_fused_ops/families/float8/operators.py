@@ -33,7 +33,7 @@ from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Bl
 from torch_fused_ops.families.float8.sharding import multiples
 from torch_fused_ops.formulas import FP8
 from torch_fused_ops.operators import fp8_store
-from torch_fused_ops.operators.autograd import checked, define, register
+from torch_fused_ops.operators.autograd import Implementation, checked, define, register
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
 from torch_fused_ops.settings.switches import is_without
@@ -158,7 +158,7 @@ def register_plain(
         return kernels.launch_of(signature.name)(*args)
 
     on_gpu = plain if is_without("float8_kernels") else kernel
-    return register(signature, plain, on_gpu, plain, checked(fake, check), check)
+    return register(Implementation(signature, plain, checked(fake, check), plain, on_gpu, check))
 
 
 def _register_product(

@@ -1,7 +1,6 @@
 """Declare and register ``fused::scaled_masked_softmax`` and its backward operator.
 
-Read from top to bottom: declaration → checks → fake → saved for backward → registration with autocast. GPU kernels are
-in ``kernels.py``.
+Read from top to bottom: declaration → checks → fake → saved for backward → registration with autocast.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.amp.autocast_mode import _cast
 
-from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of
+from torch_fused_ops.declaration import Operator, Signature, arguments_of
 from torch_fused_ops.families.softmax import formulas, sharding  # noqa: F401
-from torch_fused_ops.operators.autograd import SavePolicy, library
-from torch_fused_ops.operators.checks import DTYPES
-from torch_fused_ops.operators.registration import KernelSet, register_pair
+from torch_fused_ops.operators.autograd import SavePolicy, library, register_pair
+from torch_fused_ops.operators.checks import DTYPES, check_gradient
+from torch_fused_ops.operators.registration import with_kernels
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
-scaled_masked_softmax = OpaqueOperator(
+scaled_masked_softmax = Operator(
     "scaled_masked_softmax",
     "softmax(scale·input) over the last axis, with a sink beside the row's scores, where nothing masks a score.",
     tensors={"input": "scores", "mask": "mask?", "sink": "per_head?"},
@@ -32,7 +31,7 @@ scaled_masked_softmax = OpaqueOperator(
         "window_left": "int=-1",
         "window_right": "int=-1",
     },
-    gradients=Signature(
+    backward=Signature(
         "scaled_masked_softmax_backward",
         # Only the output is saved. The gradients also depend on sink's dtype. Kernels skip keys outside the window.
         arguments_of(
@@ -113,11 +112,11 @@ def _backward_fake(grad: Tensor, output: Tensor, *scalars: Any) -> Grads2:
 
 # ---- saved for backward ----------------------------------------------------------------------------------------------
 
-# Save only the output, which attention's second GEMM saves anyway.
-_OUTPUT = SavePolicy(
-    lambda args, out: ((out,), (*args[3:], None if args[2] is None else args[2].dtype)),
-    lambda tensors, values, _: (*tensors, *values),
-)
+
+def _save_output(args: tuple[Any, ...], out: Tensor) -> tuple[tuple[Tensor], tuple[Any, ...]]:
+    """Save only the output, which attention's second GEMM saves anyway."""
+    _, _, sink, *scalars = args
+    return (out,), (*scalars, None if sink is None else sink.dtype)
 
 
 def _for_three(backward: Callable[..., Grads2]) -> Callable[..., Any]:
@@ -134,19 +133,11 @@ def _for_three(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 _FORWARD = register_pair(
-    scaled_masked_softmax.signatures,
-    KernelSet(
-        formulas.scaled_masked_softmax,
-        formulas.scaled_masked_softmax,
-        _fake,
+    with_kernels(scaled_masked_softmax.forward, formulas.scaled_masked_softmax, _fake, check),
+    with_kernels(
+        scaled_masked_softmax.backward, formulas.scaled_masked_softmax_backward, _backward_fake, check_gradient
     ),
-    KernelSet(
-        formulas.scaled_masked_softmax_backward,
-        formulas.scaled_masked_softmax_backward,
-        _backward_fake,
-    ),
-    check,
-    lambda *_: _OUTPUT,
+    lambda *args: SavePolicy(_save_output),
     adapt=_for_three,
 )
 
