@@ -24,10 +24,10 @@ from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.families.dropout.operators import dropout_add
-from torch_fused_ops.lowerings import operators, partition  # as modules, which may still be importing
+from torch_fused_ops.lowerings import operators, partition, programs  # as modules, which may still be importing
 
 if TYPE_CHECKING:
-    from torch_fused_ops.lowerings.operators import Box, Index, Load, Value
+    from torch_fused_ops.lowerings.programs import Box, Index, Load, Value
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
 
     def draw(element: Callable[..., Any], dtype: torch.dtype, ranges: Sequence[Any], *places: Load) -> Box:
         loads = *places, lambda _: load_seed([0] * ndim)
-        (program,) = operators._programs(element, (torch.int64,) * len(loads), (p,), torch.int64, device.type)
+        (program,) = programs.programs_of(element, (torch.int64,) * len(loads), (p,), torch.int64, device.type)
         return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=lambda i: program(loads, i), ranges=ranges)
 
     def place(index: Index) -> Value:
@@ -53,7 +53,7 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
     def counter(index: Index) -> Value:
         return ops.bitwise_right_shift(place(index), ops.constant(2, torch.int64))
 
-    if operators.is_on_gpu(like):
+    if programs.is_on_gpu(like):
         return draw(formulas.mask_at, torch.bool, size, counter, place)
     fours = [FloorDiv(count + 3, 4)]
     packed = draw(formulas.mask_of_four, torch.int32, fours, lambda index: ops.index_expr(index[0], torch.int64))
@@ -63,8 +63,8 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
 
 
 def _dropout_add(input: Box, bias: Box | None, residual: Box | None, seed: Box, p: float) -> Box:
-    loads = (input, operators._element_index), (bias, operators._column), (residual, operators._element_index)
-    e = operators._Elementwise(input.get_size(), *loads, masks=[_mask(input, seed, p)])
+    loads = (input, programs.element_index), (bias, programs.column), (residual, programs.element_index)
+    e = programs.Elementwise(input.get_size(), *loads, masks=[_mask(input, seed, p)])
     return e.node(formulas.dropout_add_element, p, dtype=(input if residual is None else residual).get_dtype())
 
 
@@ -87,21 +87,21 @@ def _dropout_add_backward(
     shows_zeros = torch.finfo(dtype).tiny <= torch.finfo(grad.get_dtype()).tiny
     if torch.float64 in (dtype, bias_dtype):
         grad = to_dtype(grad, torch.float64)
-    e = operators._Elementwise(grad.get_size(), (grad, operators._element_index), masks=[_mask(grad, seed, p)])
+    e = programs.Elementwise(grad.get_size(), (grad, programs.element_index), masks=[_mask(grad, seed, p)])
     if output_mask[0]:
         d_input = e.node(formulas.dropped, p, dtype=dtype)
-        operators._before_sums(output_mask[1:], d_input)
+        operators.before_sums(output_mask[1:], d_input)
     if output_mask[1] and bias_dtype is not None:
         in_blocks = operators.rows_in_blocks(grad)
-        if d_input is not None and shows_zeros and operators.is_on_gpu(grad):
+        if d_input is not None and shows_zeros and programs.is_on_gpu(grad):
             # If a thread adds columns, the compiler merges few calls of the generator: 48 instructions per element on
             # sm_90, for bfloat16. Reading d_input instead takes 9, and as long as 14 would.
-            loads = (in_blocks, operators._element_index), (operators.rows_in_blocks(d_input), operators._element_index)
-            terms = operators._Elementwise(in_blocks.get_size(), *loads).node(_unrounded_grad, p)
+            loads = (in_blocks, programs.element_index), (operators.rows_in_blocks(d_input), programs.element_index)
+            terms = programs.Elementwise(in_blocks.get_size(), *loads).node(_unrounded_grad, p)
         else:
-            load, masks = (in_blocks, operators._element_index), [_mask(in_blocks, seed, p)]
-            terms = operators._Elementwise(in_blocks.get_size(), load, masks=masks).node(formulas.dropped, p)
-        d_bias = operators._sum_rows(terms, bias_dtype)
+            load, masks = (in_blocks, programs.element_index), [_mask(in_blocks, seed, p)]
+            terms = programs.Elementwise(in_blocks.get_size(), load, masks=masks).node(formulas.dropped, p)
+        d_bias = operators.sum_rows(terms, bias_dtype)
     return d_input, d_bias
 
 

@@ -26,7 +26,7 @@ from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.quantized import ACTIVATIONS, QUANTIZED, RESULTS
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
-from torch_fused_ops.lowerings import operators, partition
+from torch_fused_ops.lowerings import operators, partition, programs
 from torch_fused_ops.lowerings.partition import VIEWS, Graphs
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
@@ -73,7 +73,7 @@ class _Lowered(Interpreter):
         return value.node.expr if isinstance(value, torch.SymInt) else super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in VIEWS and len(args[1]) < len(args[0].get_size()) and not operators.is_on_gpu(args[0]):
+        if target in VIEWS and len(args[1]) < len(args[0].get_size()) and not programs.is_on_gpu(args[0]):
             # Keep loops over blocks. In a loop over rows, the index of a block's scale is a quotient. Inductor's C++
             # then splits the loop, which fails an assertion if loops of different order were fused (try_loop_split).
             args[0].realize()
@@ -151,7 +151,7 @@ def _halves(box: Box) -> tuple[Box, Box] | None:
 
 
 def _quantize(input: Box, rows: int, columns: int = BLOCK) -> Any:
-    if operators.is_on_gpu(input) and (rows != 1 or _is_transposed()):
+    if programs.is_on_gpu(input) and (rows != 1 or _is_transposed()):
         return _by_kernel["quantize"](input, rows, columns)
     halves = _halves(input) if rows == 1 and columns == input.get_size()[1] else None
     if halves is not None:
@@ -161,7 +161,7 @@ def _quantize(input: Box, rows: int, columns: int = BLOCK) -> Any:
 
 
 def _quantize_by(input: Box, scales: Box) -> Box:
-    if operators.is_on_gpu(input) and _is_transposed():
+    if programs.is_on_gpu(input) and _is_transposed():
         return _by_kernel["quantize_by"](input, scales)
     return _inlined(float8.quantize_by, input, scales)
 
@@ -171,7 +171,7 @@ def _dequantize(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
 
 
 def _requantize(values: Box, scales: Box) -> Any:
-    by_kernel = operators.is_on_gpu(values)
+    by_kernel = programs.is_on_gpu(values)
     return _by_kernel["requantize"](values, scales) if by_kernel else _inlined(float8.requantize, values, scales)
 
 
@@ -189,7 +189,7 @@ def _scaled_mm(a: Box, a_scales: Box, b: Box, b_scales: Box, bias: Box | None, r
     from torch._inductor.virtualized import V
 
     args = a, a_scales, b, b_scales, bias, rows, dtype
-    if not operators.is_on_gpu(a):
+    if not programs.is_on_gpu(a):
         return _inlined(float8.product, *args)
     nodes: Any = V.graph.current_node.args
     values = nodes[0].meta["val"]

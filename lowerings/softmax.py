@@ -25,10 +25,10 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops.families.softmax import formulas
-from torch_fused_ops.lowerings import operators  # not its functions: it may still be importing
+from torch_fused_ops.lowerings import operators, programs  # as modules, which may still be importing
 
 if TYPE_CHECKING:
-    from torch_fused_ops.lowerings.operators import Box, Index, Load, Value
+    from torch_fused_ops.lowerings.programs import Box, Index, Load, Value
 
 aten = torch.ops.aten
 
@@ -83,7 +83,7 @@ def _row_node(function: Callable[..., Any], scalars: tuple[Any, ...], *boxes: Bo
     """Apply a function of ``formulas.py`` to one value per row."""
     present = [b for b in boxes if b is not None]
     first, loads, is_present = present[0], [b.make_loader() for b in present], tuple(b is not None for b in boxes)
-    (program,) = operators._programs(function, is_present, scalars, first.get_dtype(), first.get_device().type)
+    (program,) = programs.programs_of(function, is_present, scalars, first.get_dtype(), first.get_device().type)
     return _node(first, first.get_dtype(), first.get_size(), lambda index: program(loads, index))
 
 
@@ -102,9 +102,9 @@ def _softmax(
     input.mark_reuse(2)  # read twice: Inductor should compute an expensive input only once
     double = torch.float64 in (input.get_dtype(), None if sink is None else sink.get_dtype())
     dtype = torch.float64 if double else torch.float32
-    on_gpu = operators.is_on_gpu(input)
+    on_gpu = programs.is_on_gpu(input)
     sign, size = formulas.split_scale(scale, dtype)
-    load = operators._widening_load(input, lambda index: index, dtype)
+    load = programs.widening_load(input, lambda index: index, dtype)
     is_open = _window(shape, causal, window_left, window_right)
     group_is_open = _window(shape, causal, window_left, window_right, _GROUP) if on_gpu else None
     hidden = None if mask is None else lowerings[aten.expand.default](mask, shape).make_loader()
@@ -124,7 +124,7 @@ def _softmax(
             return seen(index)
         return ops.where(is_open(index), seen(index), ops.constant(-math.inf, dtype))
 
-    (power,) = operators._programs(torch.exp2, (True,), (), dtype, input.get_device().type)
+    (power,) = programs.programs_of(torch.exp2, (True,), (), dtype, input.get_device().type)
     factor = min(size / math.log(2), torch.finfo(dtype).max)
     top = lowerings[aten.amax.default](_node(input, dtype, shape, scores), [len(shape) - 1], True)
     peaks = _row_node(formulas.softmax_peak, (), top).make_loader()
@@ -139,7 +139,7 @@ def _softmax(
     weight_of = weights.make_loader()
     total = lowerings[aten.sum.dim_IntList](weights, [len(shape) - 1], True)
     if sink is not None:
-        sink = _node(input, dtype, top.get_size(), operators._widening_load(sink, lambda index: index[-3:-2], dtype))
+        sink = _node(input, dtype, top.get_size(), programs.widening_load(sink, lambda index: index[-3:-2], dtype))
     factors = _row_node(formulas.softmax_factor, (size,), top, total, sink).make_loader()
 
     def result(index: Index) -> Value:
@@ -163,17 +163,15 @@ def _softmax_backward(
     dtype = torch.float64 if double else torch.float32
     grad.mark_reuse(2)
     output.mark_reuse(2)
-    group_is_open = _window(shape, causal, window_left, window_right, _GROUP) if operators.is_on_gpu(output) else None
-    g, y = (
-        _unread(operators._widening_load(b, lambda index: index, dtype), group_is_open, 0.0) for b in (grad, output)
-    )
+    group_is_open = _window(shape, causal, window_left, window_right, _GROUP) if programs.is_on_gpu(output) else None
+    g, y = (_unread(programs.widening_load(b, lambda index: index, dtype), group_is_open, 0.0) for b in (grad, output))
     last = [len(shape) - 1]
     product = _node(output, dtype, shape, lambda index: ops.mul(g(index), y(index)))
     inner = lowerings[aten.sum.dim_IntList](product, last, True)
     d_input = d_sink = None
     if output_mask[0]:
         inner_of = inner.make_loader()
-        (program,) = operators._programs(
+        (program,) = programs.programs_of(
             formulas.softmax_input_grad, (True, True, True), (scale,), dtype, output.get_device().type
         )
 
@@ -181,7 +179,7 @@ def _softmax_backward(
             return ops.to_dtype(program((g, y, lambda index: inner_of(_row(index))), index), output.get_dtype())
 
         d_input = _node(output, output.get_dtype(), shape, d)
-        operators._before_sums(output_mask[1:], d_input)
+        operators.before_sums(output_mask[1:], d_input)
     if output_mask[1] and sink_dtype is not None:
         total = lowerings[aten.sum.dim_IntList](_node(output, dtype, shape, y), last, True)
         terms = _row_node(formulas.softmax_sink_grad, (), inner, total)

@@ -37,8 +37,8 @@ CORE = (
     *("lowerings.recognize.symbolic", "lowerings.recognize.graph", "lowerings.recognize.values"),
     *("lowerings.recognize.prove", "lowerings.recognize.autograd_functions", "lowerings.recognize.subgraph"),
     *("lowerings.recognize.canonical", "lowerings.recognize.rewrite"),
-    *("lowerings.partition", "lowerings.saved_tensors", "lowerings.operators", "lowerings.compat"),
-    *("lowerings.cpp_vectors", "lowerings.choices"),
+    *("lowerings.partition", "lowerings.saved_tensors", "lowerings.operators", "lowerings.programs"),
+    *("lowerings.compat", "lowerings.cpp_vectors", "lowerings.choices"),
 )
 CORE_LINES = 8500  # at most
 

@@ -47,6 +47,7 @@ print(*(getattr(tfo, name).__name__ for name in names.split()))
         "torch_fused_ops",
         "torch._inductor.lowering",
         "torch_fused_ops.lowerings.operators",
+        "torch_fused_ops.lowerings.programs",
     ],
 )
 def test_lowerings_register_whatever_is_imported_first(first: str) -> None:

@@ -138,6 +138,12 @@ def between(name: str, low: float, high: float) -> Rule:
     return Rule(name, lambda value: None if low <= value <= high else refuse(name, value, accepted))
 
 
+def bound(name: str) -> Rule:
+    """Return a rule that accepts the integers from 0 on, and -1 for no bound."""
+    accepted = "at least 0, or -1 for no bound"
+    return Rule(name, lambda value: None if value >= -1 else refuse(name, value, accepted))
+
+
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 OPERATORS: dict[str, Operator] = {}  # every declared operator, by name

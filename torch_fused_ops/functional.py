@@ -439,10 +439,8 @@ def linear_fp8(
     """``input · weightᵀ + bias``, and its gradients, as GEMMs in float8 with a scale per block or row.
 
     Before each GEMM both operands are quantized to float8 (e4m3) in blocks along the axis that the GEMM sums over.
-    Scales are powers of two. Recipe "fp8" has blocks of (1, 128) in an operand with an axis of tokens, and of
-    (128, 128) in the weight (DeepSeek-V3, arXiv 2412.19437; TransformerEngine's ``Float8BlockScaling``). Sums are
-    float32. The input is saved for backward in float8, a byte per element. CPUs multiply the quantized numbers in the
-    result's dtype; docs/fp8.md lists the GPUs that each recipe needs.
+    Scales are powers of two, sums are float32. docs/fp8.md lists each recipe's blocks, sources and GPUs. CPUs multiply
+    the quantized numbers in the result's dtype.
     A block with an infinity or a NaN becomes NaN. Second derivatives and ``torch.func`` transforms raise.
 
     Args:
@@ -450,10 +448,7 @@ def linear_fp8(
         weight: (out, in), both multiples of 128; "fp8-rowwise" needs multiples of 16, "mxfp8" multiples of 32. Its
             gradient has its dtype.
         bias: (out,).
-        recipe: "fp8" is for all three GEMMs. "fp8-wgrad-bf16" computes the weight gradient in the result's dtype, and
-            saves input unquantized for it. "fp8-rowwise" is like "fp8-wgrad-bf16", with a scale per row, and one scale
-            for the weight's transpose (torchao's ``rowwise_with_gw_hp``). "mxfp8" and "mxfp8-wgrad-bf16" are the first
-            two with blocks of (1, 32) in both operands (the Open Compute Project's Microscaling Formats).
+        recipe: see ``FusionPolicy.gemm``. With "fp8" and "mxfp8" the input is saved for backward in float8.
         dtype: dtype of the result; by default input's dtype.
 
     Returns:

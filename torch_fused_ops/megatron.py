@@ -5,19 +5,18 @@
 Names, signatures and return conventions come from ``megatron.core.fusions`` (``fused_bias_gelu``,
 ``fused_bias_geglu``, ``fused_bias_swiglu``, ``fused_weighted_squared_relu``, ``fused_bias_dropout``,
 ``fused_softmax``), ``megatron.core.activations``, ``megatron.core.utils`` (viewless tensors) and, for softmax,
-``megatron.core.transformer.enums`` and ``.utils``, at commit d98e8a64 ("upstream" below). Upstream's helper functions
-(derivatives ``…_back``, Functions behind an ``…_impl``) are not provided.
+``megatron.core.transformer.enums`` and ``.utils``, at commit d98e8a64 ("upstream" below). ``docs/migrate.md`` lists the
+differences from upstream, and the names that are missing.
 
-Unlike upstream, these operators accept any number of axes, any strides, and any mixture of float16, bfloat16, float32
-and float64. Arithmetic is float32 (float64 if a tensor is float64), rounded once to the first data tensor's dtype.
+These operators accept any number of axes, any strides, and any mixture of float16, bfloat16, float32 and float64.
+Arithmetic is float32 (float64 if a tensor is float64), rounded once to the first data tensor's dtype.
 Gradients of frozen arguments are not computed. ``torch.compile(fullgraph=True)``, double backward and ``torch.func``
-work, on CPUs and GPUs. A bias gradient is summed in float32 and has the bias's shape; upstream's Functions return a
-tensor of the input's shape. As upstream, packed axes have the gate half first.
+work, on CPUs and GPUs. As upstream, packed axes have the gate half first.
 
 * ``bias``: (n,), or a tensor that broadcasts to the input. A bias that is not a vector is added separately, unfused.
 * ``weights``: a factor for each row: (rows, 1) as upstream, or the input's shape with a last axis of 1.
 * ``fp8_input_store``: save the input in float8_e4m3fn with a scale for each row (``memory="fp8"`` of
-  ``torch_fused_ops.functional``). Upstream casts without a scale, which loses values above 448.
+  ``torch_fused_ops.functional``).
 
 Errors name the argument, its value and the accepted values, as in ``torch_fused_ops.functional``.
 """
@@ -85,10 +84,7 @@ def _glu(
 
 
 def bias_gelu(bias: Tensor | None, y: Tensor) -> Tensor:
-    """``gelu_tanh(y + bias)``. The bias is the first argument.
-
-    Upstream's ``bias_gelu``, with an accurate negative tail, where upstream's 1 + tanh cancels (``docs/migrate.md``).
-    """
+    """``gelu_tanh(y + bias)``. The bias is the first argument."""
     y, bias = _biased(y, bias)
     return functional.bias_gelu(y, bias, "tanh")
 
@@ -98,7 +94,7 @@ class GeLUFunction:
 
     @staticmethod
     def apply(input: Tensor, bias: Tensor | None) -> Tensor:
-        """``gelu_tanh(input + bias)``. Upstream requires a bias and returns a bias gradient of the input's shape."""
+        """``gelu_tanh(input + bias)``."""
         return bias_gelu(bias, input)
 
 
@@ -106,7 +102,7 @@ bias_gelu_impl = GeLUFunction.apply
 
 
 def fast_gelu(x: Tensor) -> Tensor:
-    """``gelu_tanh(x)``: upstream's ``fast_gelu``, with an accurate negative tail."""
+    """``gelu_tanh(x)``."""
     return functional.bias_gelu(x, None, "tanh")
 
 
@@ -114,16 +110,12 @@ def fast_gelu(x: Tensor) -> Tensor:
 
 
 def geglu(y: Tensor) -> Tensor:
-    """``gelu_tanh(gate) · up`` of packed y (…, 2n): upstream's ``geglu``."""
+    """``gelu_tanh(gate) · up`` of packed y (…, 2n)."""
     return _glu("gelu_tanh", y)
 
 
 def bias_geglu_impl(input: Tensor, bias: Tensor | None, *, clamp_value: float | None = None) -> Tensor:
-    """``gelu_tanh(min(gate, c)) · clamp(up, ±c)`` of packed ``input + bias``, where c is clamp_value; bias may be None.
-
-    Upstream's ``bias_geglu_impl`` accepts only 2 or 3 axes that ``view`` can flatten, and silently ignores a configured
-    clamp, because it lacks the argument ``clamp_value``.
-    """
+    """``gelu_tanh(min(gate, c)) · clamp(up, ±c)`` of packed ``input + bias``; c is clamp_value. bias may be None."""
     return _glu("gelu_tanh", input, bias, clamp=clamp_value)
 
 
@@ -134,17 +126,17 @@ class BiasGeGLUFunction:
 
 
 def quick_gelu(y: Tensor) -> Tensor:
-    """``y · sigmoid(1.702 y)``: upstream's ``quick_gelu``."""
+    """``y · sigmoid(1.702 y)``."""
     return functional.bias_act(y, activation="quick_gelu")
 
 
 def quick_geglu(y: Tensor, linear_offset: float = 0.0) -> Tensor:
-    """``quick_gelu(gate) · (up + linear_offset)`` of packed y: upstream's ``quick_geglu``."""
+    """``quick_gelu(gate) · (up + linear_offset)`` of packed y."""
     return _glu("quick_gelu", y, up_offset=linear_offset)
 
 
 def weighted_quick_geglu(y: Tensor, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
-    """``quick_geglu(y) · weights``: upstream's ``weighted_quick_geglu``."""
+    """``quick_geglu(y) · weights``."""
     return _glu("quick_gelu", y, None, weights, up_offset=linear_offset)
 
 
@@ -158,8 +150,7 @@ def weighted_bias_quick_geglu_impl(
 ) -> Tensor:
     """``quick_gelu(min(gate, c)) · (clamp(up, ±c) + linear_offset) · weights`` of packed ``input + bias``, as gpt-oss.
 
-    c is clamp_value. This function clamps the sum. Upstream's ``weighted_bias_quick_geglu_impl`` clamps the input
-    before it adds the bias; upstream's unfused path clamps the sum.
+    c is clamp_value. The sum is clamped, as in upstream's unfused path.
     """
     return _glu("quick_gelu", input, bias, weights, up_offset=linear_offset, clamp=clamp_value, fp8=fp8_input_store)
 
@@ -168,7 +159,7 @@ def weighted_bias_quick_geglu_impl(
 
 
 def swiglu(y: Tensor) -> Tensor:
-    """``silu(gate) · up`` of packed y (…, 2n): upstream's ``swiglu``."""
+    """``silu(gate) · up`` of packed y (…, 2n)."""
     return _glu("silu", y)
 
 
@@ -184,13 +175,8 @@ def bias_swiglu_impl(
     Args:
         input: (…, 2n). bias: (2n,) or None.
         fp8_input_store: save the input in 8 bits for backward.
-        cpu_offload_input: no effect. Upstream marks the saved tensors that TransformerEngine's hooks then move; use
-            ``torch.autograd.graph.save_on_cpu`` instead.
+        cpu_offload_input: no effect; use ``torch.autograd.graph.save_on_cpu``.
         clamp_value: c, above 0; None and 0 do not clamp.
-
-    Upstream's ``bias_swiglu_impl`` accepts only 2 or 3 axes that ``view`` can flatten. It ignores a clamp_value below
-    0, which raises here. At a bound, upstream's derivative is 1. Here it equals the derivative of ``torch.clamp``: 1
-    before torch 2.15, and 0 from 2.15 on.
     """
     return _glu("silu", input, bias, clamp=clamp_value or None, fp8=fp8_input_store)
 
@@ -202,7 +188,7 @@ def weighted_bias_swiglu_impl(
     fp8_input_store: bool = False,
     clamp_value: float | None = None,
 ) -> Tensor:
-    """``bias_swiglu_impl(input, bias) · weights``. Upstream raises NotImplementedError unless bias is None."""
+    """``bias_swiglu_impl(input, bias) · weights``."""
     return _glu("silu", input, bias, weights, clamp=clamp_value or None, fp8=fp8_input_store)
 
 
@@ -210,12 +196,12 @@ def weighted_bias_swiglu_impl(
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """``max(x, 0)²``: upstream's ``squared_relu``."""
+    """``max(x, 0)²``."""
     return functional.bias_act(x, activation="relu2")
 
 
 def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
-    """``max(input, 0)² · weights``. Upstream's function accepts only 2 or 3 axes that ``view`` can flatten."""
+    """``max(input, 0)² · weights``."""
     return functional.bias_act(input, token_scale=_token_scale(input, weights), activation="relu2")
 
 
@@ -238,8 +224,7 @@ def _bias_dropout_add_func(
 def bias_dropout_add_fused_train(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
     """``residual + dropout(x + bias)``, in residual's dtype. ``x_with_bias`` is (x, bias or None).
 
-    Backward recomputes the mask, which upstream's ``bias_dropout_add_fused_train`` saves. torch's generator determines
-    the mask, but ``torch.nn.functional.dropout`` drops other elements.
+    torch's generator determines the mask, but ``torch.nn.functional.dropout`` drops other elements.
     """
     return _bias_dropout_add_func(x_with_bias, residual, prob, True)
 
@@ -247,16 +232,12 @@ def bias_dropout_add_fused_train(x_with_bias: tuple[Tensor, Tensor | None], resi
 def bias_dropout_add_fused_inference(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float
 ) -> Tensor:
-    """``residual + x + bias``, in residual's dtype. Upstream's function writes into x; this function does not."""
+    """``residual + x + bias``, in residual's dtype."""
     return _bias_dropout_add_func(x_with_bias, residual, prob, False)
 
 
 def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
-    """Return a function of ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, or without dropout.
-
-    The operator is the same as for the fused names. In evaluation the function that upstream returns writes its result
-    into the caller's x; this function does not.
-    """
+    """Return a function of ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, or without dropout."""
     return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
 
 
@@ -299,10 +280,7 @@ class ScaledUpperTriangMaskedSoftmax:
 
     @staticmethod
     def apply(inputs: Tensor, scale: float | None) -> Tensor:
-        """``softmax(inputs · scale)`` over the last axis; query i of sq sees keys 0 … sk − sq + i.
-
-        inputs is (…, sq, sk), of any size. Upstream's CUDA kernel needs half precision and sq = sk ≤ 4096 (or 16384).
-        """
+        """``softmax(inputs · scale)`` over the last axis; query i of sq sees keys 0 … sk − sq + i."""
         return functional.scaled_masked_softmax(inputs, scale=_scale(scale), causal=True)
 
 
@@ -318,8 +296,7 @@ class ScaledMaskedSoftmax:
             mask: bool or uint8, nonzero where a score is masked, broadcastable to inputs; or None.
             scale: a number; None means 1.
 
-        Upstream's kernel sets masked scores to −10000, so a masked score exceeds an unmasked score below −10000. Here
-        masked scores never count, and a fully masked row is 0.
+        Masked scores never count, and a fully masked row is 0.
         """
         return functional.scaled_masked_softmax(inputs, _hidden(mask), scale=_scale(scale))
 
@@ -340,8 +317,7 @@ def _scale(scale: float | None) -> float:
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
     """Return a copy of ``attention_scores`` with the dtype's lowest number where the mask is nonzero.
 
-    Upstream's function writes −10000 into the caller's scores. ``FusedScaleMaskSoftmax`` recognizes this function by
-    its name, and masks exactly instead of calling the function.
+    ``FusedScaleMaskSoftmax`` recognizes this function by its name, and masks exactly instead of calling it.
     """
     hidden = _hidden(attention_mask)
     assert hidden is not None
@@ -375,10 +351,7 @@ class FusedScaleMaskSoftmax(nn.Module):
     Raises:
         AssertionError: both half-precision flags are True, scale is set without softmax_in_fp32, or input is not 4-D.
 
-    Upstream's class writes into its input and fills with −10000: a masked key exceeds scores below that, and a fully
-    masked row is uniform. If there is a mask, upstream ignores causality; with a window or a causal kernel it ignores
-    the mask; and its kernel ignores the window. Here all arguments apply, masked scores never count, and a fully masked
-    row and its gradients are 0.
+    Mask, causality and window all apply. Masked scores never count; a fully masked row and its gradients are 0.
     """
 
     def __init__(
@@ -443,10 +416,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         return out
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Return True if fusion is requested and the operator applies the mask, without calling a ``mask_func``.
-
-        The operator accepts all sizes and dtypes. Upstream's needs half precision, 16 < sk ≤ 4096 and multiples of 4.
-        """
+        """Return True if fusion is requested and the operator applies the mask, without calling a ``mask_func``."""
         return bool(self.scaled_masked_softmax_fusion) and (mask is None or self._has_standard_mask_func)
 
     @property

@@ -350,10 +350,15 @@ def joined_paths(paths: Iterable[str]) -> str:
 
 def joined_each(paths: Iterable[str]) -> str:
     """Join each group of paths that differ only in numbers: "layers.0…31.mlp, head". "" is the model itself."""
-    alike: dict[str, list[str]] = {}
-    for path in paths:
-        alike.setdefault(without_numbers(path), []).append(path)
-    return ", ".join(joined_paths(group) or "the model itself" for group in alike.values())
+    return ", ".join(joined_paths(group) or "the model itself" for group in alike(paths, without_numbers))
+
+
+def alike(items: Iterable[_T], key: Callable[[_T], object]) -> Iterable[list[_T]]:
+    """Group items with equal keys, in the order of each group's first item."""
+    groups: dict[object, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups.values()
 
 
 class UnfusedError(RuntimeError):

@@ -127,7 +127,7 @@ def match_site(analysis: GraphAnalysis, node: Node) -> Subgraph:
     try:
         return _match(analysis, node)
     except Rejection as rejection:
-        inner = _scaled(analysis, node) if rejection.reason.kind in _SCALES else None
+        inner = _value_before_factor(analysis, node) if rejection.reason.kind in _FACTOR_KINDS else None
         if inner is None:
             raise
     subgraph = match_site(analysis, inner)
@@ -135,10 +135,10 @@ def match_site(analysis: GraphAnalysis, node: Node) -> Subgraph:
     return subgraph
 
 
-_SCALES = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK)
+_FACTOR_KINDS = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK)
 
 
-def _scaled(analysis: GraphAnalysis, node: Node) -> Node | None:
+def _value_before_factor(analysis: GraphAnalysis, node: Node) -> Node | None:
     """Return the value that a node masks, or multiplies by a tensor that depends on no GEMM; None for other nodes."""
     if analysis.calls[node].inplace:
         return None
@@ -410,7 +410,7 @@ def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
     for node in subgraph.calls:
         if analysis.calls[node].inplace:
             if not analysis.is_of_region(node):
-                text = f"{label(node)} works in place in another grad mode or autocast region than its argument's"
+                text = f"{label(node)} is in place, but its argument is from a different grad mode or autocast region"
                 raise Rejection(Kind.IN_PLACE_REGION, text)
             check_in_place_call(analysis, node, subgraph.output, subgraph.calls)
 

@@ -6,7 +6,6 @@ inside a custom ``torch.autograd.Function``. An opaque call may be a GEMM, or an
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import islice
 
 import torch
@@ -30,7 +29,6 @@ from .graph import (
     tensor_positions,
 )
 from .report import Candidate, calls_of, names_of, site_of
-from .rewrite import Snapshot
 from .subgraph import find_sites, readers
 from .symbolic import RULES
 
@@ -69,7 +67,6 @@ def unread(graph: Graph) -> tuple[Site, ...]:
             sources = names_of([analysis.origin(a) for a in node.all_input_nodes])
             text = f"{NOT_AN_MLP}it reads {sources}, which no GEMM with weights has produced"
             sites[node] = gemms, Reason(Kind.NO_GEMM_BEFORE, text)
-    outputs = cache(_outputs)
     for node, gemms in find_sites(analysis):
         parts = _parts(analysis, node, gemms)
         for part in (part for part in opaque if part in parts):
@@ -81,7 +78,8 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         around = [copied[canonical.originals.get(part, part)][1] for part in parts]
         operators = dict.fromkeys(operator for enclosing in around for operator in enclosing)
         cut = [operator for operator in operators if not all(operator in enclosing for enclosing in around)]
-        if cut and original not in outputs(original.graph):
+        own_sites = find_sites(GraphAnalysis(original.graph, {})) if cut else ()
+        if cut and all(output is not original for output, _ in own_sites):
             text = f"the boundary of {names_of(cut)} lies between it and a GEMM"
             sites[node] = gemms, Reason(Kind.BOUNDARY, text)
     for node, name in opaque.items():
@@ -91,16 +89,6 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         site_of(analysis, canonical, Candidate(node, gemms or [node], rejection=reason))
         for node, (gemms, reason) in sites.items()
     )
-
-
-def _outputs(graph: Graph) -> list[Node]:
-    """Return the user's calls that are the output nodes of a graph's sites."""
-    before = Snapshot(graph)
-    try:
-        canonical = Canonical(graph)
-        return [canonical.originals.get(node, node) for node, _ in find_sites(GraphAnalysis(graph, canonical.calls))]
-    finally:
-        before.restore()
 
 
 def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:

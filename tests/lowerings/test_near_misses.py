@@ -229,7 +229,7 @@ REGIONS: dict[str, tuple[Case, str]] = {
                 within(torch.no_grad, torch.clone, h)
             )
         ),
-        "works in place in another grad mode",
+        "is in place, but its argument is from a different grad mode",
     ),
     "detached inside": (unary(lambda x: 0.5 * x * (1 + torch.erf(x * 0.7071067811865476).detach())), "detach stands"),
     "clipped gradient": (unary(functions.Clipped.apply), NO_DERIVATIVE),

@@ -20,7 +20,7 @@ from torch._inductor.utils import run_and_get_code
 import torch_fused_ops as tfo
 from torch_fused_ops import activations
 from torch_fused_ops import functional as FF
-from torch_fused_ops.lowerings import cpp_vectors, operators
+from torch_fused_ops.lowerings import cpp_vectors, operators, programs
 
 fused = torch.ops.fused
 BF16 = torch.bfloat16
@@ -209,7 +209,7 @@ def test_programs_evaluate_each_step_once() -> None:
     from torch_fused_ops.operators.activation import bias_act
 
     value = operators._elements(bias_act).value
-    (program,) = operators._programs(value, (True, False, False), ("gelu",), torch.float32, "cpu")
+    (program,) = programs.programs_of(value, (True, False, False), ("gelu",), torch.float32, "cpu")
     assert len([step for step in program.steps if step.name != "constant"]) <= 30
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind
 from torch_fused_ops.graphs.sites import Site
-from torch_fused_ops.policy import joined_paths, without_numbers
+from torch_fused_ops.policy import alike, joined_paths, without_numbers
 
 WIDTH = 120
 
@@ -40,12 +40,12 @@ class Group:
 
 def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
     """Group sites that differ only in their layer's number, in the order of each group's first site."""
-    groups: dict[tuple[object, ...], list[Site]] = {}
-    for site in sites:
+
+    def key(site: Site) -> object:
         where, _, path = site.source.partition(" in ")
-        key = (site.op, site.activation, reason_text(site), site.users, where, without_numbers(path))
-        groups.setdefault(key, []).append(site)
-    return tuple(Group(tuple(group)) for group in groups.values())
+        return site.op, site.activation, reason_text(site), site.users, where, without_numbers(path)
+
+    return tuple(Group(tuple(group)) for group in alike(sites, key))
 
 
 def read_by(site: Site) -> str:
@@ -213,25 +213,26 @@ class AttentionSite:
 
 def merged_attention(sites: Iterable[AttentionSite]) -> Iterator[AttentionSite]:
     """Merge sites that differ only in their layer's number, in the order of each group's first site."""
-    groups: dict[tuple[str, bool], list[AttentionSite]] = {}
-    for site in sites:  # reasons may name nodes
-        groups.setdefault((without_numbers(site.module), bool(site.reason)), []).append(site)
-    for group in groups.values():
-        nbytes, module = sum(site.nbytes for site in group), joined_paths(site.module for site in group)
-        modules = tuple(dict.fromkeys(path for site in group for path in site.modules))
-        linears = sum(site.linears for site in group)
-        yield AttentionSite(module, nbytes, group[0].reason, len(group), modules, linears, group[0].kind)
+    for group in alike(sites, lambda site: (without_numbers(site.module), bool(site.reason))):  # reasons may name nodes
+        yield replace(
+            group[0],
+            module=joined_paths(site.module for site in group),
+            nbytes=sum(site.nbytes for site in group),
+            count=len(group),
+            modules=tuple(dict.fromkeys(path for site in group for path in site.modules)),
+            linears=sum(site.linears for site in group),
+        )
 
 
 def merged(rows: Iterable[SavedRow]) -> Iterator[SavedRow]:
     """Merge rows that differ only in their layer's number, in the order of each group's first row."""
-    groups: dict[SavedRow, list[SavedRow]] = {}
-    for row in rows:
+
+    def key(row: SavedRow) -> SavedRow:
         readers = tuple((kind, without_numbers(module)) for kind, module in row.read_by)
         settings = tuple((setting, "") for setting, _ in row.refused)  # reasons may name nodes
-        key = replace(row, module=without_numbers(row.module), read_by=readers, refused=settings)
-        groups.setdefault(key, []).append(row)
-    for group in groups.values():
+        return replace(row, module=without_numbers(row.module), read_by=readers, refused=settings)
+
+    for group in alike(rows, key):
         yield replace(
             group[0],
             module=joined_paths(row.module for row in group),

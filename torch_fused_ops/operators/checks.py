@@ -40,19 +40,13 @@ _SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-_DTYPES = {"seed": (torch.int64,)}  # by kind; other kinds have DTYPES
+_DTYPES = {"seed": (torch.int64,), "mask": (torch.bool,)}  # by kind; other kinds have DTYPES
 
 
 def refuse_dtype(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
     """Raise a TypeError that lists the accepted dtypes."""
     accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise TypeError(f"{name} has dtype {t.dtype}; accepted: {accepted}")
-
-
-def _raise_not_accepted(name: str, t: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
-    if t.dtype not in dtypes:
-        refuse_dtype(name, t, dtypes)
-    raise ValueError(f"{name} is on device {t.device}; accepted: {device}, where the first tensor is")
 
 
 def make_check(op: Operator) -> Callable[..., None]:
@@ -75,8 +69,10 @@ def make_check(op: Operator) -> Callable[..., None]:
         device, shape = first.device, first.shape
         for i, name, dtypes in typed:
             t = args[i]
-            if t is not None and (t.dtype not in dtypes or t.device != device):
-                _raise_not_accepted(name, t, device, dtypes)
+            if t is not None and t.dtype not in dtypes:
+                refuse_dtype(name, t, dtypes)
+            if t is not None and t.device != device:
+                raise ValueError(f"{name} is on device {t.device}; accepted: {device}, where {first_name} is")
         check_first(first_name, shape)
         for i, name, of_first, meaning in shaped:
             t = args[i]

@@ -136,9 +136,6 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     Raises:
         TypeError: inp is not a tensor.
         ValueError: requires_grad is True and inp's dtype has no gradients.
-
-    Megatron-LM's function ignores requires_grad if keep_graph is True, and ignores both arguments if inp is not a view.
-    Its result has a separate version counter, so writes corrupt gradients silently. It breaks compiled graphs.
     """
     if isinstance(inp, torch.fx.Proxy):  # record the call: its result depends on the tensor
         return inp.tracer.create_proxy("call_function", make_viewless_tensor, (inp, requires_grad, keep_graph), {})

@@ -5,7 +5,6 @@ Read from top to bottom: declaration → checks → fake → saved for backward 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.amp.autocast_mode import _cast
 
-from torch_fused_ops.declaration import Operator, Signature, arguments_of
+from torch_fused_ops.declaration import Operator, Signature, arguments_of, bound, finite
 from torch_fused_ops.families.softmax import formulas, sharding  # noqa: F401
 from torch_fused_ops.operators.autograd import SavePolicy, library, register_pair
-from torch_fused_ops.operators.checks import DTYPES, check_gradient
+from torch_fused_ops.operators.checks import check_gradient, make_check
 from torch_fused_ops.operators.registration import with_kernels
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -31,6 +30,7 @@ scaled_masked_softmax = Operator(
         "window_left": "int=-1",
         "window_right": "int=-1",
     },
+    rules=(finite("scale"), bound("window_left"), bound("window_right")),
     backward=Signature(
         "scaled_masked_softmax_backward",
         # Only the output is saved. The gradients also depend on sink's dtype. Kernels skip keys outside the window.
@@ -51,49 +51,32 @@ scaled_masked_softmax = Operator(
 
 # ---- checks --------------------------------------------------------------------------------------------------------
 
-_ACCEPTED = "float16, bfloat16, float32, float64"
+_check_kinds = make_check(scaled_masked_softmax)
 
 
-def _check_mask(input: Tensor, mask: Tensor) -> None:
-    if mask.dtype != torch.bool:
+def check(input: Tensor, mask: Tensor | None, sink: Tensor | None, *scalars: Any) -> None:
+    """Raise ValueError or TypeError for unaccepted arguments, with the argument, its value and the accepted ones."""
+    if mask is not None and mask.dtype != torch.bool:
         if mask.is_floating_point():
             hint = "convert a mask that is added to the scores with `mask < 0` or `mask.isneginf()`"
         else:
             hint = "convert a mask of numbers with `mask != 0`"
         raise TypeError(f"mask has dtype {mask.dtype}; accepted: bool, True where a score is masked out ({hint})")
-    shape, size = mask.shape, input.shape
-    if len(shape) > len(size) or any(m != 1 and m != n for m, n in zip(reversed(shape), reversed(size), strict=False)):
-        raise ValueError(f"mask has shape {tuple(shape)}; accepted: a shape that broadcasts to input's, {tuple(size)}")
-
-
-def check(input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float = 1.0, *window: int) -> None:
-    """Raise ValueError or TypeError for unaccepted arguments, with the argument, its value and the accepted ones."""
-    if input is None:  # torch.ops accepts None as an undefined tensor
-        raise TypeError("input=None is not accepted: it must be a tensor, not NoneType")
-    for name, t in (("input", input), ("sink", sink)):
-        if t is not None and t.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {t.dtype}; accepted: {_ACCEPTED}")
-    if input.ndim < 2:
-        raise ValueError(f"input has shape {tuple(input.shape)}; accepted: at least two axes, queries and keys")
+    _check_kinds(input, mask, sink, *scalars)
+    size = tuple(input.shape)
+    if len(size) < 2:
+        raise ValueError(f"input has shape {size}; accepted: at least two axes, queries and keys")
     if mask is not None:
-        _check_mask(input, mask)
-    if sink is not None:
-        if input.ndim < 3:
+        pairs = zip(reversed(mask.shape), reversed(size), strict=False)
+        if mask.ndim > len(size) or any(m != 1 and m != n for m, n in pairs):
             raise ValueError(
-                f"sink is not accepted with input of shape {tuple(input.shape)}: heads are input's last axis but two"
+                f"mask has shape {tuple(mask.shape)}; accepted: a shape that broadcasts to input's, {size}"
             )
-        if sink.shape != input.shape[-3:-2]:
-            raise ValueError(
-                f"sink has shape {tuple(sink.shape)}; accepted: {tuple(input.shape[-3:-2])}, input's last axis but two"
-            )
-    for name, t in (("mask", mask), ("sink", sink)):
-        if t is not None and t.device != input.device:
-            raise ValueError(f"{name} is on device {t.device}; accepted: {input.device}, where input is")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r} is not accepted: it must be finite")
-    for name, width in zip(("window_left", "window_right"), window[1:], strict=False):
-        if width < -1:
-            raise ValueError(f"{name}={width!r} is not accepted: it must be at least 0, or -1 for no bound")
+    if sink is not None and len(size) < 3:
+        raise ValueError(f"sink is not accepted with input of shape {size}: heads are input's last axis but two")
+    if sink is not None and sink.shape != size[-3:-2]:
+        accepted = f"{size[-3:-2]}, input's last axis but two"
+        raise ValueError(f"sink has shape {tuple(sink.shape)}; accepted: {accepted}")
 
 
 # ---- fake ------------------------------------------------------------------------------------------------------------
