@@ -1,8 +1,7 @@
 """Time single operators: ``bench pointwise``.
 
 Variants are eager PyTorch and torch.compile of the same formula; *operators*, ours in eager mode; *fused*, ours under
-torch.compile; *liger*, Liger-Kernel's function if it is installed; *megatron*, bias and GELU with a handwritten
-derivative, each compiled, as in Megatron; *copy*, a copy that reads and writes as many bytes.
+torch.compile; *liger*, Liger-Kernel's function if it is installed; *copy*, a copy that reads and writes as many bytes.
 
 A GPU times forward and backward alone. A CPU also times both together, which is the only case with compiled variants,
 and calls on tiny tensors, whose time is overhead. These calls come last, because larger tensors' calls have compiled
@@ -202,41 +201,6 @@ ON_CPU: list[AnyOperator] = [
     Operator("bias_glu", "silu", bias=True, layout="halves"),
 ]
 
-# ---- other libraries -------------------------------------------------------------------------------------------------
-
-
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    y = x + bias
-    return 0.5 * y * (1.0 + torch.tanh(0.79788456 * y * (1.0 + 0.044715 * y * y)))
-
-
-def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-    y = x + bias
-    t = torch.tanh(0.79788456 * y * (1.0 + 0.044715 * y * y))
-    slope = 0.79788456 * (1.0 + 3.0 * 0.044715 * y * y)
-    return (0.5 * (1.0 + t) + 0.5 * y * (1.0 - t * t) * slope) * grad
-
-
-def megatron() -> Callable[..., Tensor]:
-    """Return bias and GELU as an autograd.Function of two compiled functions."""
-    forward, backward = (
-        torch.compile(fresh(f), fullgraph=True, dynamic=False) for f in (bias_gelu, bias_gelu_backward)
-    )
-
-    class BiasGelu(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-            ctx.save_for_backward(x, bias)
-            return forward(x, bias)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            x, bias = ctx.saved_tensors
-            d = backward(grad, x, bias)
-            return d, d.sum(0)
-
-    return BiasGelu.apply
-
 
 def liger(operator: Operator) -> Callable[..., Tensor]:
     """Return Liger-Kernel's SwiGLU or GEGLU."""
@@ -265,8 +229,6 @@ def callables(operator: AnyOperator, gpu: bool) -> dict[str, Callable[[], Callab
         variants["fused-autotune"] = lambda: compiled(lambda *tensors: operator.fused(*tensors), mode=AUTOTUNE)
     if isinstance(operator, Operator) and operator in (Operator("glu", "silu"), Operator("glu", "gelu_tanh")) and gpu:
         variants["liger"] = lambda: liger(operator)
-    if operator == Operator("bias_act", "gelu_tanh", bias=True) and gpu:
-        variants["megatron"] = lambda: megatron()
     return variants
 
 

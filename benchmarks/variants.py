@@ -46,6 +46,4 @@ MEANINGS = (
             "an MLP's GEMMs alone, into preallocated tensors: a lower bound for any fusion"),
     Meaning(("copy",), ("pointwise",), "a copy of as many bytes as the operator reads and writes"),
     Meaning(("liger",), ("pointwise",), "Liger-Kernel's SwiGLU and GEGLU, if liger_kernel can be imported"),
-    Meaning(("megatron",), ("pointwise",),
-            "bias and GELU as one function with a handwritten derivative, each compiled, as in Megatron"),
 )  # fmt: skip

@@ -71,7 +71,7 @@ def steps(part: str, device: str, quick: bool) -> list[Step]:
             Step("operators", (OURS, "check", "--device", device, "--quick"), 1.5),
         ]
     if part == "kernels":
-        variants = ("operators", "compile", "fused", "megatron", "copy")
+        variants = ("operators", "compile", "fused", "copy")
         return [
             Step("operators", (OURS, "bench", "pointwise", *main, "--ways", "operators", "copy"), 4.0),
             Step("compared", (OURS, "bench", "pointwise", *compared, "--ways", *variants), 1.0),

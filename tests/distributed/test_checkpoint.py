@@ -2,6 +2,8 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,6 @@ from torch import nn
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 
-from dataclasses import replace
-
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fused_ops import distributed
 from torch_fused_ops.distributed.checkpoint import ShardedTensor, apply_swiglu_sharded_factory
+from torch_fused_ops.distributed.shard_spec import ShardSpec
 from torch_fused_ops.nn import FusedMLP, MLPConfig
 
 
@@ -204,21 +205,23 @@ def test_optimizer_state_of_unknown_parts_is_refused(tmp_path: Path) -> None:
     raises(ValueError, r"linear_fc1\.weight\.row has shape \(3,\)", distributed.save, tmp_path, mlp, optimizer)
 
 
+SECOND_OF_TWO: Any = SimpleNamespace(size=2, rank=1)
+
+
 def test_factory_places_gate_and_up() -> None:
     """On the second of two ranks, gate rows follow the first rank's gate rows, and up rows follow all gate rows."""
     tensor = torch.arange(8.0).view(8, 1)
     shard = torch.cat([tensor[2:4], tensor[6:8]])
-    layout = ShardedTensor.of_parameter("w", shard).sharding
-    layout = replace(layout, shape=torch.Size((8, 1)), runs=(layout.runs[0]._replace(place=4),))
-    packed = ShardedTensor("w", shard, layout)
+    packed = ShardedTensor.of_parameter("w", shard, ShardSpec(0, 2), SECOND_OF_TWO)
     (sharded,) = apply_swiglu_sharded_factory(packed, ()).values()
-    assert [(tuple(place), box.flatten().tolist()) for place, box in sharded._boxes()] == [
+    assert [(tuple(place), box.flatten().tolist()) for place, box in sharded._views()] == [
         ((2, 0), [2.0, 3.0]),
         ((6, 0), [6.0, 7.0]),
     ]
+    packed = ShardedTensor.of_parameter("w", shard, ShardSpec(0, 2), SECOND_OF_TWO, ((0, 3, 5),))
     stacked = apply_swiglu_sharded_factory(packed, ((0, 3, 5),), singleton_local_shards=True)
     assert list(stacked) == ["w_w", "w_v"] and all(t.shape == (5, 4, 1) for t in stacked.values())
-    assert [tuple(place) for t in stacked.values() for place, _ in t._boxes()] == [(3, 2, 0), (3, 2, 0)]
+    assert [tuple(place) for t in stacked.values() for place, _ in t._views()] == [(3, 2, 0), (3, 2, 0)]
     with pytest.raises(NotImplementedError, match="only save and load it"):
         sharded + 1
     assert "w" in repr(sharded)

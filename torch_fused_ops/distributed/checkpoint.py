@@ -9,9 +9,8 @@ with another number of ranks, and it writes replicated tensors once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,31 +37,12 @@ Offsets = tuple[tuple[int, int, int], ...]
 """(axis, index, size) for each axis that the checkpoint's tensor has in front of the module's axes."""
 
 
-class Run(NamedTuple):
-    """Consecutive rows along the sharded axis: ``start`` in the rank's shard, ``place`` in the whole tensor."""
+class Box(NamedTuple):
+    """Consecutive rows along the sharded axis: from ``start`` in a rank's data, and ``offset`` in the whole tensor."""
 
     start: int
     length: int
-    place: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The boxes of a whole tensor that a rank holds.
-
-    Attributes:
-        shape: shape of the whole tensor.
-        axis: the sharded axis.
-        runs: the rows of the whole tensor that make up the rank's shard, in the shard's order.
-        start: offset of the local tensor in that shard, by axis. It is 0 unless FSDP shards it.
-        offsets: axes that the checkpoint has in front of the axes of ``shape``.
-    """
-
-    shape: torch.Size
-    axis: int
-    runs: tuple[Run, ...]
-    start: tuple[int, ...]
-    offsets: Offsets = ()
+    offset: tuple[int, ...]
 
 
 class ShardedTensor(Tensor):
@@ -71,18 +51,23 @@ class ShardedTensor(Tensor):
     Attributes:
         key: the tensor's name in the checkpoint.
         local: this rank's data.
-        sharding: the place of ``local`` in the whole tensor.
+        boxes: the places of ``local`` in the whole tensor.
+        axis: the sharded axis of ``local``. The checkpoint may have axes in front of those of ``local``.
+        rows: rows of the rank's shard along it. If FSDP shards the shard, ``local`` has fewer.
     """
 
     key: str
     local: Tensor
-    sharding: Layout
+    boxes: Sequence[Box]
+    axis: int
+    rows: int
 
     @staticmethod
-    def __new__(cls, key: str, local: Tensor, layout: Layout) -> ShardedTensor:
-        size = torch.Size((*(size for _, _, size in sorted(layout.offsets)), *layout.shape))
+    def __new__(
+        cls, key: str, size: Sequence[int], local: Tensor, boxes: Sequence[Box], axis: int = 0, rows: int = 1
+    ) -> ShardedTensor:
         tensor: ShardedTensor = Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype, device=local.device)
-        tensor.key, tensor.local, tensor.sharding = key, local, layout
+        tensor.key, tensor.local, tensor.boxes, tensor.axis, tensor.rows = key, local, boxes, axis, rows
         return tensor
 
     @classmethod
@@ -95,19 +80,22 @@ class ShardedTensor(Tensor):
         offsets: Offsets = (),
     ) -> ShardedTensor:
         """Wrap a parameter that the ranks of ``parallel`` shard."""
-        spec, local = spec or ShardSpec(None), parameter.detach()
-        shard_shape, start = local.shape, (0,) * local.ndim
+        axis, local = spec.axis if spec else None, parameter.detach()
+        shape, start = local.shape, (0,) * local.ndim
         if isinstance(local, DTensor):
             placements = local.placements
             if not all(type(p) in (Shard, Replicate) for p in placements):
                 raise ValueError(f"a DTensor placed as {placements} is not accepted: it must come from FSDP")
-            _, start = compute_local_shape_and_global_offset(shard_shape, local.device_mesh, placements)
+            _, start = compute_local_shape_and_global_offset(shape, local.device_mesh, placements)
             local = local.to_local()
-        ranks, rank = (1, 0) if parallel is None or spec.axis is None else (parallel.size, parallel.rank)
-        axis = spec.axis or 0
-        shape = torch.Size(n * ranks if i == axis else n for i, n in enumerate(shard_shape))
-        rows = shard_shape[axis] if shard_shape else 1
-        return cls(key, local, Layout(shape, axis, (Run(0, rows, rank * rows),), tuple(start), tuple(offsets)))
+        in_front = sorted(offsets)
+        size, offset = [n for _, _, n in in_front] + [*shape], [place for _, place, _ in in_front] + [*start]
+        if parallel is not None and axis is not None:
+            offset[axis - local.ndim] += parallel.rank * shape[axis]
+            size[axis - local.ndim] *= parallel.size
+        rows, length = (t.shape[axis or 0] if t.ndim else 1 for t in (parameter, local))
+        boxes = (Box(0, length, tuple(offset)),) if local.numel() else ()
+        return cls(key, size, local, boxes, axis or 0, rows)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -118,22 +106,12 @@ class ShardedTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedTensor({self.key}, {tuple(self.shape)}, {self.local.dtype})"
 
-    def _boxes(self) -> Iterator[tuple[torch.Size, Tensor]]:
-        """Yield (offset in the checkpoint's tensor, view of the data) for each box of this rank."""
-        local, layout = self.local, self.sharding
-        front = tuple(place for _, place, _ in sorted(layout.offsets))
-        within = (None,) * len(front)
-        if not layout.shape:
-            yield torch.Size(front), local[within]
-        elif local.numel():
-            first = layout.start[layout.axis]
-            for run in layout.runs:
-                low, high = max(first, run.start), min(first + local.shape[layout.axis], run.start + run.length)
-                if low < high:
-                    place = list(layout.start)
-                    place[layout.axis] = run.place + low - run.start
-                    view = local.narrow(layout.axis, low - first, high - low)
-                    yield torch.Size((*front, *place)), view[within]
+    def _views(self) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Yield (offset in the whole tensor, view of the data) for each box."""
+        in_front = (None,) * (self.ndim - self.local.ndim)
+        for start, length, offset in self.boxes:
+            view = self.local.narrow(self.axis, start, length) if self.local.ndim else self.local
+            yield torch.Size(offset), view[in_front]
 
     # The protocol of torch.distributed.checkpoint.
 
@@ -145,14 +123,14 @@ class ShardedTensor(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(ChunkStorageMetadata(place, box.size()), properties, size),
             )
-            for place, box in self._boxes()
+            for place, box in self._views()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(place, box.size()) for place, box in self._boxes()]
+        return [ChunkStorageMetadata(place, box.size()) for place, box in self._views()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(box for place, box in self._boxes() if place == index.offset)
+        return next(box for place, box in self._views() if place == index.offset)
 
 
 def apply_swiglu_sharded_factory(
@@ -179,19 +157,23 @@ def apply_swiglu_sharded_factory(
             "accepted: it must be a torch_fused_ops.distributed.checkpoint.ShardedTensor. Megatron's function of this "
             "name accepts Megatron's tensors"
         )
-    key, local = original_sh_ten.key, original_sh_ten.local
-    layout = dataclasses.replace(original_sh_ten.sharding, offsets=tuple(sharded_offsets))
-    ((_, length, place),) = layout.runs
-    n, half = layout.shape[layout.axis] // 2, length // 2
-    gate, up = Run(0, half, place // 2), Run(half, half, place // 2)
-    if singleton_local_shards:
-        shape = torch.Size(n if axis == layout.axis else size for axis, size in enumerate(layout.shape))
-        alone = dataclasses.replace(layout, shape=shape)
-        return {
-            name: ShardedTensor(name, local, dataclasses.replace(alone, runs=(run,)))
-            for name, run in ((f"{key}_w", gate), (f"{key}_v", up))
-        }
-    return {key: ShardedTensor(key, local, dataclasses.replace(layout, runs=(gate, up._replace(place=n + up.place))))}
+    whole, axis = original_sh_ten, len(sharded_offsets) + original_sh_ten.axis
+    key, half, n = whole.key, whole.rows // 2, whole.shape[axis] // 2  # rows of gate, in the shard and in all
+    gate_and_up: tuple[list[Box], list[Box]] = [], []
+    for start, length, offset in whole.boxes:
+        rank, first = divmod(offset[axis], whole.rows)
+        for i, boxes in enumerate(gate_and_up):
+            low, high = max(first, i * half), min(first + length, (i + 1) * half)
+            if low < high:
+                row = rank * half + low - i * half + (0 if singleton_local_shards else i * n)
+                boxes.append(Box(start + low - first, high - low, (*offset[:axis], row, *offset[axis + 1 :])))
+    if not singleton_local_shards:
+        return {key: ShardedTensor(key, whole.shape, whole.local, [*gate_and_up[0], *gate_and_up[1]], whole.axis)}
+    size = (*whole.shape[:axis], n, *whole.shape[axis + 1 :])
+    keys = f"{key}_w", f"{key}_v"
+    return {
+        k: ShardedTensor(k, size, whole.local, boxes, whole.axis) for k, boxes in zip(keys, gate_and_up, strict=True)
+    }
 
 
 def sharded_state_dict(
@@ -241,50 +223,39 @@ def save(
         checkpoint_id: path of the checkpoint's folder.
         metadata: passed to ``sharded_state_dict``; see ``MLP.sharded_state_dict``.
     """
-    with _untouched(optimizer):
-        _write(
-            _checkpoint_state(model, optimizer, metadata)[0], checkpoint_id=checkpoint_id, process_group=process_group
-        )
+    with _checkpoint_state(model, optimizer, metadata) as (state, _):
+        _write(state, checkpoint_id=checkpoint_id, process_group=process_group)
 
 
 @contextlib.contextmanager
-def _untouched(optimizer: Optimizer | None) -> Iterator[None]:
-    """On exit, empty the optimizer's state again if it was empty on entry, before the optimizer's first step.
-
-    PyTorch initializes an empty state with a step on zero gradients, which counts as a step (torch 2.11 to 2.15).
-    """
-    fresh = optimizer is not None and not optimizer.state
-    try:
-        yield
-    finally:
-        if fresh and optimizer is not None:
-            optimizer.state.clear()
-
-
 def _checkpoint_state(
     model: nn.Module, optimizer: Optimizer | None, metadata: dict[str, Any] | None
-) -> tuple[dict[str, Any], Any]:
-    """Return the state as written to a checkpoint, and the optimizer's state by parameter names.
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield the state as written to a checkpoint, and the optimizer's state by parameter names.
 
     Optimizer tensors are sharded like their parameter. If the checkpoint stores a parameter as two tensors (gate and
-    up), it also stores two optimizer states.
+    up), it also stores two optimizer states. Before an optimizer's first step, PyTorch initializes its state with a
+    step on zero gradients, which counts as a step (torch 2.11 to 2.15). On exit, such a state is empty again.
     """
     of_model = sharded_state_dict(model, metadata=metadata)
     if optimizer is None:
-        return {"model": of_model}, None
-    fresh = not optimizer.state
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    if fresh:  # before the first step
-        for of_parameter in state["state"].values():
-            if "step" in of_parameter:
+        yield {"model": of_model}, None
+        return
+    is_fresh = not optimizer.state
+    try:
+        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+        saved: dict[str, Any] = {}
+        for name, of_parameter in state["state"].items():
+            if is_fresh and "step" in of_parameter:
                 of_parameter["step"] = torch.zeros_like(torch.as_tensor(of_parameter["step"]))
-    saved: dict[str, Any] = {}
-    for name, of_parameter in state["state"].items():
-        places = [k for k in (name, f"{name}_w", f"{name}_v") if isinstance(of_model.get(k), ShardedTensor)]
-        for key in places or [name]:
-            place = of_model.get(key)
-            saved[key] = {n: _state_of(f"{key}.{n}", value, place) for n, value in of_parameter.items()}
-    return {"model": of_model, "optimizer": {"state": saved, "param_groups": state["param_groups"]}}, state
+            places = [k for k in (name, f"{name}_w", f"{name}_v") if isinstance(of_model.get(k), ShardedTensor)]
+            for key in places or [name]:
+                place = of_model.get(key)
+                saved[key] = {n: _state_of(f"{key}.{n}", value, place) for n, value in of_parameter.items()}
+        yield {"model": of_model, "optimizer": {"state": saved, "param_groups": state["param_groups"]}}, state
+    finally:
+        if is_fresh:
+            optimizer.state.clear()
 
 
 def _state_of(key: str, value: Any, parameter: Any) -> Any:
@@ -297,7 +268,7 @@ def _state_of(key: str, value: Any, parameter: Any) -> Any:
             f"{key} has shape {tuple(local.shape)}, which is not accepted: it must have its parameter's shape, "
             f"{tuple(parameter.local.shape)}"
         )
-    return ShardedTensor(key, local, parameter.sharding)
+    return ShardedTensor(key, parameter.shape, local, parameter.boxes, parameter.axis)
 
 
 def load(
@@ -314,8 +285,7 @@ def load(
         CheckpointException: PyTorch raises it if a tensor is missing or has another size (nothing is loaded then), or
             if a file is missing or unreadable.
     """
-    with _untouched(optimizer):
-        state, of_optimizer = _checkpoint_state(model, optimizer, metadata)
+    with _checkpoint_state(model, optimizer, metadata) as (state, of_optimizer):
         _read(state, checkpoint_id=checkpoint_id, process_group=process_group)
     if optimizer is not None:
         of_optimizer["param_groups"] = state["optimizer"]["param_groups"]

@@ -12,7 +12,6 @@ branch of August 2026).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,29 +72,15 @@ def _entry(linear: Any, name: str, parameter: Tensor, key: str, offsets: Offsets
     )
 
 
-def mlp_state(
-    mlp: nn.Module, prefix: str, offsets: Offsets, metadata: dict[str, Any], packed: Sequence[str]
-) -> dict[str, Any]:
-    """Return an MLP's state as Megatron's ``MLP`` would.
+def child_state(child: Any, prefix: str, offsets: Offsets, metadata: Any) -> dict[str, Any]:
+    """Return the state of an MLP's child as Megatron's ``MLP`` would."""
+    if is_ours(child):
+        return linear_state(child, prefix, offsets, metadata)
+    if not child.state_dict():
+        return {}
+    from megatron.core.transformer.utils import sharded_state_dict_default
 
-    Args:
-        packed: names of the children whose weight and bias are [gate; up].
-    """
-    separate_keys = bool(metadata.get("singleton_local_shards"))
-    state: dict[str, Any] = {}
-    for name, child in mlp.named_children():
-        head = f"{prefix}{name}."
-        if is_ours(child):
-            entries = linear_state(child, head, offsets, metadata)
-        elif child.state_dict():
-            from megatron.core.transformer.utils import sharded_state_dict_default
-
-            entries = sharded_state_dict_default(child, head, offsets, metadata)
-        else:
-            continue
-        for key, entry in entries.items():
-            is_packed = name in packed and key.endswith((".weight", ".bias"))
-            state[key] = gate_and_up_factory(entry, separate_keys) if is_packed else entry
+    state: dict[str, Any] = sharded_state_dict_default(child, prefix, offsets, metadata)
     return state
 
 

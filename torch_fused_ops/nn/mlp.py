@@ -258,17 +258,21 @@ class MLP(nn.Module):
         from torch_fused_ops.distributed import megatron_checkpoint
         from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
 
+        is_megatron = megatron_checkpoint.is_megatron_call(metadata)
+        state_of = megatron_checkpoint.child_state if is_megatron else sharded_state_dict
         separate_keys = bool((metadata or {}).get("singleton_local_shards", False))
-        packed = ("linear_fc1",) if self._activation.gated else ()
-        if metadata is not None and megatron_checkpoint.is_megatron_call(metadata):
-            return megatron_checkpoint.mlp_state(self, prefix, sharded_offsets, metadata, packed)
-        megatron_checkpoint.check_linears(self)
+        if not is_megatron:
+            megatron_checkpoint.check_linears(self)
         state: dict[str, Any] = {}
         for name, module in self.named_children():
-            shards = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
-            for key, shard in shards.items():
-                halves = name in packed
-                state |= apply_swiglu_sharded_factory(shard, sharded_offsets, separate_keys) if halves else {key: shard}
+            is_packed = name == "linear_fc1" and self._activation.gated
+            for key, shard in state_of(module, f"{prefix}{name}.", sharded_offsets, metadata).items():
+                if not (is_packed and key.endswith((".weight", ".bias"))):
+                    state[key] = shard
+                elif is_megatron:
+                    state[key] = megatron_checkpoint.gate_and_up_factory(shard, separate_keys)
+                else:
+                    state |= apply_swiglu_sharded_factory(shard, sharded_offsets, separate_keys)
         return state
 
 
