@@ -67,7 +67,8 @@ class ShardedTensor(Tensor):
         cls, key: str, size: Sequence[int], local: Tensor, boxes: Sequence[Box], axis: int = 0, rows: int = 1
     ) -> ShardedTensor:
         tensor: ShardedTensor = Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype, device=local.device)
-        tensor.key, tensor.local, tensor.boxes, tensor.axis, tensor.rows = key, local, boxes, axis, rows
+        tensor.key, tensor.local = key, local
+        tensor.boxes, tensor.axis, tensor.rows = boxes, axis, rows
         return tensor
 
     @classmethod
@@ -89,7 +90,8 @@ class ShardedTensor(Tensor):
             _, start = compute_local_shape_and_global_offset(shape, local.device_mesh, placements)
             local = local.to_local()
         in_front = sorted(offsets)
-        size, offset = [n for _, _, n in in_front] + [*shape], [place for _, place, _ in in_front] + [*start]
+        size = [n for _, _, n in in_front] + [*shape]
+        offset = [place for _, place, _ in in_front] + [*start]
         if parallel is not None and axis is not None:
             offset[axis - local.ndim] += parallel.rank * shape[axis]
             size[axis - local.ndim] *= parallel.size
@@ -157,23 +159,32 @@ def apply_swiglu_sharded_factory(
             "accepted: it must be a torch_fused_ops.distributed.checkpoint.ShardedTensor. Megatron's function of this "
             "name accepts Megatron's tensors"
         )
-    whole, axis = original_sh_ten, len(sharded_offsets) + original_sh_ten.axis
-    key, half, n = whole.key, whole.rows // 2, whole.shape[axis] // 2  # rows of gate, in the shard and in all
+    packed = original_sh_ten
+    axis = len(sharded_offsets) + packed.axis
+    half = packed.rows // 2  # rows of gate in this rank's shard
+    n = packed.shape[axis] // 2  # rows of gate in all shards
     gate_and_up: tuple[list[Box], list[Box]] = [], []
-    for start, length, offset in whole.boxes:
-        rank, first = divmod(offset[axis], whole.rows)
+    for start, length, offset in packed.boxes:
+        rank, first = divmod(offset[axis], packed.rows)
         for i, boxes in enumerate(gate_and_up):
-            low, high = max(first, i * half), min(first + length, (i + 1) * half)
+            low = max(first, i * half)
+            high = min(first + length, (i + 1) * half)
             if low < high:
-                row = rank * half + low - i * half + (0 if singleton_local_shards else i * n)
-                boxes.append(Box(start + low - first, high - low, (*offset[:axis], row, *offset[axis + 1 :])))
+                place = list(offset)
+                place[axis] = rank * half + low - i * half
+                if not singleton_local_shards:
+                    place[axis] += i * n
+                boxes.append(Box(start + low - first, high - low, tuple(place)))
+    size = list(packed.shape)
     if not singleton_local_shards:
-        return {key: ShardedTensor(key, whole.shape, whole.local, [*gate_and_up[0], *gate_and_up[1]], whole.axis)}
-    size = (*whole.shape[:axis], n, *whole.shape[axis + 1 :])
-    keys = f"{key}_w", f"{key}_v"
-    return {
-        k: ShardedTensor(k, size, whole.local, boxes, whole.axis) for k, boxes in zip(keys, gate_and_up, strict=True)
-    }
+        all_boxes = [*gate_and_up[0], *gate_and_up[1]]
+        return {packed.key: ShardedTensor(packed.key, size, packed.local, all_boxes, packed.axis)}
+    size[axis] = n
+    gate, up = (
+        ShardedTensor(packed.key + suffix, size, packed.local, boxes, packed.axis)
+        for suffix, boxes in zip(("_w", "_v"), gate_and_up, strict=True)
+    )
+    return {gate.key: gate, up.key: up}
 
 
 def sharded_state_dict(
