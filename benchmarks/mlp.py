@@ -8,13 +8,13 @@ MLP's GEMMs, a lower bound for any fusion.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops.virtual_gpu.roofline import Work
@@ -22,27 +22,7 @@ from torch_fused_ops.virtual_gpu.roofline import Work
 from . import models, ways
 from .harness import DTYPES, Case, Device, Plan, Trial, sets_of
 
-
-def gelu_tanh(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
-
-
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-
-
-MLPS: dict[str, Callable[..., Tensor]] = {"gelu_tanh": gelu_tanh, "swiglu": swiglu}
-MODULES: dict[str, Callable[[int, int], nn.Module]] = {"gelu_tanh": models.GELUMLP, "swiglu": models.SwiGLUMLP}
-
-
-def module_of(mlp: str, size: Size, weights: Sequence[nn.Parameter]) -> nn.Module:
-    """Return an MLP module with these parameters. Since they are parameters, "input" recomputes the first GEMMs."""
-    with torch.device("meta"):
-        module = MODULES[mlp](size.width, size.hidden)
-    for (path, _), weight in zip(list(module.named_parameters()), weights, strict=True):
-        layer, _, name = path.rpartition(".")
-        setattr(module.get_submodule(layer), name, weight)
-    return module
+MLPS: dict[str, Callable[[int, int], nn.Module]] = {"gelu_tanh": models.GELUMLP, "swiglu": models.SwiGLUMLP}
 
 
 @dataclass(frozen=True)
@@ -71,25 +51,37 @@ CUDA_SIZES = [Size.of(s) for s in (
 OTHER_DTYPES = {torch.float16: [Size.of((8192, 2048))], torch.float32: [Size.of((4096, 1024))]}
 
 
-def tensors(
+def build(
     mlp: str, size: Size, dtype: torch.dtype, device: Device, sets: int, seed: int
-) -> tuple[list[nn.Parameter], list[list[Tensor]], list[Tensor]]:
-    """Return weights, input sets (each an input and the weights), and output gradients. Activations are of order 1."""
-    matrices = [(size.hidden, size.width)] * (2 if mlp == "swiglu" else 1) + [(size.width, size.hidden)]
+) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """Return the MLP, inputs, and output gradients. Activations are of order 1."""
     generator = torch.Generator(device=device.where).manual_seed(seed)
 
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, device=device.where) * scale).to(dtype)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device.where).to(dtype)
 
-    weights = []
-    for rows, columns in matrices:
-        weights.append(normal(rows, columns, scale=1 / math.sqrt(columns)))
-        if mlp != "swiglu":
-            weights.append(normal(rows))
+    with torch.device(device.where):
+        module = MLPS[mlp](size.width, size.hidden).to(dtype)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(normal(*p.shape))
+            if p.dim() == 2:
+                p.div_(math.sqrt(p.shape[1]))
     inputs = [normal(size.tokens, size.width).requires_grad_() for _ in range(sets)]
     tangents = [normal(size.tokens, size.width) for _ in range(sets)]
-    parameters = [nn.Parameter(w) for w in weights]
-    return parameters, [[x, *parameters] for x in inputs], tangents
+    return module, inputs, tangents
+
+
+def truth(module: nn.Module, x: Tensor, tangent: Tensor) -> Callable[[], list[Tensor]]:
+    """Return a function that computes the step in float64."""
+
+    def compute() -> list[Tensor]:
+        doubled = copy.deepcopy(module).double()
+        leaves = [x.detach().double().requires_grad_(), *doubled.parameters()]
+        out = doubled(leaves[0])
+        return [out.detach(), *torch.autograd.grad(out, leaves, tangent.double())]
+
+    return compute
 
 
 def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device) -> Trial:
@@ -140,19 +132,17 @@ def works(mlp: str, size: Size, dtype: torch.dtype, way: str) -> list[Work]:
 def case(mlp: str, size: Size, dtype: torch.dtype, device: Device, plan: Plan) -> Case:
     """Return the case of a training step."""
     sets = sets_of(device, size.tokens * size.width * dtype.itemsize * 2, most=8)
-    weights, inputs, tangents = tensors(mlp, size, dtype, device, sets, plan.seed)
-    settings = {"fullgraph": True, "dynamic": False}
-    xs = [tensors[:1] for tensors in inputs]
+    module, inputs, tangents = build(mlp, size, dtype, device, sets, plan.seed)
+    xs = [(x,) for x in inputs]
     trials: dict[str, Callable[[], Trial]] = {
-        name: ways.training(name, module_of(mlp, size, weights), xs, tangents, weights, **settings)
-        for name in ways.COMPILED
+        name: ways.training(name, module, xs, tangents, fullgraph=True, dynamic=False) for name in ways.COMPILED
     }
     trials["gemms"] = functools.partial(gemms, mlp, size, dtype, device)
     return Case(
         name_of(mlp, size, dtype),
         {"mlp": mlp, "tokens": size.tokens, "width": size.width, "hidden": size.hidden},
         trials,
-        ways.truth(MLPS[mlp], inputs[0], tangents[0], weights),
+        truth(module, inputs[0], tangents[0]),
         sets,
         dtype,
         ours=ways.OURS,

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import models, ways
-from .harness import DTYPES, Case, Device, Plan, Trial, UsageError, sets_of
+from .harness import DTYPES, Case, Device, Plan, UsageError, sets_of
 
 SHAPE = "BATCHxLENGTH, e.g. 8x1024"
 MODELS: dict[str, tuple[Callable[[models.Config], nn.Module], models.Config]] = {
@@ -71,12 +70,6 @@ def batches(name: str, shape: tuple[int, int], sets: int, device: Device, seed: 
     ]
 
 
-def training(way: str, model: nn.Module, sets: Sequence[Sequence[Tensor]], **settings: Any) -> Callable[[], Trial]:
-    """Return a function that compiles a model's step. Its results are the loss and the parameters' gradients."""
-    parameters = list(model.parameters())
-    return ways.training(way, model, sets, [None] * len(sets), parameters, **settings)
-
-
 def truth(model: nn.Module, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     """Return a function that computes the loss and gradients in float64, one sequence of the batch at a time."""
 
@@ -98,13 +91,13 @@ def case(name: str, batch: int, length: int, dtype: torch.dtype, device: Device,
     model = build(name, dtype, device, plan.seed)
     sets = min(4, sets_of(device, batch * length * 16))
     inputs = batches(name, (batch, length), sets, device, plan.seed)
-    settings = {"fullgraph": True, "dynamic": False}
+    tangents = [None] * sets
     config = MODELS[name][1]
     return Case(
         name_of(name, batch, length, dtype),
         {"model": name, "tokens": batch * length, "batch": batch, "length": length, "width": config.width,
          "layers": config.layers, "parameters": sum(p.numel() for p in model.parameters())},
-        {way: training(way, model, inputs, **settings) for way in ways.COMPILED},
+        {way: ways.training(way, model, inputs, tangents, fullgraph=True, dynamic=False) for way in ways.COMPILED},
         truth(model, inputs[0]),
         sets,
         dtype,

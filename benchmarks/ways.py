@@ -153,33 +153,25 @@ LOOSE = {"fused-fp8": 0.15, **dict.fromkeys(FLOAT8, 0.12), "torchao-tensorwise":
 
 def training(
     way: str,
-    fn: Function,
+    module: nn.Module,
     sets: Sequence[Sequence[Tensor]],
     tangents: Sequence[Tensor | None],
-    parameters: Sequence[Tensor],
     **settings: Any,
 ) -> Callable[[], Trial]:
-    """Return a function that compiles a training step of ``fn``: forward, and backward to inputs and parameters.
+    """Return a function that compiles a module's training step: forward, and backward to inputs and parameters.
 
     Args:
         way: a name of ``COMPILED``.
-        fn: called with an input set; returns a tensor.
-        sets: the input sets. A parameter among the inputs does not count as saved.
+        module: called with an input set; returns a tensor.
+        sets: the input sets.
         tangents: for each set, the output's gradient; None for a loss.
-        parameters: tensors that exist anyway, so they do not count as saved. The step computes their gradients.
         settings: passed to torch.compile.
     """
 
     def make() -> Trial:
-        compiled = COMPILED[way](fn, **settings)
-        known = {id(p) for p in parameters}
-        leaves = [
-            [
-                *(t for t in inputs if t.requires_grad and id(t) not in known),
-                *(p for p in parameters if p.requires_grad),
-            ]
-            for inputs in sets
-        ]
+        compiled = COMPILED[way](module, **settings)
+        parameters = list(module.parameters())
+        leaves = [[*(t for t in inputs if t.requires_grad), *parameters] for inputs in sets]
 
         def run(i: int) -> list[Tensor]:
             out = compiled(*sets[i])
@@ -188,20 +180,3 @@ def training(
         return Trial(run, lambda i: i, lambda: saved_bytes(lambda: compiled(*sets[0]), parameters))
 
     return make
-
-
-def truth(
-    fn: Function, inputs: Sequence[Tensor], tangent: Tensor | None, parameters: Sequence[Tensor]
-) -> Callable[[], list[Tensor]]:
-    """Return a function that computes the step in float64. The inputs must include the parameters."""
-
-    def compute() -> list[Tensor]:
-        doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
-        known = {id(p) for p in parameters}
-        pairs = list(zip(inputs, doubles, strict=True))
-        leaves = [d for t, d in pairs if t.requires_grad and id(t) not in known]
-        leaves += [d for p in parameters for t, d in pairs if t is p and t.requires_grad]
-        out = fn(*doubles)
-        return [out.detach(), *torch.autograd.grad(out, leaves, None if tangent is None else tangent.double())]
-
-    return compute

@@ -236,9 +236,7 @@ def test_the_roofline_counts_the_generated_code(way: str) -> None:
 
     size = mlp.Size(2048, 4096, 8192)
     with torch.device("meta"):
-        shapes = [(size.hidden, size.width)] * 2 + [(size.width, size.hidden)]
-        weights = [torch.nn.Parameter(torch.empty(s, dtype=torch.bfloat16)) for s in shapes]
-        layers = mlp.module_of("swiglu", size, weights)
+        layers = models.SwiGLUMLP(size.width, size.hidden).bfloat16()
         x = torch.empty(size.tokens, size.width, dtype=torch.bfloat16, requires_grad=True)
     policy = FusionPolicy(memory=way.removeprefix("fused-"), strict=True) if way != "compile" else None
     paper = virtual_gpu.compile_on_paper(layers, x, config=compile_options(policy) if policy else {})
@@ -250,7 +248,7 @@ def test_the_roofline_counts_the_generated_code(way: str) -> None:
 
 
 def test_variants_do_not_share_caches() -> None:
-    fn = mlp.gelu_tanh
+    fn = pointwise.compiled
     copies = [ways.fresh(fn) for _ in range(2)]
     assert len({id(f.__code__) for f in (fn, *copies)}) == 3
     assert [ways.fresh(torch.nn.Identity())(3)] == [3]
