@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -294,6 +295,12 @@ def step_of(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[list[T
     tangent = normal(*out.shape, dtype=out.dtype, seed=1).detach()
     leaves = [t for t in inputs if t.requires_grad]
     return [out.detach(), *(torch.autograd.grad(out, leaves, tangent) if leaves else ())], saved
+
+
+def cases(*values: Iterable[Any], default: Callable[..., bool]) -> list[Any]:
+    """Return all combinations of parameters' values. Those for which ``default(*values)`` is false are slow."""
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(*case, marks=marks[default(*case)]) for case in itertools.product(*values)]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -254,7 +254,7 @@ def test_graph_breaks_have_line_reason_and_hint(tmp_path):
     assert unbroken.breaks == () and "graph break" not in str(unbroken)
 
 
-@pytest.mark.codegen_is_slow
+@pytest.mark.codegen_is_slow("captured")
 def test_record_lists_graph_breaks_of_fused_graphs_only():
     with record() as report:
         torch.compile(breaks, backend="aot_eager")(torch.randn(4, 4), torch.randn(4, 4))
@@ -422,7 +422,7 @@ def test_invalid_arguments_are_named_and_model_errors_propagate():
     raises(TypeError, "policy='free'", explain, Block(), torch.randn(4, 8), policy="free")
 
 
-@pytest.mark.codegen_is_slow
+@pytest.mark.codegen_is_slow("captured")
 def test_activations_without_a_reading_gemm_are_unread():
     def norm_former(s, x):
         h = s.up(x)
@@ -484,7 +484,7 @@ CUT = {
 }
 
 
-@pytest.mark.codegen_is_slow
+@pytest.mark.codegen_is_slow("captured")
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("part", CUT)
 def test_checkpoints_that_split_an_mlp_are_the_reason(part):

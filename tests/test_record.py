@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import recognize
 
-pytestmark = pytest.mark.codegen_is_slow
+pytestmark = pytest.mark.codegen_is_slow("captured")
 
 ROWS, WIDTH, FFN = 32, 64, 256
 

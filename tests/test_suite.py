@@ -71,7 +71,7 @@ def test_the_workflow_runs_every_part(parts: dict[str, str]) -> None:
     assert all(os.access(ROOT / words[0], os.X_OK) for words in scripts)
 
 
-@pytest.mark.codegen_is_slow
+@pytest.mark.codegen_is_slow("lowered")
 def test_graphs_are_lowered_without_code(request: pytest.FixtureRequest) -> None:
     from torch._inductor.utils import run_and_get_code
 

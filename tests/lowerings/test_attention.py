@@ -48,8 +48,7 @@ class Attention(nn.Module):
         self.k, self.v = (nn.Linear(WIDTH, self.keys * SIZE, bias=bias) for _ in range(2))
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = heads(self.q(x), HEADS), heads(self.k(x), self.keys), heads(self.v(x), self.keys)
-        return rotated(q), rotated(k), v
+        return heads(self.q(x), HEADS), heads(self.k(x), self.keys), heads(self.v(x), self.keys)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -58,7 +57,13 @@ class Attention(nn.Module):
         return self.o(self.core(*self.projected(x)).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class GroupedQuery(Attention):
+class Rotary(Attention):
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().projected(x)
+        return rotated(q), rotated(k), v
+
+
+class GroupedQuery(Rotary):
     keys = KEYS
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -173,7 +178,7 @@ class Block(nn.Module):
 # result, and WrittenOut the softmax.
 SAVED_TENSORS = dict.fromkeys((GroupedQuery, Masked, Flex, Packed, Normed, Adapted, Tied, Attention), 2)
 SAVED_TENSORS |= dict.fromkeys((Latent, Cross, WrittenOut), 3)
-FAST = (GroupedQuery, Masked, Flex, WrittenOut, Packed)
+FAST = (GroupedQuery, Flex, WrittenOut, Packed)
 
 
 def model_of(kind: Callable[[], nn.Module], blocks: int = 1) -> nn.Sequential:
@@ -226,7 +231,7 @@ def test_residual_sums_between_blocks_are_not_saved() -> None:
     assert saved_bytes(BOTH, blocks=2) <= 2 * saved_bytes(BOTH)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_repeated_keys_are_saved_once_at_free(dynamic: bool) -> None:
     """With dynamic sizes, the recomputation also reads sizes, which backward has."""
     model, x = model_of(GroupedQuery), inputs()
@@ -238,7 +243,7 @@ def test_repeated_keys_are_saved_once_at_free(dynamic: bool) -> None:
     assert sum(t.numel() == x.numel() and t.ndim > 3 for t in saved) == 2, "queries and the result"
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("fields", [{}, {"memory": "off"}, {"memory": "fp8"}, {"memory": "tiled:2"}, {"gemm": "fp8"}])
 def test_other_levels_and_float8_gemms_combine_with_it(fields: dict[str, Any]) -> None:
     model, x = model_of(Attention).float(), inputs().detach().float().requires_grad_()
@@ -263,15 +268,9 @@ def test_one_projection_can_be_selected() -> None:
     assert saved_bytes(MLP_ONLY) - saved_bytes(policy) == inputs().nbytes
 
 
-def test_a_pattern_that_matches_nothing_raises_under_strict() -> None:
-    model, x = model_of(Attention), inputs()
-    policy = FusionPolicy(attention={"decoder.*": "input"}, strict=True)
-    raises(Exception, r"attention=\{'decoder.\*': 'input'\} has no effect", step, model, fused(model, policy), x)
-
-
 def test_excluded_modules_do_not_change() -> None:
-    policies = (FusionPolicy(exclude=("*attention",)), FusionPolicy(exclude=("*attention",), attention="input"))
-    assert saved_bytes(policies[0]) == saved_bytes(policies[1])
+    policy = FusionPolicy(memory="input", attention="input", exclude=("*attention",))
+    assert saved_bytes(policy) == saved_bytes(MLP_ONLY)
 
 
 # ---- soundness ---------------------------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ class Bare(nn.Module):
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.attention = Attention().double()
+        self.attention = Rotary().double()
         self.scale = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))
         for layer in (self.attention.q, self.attention.k, self.attention.v):
             layer.requires_grad_(not frozen)
@@ -370,12 +369,13 @@ class Dropped(Attention):
 def test_random_numbers_are_not_drawn_again() -> None:
     model, x = model_of(Dropped), inputs()
     results = []
-    for policy in (MLP_ONLY, BOTH):
+    for call in (model, fused(model)):
         torch.manual_seed(3)
-        results.append(step(model, fused(model, policy), x))
-    (expected, all_bytes, _), (actual, fewer_bytes, _) = results
+        results.append(step(model, call, x))
+    (expected, _, _), (actual, _, saved) = results
     assert max(distances(actual, expected)) < 1e-14
-    assert fewer_bytes < all_bytes
+    kinds = [t.dtype for t in saved if t.shape == (2, HEADS, TOKENS, SIZE)]
+    assert kinds.count(torch.bool) == 1 and len(kinds) == 3, "a mask, the dropped values and attention's result"
 
 
 @pytest.mark.slow
@@ -435,13 +435,13 @@ def test_parameters_may_be_dtensors(mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model, x = model_of(Attention), inputs()
-    expected, expected_bytes, _ = step(model, fused(model), x)
+    expected, _, _ = step(model, model, x)
     plan = dict.fromkeys(("0.attention.q", "0.attention.k", "0.attention.v", "0.gate", "0.up"), ColwiseParallel())
     plan |= dict.fromkeys(("0.attention.o", "0.down"), RowwiseParallel())
     parallelize_module(model, mesh, plan)
     actual, _, saved = step(model, fused(model), x)
     assert max(distances((full(t) for t in actual), expected)) < 1e-14
-    assert nbytes(saved, map(full, model.parameters())) == expected_bytes
+    assert nbytes(saved, map(full, model.parameters())) == saved_bytes(BOTH)
 
 
 def full(t: Any) -> Tensor:
@@ -510,9 +510,10 @@ BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Module, list[Tensor]]], int]] = {
     "ViT-L, 64 × 197 tokens": (lambda: gpt(1024, 16, 64, 197), 50),
     "Mixtral-8x7B, 2 × 4096 tokens": (mixtral, 132),
 }
+OF_BLOCKS = [pytest.param(n, marks=() if n.startswith(("Llama", "GPT")) else pytest.mark.slow) for n in BLOCKS]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "Mix" in n else ()) for n in BLOCKS])
+@pytest.mark.parametrize("name", OF_BLOCKS)
 def test_bytes_that_a_block_saves_on_paper(name: str) -> None:
     pytest.importorskip("triton", reason="the virtual GPU needs Triton")
     make, expected = BLOCKS[name]
@@ -525,22 +526,21 @@ def test_bytes_that_a_block_saves_on_paper(name: str) -> None:
 
 def test_attention_that_does_not_change_has_a_reason() -> None:
     pytest.importorskip("triton", reason="the virtual GPU needs Triton")
-    policy = FusionPolicy(attention={"attention.q": "input"})
-    advice = [row.advice for row in tfo.explain(Bare(frozen=True), inputs(), policy=policy).saved.rows]
+    report = tfo.explain(Bare(frozen=True), inputs(), policy=FusionPolicy(attention={"attention.q": "input"}))
+    advice = [row.advice for row in report.saved.rows]
     assert sum("the policy does not apply" in text and "its inputs take" in text for text in advice) > 0, advice
+    (site,) = report.attention
+    assert site.nbytes == 0 and "its inputs take" in site.reason and site.reason in str(report)
 
 
 def test_explain_lists_attention() -> None:
     pytest.importorskip("triton", reason="the virtual GPU needs Triton")
-    model, x = model_of(Attention, 2), inputs()
+    model, x = model_of(Rotary, 2), inputs()
     report = tfo.explain(model, x, policy=BOTH)
     (site,) = report.attention
-    sizes = [saved_bytes(policy, 2) for policy in (MLP_ONLY, BOTH)]
-    assert (site.module, site.count, site.nbytes, site.reason) == ("0,1.attention", 2, sizes[0] - sizes[1], "")
+    saves = 2 * (saved_bytes(MLP_ONLY) - saved_bytes(BOTH))
+    assert (site.module, site.count, site.nbytes, site.reason) == ("0,1.attention", 2, saves, "")
     assert 'attention="input": ' in str(report) and "less saved by 0,1.attention ×2" in str(report)
-    frozen = tfo.explain(Bare(frozen=True), x, policy=FusionPolicy(attention={"attention.q": "input"}))
-    (site,) = frozen.attention
-    assert site.nbytes == 0 and "its inputs take" in site.reason and site.reason in str(frozen)
     assert not tfo.explain(model, x, policy=MLP_ONLY).attention
 
 

@@ -100,7 +100,7 @@ def test_merged_gpu_passes_are_equivalent(recipe: str, monkeypatch: pytest.Monke
     assert max(distances(got, exact)) < 0.12
 
 
-@pytest.mark.codegen_is_slow
+@pytest.mark.codegen_is_slow("lowered")
 def test_layers_of_the_same_size_share_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_fused_ops.lowerings import float8
 

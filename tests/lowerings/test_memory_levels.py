@@ -61,7 +61,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {"gelu": gelu, "swiglu": swiglu, "
 # ---- saved tensors and gradients -------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(every=4)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_input_gives_identical_gradients(name: str, dtype: torch.dtype) -> None:
@@ -76,7 +76,7 @@ def test_input_gives_identical_gradients(name: str, dtype: torch.dtype) -> None:
     assert not any(t.numel() >= hidden and t.shape[-1] >= 96 for t in activations_saved)
 
 
-@pytest.mark.codegen_is_slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", ["free", "input", "tiled:2"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_levels_save_less_where_a_setting_requires_eagers_rounding(name: str, level: str) -> None:
@@ -154,7 +154,7 @@ def test_fp8_gradients_are_exact_at_the_rounded_input() -> None:
     assert max_distance(got, expected) < 1e-5
 
 
-@pytest.mark.covering(every=4)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_fp8_gradients_are_close(name: str, dtype: torch.dtype) -> None:
@@ -168,6 +168,7 @@ def test_fp8_gradients_are_close(name: str, dtype: torch.dtype) -> None:
     assert not any(t.dtype == dtype and t.shape[-1] == stored[0].shape[-1] and t.ndim == 3 for t in saved)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", ["off", "free", *LEVELS, "tiled:2"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_zero_rows_are_accepted(name: str, level: str) -> None:
@@ -299,9 +300,9 @@ def adapter_inputs(tokens: tuple[int, ...], frozen: bool) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("fn", "tokens", "frozen", "size"),
     [
-        (adapted, (51,), True, 51 * 96),
+        pytest.param(adapted, (51,), True, 51 * 96, marks=pytest.mark.slow),
         (adapted, (3, 17), True, 51 * 96),
-        (dropped, (3, 17), True, 51 * 96),
+        pytest.param(dropped, (3, 17), True, 51 * 96, marks=pytest.mark.slow),
         (routed, (3, 17), False, 2 * 51 * 32),
     ],
 )
@@ -344,6 +345,7 @@ def test_random_values_are_not_recomputed() -> None:
     assert sum(t.numel() == 51 * 96 for t in saved) == 2, "the pre-activation and the random result"
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_lower_levels_apply_after_free(level: str) -> None:
     inputs = [t.detach().float().requires_grad_(t.requires_grad) for t in adapter_inputs((3, 17), True)]
@@ -480,6 +482,7 @@ def test_fp8_rejects_tight_clamps(clamp: float, dtype: torch.dtype) -> None:
         assert max_distance(gradients, step_of(clamped, inputs)[0]) < 1e-5
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("must_save", [(), GEMMS], ids=["full", "selective"])
 def test_checkpointed_regions_stay_checkpointed(must_save: tuple[Any, ...], level: str) -> None:
@@ -490,6 +493,7 @@ def test_checkpointed_regions_stay_checkpointed(must_save: tuple[Any, ...], leve
     assert [t.dtype for t in saved if t.numel() == 51 * 96] == ([torch.float32] if must_save else [])
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_inference_does_not_change(level: str) -> None:
     inputs = tensors("gelu")
@@ -497,6 +501,7 @@ def test_inference_does_not_change(level: str) -> None:
         assert torch.equal(compiled(gelu, level)(*inputs), compiled(gelu, "free")(*inputs))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_users_budget_has_precedence(level: str) -> None:
     inputs = tensors("gelu")
@@ -561,9 +566,6 @@ def test_patterns_select_levels() -> None:
     assert [t.dtype for t in hidden] == [torch.float8_e4m3fn]
     _, saved = step_of(compiled(model, {"layers.1.*": "input", "*": "fp8"}), [x])
     assert [t.dtype for t in saved if t.shape == (4, 96)] == [torch.float8_e4m3fn] * 2
-    raises(Exception, "memory='nothing' matches no site's modules", step_of, compiled(model, {"nothing": "input"}), [x])
-    _, saved = step_of(compiled(model, {"nothing": "input"}, strict=False), [x])
-    assert [t.dtype for t in saved if t.shape == (4, 96)] == [torch.float32] * 3
 
 
 def test_policies_with_levels_compare_and_hash() -> None:
@@ -584,5 +586,7 @@ def test_a_scaled_gate_saves_no_more(level: str) -> None:
 
     inputs = tensors("swiglu")
     got, saved = step_of(compiled(scaled, level), inputs)
-    assert sum(t.nbytes for t in saved) == sum(t.nbytes for t in step_of(compiled(swiglu, level), inputs)[1])
+    of_inputs = {t.untyped_storage()._cdata for t in inputs}
+    stored = 2 * 51 * (96 + 4) if level == "fp8" else 0  # gate and up, with a scale for each row
+    assert sum(t.nbytes for t in saved if t.untyped_storage()._cdata not in of_inputs) == stored
     assert max_distance(got, step_of(scaled, inputs)[0]) < (0.1 if level == "fp8" else 1e-5)

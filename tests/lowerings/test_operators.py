@@ -202,7 +202,7 @@ def test_activations_that_cannot_be_inlined_raise() -> None:
         torch.compile(lambda x: fused.bias_act(x, None, None, "sorted_for_lowering"))(leaf(4, 4))
 
 
-@pytest.mark.codegen_is_slow
+@pytest.mark.codegen_is_slow("lowered")
 def test_programs_evaluate_each_step_once() -> None:
     """A formula of n steps becomes n Inductor ops. Nested loaders would repeat steps whose values are used often."""
     check(lambda x: fused.bias_act(x, None, None, "gelu"), [leaf(8, 8)])

@@ -24,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import compat, passes
 
-pytestmark = pytest.mark.codegen_is_slow
+pytestmark = pytest.mark.codegen_is_slow("captured")
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,7 @@ def test_enabled_inside_enable_and_nested() -> None:
     assert passes.active_policy() is None
 
 
+@pytest.mark.codegen_is_slow
 def test_another_partitioner_has_precedence() -> None:
     partitioner = Partitioner()
     options = tfo.compile_options(options={"custom_partitioner_fn": partitioner})
@@ -108,6 +109,7 @@ def test_strict_raises_for_unfused_but_not_for_excluded_mlps() -> None:
     torch.compile(mlp, backend="fused", options={"policy": excluded})(*arguments())
 
 
+@pytest.mark.codegen_is_slow
 def test_saved_tensor_hooks_of_the_user_see_no_fake_tensors() -> None:
     x, w, v = arguments()
     compiled = torch.compile(mlp, fullgraph=True, backend="fused", options={"policy": tfo.FusionPolicy(strict=True)})

@@ -13,7 +13,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import GELU_TANH, Net, distances, of_halves, raises, saving
+from harness import GELU_TANH, Net, cases, distances, of_halves, raises, saving
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -139,8 +139,17 @@ def gradient_error(model: nn.Module, fn: Callable[..., Any]) -> float:
     return max_relative_error(step(model), step(model, fn))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", WRITTEN)
+# Backward recomputes most at "input", so by default all run there.
+@pytest.mark.parametrize(
+    ("name", "level"),
+    cases(
+        WRITTEN,
+        LEVELS,
+        default=lambda name, level: (
+            level == "input" or name == "weighted" or (level == "free" and name in ("argument", "before"))
+        ),
+    ),
+)
 def test_forward_may_overwrite_inputs(name: str, level: str) -> None:
     model = model_of(name).double()
     if name == "counted":
@@ -309,8 +318,17 @@ WRITABLE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("level", ["free", "off", "fp8", "input", "tiled:2"])
-@pytest.mark.parametrize("name", WRITABLE)
+# By default all run at "free", and models whose GEMM backward could recompute from a result also at "input".
+@pytest.mark.parametrize(
+    ("name", "level"),
+    cases(
+        WRITABLE,
+        ["free", "off", "fp8", "input", "tiled:2"],
+        default=lambda name, level: (
+            level == "free" or name == "frozen" or (level == "input" and name.startswith(("frozen", "argument")))
+        ),
+    ),
+)
 def test_caller_may_modify_unsaved_tensors(name: str, level: str) -> None:
     model, select = WRITABLE[name](), (lambda x, others: [x]) if name == "argument" else model_results
     fused = interpreted(FusionPolicy(memory=level), exact=True)

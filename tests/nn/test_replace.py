@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 import torch_fused_ops as tfo
 from torch_fused_ops.nn import replace_mlps
 
-pytestmark = pytest.mark.codegen_is_slow
+pytestmark = pytest.mark.codegen_is_slow("captured")
 
 H, N, ROWS = 16, 24, 6
 
@@ -76,6 +76,7 @@ def is_as_it_was(model: nn.Module) -> bool:
 # ---- what is computed ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.covering(every=2)
 @pytest.mark.parametrize("memory, elements", [("free", FREE), ("input", INPUT), ("off", EAGER)])
 def test_compiled_module_saves_and_computes_what_the_policy_says(memory: str, elements: int) -> None:
@@ -117,6 +118,7 @@ def test_more_activations_than_dynamo_compiles_of_one_code() -> None:
     assert report.summary == "12 of 12 MLP sites fused (12 graphs)"
 
 
+@pytest.mark.codegen_is_slow
 def test_layers_behind_graph_breaks() -> None:
     """Dynamo captures only the first of equal layers, and after the break its paths begin at a layer."""
     model, x = Model(*(Block(Mlp(), broken=True) for _ in range(4))), rows()
@@ -172,6 +174,7 @@ def test_innermost_module_around_each_mlp_is_compiled(make: Callable[[], nn.Modu
     assert [path for path, module in model.named_modules() if module._compiled_call_impl is not None] == expected
 
 
+@pytest.mark.codegen_is_slow
 def test_patterns_match_paths_of_the_model() -> None:
     """The first pattern that matches a compiled module, by any of its paths, or one around it decides."""
     shared = Mlp()
@@ -227,6 +230,7 @@ def test_names_copies_and_pickles() -> None:
     assert not model(x).any()
 
 
+@pytest.mark.codegen_is_slow
 def test_works_with_checkpoint_compile_and_export() -> None:
     model, x = Model(Block(Mlp())), rows()
     expected = model(x)
