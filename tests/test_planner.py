@@ -698,6 +698,7 @@ def test_the_reported_cost_of_logits_is_that_of_compiled_plans() -> None:
     assert not any("beside the loss" in line for how in ("detached", "loss") for line in plans[how].help)
 
 
+@pytest.mark.slow
 def test_loss_in_chunks_is_offered() -> None:
     x = torch.empty(8192, 32, dtype=torch.bfloat16, device="meta")
     settings: dict[str, Any] = {"capacity": "1GiB", "gpu": "H100", "levels": ["free"]}

@@ -90,7 +90,7 @@ CASES = {
     "no site": (without_a_site, FusionPolicy()),
 }
 
-SLOW = {"llama, off", "llama, fp8", "gpt2"}
+SLOW = {"llama", "llama, off", "llama, fp8", "gpt2"}
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_a_fault_in_the_models_dtype_is_reported(level: Any, percent: int, monke
     assert "not ok" in str(result)
 
 
-@pytest.mark.parametrize("level", ["free", "fp8"])
+@pytest.mark.parametrize("level", [pytest.param("free", marks=pytest.mark.slow), "fp8"])
 def test_a_doubled_element_is_reported(level: Any, monkeypatch: Any) -> None:
     def doubled(t: Tensor) -> None:
         t.view(-1)[t.abs().argmax()] *= 2

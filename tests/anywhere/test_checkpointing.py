@@ -377,7 +377,7 @@ BOTH = {"memory": "input", "attention": "input"}
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.covering(every=12)
+@pytest.mark.covering(every=24)
 @pytest.mark.parametrize("level", [BOTH, {"memory": "fp8"}, {"memory": "off", "attention": "input"}])
 @pytest.mark.parametrize("way", STACKS)
 def test_layers_save_as_without_checkpoints(way: str, level: dict[str, str]) -> None:

@@ -384,8 +384,15 @@ def reserved_memory() -> Tensor:
         pytest.skip(f"no address space: {e}")
 
 
-@pytest.mark.parametrize("strides", [(2**30, 1), (7, 2**28 + 5)], ids=["rows", "columns"])
-@pytest.mark.parametrize("way", ["operators", "kernels"])
+@pytest.mark.parametrize(
+    ("way", "strides"),
+    [
+        pytest.param("operators", (2**30, 1), id="operators-rows"),
+        pytest.param("operators", (7, 2**28 + 5), id="operators-columns"),
+        pytest.param("kernels", (2**30, 1), id="kernels-rows", marks=pytest.mark.slow),
+        pytest.param("kernels", (7, 2**28 + 5), id="kernels-columns"),
+    ],
+)
 def test_elements_past_2_to_the_31_are_right(way: str, strides: tuple[int, int], reserved_memory: Tensor) -> None:
     """Results equal those for contiguous tensors, on the CPU and in Triton's interpreter."""
     far = reserved_memory.as_strided((4, 8), strides)

@@ -234,7 +234,7 @@ def moved_and_equal(model: nn.Module, policy: dict[str, Any], *args: Any, **sett
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-DEFAULT = {("GPT", "free"), ("SwiGLU", "fp8")}
+DEFAULT = {("SwiGLU", "fp8")}
 
 
 @pytest.mark.codegen_is_slow
