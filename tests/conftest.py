@@ -135,11 +135,11 @@ def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Run Inductor's passes, but run a graph call by call instead of generating code from it, as the parameter says.
 
     * "generated": a C++ compiler takes 1.5 to 4 s.
-    * "lowered": the final graph, which is also lowered, takes 0.28 s for a step of an MLP.
-    * "interpreted": forward's and backward's graph after the partitioner take 0.18 s.
+    * "lowered": the final graphs, which are lowered as well, take 0.28 s for a step of an MLP.
+    * "interpreted": the graphs after the partitioner take 0.18 s.
     * "captured": Dynamo's graph after the pre-grad pass takes 0.06 s.
 
-    Tests marked ``codegen_is_slow`` run one of these ways, and with generated code under ``-m slow``.
+    Tests marked ``codegen_is_slow`` run without generated code, and with it under ``-m slow``.
     """
     way = getattr(request, "param", "generated")
     if way == "generated":

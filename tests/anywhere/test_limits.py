@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import meta, on_gpu
+from harness import cases, meta, on_gpu
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -384,35 +384,40 @@ def reserved_memory() -> Tensor:
         pytest.skip(f"no address space: {e}")
 
 
+# Operators, and functions that return their arguments for a tensor and a contiguous copy.
+FAR_CALLS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
+    "bias_act": lambda x, c: (x, c[0], c[:, 0], "gelu"),
+    "bias_act_backward": lambda x, c: (x, x, c[0], c[:, 0], "gelu", EVERYTHING),
+    "glu": lambda x, c: (x, x, None, "silu", 0.0, None),
+    "bias_glu": lambda x, c: (x, c[0], None, *PACKED),
+    "bias_glu_backward": lambda x, c: (c[:, :4], x, c[0], None, *PACKED, (True, True, False)),
+    "dropout_add": lambda x, c: (x, c[0], x, torch.tensor([3]), 0.5),
+    "dropout_add_backward": lambda x, c: (x, torch.tensor([3]), 0.5, BF16, BF16, (True, True)),
+    "scaled_masked_softmax": lambda x, c: (x, x.bool(), None, 0.5, True, -1, -1),
+    "scaled_masked_softmax_backward": lambda x, c: (x, c, 0.5, False, -1, -1, None, (True, False)),
+}
+PACKED = ("silu", "halves", 1.0, 7.0)
+FAR_STRIDES = {"rows": (2**30, 1), "columns": (7, 2**28 + 5)}
+
+
 @pytest.mark.parametrize(
-    ("way", "strides"),
-    [
-        pytest.param("operators", (2**30, 1), id="operators-rows"),
-        pytest.param("operators", (7, 2**28 + 5), id="operators-columns"),
-        pytest.param("kernels", (2**30, 1), id="kernels-rows", marks=pytest.mark.slow),
-        pytest.param("kernels", (7, 2**28 + 5), id="kernels-columns"),
-    ],
+    ("way", "strides", "name"),
+    cases(
+        ("operators", "kernels"),
+        FAR_STRIDES,
+        FAR_CALLS,
+        default=lambda way, strides, name: way == "operators" or name == "bias_act_backward",
+    ),
 )
-def test_elements_past_2_to_the_31_are_right(way: str, strides: tuple[int, int], reserved_memory: Tensor) -> None:
+def test_elements_past_2_to_the_31_are_right(way: str, strides: str, name: str, reserved_memory: Tensor) -> None:
     """Results equal those for contiguous tensors, on the CPU and in Triton's interpreter."""
-    far = reserved_memory.as_strided((4, 8), strides)
+    far = reserved_memory.as_strided((4, 8), FAR_STRIDES[strides])
     far.copy_(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
-    contiguous, seed, packed = far.contiguous(), torch.tensor([3]), ("silu", "halves", 1.0, 7.0)
-    assert largest_offset(far) > INT32_MAX or strides[0] == 7
-    calls: list[tuple[str, Callable[[Tensor], tuple[Any, ...]]]] = [
-        ("bias_act", lambda x: (x, contiguous[0], contiguous[:, 0], "gelu")),
-        ("bias_act_backward", lambda x: (x, x, contiguous[0], contiguous[:, 0], "gelu", EVERYTHING)),
-        ("glu", lambda x: (x, x, None, "silu", 0.0, None)),
-        ("bias_glu", lambda x: (x, contiguous[0], None, *packed)),
-        ("bias_glu_backward", lambda x: (contiguous[:, :4], x, contiguous[0], None, *packed, (True, True, False))),
-        ("dropout_add", lambda x: (x, contiguous[0], x, seed, 0.5)),
-        ("dropout_add_backward", lambda x: (x, seed, 0.5, BF16, BF16, (True, True))),
-        ("scaled_masked_softmax", lambda x: (x, x.bool(), None, 0.5, True, -1, -1)),
-        ("scaled_masked_softmax_backward", lambda x: (x, contiguous, 0.5, False, -1, -1, None, (True, False))),
-    ]
-    for name, args in calls:
-        for got, expected in zip(*(tensors(function_of(way, name)(*args(x))) for x in (far, contiguous)), strict=True):
-            assert torch.equal(got, expected), name
+    contiguous = far.contiguous()
+    assert largest_offset(far) > INT32_MAX or strides == "columns"
+    results = (tensors(function_of(way, name)(*FAR_CALLS[name](x, contiguous))) for x in (far, contiguous))
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def function_of(way: str, name: str) -> Callable[..., Any]:

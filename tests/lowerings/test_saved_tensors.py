@@ -139,7 +139,7 @@ def gradient_error(model: nn.Module, fn: Callable[..., Any]) -> float:
     return max_relative_error(step(model), step(model, fn))
 
 
-# Backward recomputes most at "input", so by default all run there.
+# Backward recomputes most at "input", the level of the default cases.
 @pytest.mark.parametrize(
     ("name", "level"),
     cases(
