@@ -144,7 +144,7 @@ _FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
 def store_fp8(x: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
-    """Return (stored, scale): x (..., n) as float8_e4m3fn with one float32 scale for each row, (...).
+    """Return (stored, scale): x (..., n) as float8_e4m3fn with one float32 scale per row, (...).
 
     scale = amax(|row|) / 448, which maps the row's largest element to float8_e4m3fn's largest. If the quotient is below
     float32's normal numbers, as for a row of zeros, the scale is 1. Float64 is converted to float32 first. A row that

@@ -14,8 +14,8 @@ Gradients of frozen arguments are not computed. ``torch.compile(fullgraph=True)`
 work, on CPUs and GPUs. As upstream, packed axes have the gate half first.
 
 * ``bias``: (n,), or a tensor that broadcasts to the input. A bias that is not a vector is added separately, unfused.
-* ``weights``: a factor for each row: (rows, 1) as upstream, or the input's shape with a last axis of 1.
-* ``fp8_input_store``: save the input in float8_e4m3fn with a scale for each row (``memory="fp8"`` of
+* ``weights``: a factor per row: (rows, 1) as upstream, or the input's shape with a last axis of 1.
+* ``fp8_input_store``: save the input in float8_e4m3fn with a scale per row (``memory="fp8"`` of
   ``torch_fused_ops.functional``).
 
 Errors name the argument, its value and the accepted values, as in ``torch_fused_ops.functional``.

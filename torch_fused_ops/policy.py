@@ -54,8 +54,9 @@ class FusionPolicy:
             carry its rounding. ``"input"`` saves the MLP's input instead, and recomputes the GEMM before the
             activation. ``"tiled"`` does the same in tiles of the tokens, forward and backward; ``"tiled:16"`` sets the
             number of tiles. A mapping from module patterns (as in ``exclude``) to levels other than "off" selects a
-            level for each MLP: the first match counts, and "free" is the default. Except at "off", a factor per row
-            after an MLP's last GEMM, such as a router's weight, moves through the GEMM, whose result is then not saved.
+            level for each MLP: the first match counts, and "free" is the default. Except at "off", a per-row factor
+            after the last GEMM, such as a router's weight, is applied before it instead, so the GEMM's result need not
+            be saved.
             If you set ``torch._functorch.config.activation_memory_budget``, it takes precedence.
         dropout: replace active dropouts after linear layers, and after pointwise functions of their results, by
             ``fused::dropout_add``, with the residual. Backward then needs only a seed, not a mask of a byte per
@@ -66,12 +67,12 @@ class FusionPolicy:
             with linear layers but without a site also raises (``docs/policies.md``, Strict).
         exclude: modules not to fuse, as shell patterns for their paths in the model, e.g. ``("encoder.*",)``.
         gemm: the precision of the linear layers of fused MLPs (``docs/fp8.md``), including ``nn.FusedMLP``. ``"bf16"``
-            is the model's dtype. ``"fp8"`` is float8_e4m3fn with a scale for each block of 128, in all three GEMMs of a
+            is the model's dtype. ``"fp8"`` is float8_e4m3fn with a scale per block of 128, in all three GEMMs of a
             training step; weights and their gradients have their usual dtypes. ``"fp8-wgrad-bf16"`` is like "fp8", but
-            computes weight gradients in the model's dtype. ``"fp8-rowwise"`` is like "fp8-wgrad-bf16" with a scale for
-            each row; it supports more devices, and a mixture's experts. ``"mxfp8"`` and ``"mxfp8-wgrad-bf16"`` are like
-            the first two float8 recipes with a scale for each 32 elements, for Blackwell. A mapping from module
-            patterns to recipes selects one for each MLP; "bf16" is the default.
+            computes weight gradients in the model's dtype. ``"fp8-rowwise"`` is like "fp8-wgrad-bf16" with a scale per
+            row; it supports more devices, and a mixture's experts. ``"mxfp8"`` and ``"mxfp8-wgrad-bf16"`` are like the
+            first two float8 recipes with a scale per 32 elements, for Blackwell. A mapping from module patterns to
+            recipes selects one for each MLP; "bf16" is the default.
         attention: the memory level of attention. ``"input"`` saves attention's input instead of queries, keys, values
             and the projected result, and recomputes their linear layers in backward, but never attention itself.
             ``"off"`` leaves the choice to PyTorch's partitioner. A mapping from module patterns to levels selects
@@ -127,8 +128,8 @@ class FusionPolicy:
 
         Commas separate fields. ``exclude`` may occur several times, each time with a pattern. ``memory``, ``gemm``,
         ``attention``, ``checkpoints`` and ``offload`` also accept PATTERN=VALUE pairs:
-        ``"memory=layers.[0-3].*=input,*=fp8"``. From the second pair on, a pattern must have a character that field
-        names lack, such as "." or "*". ``"1"`` and ``"on"`` mean the default policy.
+        ``"memory=layers.[0-3].*=input,*=fp8"``. From the second pair on, a pattern must contain a character such as "."
+        or "*"; otherwise it is read as a field name. ``"1"`` and ``"on"`` mean the default policy.
 
         Raises:
             TypeError: a field is not known.

@@ -1,8 +1,8 @@
 """Find an activation's subgraph, from a GEMM's input back to the GEMMs before it; check that replacing it is sound.
 
-A *site* is a nonlinear pointwise function of GEMMs' results that a GEMM reads, through views, casts and dropout, or
-concatenated with other columns. Its *subgraph* is the calls between: from the *output node*, whose value is replaced,
-back to the *inputs*, which the fused operator will read. ``find_sites`` lists a graph's sites. ``match_site`` walks one
+A *site* is a nonlinear pointwise function of GEMM results that feeds another GEMM. Views, casts, dropout or a
+concatenation may lie between. Its *subgraph* is the calls from the *output node*, whose value is replaced, back to the
+*inputs*, which the fused operator will read. ``find_sites`` lists a graph's sites. ``match_site`` walks one
 site and returns its subgraph, or raises ``Rejection``. A subgraph is replaced only if the graph computes the same
 afterwards. Each check's message explains its purpose.
 """
@@ -99,7 +99,7 @@ def readers(analysis: GraphAnalysis, node: Node, through: Collection[Node] = ())
     Args:
         analysis: the graph's analysis.
         node: the node.
-        through: calls whose readers count instead of the calls.
+        through: calls to look through: their readers are yielded in their place.
     """
     seen, pending = set(), [(user, False) for user in reversed(node.users)]
     while pending:
@@ -182,9 +182,9 @@ def _match(analysis: GraphAnalysis, node: Node) -> Subgraph:
 
 
 def _output(analysis: GraphAnalysis, node: Node) -> Node:
-    """Return the site's output, or its only reader if that is a cast to a dtype that is not wider: the operator rounds.
+    """Return the site's output node. If its only reader is a cast to the same or a narrower dtype, return the cast.
 
-    A cast to a wider dtype, for example before a GEMM in float32, is not included: the value must be rounded before it.
+    The operator rounds to that dtype. Before a cast to a wider dtype, as for a GEMM in float32, the value is rounded.
     """
     user, *others = node.users or (node,)
     if not others and analysis.calls[user].name in CASTS and analysis.region[user] == analysis.region[node]:

@@ -1,9 +1,13 @@
 """Implement ``memory="fp8"`` for one call: mark the operator's data, and save marked data in float8.
 
-An operator, ``fused::keep_fp8``, sets the mark, so graphs and compilers' cache keys contain it. To autograd and tracers
-``keep_fp8`` is ``view_as``, and its result has the mark. The operator that reads this result saves its data with
-``formulas.store_fp8``, and backward loads the data with ``load_fp8``. With our partitioner, the pre-grad pass turns the
-mark into a memory level of that operator (``memory_levels.move_fp8_marks_to_meta``).
+The request takes four forms, because no form exists everywhere:
+
+1. The keyword ``memory="fp8"`` of ``functional``. The operators' schemas have no such argument.
+2. A call of ``fused::keep_fp8``, in graphs and in compilers' cache keys. To autograd and tracers it is ``view_as``.
+3. An attribute of that call's result, for the operator that reads it. This operator saves its data with
+   ``formulas.store_fp8``, and backward loads the data with ``load_fp8``.
+4. With our partitioner instead of 3: metadata of the operator's node, a memory level like a policy's. The pre-grad pass
+   writes it (``memory_levels.move_fp8_marks_to_meta``). The partitioner then also recomputes the operator's result.
 
 In eager mode storing and loading are separate passes. On GPUs each is one kernel, from the float8 linear layers
 (``KERNELS``). Their scales are powers of two, so loaded values are exact in the data's dtype. In bfloat16 GELU then
