@@ -56,12 +56,11 @@ class FusionPolicy:
             number of tiles. A mapping from module patterns (as in ``exclude``) to levels other than "off" selects a
             level for each MLP: the first match counts, and "free" is the default. Except at "off", a per-row factor
             after the last GEMM, such as a router's weight, is applied before it instead, so the GEMM's result need not
-            be saved.
-            If you set ``torch._functorch.config.activation_memory_budget``, it takes precedence.
-        dropout: replace active dropouts after linear layers, and after pointwise functions of their results, by
-            ``fused::dropout_add``, with the residual. Backward then needs only a seed, not a mask of a byte per
-            element. Compared to plain torch.compile the distribution is equal, but other elements are dropped;
-            ``torch.manual_seed`` works as before. Inductor's ``fallback_random`` or ``align_random_eager`` disables it.
+            be saved. If you set ``torch._functorch.config.activation_memory_budget``, it takes precedence.
+        dropout: replace active dropouts after linear layers, and after pointwise functions of their results, with
+            ``fused::dropout_add``. Backward then needs only a seed, not a mask of a byte per element. Compared to plain
+            torch.compile the distribution is equal, but other elements are dropped; ``torch.manual_seed`` works as
+            before. Inductor's ``fallback_random`` or ``align_random_eager`` disables it.
         strict: if an MLP site is not fused or a pass fails, raise ``UnfusedError`` at compile time with each reason.
             If False, the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not count. A model
             with linear layers but without a site also raises (``docs/policies.md``, Strict).

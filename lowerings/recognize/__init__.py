@@ -116,7 +116,8 @@ def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any,
                 mark_activation(canonical.originals.get(node, node))
         if edits:
             replace(graph, edits)
-            canonical.restore(set().union(*(subgraph.calls for _, subgraph in proved), *(site.calls for site in fused)))
+            replaced = {site.node for site in fused}.union(*(subgraph.calls for _, subgraph in proved))
+            canonical.restore(replaced)
         else:
             before.restore()
     except BaseException:

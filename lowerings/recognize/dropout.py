@@ -1,4 +1,4 @@
-"""Dropouts of linear layers: ``residual + F.dropout(linear(x), p)`` becomes ``fused::dropout_add``.
+"""Dropouts of linear layers: ``F.dropout(linear(x), p)`` becomes ``fused::dropout_add``, without a residual.
 
 Its mask is a function of a seed, so backward recomputes the mask. Autograd would save a byte for each element. A *site*
 is an active dropout. A dropout is fused only if it reads a linear layer's result, or a pointwise function of such
@@ -9,17 +9,16 @@ random calls of a device.
 
 A reentrant checkpoint compiles a function twice. It runs forward without gradients, and recomputes it with gradients.
 Both must drop the same elements, so neither the sites nor the order of their seeds may depend on gradients. A site does
-not depend on a proof: the activation before it may be proved in only one of the two graphs. Each seed is drawn at the
-place of its dropout, even if a later sum is fused with the dropout.
+not depend on a proof: the activation before it may be proved in only one of the two graphs.
 
-The operator includes a sum that is the dropout's only reader, if its result has the dtype and shape of the sum. It
-rounds once, where the calls round twice.
+A sum with a residual stays in the graph. Inductor fuses it with the operator's pointwise node: the kernel has the same
+loads, stores and instructions as for an operator with the residual, and rounds once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,7 +35,7 @@ from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from .graph import DROPOUTS, FREE, Call, GraphAnalysis, inline_bodies, label, tensor, write_call
 from .rewrite import Edit
 from .subgraph import check_in_place_call
-from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
+from .values import check_plain, check_rounding, is_contiguous, value_of
 
 _ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 OPERATOR = f"fused::{DROPOUT}_add"
@@ -44,14 +43,11 @@ OPERATOR = f"fused::{DROPOUT}_add"
 
 @dataclass
 class Dropout:
-    """A dropout in the graph. ``calls`` is the dropout, and the sum with ``residual`` if that is not None."""
+    """A dropout in the graph."""
 
     node: Node
     p: float = 0.5
-    calls: list[Node] = field(default_factory=list)
-    residual: Node | None = None
     copies: bool = False  # True if it overwrites a tensor from another grad mode, whose gradient must not change
-    left: str = ""  # why the sum that reads the dropout is not fused; "" if it is fused, or does not exist
     reason: Reason | None = None  # why the dropout is not fused; None if it is fused
 
 
@@ -113,45 +109,7 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
     if call.inplace:
         check_in_place_call(analysis, node, node, [node])
         site.copies = not analysis.is_of_region(node)
-    site.p, site.calls = float(p), [node]
-    _include_residual(analysis, site)
-
-
-def _include_residual(analysis: GraphAnalysis, site: Dropout) -> None:
-    """Include the sum of the dropout and a tensor of its shape, if nothing else reads the dropout."""
-    total = next((user for user in site.node.users if analysis.calls[user].name == "add"), None)
-    if total is None:
-        return
-    call = analysis.calls[total]
-    is_plain_sum = len(call.args) == 2 and call.kwargs.get("alpha", 1) == 1 and not set(call.kwargs) - {"alpha"}
-    residuals = [addend for addend in call.args if isinstance(addend, Node) and addend is not site.node]
-    residual = residuals[0] if is_plain_sum and residuals else None
-    site.left = _why_sum_stays(analysis, site.node, total, residual)
-    if not site.left:
-        site.residual = residual
-        site.calls.append(total)
-
-
-def _why_sum_stays(analysis: GraphAnalysis, node: Node, total: Node, residual: Node | None) -> str:
-    readers = [label(user) for user in node.users if user is not total]
-    if readers:
-        return f"{', '.join(dict.fromkeys(readers))} also reads the dropout"
-    if analysis.calls[total].inplace:
-        return "it works in place"
-    if residual is None:
-        return "it is not a plain sum of two tensors"
-    value, result = tensor(residual), tensor(total)
-    if value is None or result is None or not is_plain(value) or value.device != value_of(node).device:
-        return f"{label(residual)} is not a plain tensor on the same device"
-    if not (same_shape(residual, node) and is_contiguous(result)):
-        return "it broadcasts, or its memory order differs"
-    if value.dtype not in FLOATING or result.dtype != value.dtype:
-        return f"it is {result.dtype} where {label(residual)} is {value.dtype}"
-    if analysis.region[node] != analysis.region[total]:
-        return "autocast or grad mode is switched between"
-    if any(analysis.writers(value, node, total) for value in (node, *node.all_input_nodes)):
-        return "something is written in place between"
-    return ""
+    site.p = float(p)
 
 
 # ---- the edit --------------------------------------------------------------------------------------------------------
@@ -161,13 +119,10 @@ def fuse(sites: Sequence[Dropout]) -> list[Edit]:
     """Return the edits that replace each site by one ``fused::dropout_add``."""
 
     def write(site: Dropout) -> Node:
-        last, x, device = site.calls[-1], site.node.all_input_nodes[0], value_of(site.node).device
+        node, x, device = site.node, site.node.all_input_nodes[0], value_of(site.node).device
         make = partial(torch.empty, (), dtype=torch.int64, device=device)
-        with last.graph.inserting_before(site.node):
-            seed = write_call(site.node, inductor_prims.seed, device, make=make)
-        result = write_call(last, torch.ops.fused.dropout_add.default, x, None, site.residual, seed, site.p)
-        if site.copies and site.residual is None:
-            return write_call(last, torch.ops.aten.copy_.default, x, result)
-        return result
+        seed = write_call(node, inductor_prims.seed, device, make=make)
+        result = write_call(node, torch.ops.fused.dropout_add.default, x, None, None, seed, site.p)
+        return write_call(node, torch.ops.aten.copy_.default, x, result) if site.copies else result
 
-    return [(site.calls[-1], partial(write, site), site.calls) for site in sites]
+    return [(site.node, partial(write, site), [site.node]) for site in sites]

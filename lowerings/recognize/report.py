@@ -106,15 +106,11 @@ def called_site(call: Called, linears: Linears) -> Site:
 
 def dropout_site(analysis: GraphAnalysis, site: dropout.Dropout) -> Site:
     """Describe a dropout."""
-    calls = site.calls or [site.node]
-    users = map(label, readers(analysis, calls[-1]))
-    fields = {"users": tuple(users), "spelling": tuple(map(label, calls)), **_source(site.node, site.node)}
+    users = tuple(map(label, readers(analysis, site.node)))
+    fields = {"users": users, "spelling": (label(site.node),), **_source(site.node, site.node)}
     if site.reason is not None:
         return Site(None, DROPOUT, **_rejected(site.reason), **fields)
-    proof = "backward recomputes its mask from a seed"
-    if site.left:
-        proof += f"; the sum that reads it stays: {site.left}"
-    return Site(dropout.OPERATOR, DROPOUT, reason=proof, **fields)
+    return Site(dropout.OPERATOR, DROPOUT, reason="backward recomputes its mask from a seed", **fields)
 
 
 def names_of(nodes: list[Node]) -> str:

@@ -40,6 +40,7 @@ def kernel(fn: Callable[..., Any], *args: Tensor) -> tuple[float, Any]:
 FORMS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]], float]] = {
     "input": (lambda x, s: fused.dropout_add(x, None, None, s, 0.1), lambda: [x(), seed()], 23),
     "residual": (lambda x, r, s: fused.dropout_add(x, None, r, s, 0.1), lambda: [x(), x(), seed()], 25),
+    "residual in a sum": (lambda x, r, s: fused.dropout_add(x, None, None, s, 0.1) + r, lambda: [x(), x(), seed()], 25),
     "bias, residual": (
         lambda x, b, r, s: fused.dropout_add(x, b, r, s, 0.1), lambda: [x(), meta(COLUMNS), x(), seed()], 29,
     ),
