@@ -128,5 +128,4 @@ def without_effect(site: Site, kind: Kind | None, policy: FusionPolicy) -> Site:
         policy: the fusion policy.
     """
     is_replaced = kind is Kind.IN_CHECKPOINT and policy.replaces_checkpoints(modules_of_site(site))
-    has_level = site.op is not None and site.memory in ("fp8", "input")
-    return replace(site, memory_kind=kind) if has_level and not is_replaced else site
+    return replace(site, memory_kind=kind) if site.memory in ("fp8", "input") and not is_replaced else site

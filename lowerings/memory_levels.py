@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -34,11 +35,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import PointwiseOperator, pointwise_operators
-from torch_fused_ops.graphs.modules import innermost, is_of_activation, module_stack
+from torch_fused_ops.graphs.modules import innermost, is_of_activation, marked_clamp, module_stack
 from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.lowerings import attention, compat, offload
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
-from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors, readers, views_and_readers
+from torch_fused_ops.lowerings.saved_tensors import (
+    DATA,
+    SAME_ELEMENTS,
+    SavedTensors,
+    has_same_elements,
+    readers,
+    views_and_readers,
+)
 from torch_fused_ops.operators import reference
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules
 from torch_fused_ops.settings import tiles
@@ -81,6 +89,7 @@ def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequenc
     * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, unless a GEMM
       also reads the same value. It then treats later readers as "used far apart" and saves their results. Examples: a
       frozen linear next to its adapter's dropout, and a router next to the gathering of tokens for experts.
+    * Values inside an activation that a setting of eager's rounding keeps in the graph.
     * Tensors that repeat a smaller tensor, such as keys and values under grouped-query attention. The smaller tensor is
       saved instead.
 
@@ -114,7 +123,7 @@ def _plan_without_gemm(pair: SavedTensors, node: Node) -> Recomputation | None:
     except Rejection:
         return None
     added = planner.bytes_added(recomputation)
-    if _feeds_only_linear_layers(pair, node):
+    if is_of_activation(node) or _feeds_only_linear_layers(pair, node):
         return None if added else recomputation
     saves_bytes = added < pair.cost([node], alongside=planner.remaining)
     return recomputation if saves_bytes and _repeats_a_smaller_tensor(recomputation) else None
@@ -449,7 +458,7 @@ def _mlp_edit(pair: SavedTensors, policy: FusionPolicy, node: Node, seen: set[No
     nodes = [source for source in sources if source is not None and source not in seen]
     seen.update(nodes)
     place = f"{', '.join(n.name for n in nodes)} in {innermost(node)}"
-    return Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, node, nodes)) if nodes else None
+    return Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes)) if nodes else None
 
 
 def _activation_inputs(node: Node) -> list[Any]:
@@ -513,15 +522,15 @@ def without_fp8_rounding(on: bool = True) -> Iterator[None]:
 TIGHT_CLAMP = 2.0  # from here down, gradients of data with deviation 1 or 2 are 12 to 21 % off; without a clamp 4 %
 
 
-def _save_fp8(pair: SavedTensors, activation: Node, node: Node) -> Node:
+def _save_fp8(pair: SavedTensors, node: Node) -> Node:
     """Save a tensor as float8. Return backward's node that reads it.
 
     Raises:
         Rejection: the tensor must stay exact, or its dtype or device does not support float8.
     """
     value, exact = node.meta["val"], _without_fp8_rounding.get()
-    clamp = _clamp(activation)
-    if clamp is not None and clamp <= TIGHT_CLAMP and not exact:
+    clamp = min(_clamps(node), default=math.inf)
+    if clamp <= TIGHT_CLAMP and not exact:
         raise Rejection(Kind.FP8_CLAMP, f"rounding would move values across clamp={clamp:g}")
     if value.dtype not in (torch.bfloat16, torch.float16, torch.float32) and not exact:
         raise Rejection(Kind.FP8_DTYPE, f"it is {value.dtype}")
@@ -540,13 +549,17 @@ def _save_fp8(pair: SavedTensors, activation: Node, node: Node) -> Node:
     return loaded  # type: ignore[no-any-return]
 
 
-def _clamp(activation: Node) -> float | None:
-    """Return the clamp of an operator's call; None if it has none, or if its value is not known."""
-    op = OPERATOR.get(activation.target)
-    if op is None or "clamp" not in op.scalars:
-        return None
-    clamp = dict(zip(op.scalars, op.with_defaults(activation.args)[len(op.tensors) :], strict=True))["clamp"]
-    return clamp if isinstance(clamp, int | float) else None
+def _clamps(node: Node) -> Iterator[float]:
+    """Yield the clamps of all activations that read a saved tensor, through views and casts, if they are numbers."""
+    for user in node.users:
+        op = OPERATOR.get(user.target)
+        clamp = marked_clamp(user)
+        if op is not None and "clamp" in op.scalars:
+            clamp = dict(zip(op.scalars, op.with_defaults(user.args)[len(op.tensors) :], strict=True))["clamp"]
+        if isinstance(clamp, int | float):
+            yield clamp
+        if has_same_elements(user):  # two activations may share a cast
+            yield from _clamps(user)
 
 
 def _store_fp8(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
@@ -612,9 +625,9 @@ def _recompute_with_gemms(pair: SavedTensors, nodes: Sequence[Node], linears: Co
         _replace(pair, node, recomputation)
 
 
-_EDITS: dict[str, Callable[[SavedTensors, Node, Sequence[Node]], Any]] = {
-    "fp8": lambda pair, activation, nodes: _apply_to_each(functools.partial(_save_fp8, pair, activation), nodes),
-    "input": lambda pair, activation, nodes: _recompute_with_gemms(pair, nodes),
+_EDITS: dict[str, Callable[[SavedTensors, Sequence[Node]], Any]] = {
+    "fp8": lambda pair, nodes: _apply_to_each(functools.partial(_save_fp8, pair), nodes),
+    "input": _recompute_with_gemms,
 }
 
 

@@ -44,6 +44,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import OPERATORS
 from torch_fused_ops.graphs.gemm_registry import is_known
+from torch_fused_ops.graphs.modules import is_of_activation
 from torch_fused_ops.lowerings import compat
 
 Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # (forward, backward)
@@ -101,7 +102,7 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
     for saveable_copies in SAVE_HOOKS:
         must_save += saveable_copies(gm.graph, backward, _returned(gm.graph)[:outputs])
     if free:
-        must_save += _saved_by_default(gm.graph, backward)
+        must_save += _saved_by_default(gm.graph, backward) + _inputs_of_activations(gm.graph, backward)
     if budgeted(gm.graph):
         must_save += _random_values(gm.graph, backward)
     names = {node.name for node in must_save}  # the partitioner replaces the nodes of gm's graph
@@ -273,6 +274,23 @@ def _saved_by_default(graph: Graph, backward: set[Node]) -> list[Node]:
         )
 
     return [node for node in graph.nodes if _can_be_saved(node) and node not in backward and needed(node)]
+
+
+def _inputs_of_activations(graph: Graph, backward: set[Node]) -> list[Node]:
+    """Return the pointwise inputs of activations that are not replaced, since a setting requires eager's rounding.
+
+    A fused operator would read these inputs from memory, and memory levels replace them there. Without this rule, the
+    partitioner may save a GEMM's result instead of its sum with a bias.
+    """
+    inputs: dict[Node, None] = {}
+    for node in graph.nodes:
+        if is_of_activation(node) and node not in backward:
+            for source in node.all_input_nodes:
+                while (source := base(source)).target is torch.ops.prims.convert_element_type.default:
+                    source = source.all_input_nodes[0]
+                if not is_of_activation(source) and torch.Tag.pointwise in getattr(source.target, "tags", ()):
+                    inputs[source] = None
+    return list(filter(_can_be_saved, inputs))
 
 
 def _random_values(graph: Graph, backward: set[Node]) -> list[Node]:

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from torch_fused_ops.declaration import pointwise_operators
+from torch_fused_ops.graphs.modules import is_of_activation
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import base, op_types, overwritten_inputs, with_dependents
 
@@ -162,7 +163,7 @@ class SavedTensors:
                 seen.add((user, activated))
                 if user in self.substitutes:
                     yield user
-                elif user.target in SAME_ELEMENTS or (activated and is_pointwise(user)):
+                elif has_same_elements(user) or (activated and is_pointwise(user)):
                     yield from walk(user, activated)
                 elif activated or node in _other_arguments(user):
                     yield user
@@ -362,9 +363,14 @@ def readers(node: Node) -> Iterator[Node]:
     return (reader for _, reader in views_and_readers(node))
 
 
+def has_same_elements(node: Node) -> bool:
+    """Return True if a call only views or casts a tensor."""
+    return node.target in SAME_ELEMENTS or base(node) is not node
+
+
 def _other_arguments(node: Node) -> list[Node]:
-    """Return the nodes that a call reads, except the data arguments of a fused operator."""
-    data = DATA.get(node.target, ())
+    """Return the nodes that a call reads, except the data arguments of a fused operator or a marked activation."""
+    data = range(len(node.args)) if is_of_activation(node) else DATA.get(node.target, ())
     nodes: list[Node] = []
     map_arg((tuple(a for i, a in enumerate(node.args) if i not in data), node.kwargs), nodes.append)
     return nodes

@@ -97,7 +97,7 @@ def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any,
         analysis = GraphAnalysis(graph, canonical.calls)
         candidates = _candidates(analysis, policy)
         proved = [(candidate, candidate.subgraph) for candidate in candidates if candidate.subgraph]
-        _choose(analysis, policy, proved, saves=not budgeted(graph))
+        _choose(analysis, policy, candidates, saves=not budgeted(graph))
         called = list(_called(analysis, policy))
         around = [*(candidate.linears for candidate, _ in proved), *(linears for _, linears in called)]
         recipes = {node: linears.recipe for linears in around if linears for node in linears.nodes}
@@ -113,7 +113,7 @@ def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any,
         edits = [*_edits(proved), *dropout.fuse(fused), *gemms.fuse(analysis, recipes)] if apply else []
         for candidate in candidates if apply else ():
             for node in candidate.unrounded.calls if candidate.unrounded else ():
-                mark_activation(canonical.originals.get(node, node))
+                mark_activation(canonical.originals.get(node, node), candidate.unrounded.match.clamp)
         if edits:
             replace(graph, edits)
             replaced = {site.node for site in fused}.union(*(subgraph.calls for _, subgraph in proved))
@@ -164,20 +164,29 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
     return candidates
 
 
-def _choose(
-    analysis: GraphAnalysis, policy: FusionPolicy, proved: list[tuple[Candidate, Subgraph]], *, saves: bool
-) -> None:
-    """Apply the policy to each proved activation: linear layers in float8, a memory level, tiles."""
+def _choose(analysis: GraphAnalysis, policy: FusionPolicy, candidates: list[Candidate], *, saves: bool) -> None:
+    """Apply the policy to each proved activation: linear layers in float8, a memory level, tiles.
+
+    If eager's rounding is required, only the levels without tiles apply.
+    """
     in_tiles = set[Node]()
-    for candidate, subgraph in proved:
+    for candidate in candidates:
+        subgraph = candidate.subgraph or candidate.unrounded
+        if subgraph is None:
+            continue
         modules = modules_of(candidate.node, candidate.gemms[0])
         recipe = policy.gemm_of(modules)
-        if recipe in RECIPES:
+        if recipe in RECIPES and candidate.rejection:
+            candidate.linears = gemms.Linears(recipe, rejected=[(candidate.gemms[0], candidate.rejection)])
+        elif recipe in RECIPES:
             candidate.linears = gemms.linears(analysis, subgraph.inputs, results(analysis, subgraph), recipe)
         if not (saves and value_of(subgraph.output).requires_grad):
             continue
         candidate.memory = policy.memory_of(modules)
         count = requested_tiles(candidate.memory)
+        if candidate.rejection:
+            candidate.memory = candidate.memory if count is None else "input"
+            continue
         try:
             if count is not None and recipe in RECIPES:
                 raise Rejection(Kind.TILE_FP8, "its linear layers are in float8")

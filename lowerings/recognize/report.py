@@ -45,7 +45,7 @@ class Candidate:
         unrounded: the proved activation if only a setting that requires eager's rounding prevents fusion, or None.
         activation: the name of the proved activation, fused or not; None if no activation is proved.
         linears: the linear layers of its MLP, if the policy requests float8; else None.
-        memory: the memory level, if something is saved for backward; else "".
+        memory: the memory level of a fused or ``unrounded`` activation, if something is saved for backward; else "".
         tiling: the tiles of its MLP, or the reason why it is not tiled; None if the policy requests no tiles.
         row_scale: the per-row scale that is moved through the next GEMM, or None.
     """
@@ -75,7 +75,8 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
     fields |= {"users": tuple(map(label, users)), "spelling": tuple(names)}
     if subgraph is None:
         assert rejection is not None
-        return Site(None, candidate.activation, **_rejected(rejection), **fields)
+        fields |= _rejected(rejection) | _float8(candidate.linears) | {"memory": candidate.memory}
+        return Site(None, candidate.activation, **fields)
     match = subgraph.match
     proof = f"proved from {', '.join(names)}"
     factors = [f"{factor:.7g}" for factor in (match.scale, match.gate_scale)]

@@ -132,7 +132,13 @@ def freezing(patch: Patch) -> Site:
 def emulated(patch: Patch) -> Site:
     x, w, d = (torch.randn(s, dtype=torch.bfloat16, requires_grad=True) for s in ((4, 8), (16, 8), (8, 16)))
     with inductor_config.patch(emulate_precision_casts=True):
-        return only_site(explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), x))
+        off, fp8 = (
+            explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), x, policy=FusionPolicy(memory=level))
+            for level in ("off", "fp8")
+        )
+    assert "0 of 1 MLP sites fused, 1 at memory levels in eager's rounding" in fp8.summary
+    assert only_site(fp8).level == "memory='fp8'"
+    return only_site(off)
 
 
 def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:

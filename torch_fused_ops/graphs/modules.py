@@ -55,14 +55,20 @@ def innermost(node: fx.Node) -> str:
 _ACTIVATION = "torch_fused_ops_activation"  # key of meta["custom"], which tracing copies
 
 
-def mark_activation(node: fx.Node) -> None:
-    """Mark a call of a proved activation that stays in the graph, for memory levels."""
-    node.meta["custom"] = {**node.meta.get("custom", {}), _ACTIVATION: True}
+def mark_activation(node: fx.Node, clamp: float | None) -> None:
+    """Mark a call of a proved activation that stays in the graph, for memory levels, with the activation's clamp."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _ACTIVATION: clamp}
 
 
 def is_of_activation(node: fx.Node) -> bool:
-    """Return True for a node that tracing has derived from a marked call."""
+    """Return True for a node that tracing has derived from a marked call, in forward or backward."""
     return _ACTIVATION in node.meta.get("custom", {})
+
+
+def marked_clamp(node: fx.Node) -> float | None:
+    """Return the clamp of the activation to which a node belongs; None if it has none, or the node is not marked."""
+    clamp: float | None = node.meta.get("custom", {}).get(_ACTIVATION)
+    return clamp
 
 
 def is_parameter(node: fx.Node) -> bool:

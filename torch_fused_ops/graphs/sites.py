@@ -32,7 +32,8 @@ class Site:
         tiles: the number of tiles: 1 if it is not tiled, 0 if the policy requests no tiles.
         tiles_reason: why it is not tiled, for people; "" if it is tiled, or the policy requests no tiles.
         tiles_kind: the kind of ``tiles_reason``; None if there is no such reason.
-        memory: the policy's memory level, if the operator's input would be saved for backward; else "".
+        memory: the memory level of the operator, or of the model's own calls if only a setting that requires eager's
+            rounding prevents fusion; "" if nothing would be saved for backward.
         memory_kind: the kind of the reason if the level has no effect; else None.
     """
 
@@ -70,11 +71,17 @@ class Site:
     @property
     def is_missed(self) -> bool:
         """True if ``strict`` counts the site because it lacks a request of the policy: fusion, tiles, a memory level
-        with an effect, or float8 in at least one of its linear layers. Reasons that the policy causes do not count."""
-        if self.op is not None:
+        with an effect, or float8 in at least one of its linear layers. Reasons that the policy causes do not count, nor
+        a setting that requires eager's rounding if a memory level applies to the model's own calls."""
+        if self.op is not None or self.has_only_level:
             is_untiled = self.tiles_kind is not None and not self.tiles_kind.is_requested
             return is_untiled or self.memory_kind is not None or (self.gemm_kind is not None and not self.gemm)
         return self.is_mlp and not (self.kind is not None and self.kind.is_requested)
+
+    @property
+    def has_only_level(self) -> bool:
+        """True if eager's rounding prevents fusion, and the memory level applies to the model's own calls."""
+        return self.kind is Kind.EAGER_ROUNDING and self.memory not in ("", "off")
 
     @property
     def level(self) -> str:

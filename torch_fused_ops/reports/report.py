@@ -80,6 +80,8 @@ class Report:
             parts.append(f"{partly} of these with float8 in some GEMMs only")
         if kept := sum(s.memory_kind is not None for s in fused):
             parts.append(f"{kept} of these in checkpoints, where the memory level has no effect")
+        if rounded := sum(s.has_only_level for s in mlps):
+            parts.append(f"{rounded} at memory levels in eager's rounding")
         if dropouts:
             parts.append(f"{unmasked} of {len(dropouts)} dropouts{'' if mlps or not unmasked else ' fused'}")
         if other_sites:
