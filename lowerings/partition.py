@@ -102,7 +102,8 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
     for saveable_copies in SAVE_HOOKS:
         must_save += saveable_copies(gm.graph, backward, _returned(gm.graph)[:outputs])
     if free:
-        must_save += _saved_by_default(gm.graph, backward) + _inputs_of_activations(gm.graph, backward)
+        must_save += _saved_by_default(gm.graph, backward)
+        must_save += _inputs_of_activations(gm.graph, backward)
     if budgeted(gm.graph):
         must_save += _random_values(gm.graph, backward)
     names = {node.name for node in must_save}  # the partitioner replaces the nodes of gm's graph
