@@ -63,6 +63,7 @@ FAULTS = (
         "torch", (2, 13), (2, 15), "written-inputs", "wrong gradients if forward writes an input that backward reads"
     ),
     Fault("torch", (2, 11), (2, 15), "written-results", "wrong gradients if the caller writes a view of a result"),
+    Fault("torch", (2, 13), (2, 15), "donated-buffers", "wrong gradients with retain_graph if code comes from a cache"),
     Fault("torch", (2, 11), (2, 15), "float8-store", "wrong gradients of its own float8 store without use_scaling"),
     Fault("torch", (2, 13), (2, 15), "190758", "dropout has another mask in backward if activation_memory_budget < 1"),
     Fault(

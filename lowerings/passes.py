@@ -28,6 +28,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -152,7 +153,9 @@ class Pass:
         return policy
 
     def uuid(self) -> str | None:
-        return f"{self.name}|{identity()}|{self.policy_now()!r}|{_decision_hash()}"
+        # Inductor's key lacks donated_buffer, although its code then may overwrite saved tensors (docs/upstream.md).
+        donated = functorch_config.donated_buffer
+        return f"{self.name}|{identity()}|{self.policy_now()!r}|{_decision_hash()}|{donated}"
 
     def join(self, slot: Any) -> Any:
         """Append this pass to the slot's passes. Return the slot unchanged if it cannot take another pass."""

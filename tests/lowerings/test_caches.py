@@ -11,6 +11,7 @@ from harness import MLP, Net, python
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import autograd_cache
+from torch._inductor import codecache
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
@@ -179,6 +180,15 @@ def test_a_level_requested_by_a_call_is_in_the_key(key_of: Callable[..., str], w
 
     free, fp8, same = (key_of(way, call(memory), tfo.FusionPolicy()) for memory in ("free", "fp8", "fp8"))
     assert free != fp8 == same
+
+
+def test_donated_buffers_are_in_the_key() -> None:
+    """Code that overwrites saved tensors must not run twice. PyTorch's own key lacks the setting (docs/upstream.md)."""
+    keys: list[str] = []
+    for donated in (True, True, False):
+        with inductor_config.patch(tfo.compile_options()), torch._functorch.config.patch(donated_buffer=donated):
+            keys.append(codecache.compiled_fx_graph_hash(torch.fx.symbolic_trace(nn.Identity()), [], {}, [])[0])
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_late_passes_are_rejected_with_patterns() -> None:

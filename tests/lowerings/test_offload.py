@@ -185,8 +185,7 @@ def micro_batches(call: Callable[..., Any], x: Tensor) -> None:
 
 def retained(call: Callable[..., Any], x: Tensor) -> None:
     """Backward runs twice, with another forward in between."""
-    # PyTorch's cache key ignores ``donated_buffer``: cached code may overwrite tensors that the second backward reads.
-    with torch._functorch.config.patch(donated_buffer=False), inductor_config.patch(fx_graph_cache=False):
+    with torch._functorch.config.patch(donated_buffer=False):
         first = loss(call(x))
         first.backward(retain_graph=True)
         second = loss(call(x * 2 - 0.3))
