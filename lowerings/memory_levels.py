@@ -89,7 +89,7 @@ def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequenc
     * Inputs of linear layers, from tensors that are saved anyway. PyTorch's partitioner does this too, unless a GEMM
       also reads the same value. It then treats later readers as "used far apart" and saves their results. Examples: a
       frozen linear next to its adapter's dropout, and a router next to the gathering of tokens for experts.
-    * Values inside an activation that a setting of eager's rounding keeps in the graph.
+    * Values inside an activation that is not replaced, because a setting requires eager's rounding.
     * Tensors that repeat a smaller tensor, such as keys and values under grouped-query attention. The smaller tensor is
       saved instead.
 

@@ -280,8 +280,8 @@ def _saved_by_default(graph: Graph, backward: set[Node]) -> list[Node]:
 def _inputs_of_activations(graph: Graph, backward: set[Node]) -> list[Node]:
     """Return the pointwise inputs of activations that are not replaced, since a setting requires eager's rounding.
 
-    A fused operator would read these inputs from memory, and memory levels replace them there. Without this rule, the
-    partitioner may save a GEMM's result instead of its sum with a bias.
+    Memory levels replace saved inputs. Without this rule, the partitioner may save a GEMM's result instead of its sum
+    with a bias.
     """
     inputs: dict[Node, None] = {}
     for node in graph.nodes:
