@@ -1,8 +1,9 @@
-"""Lowerings for linear layers in float8: ``quantize``, ``quantize_by``, ``dequantize``, ``scaled_mm`` as Inductor IR.
+"""Lowerings of linear layers in float8: quantization and scaled GEMMs, as Inductor IR or as calls of kernels.
 
-Quantization along rows is lowered as aten calls, which Inductor fuses with the producer, an activation or a norm. A
-tensor quantized along its columns is stored transposed. Inductor would read or write it across the rows
-(pytorch#130015), so on GPUs a kernel quantizes along columns (``families/float8/kernels.py``).
+Quantization along rows is lowered as aten calls, which Inductor fuses with the kernel before it, such as an activation
+or a norm. A tensor quantized along its columns is stored transposed. Inductor would read or write it across the rows
+(pytorch#130015), so on GPUs a kernel quantizes along columns and in blocks of several rows
+(``families/float8/kernels.py``).
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ Box = Any  # ir.TensorBox
 
 
 def _mark(graph: Graph, backward: Collection[Node], results: Collection[Node]) -> list[Node]:
-    """Move to backward the quantizations of linear layers' inputs that only backward reads, so that the input is saved.
+    """Move each ``requantize`` call that only backward reads to backward, so that its argument is saved.
 
     Saving the form quantized along the tokens would take equal memory, or more if a recomputed GEMM needs both forms.
 
     Returns:
-        The scales with which backward quantizes weights, as values to save: each takes 4 bytes. The partitioner would
-        recompute them in a pass over the weight, because backward has the weight anyway.
+        The calls that compute the scales with which backward quantizes weights, as values to save: a scale takes 4
+        bytes. The partitioner would recompute them in a pass over the weight, because backward has the weight anyway.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
         dependents = partition.with_dependents([node])
@@ -75,7 +76,8 @@ class _Lowered(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in VIEWS and len(args[1]) < len(args[0].get_size()) and not programs.is_on_gpu(args[0]):
             # Keep loops over blocks. In a loop over rows, the index of a block's scale is a quotient. Inductor's C++
-            # then splits the loop, which fails an assertion if loops of different order were fused (try_loop_split).
+            # backend then splits the loop, and an assertion fails if loops of different order were fused
+            # (try_loop_split).
             args[0].realize()
         return lowerings.get(target, target)(*args, **kwargs)
 
@@ -125,12 +127,12 @@ _by_kernel = {
     name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
     for name in ("quantize", "quantize_by", "requantize", "scaled_mm", "scaled_mm_tiled")
 }
-# Scales in the tensor cores' layout, by compilation and FX node. The two GEMMs that read a matrix share its scales.
+# Scales in the tensor cores' layout, by compilation and FX node. All GEMMs that read a matrix share its scales.
 _tiles: WeakKeyDictionary[Any, dict[Node, Box]] = WeakKeyDictionary()
 
 
 def _halves(box: Box) -> tuple[Box, Box] | None:
-    """Return the two tensors that a matrix concatenates along its rows, such as packed gradients of gate and up.
+    """Return the two tensors whose rows a matrix concatenates, such as packed gradients of gate and up.
 
     Return None for other matrices. To read both as one matrix, another kernel would first have to write it to memory.
     """
@@ -176,7 +178,7 @@ def _requantize(values: Box, scales: Box) -> Any:
 
 
 def _tiled(scales: Box, node: Node) -> Box:
-    """Return scales in the tensor cores' layout. The quantizing kernel writes them, without a copy in float32."""
+    """Return scales in the tensor cores' layout. A generated quantization writes them directly."""
     from torch._inductor.virtualized import V
 
     known = _tiles.setdefault(V.graph, {})
@@ -222,7 +224,7 @@ TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # calls
 
 
 def merged(graphs: Graphs) -> Graphs:
-    """Merge quantizations of the same tensor into one pass. Return the same graphs if backward has no float8 GEMM.
+    """Merge quantizations of the same tensor into one pass. Return the same graphs if backward has no ``scaled_mm``.
 
     In backward, also avoid rounding twice. On GPUs, quantizations along rows and along columns become one call. On
     CPUs, Inductor's code for separate calls is as fast as for one call.
@@ -246,10 +248,10 @@ def merged(graphs: Graphs) -> Graphs:
 
 
 def _round_once(graph: Graph) -> None:
-    """If a graph recomputes a tensor, quantize this tensor instead of its quantized copy.
+    """If a graph recomputes a linear layer's input, quantize this input instead of its quantized copy.
 
     A linear layer's quantized input is saved, or recomputed from the exact input. If it is recomputed, quantizing the
-    exact input for the other shape of blocks gives the numbers of quantizing the copy, except for the smallest numbers.
+    exact input gives the same numbers as quantizing the copy, except for the smallest numbers.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
         values, scales = _fake_args(node.args)
@@ -271,7 +273,7 @@ class _Uses(NamedTuple):
 
 
 def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
-    """Sort the readers of a matrix, through transpositions; blocks along its rows are (1, columns)."""
+    """Sort the readers of a matrix and of its transposes. Blocks along its rows are (1, columns)."""
     uses = _Uses([], [], [], [])
     for user in node.users:
         of_transposed = list(user.users) if user.target in TRANSPOSED else []
@@ -317,7 +319,7 @@ def _results(graph: Graph, node: Node) -> list[Node]:
 
 
 def _merge(graph: Graph, node: Node) -> None:
-    """Merge a matrix's two quantizations in one pass.
+    """Merge a matrix's two quantizations into one pass.
 
     For blocks of 32, Inductor's own quantization along rows also writes scales in the GEMMs' layout. It stays, unless
     the columns are also summed. Inductor would then quantize in a separate kernel.
@@ -337,7 +339,10 @@ def _merge(graph: Graph, node: Node) -> None:
 
 
 def _matrices(node: Node) -> tuple[list[Node], bool]:
-    """Return a tensor's views as a matrix of its rows, and True if the tensor has no other readers."""
+    """Return a tensor's views with two axes and its last one, and True if nothing else reads the tensor.
+
+    A tensor with two axes is its own view, and ``_uses`` finds its other readers.
+    """
     matrices, has_other_readers = ([node], False) if node.meta["val"].ndim == 2 else ([], False)
     for user in node.users:
         columns = node.meta["val"].shape[-1]
@@ -349,7 +354,7 @@ def _matrices(node: Node) -> tuple[list[Node], bool]:
 
 
 def _merge_gradients(graph: Graph, node: Node) -> None:
-    """Quantize an activation's gradients and result in one call, if only float8 GEMMs read them."""
+    """Quantize an activation's gradients and result in one call, if only quantizations and sums read the gradients."""
     op = BACKWARD.get(node.target)
     if op is None:
         return

@@ -1,9 +1,10 @@
 """Find whole models in which nothing is fused, or in which a pattern of the policy matches no site.
 
-Such a model is an error under ``strict``, otherwise one warning. A single graph is not enough: graph breaks cut a model
-into pieces, and the piece with the attention has linear layers but no site. So all graphs captured in one call of a
-compiled function are judged together: immediately if the function is captured whole, otherwise when its first call
-ends.
+Under ``strict``, such a model is an error. Otherwise each part without effect is one warning. That nothing is fused is
+one only if the compilation itself requests fusion. A single graph is not enough: graph breaks cut a model into pieces,
+and the piece with the attention has linear layers but no site. So all graphs captured in one call of a compiled
+function are judged together: when its first call ends, or immediately if it is captured whole and attention has no
+level.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def check(
     explicit: bool = True,
     in_checkpoint: bool = False,
 ) -> None:
-    """Record the sites of a graph, and judge the model if this is its last graph.
+    """Record the sites of a graph, and judge the model if this graph is all of it.
 
     Args:
         graph: the graph after the pre-grad pass. Bodies of higher-order operators are passed before their caller.
@@ -52,8 +53,8 @@ def check(
 
     Raises:
         UnfusedError: under ``strict``, the graphs have two or more linear layers or opaque calls, no site, and no
-            operator of ours. (A single linear layer, such as a head, is not a missed MLP.) Or they have sites, and
-            a pattern of the policy matches none.
+            operator of ours. (A single linear layer, such as a head, is not a missed MLP.) Or a pattern of the
+            policy matches nothing, or a level has no effect.
     """
     call = compat.compiled_call()
     if call is None:  # a graph of torch.export, which is whole, or of a compilation without a device
@@ -87,13 +88,13 @@ def _model_of(call: compat.CompiledCall) -> _Model | None:
 
 
 def _judged() -> weakref.WeakSet[Any]:
-    """Return the compiled functions whose first call was judged since the last reset, which clears contexts."""
+    """Return the compiled functions whose first call has ended since the last reset, which clears contexts."""
     context: dict[str, weakref.WeakSet[Any]] = code_context.get_context(_judged.__code__)
     return context.setdefault("torch_fused_ops", weakref.WeakSet())
 
 
 def _is_first(code: CodeType | None, policy: FusionPolicy) -> bool:
-    """Record that code is compiled for a policy; return True the first time since the last reset."""
+    """Record that code is compiled for a policy. Return True the first time since a reset, or for unknown code."""
     if code is None or fusion_events.is_unobserved():
         return True
     policies: set[FusionPolicy] = code_context.get_context(code).setdefault("torch_fused_ops", set())
@@ -164,19 +165,19 @@ class _Model:
             log.warning("nothing was fused in %s: %s", self.title, nothing)
         notes = self._without_effect()
         if notes and strict:
-            raise UnfusedError(f"strict=True and in {self.title} {'; '.join(notes)}")
+            raise UnfusedError(f"strict=True, but in {self.title}: {'; '.join(notes)}")
         for note in notes:
             log.warning("in %s a part of the policy has no effect: %s", self.title, note)
 
     def _nothing(self) -> str:
-        """Return why the policy changes nothing in the model; "" if it does, or the model has nothing to change."""
+        """Return why no MLP was fused; "" if one was fused, or if the model has none."""
         missed = [site for site in self.sites if site.is_missed]
         effective = [site for site in self.attention or () if site.kind is None]
         linears = self.linears - sum(site.linears for site in effective)
         opaque = sum(site.kind is Kind.OPAQUE for site in self.unread)  # each may be a GEMM
         if not self.has_sites and linears + opaque > 1:
             between = f"{linears} linear layers" + (f" and {opaque} opaque calls" if opaque else "")
-            where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site does not reach between them"
+            where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site cannot span graphs"
             unread = "\n".join(("", *unread_lines(grouped(self.unread)))) if self.policy.strict else ""
             text = f"no MLP was found between {between}, in {where}. {_EXPLAIN}{unread}"
             if self.policy.strict:
@@ -216,9 +217,9 @@ class _Model:
         return notes
 
 
-_EXPLAIN = "torch_fused_ops.explain(model, *args) lists all"
+_EXPLAIN = "torch_fused_ops.explain(model, *args) lists every site"
 _OUTSIDE = (
-    "torch.compile does not capture a checkpoint that calls compiled code, nor one that an autograd function implements"
+    "torch.compile does not capture a checkpoint around compiled code, or one written as a torch.autograd.Function"
 )
 
 

@@ -1,7 +1,7 @@
-"""Run pointwise operators eagerly without a kernel: in plain torch, a block of rows at a time.
+"""Run pointwise operators eagerly without a compiled kernel: in plain torch, a block of rows at a time.
 
 A formula has about ten elementwise steps. On large tensors each step is a pass over memory with a temporary of the
-tensor's size. On blocks that fit the cache, only arguments and results are large.
+tensor's size. A block's temporaries are small, and fit a CPU's cache.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _GRAIN = 32768  # elements below which PyTorch does not divide an elementwise ca
 _FEWEST_BLOCKS = 4  # up to this number, whole temporaries cost less than copying results of blocks
 
 
-_GPU_BLOCK = 1 << 24  # elements per block on a GPU: a launch then takes less time than its elements
+_GPU_BLOCK = 1 << 24  # elements per block on a GPU: a launch then takes less time than computing its elements
 
 
 def block(device: torch.device) -> int:
-    """Return the elements per block. On a CPU this is a grain per thread: a call takes 2 µs, like 10,000 elements."""
+    """Return the elements per block. On a CPU, a call takes 2 µs, as long as 10,000 elements."""
     return _GRAIN * max(4, torch.get_num_threads()) if device.type == "cpu" else _GPU_BLOCK
 
 

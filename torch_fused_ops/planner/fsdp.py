@@ -1,10 +1,10 @@
 """Compute the bytes that FSDP2 adds to a step on one GPU, from the step's segments.
 
-``fully_shard`` is applied to each layer and to the root, with PyTorch's defaults. Between steps a GPU has only shards;
-while a layer runs, its parameters are gathered. This module adds and frees bytes in the same order as the Python code
+By default, ``fully_shard`` is applied to each layer and to the root. Between steps a GPU has only shards; while a layer
+runs, its parameters are gathered. This module adds and frees bytes in the same order as the Python code
 of torch/distributed/fsdp/_fully_shard (torch 2.13), and counts them as ``torch.cuda.memory_allocated`` does:
 
-* ``foreach_all_gather`` (_fsdp_collectives.py) gathers all parameters of a layer in one flat buffer, from which
+* ``foreach_all_gather`` (_fsdp_collectives.py) gathers all parameters of a layer into one flat buffer, from which
   ``foreach_all_gather_copy_out`` copies each parameter. In forward, the flat buffer lives until the next layer is
   copied out (``FSDPParamGroup.wait_for_unshard``, _fsdp_param_group.py: ``comm_ctx.all_gather_state``; torch 2.15
   frees it slightly earlier). The last layer's buffer lives until the root's forward ends (``FSDPState._post_forward``,
@@ -14,7 +14,8 @@ of torch/distributed/fsdp/_fully_shard (torch 2.13), and counts them as ``torch.
   gathered first, and freed at the end of backward (``_lazy_init``: the root does not reshard after forward).
 * ``post_backward`` frees the layer's parameters and the flat buffer of the previous reduce-scatter. Then it copies the
   layer's gradients into a new flat buffer (``foreach_reduce``), frees them, and reduces this buffer to shards. The new
-  buffer lives until the next ``post_backward``. The root's runs last (``_root_post_backward_final_callback``).
+  buffer lives until the next ``post_backward``. The root's ``post_backward`` runs last
+  (``_root_post_backward_final_callback``).
 
 With a ``MixedPrecisionPolicy``, each element of a parameter takes 4 bytes in its shard (float32), 2 bytes when gathered
 (bfloat16), and 4 bytes in the buffer that reduces its gradient (float32).
@@ -23,7 +24,8 @@ The caching allocator has a pool for each stream, and does not use one pool's fr
 allocates its flat buffers on the copy-in stream, and reduce-scatter its results on a third stream. PyTorch therefore
 holds the sum of the pools' largest sizes, although the pools do not reach these sizes at the same time.
 
-Parameters are sharded along dimension 0 into equal pieces; the last is padded (``FSDPParam._init_sharded_param``).
+Parameters are sharded along dimension 0 into pieces of equal size; shorter ones are padded
+(``FSDPParam._init_sharded_param``).
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ class Segment:
     points: tuple[int, ...] = ()  # bytes alive at each of its calls
     net: int = 0  # bytes alive at its end
     seconds: float = 0.0  # the least time of its calls
-    # Bytes of parameters' gradients that are complete by its end: gradients of its own layer, and of earlier layers if
-    # the compiler deferred them.
+    # Bytes of parameters' gradients that are complete by its end: gradients of its own layer, and of layers before it
+    # in backward if the compiler deferred them.
     gradients: int = 0
-    head: int = 0  # bytes of gradients that are complete by its end, but in ``gradients`` of the last segment
+    head: int = 0  # bytes of gradients that are complete by its end, but that the last segment counts
     hole: int = 0  # free bytes at its peak that PyTorch cannot use: pieces too small for later tensors
     main: int | None = None  # the main pool's largest size; None if the step is not sharded
-    gather: int = 0  # the largest size of the pool for FSDP2's flat buffers
+    gather: int = 0  # the largest size of the pool for all-gather's flat buffers
 
     @cached_property
     def peak(self) -> int:
@@ -122,7 +124,7 @@ class FullyShard:
         """
         step = [(graph, unit, segment) for graph, unit, segment in pieces if segment.points or not unit]
         forward, backward = (self._named(step, graph) for graph in ("forward", "backward"))
-        alive = shards = 0  # alive: FSDP2's bytes; shards: their part for gradients (shards minus whole gradients)
+        alive = shards = 0  # alive: bytes that FSDP2 adds; shards: of these, gradients' shards without whole gradients
         gradients = 0  # bytes of the gradients' shards so far
         additional = [*self._forward(forward), *self._backward(backward, self.stay_gathered(forward))]
         groups = [*forward, *backward]
@@ -172,7 +174,7 @@ class FullyShard:
             yield start, inside, inside, Additional(main, flat)
 
     def _backward(self, units: Sequence[str], stays_gathered: frozenset[str]) -> Iterator[AtTimes]:
-        """Yield the same for each backward segment. At its end, its gradients and their flat copy are both alive."""
+        """Yield each backward segment's additional bytes. At its end, gradients and their flat copy are both alive."""
         root, reducing = self.gathered(""), 0
         main = root + sum(map(self.gathered, stays_gathered))
         without_flat = ("", LOSS, *stays_gathered)

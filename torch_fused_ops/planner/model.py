@@ -78,7 +78,7 @@ class CapturedModel:
 
     @cached_property
     def has_checkpoints(self) -> bool:
-        """True if the model calls ``torch.utils.checkpoint``. Reentrant checkpoints are not in captured graphs."""
+        """True if the model calls ``torch.utils.checkpoint``."""
         return self.calls("tag_activation_checkpoint")
 
     def policy_of(self, levels: Mapping[str, str]) -> FusionPolicy:

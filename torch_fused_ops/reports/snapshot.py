@@ -1,8 +1,8 @@
-"""Read PyTorch's memory snapshots: group the memory alive at the failure or at the peak, and name settings against it.
+"""Read PyTorch's memory snapshots: group the memory alive at the failure or at the peak, and suggest settings.
 
 ``torch.cuda.memory._dump_snapshot`` writes a pickle of segments with blocks, and of traces of allocations, as the
-docstring of ``torch.cuda.memory._snapshot`` describes. An allocation's frames tell its kind. The autograd engine's
-threads run no Python code, so their allocations have no frames.
+docstring of ``torch.cuda.memory._snapshot`` describes. A block's frames, size and lifetime tell its kind. PyTorch's
+own backward functions run without Python code, so their allocations have no frames of Python.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"
 ACTIVATIONS, RECOMPUTED, LOGITS = "saved activations", "recomputed by a checkpoint", "logits and their copies"
 TEMPORARY, INPUTS, OTHER = "temporaries", "inputs", "other"
 EARLIER, OLD_GRADIENTS = "allocated before the recording", "gradients of an earlier backward"
-# Names that a writer may give a block itself, as PyTorch's profiler does (``_memory_viz._profile_to_snapshot``).
+# Categories that a file may record for a block, as PyTorch's profiler does (``_memory_viz._profile_to_snapshot``).
 _CATEGORIES = {
     "parameter": PARAMETERS, "optimizer_state": STATE, "gradient": GRADIENTS, "activation": ACTIVATIONS,
     "temporary": TEMPORARY, "autograd_detail": TEMPORARY, "input": INPUTS,
 }  # fmt: skip
 _BACKWARD, _FORWARD = "backward", "forward"  # phases in which several kinds are allocated
-# The first row counts of which a frame, "file:function", matches.
+# The first row whose pattern matches one of the frames, "file:function", counts.
 _PHASES = (
     (STATE, r"/torch/optim/|/optim(izers?)?/[^:]*:step$"),
     (RECOMPUTED, r"/torch/utils/checkpoint\.py:(unpack_hook|recompute_fn|backward)$"),
@@ -62,7 +62,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Progress(io.BufferedReader):
-    """A file that logs each 64 MiB that were read."""
+    """A file that logs its progress after each 64 MiB."""
 
     def read(self, count: int | None = -1) -> bytes:
         before = self.tell() >> 26
@@ -74,7 +74,7 @@ class _Progress(io.BufferedReader):
 
 @contextlib.contextmanager
 def _bounded(nbytes: int) -> Iterator[None]:
-    """Raise MemoryError in this block if the process needs ``nbytes`` more of address space (Linux)."""
+    """Raise MemoryError in this block if the process needs more than ``nbytes`` of additional address space (Linux)."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = limits[1] if limits[1] != resource.RLIM_INFINITY else mapped + nbytes
@@ -86,7 +86,8 @@ def _bounded(nbytes: int) -> Iterator[None]:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Load a snapshot without running code from the file. Takes at most 24 times the file's size of memory.
+    """Load a snapshot without running code from the file. Takes at most 24 times the file's size, and
+    256 MiB.
 
     Raises:
         ValueError: the file cannot be read, is not a snapshot, or needs more memory than is free.
@@ -110,7 +111,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 class Block(NamedTuple):
-    """A tensor's memory from its allocation to its release, as numbers of events in the trace."""
+    """A piece of memory, and the numbers of the events that allocate and free it."""
 
     nbytes: int  # requested
     start: int  # -1: before the trace
@@ -188,7 +189,7 @@ def kinds_of(device: Device, at: int, sizes: Counter[int]) -> list[tuple[Block, 
         started[phase_of(block)].append(block.start)
 
     def reaches(block: Block, *phases: str) -> bool:
-        """Return True if one of the phases begins before the block's release, or if it is never released."""
+        """Return True if the block is alive when one of the phases next allocates, or if it is never freed."""
         following = (started[phase][bisect.bisect(started[phase], block.start) :][:1] for phase in phases)
         return block.end == len(device.trace) or any(first < block.end for firsts in following for first in firsts)
 
@@ -221,7 +222,7 @@ class Group:
     """Tensors of one kind, allocated by the same line or module."""
 
     kind: str
-    where: str  # the module if the model is given, else the innermost line outside of libraries; "" if unknown
+    where: str  # a saved tensor's module if the model is given, else the innermost line outside of libraries, or ""
     nbytes: int
     count: int
     setting: str = ""  # the settings that avoid saving these tensors, or the reason why they stay; with the model only
@@ -239,7 +240,7 @@ class SnapshotReport:
         largest: bytes of the largest free block.
         requested: bytes of the request that failed; None without a failure.
         groups: the tensors, the largest groups first.
-        advice: a sentence for each setting, with bytes, also where it would not help; then remarks on the file.
+        advice: a sentence for each setting that helps, and for expandable segments; then remarks on the file.
         compared: (part, bytes here, planned bytes) with a plan, the largest difference first.
     """
 
@@ -297,7 +298,7 @@ def read_snapshot(
 
     Args:
         path: a file that ``torch.cuda.memory._dump_snapshot`` or ``Plan.to_snapshot`` wrote.
-        saved: the model's saved tensors, ``explain(model, …).saved``. Blocks of equal sizes are taken for them.
+        saved: the model's saved tensors, ``explain(model, …).saved``. Blocks of equal size are taken to be these.
         parameters: bytes of each of the model's parameters.
         plan: a file of ``Plan.to_json`` or ``Plan.to_snapshot``, to compare.
 
@@ -359,15 +360,16 @@ def _line(frame: Mapping[str, Any]) -> str:
 
 
 def _advice(report: SnapshotReport, device: Device, saved: Saved | None) -> Iterator[str]:
-    """Yield a sentence for each setting that would help, or that would not, with bytes."""
+    """Yield a sentence for each setting that would help, with bytes, and for expandable segments."""
     activations, recomputed, logits, old = map(report.nbytes, (ACTIVATIONS, RECOMPUTED, LOGITS, OLD_GRADIENTS))
     state = report.nbytes(PARAMETERS, STATE, GRADIENTS)
     setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (ROCm: PYTORCH_HIP_ALLOC_CONF)"
     if any(segment.get("is_expandable") for segment in device.segments):
         yield f"Expandable segments are on already; {size(report.unused)} are free inside segments."
     elif report.requested and report.largest < report.requested <= report.unused:
-        yield f"{setting}: the request fits. {size(report.unused)} are free in pieces up to {size(report.largest)}."
-    elif report.requested:
+        pieces = f"{size(report.unused)} are free, in pieces of up to {size(report.largest)}"
+        yield f"With {setting} the request fits: {pieces}."
+    elif report.requested and report.requested > report.unused:
         yield f"{setting} would not be enough: only {size(report.unused)} are free inside segments."
     elif report.unused > report.reserved / 20:
         yield f"{setting} can return up to {size(report.unused)} that are free inside segments."
@@ -392,19 +394,22 @@ def _remarks(report: SnapshotReport, device: Device, at: int, other_peaks: str) 
     failed = trace[device.failure] if device.failure is not None else {}
     private = [s["total_size"] for s in device.segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
     has_frames = any(event.get("frames") for event in trace if event["action"] == "alloc")
-    capacity = "less than the GPU's memory if other processes, the CUDA context or a MIG instance's limit take memory"
+    rest = "Other processes, the CUDA context, or memory outside of a MIG instance may take the rest"
     free = failed.get("device_free", 0)
     rows = (
         (
             not trace,
             f"The file has no trace, so it shows the moment when it was written. Call {record} before training.",
         ),
-        (trace and not has_frames, f"Allocations have no stack traces: record them, {record} with its defaults."),
+        (trace and not has_frames, f"Allocations have no stack traces. Call {record} with its defaults."),
         (early, f"{size(early)} were allocated before the recording. Call {record} before the model is created."),
-        (0 < at + 1 < len(trace), f"Reserved and free bytes are those of {len(trace) - at - 1:,} events later."),
-        (failed, f"{size(report.reserved)} reserved and {size(free)} free on the device: {capacity}."),
-        (private, f"{size(sum(private))} are in private pools, such as CUDA graphs': others cannot use them."),
-        (other_peaks, f"Other devices have memory, too (device: peak): {other_peaks}."),
+        (0 < at + 1 < len(trace), f"Reserved and free bytes were counted {len(trace) - at - 1:,} events later."),
+        (failed, f"{size(report.reserved)} reserved and {size(free)} free on the device. {rest}."),
+        (
+            private,
+            f"{size(sum(private))} are in private pools, such as CUDA graphs'. Other allocations cannot use them.",
+        ),
+        (other_peaks, f"Other devices have allocations, too (device: peak): {other_peaks}."),
     )
     yield from (f"note: {text}" for applies, text in rows if applies)
 
@@ -423,7 +428,7 @@ def _compared(report: SnapshotReport, plan: Path) -> Iterator[tuple[str, int, in
         planned = read_snapshot(plan).kinds()
     except (OSError, json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(f"{plan} is not a plan: write it with plan --json or plan --snapshot") from None
-    if EARLIER in measured:  # parameters and state are one figure
+    if EARLIER in measured:  # it may be parameters or state: compare their sum
         for part in (measured, planned):
             part[f"{PARAMETERS}, {STATE}"] = sum(part.pop(kind, 0) for kind in (PARAMETERS, STATE, EARLIER))
     rows = [(name, measured.get(name, 0), planned.get(name, 0)) for name in {**measured, **planned}]

@@ -117,7 +117,7 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "--train": {**_FLAG, "help": "training mode with gradients; by default evaluation mode without"},
         "--saved": {**_FLAG, "help": "--train, and list tensors saved for backward with settings that remove them"},
         "--snapshot": {"metavar": "FILE", "help": "explain this memory snapshot of PyTorch's; with or without a model"},
-        "--plan": {"metavar": "FILE", "help": "with --snapshot: compare it with a plan, written by plan --json"},
+        "--plan": {"metavar": "FILE", "help": "with --snapshot: compare with a file of plan --json or plan --snapshot"},
         **_FILES,
     }),
     "plan": ("fit a training step into a GPU's memory; exit code 1 if it does not fit", {
