@@ -17,13 +17,14 @@ Other modules derive everything else from the declaration: argument checks (``ch
 
 The *kind* of a tensor defines its axes and its use:
 
-    data        (..., n)  an operand of the formula; the first one determines the result's shape and dtype
+    data        (..., n)  an operand of the formula; the first one has the result's shape and, by default, its dtype
     packed      (..., 2n) gate and up in one tensor, ordered as the scalar ``layout`` says; the result is (..., n)
     per_column  (n,)      a bias, added to the first data tensor; (2n,) in the same order if the data is packed
     per_row     (...)     a factor of each row of the result
     …                     other kinds, such as a seed or a mask; the family that uses the kind defines it
 
-If a question mark follows the kind, the tensor may be None. Data tensors come first.
+If a question mark follows the kind, the tensor may be None. In a ``PointwiseOperator``,
+data tensors come first.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def finite(name: str) -> Rule:
 
 
 def above_zero(name: str, *, optional: bool = False) -> Rule:
-    """Return a rule that accepts numbers above 0, and None if ``optional``."""
+    """Return a rule that accepts None and numbers above 0. The message offers None if ``optional``."""
     accepted = f"above 0, or None for no {name}" if optional else "above 0"
     return Rule(name, lambda value: None if value is None or value > 0 else refuse(name, value, accepted))
 
@@ -151,7 +152,7 @@ OPERATORS: dict[str, Operator] = {}  # every declared operator, by name
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """A declared operator. If it is not pointwise, its family supplies the kernels, lowering and gradients.
+    """A declared operator. Unless it is a ``PointwiseOperator``, its family supplies kernels, lowering and gradients.
 
     Attributes:
         name: the operator's name, without ``fused::``.
@@ -254,11 +255,11 @@ class PointwiseOperator(Operator):
     def __post_init__(self) -> None:
         data = [kind in DATA for kind in self.kinds]
         if not data[0] or data != sorted(data, reverse=True) or (self.is_packed and sum(data) > 1):
-            raise ValueError(f"tensors={self.tensors!r} is not accepted: data comes first, packed data alone")
+            raise ValueError(f"tensors={self.tensors!r} is not accepted: data must come first, and packed data alone")
         if "activation" in self.scalars and next(iter(self.scalars)) != "activation":
             raise ValueError(f"scalars={self.scalars!r} is not accepted: the activation comes first")
         if self.is_packed != ("layout" in self.scalars):
-            raise ValueError(f"scalars={self.scalars!r} is not accepted: packed data has a layout, other has none")
+            raise ValueError(f"scalars={self.scalars!r} is not accepted: only packed data has a layout")
         mask = Argument("output_mask", f"bool[{len(self.tensors)}]")
         arguments = (Argument("grad", "Tensor", "data"), *self.tensor_arguments, *self.required_scalars, mask)
         doc = f"The gradients of {self.name} for ({', '.join(self.tensors)}); None if output_mask is False."

@@ -61,8 +61,8 @@ GEMMS: dict[str, tuple[int, ...]] = {
 }
 CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM if the kernel size is 1
 CONSTANTS: dict[str, float] = {"zeros_like": 0.0, "ones_like": 1.0}
-# Calls that may return their argument itself: its gradient then ignores the grad mode of the call. In-place calls and
-# inactive dropouts always do. The other ``VIEWS`` return new tensors, also of the same shape.
+# Calls that may return their argument itself. Its gradient then does not depend on the grad mode of the call. In-place
+# calls and inactive dropouts also count as such calls. The other ``VIEWS`` return a new tensor, even of the same shape.
 ITSELF = CASTS | PLUMBING | _words("contiguous positive flatten")
 # GEMMs under other names, custom operators included (`transformers::grouped_mm_fallback`, `aten::_scaled_mm`, …). They
 # decide which sites are listed, never which sites are sound to fuse.
@@ -92,7 +92,7 @@ _CUSTOM = torch.ops.higher_order.autograd_function_apply
 
 @cache
 def _torch_functions() -> dict[object, str]:
-    """Map torch's functions to canonical names. Other functions with the same name do not match."""
+    """Map torch's functions to their names. Other functions with the same name do not match."""
     tables = RULES, CASTS, COPIES, DROPOUTS, VIEWS, GEMMS, CONVOLUTIONS, CONSTANTS, _PLAIN_NAMES
     plain = _INPLACE_BUILTINS.union({"cat"}, *tables)
     names: dict[object, str] = {}
@@ -148,9 +148,9 @@ class Call:
     """One node's call.
 
     Attributes:
-        name: torch's plain name of the function; "" if the tables above do not have it.
-        args, kwargs: the arguments without ``inplace``, the first two by position.
-        inplace: True if the call writes its first argument.
+        name: torch's plain name of the function; "" for functions that the tables above do not have.
+        args, kwargs: the arguments, for pointwise functions without ``inplace`` and the first two by position.
+        inplace: True for in-place calls of PyTorch, which write their first argument.
         gemm: the positions of a GEMM's data arguments; None for other calls.
         is_registered_gemm: True for a GEMM of ``gemm_registry``, which writes no argument.
     """
@@ -188,7 +188,7 @@ class Call:
         self.inplace &= self.name not in DROPOUTS or self.dropout_is_active()
 
     def dropout_arguments(self) -> dict[str, Any]:
-        """Return a dropout's arguments by name, including defaults."""
+        """Return a dropout's arguments by name. If ``training`` is not given, it counts as True."""
         arguments = dict(zip(("input", "p", "training"), self.args, strict=False)) | self.kwargs
         return {"p": 0.5, "training": arguments.get("train", True), **arguments}
 
@@ -232,7 +232,7 @@ def record(node: Node, like: Node, make: Callable[[], Any] | None = None) -> Non
 
     Args:
         node: a call whose arguments have recorded values.
-        like: the node that it replaces. The new value requires a gradient if the value of ``like`` does.
+        like: the node whose metadata it gets. The new value requires a gradient if the value of ``like`` does.
         make: computes the value from fake tensors, for a call that must not run now: it would draw random numbers, or
             would return another dtype because the autocast of tracing is not active.
     """
@@ -242,8 +242,8 @@ def record(node: Node, like: Node, make: Callable[[], Any] | None = None) -> Non
     # Use the mode of the recorded values. The tracing context may have a newer mode by now, and modes do not mix.
     mode = value.fake_mode if isinstance(value, torch._subclasses.FakeTensor) else None
     shapes = mode.shape_env if mode is not None else None
-    # Comparisons of sizes here must not add guards to the user's program. Autograd is off: the recorded values include
-    # in-place writes of the whole graph, and the user may have saved-tensor hooks.
+    # Comparisons of sizes here must not add guards to the user's program. Autograd is off, because the
+    # recorded values include in-place writes of the whole graph, and the user may have saved-tensor hooks.
     with torch.no_grad(), mode or nullcontext(), shapes.suppress_guards() if shapes is not None else nullcontext():
         result = (make or partial(_called, node, key))()
     needs_gradient = value is not None and value.requires_grad and isinstance(result, torch.Tensor)
@@ -298,7 +298,7 @@ def _nodes(argument: Any) -> list[Node]:
 
 
 def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) -> Iterator[Node]:
-    """Yield the nodes whose memory a call writes: by its schema, or every argument if the call has no schema.
+    """Yield the nodes whose memory a call writes, by the tables or its schema; every argument if neither is known.
 
     ``bodies`` caches the analysis of bodies. Without it, nested bodies that are called twice take exponential time.
     """
@@ -376,7 +376,7 @@ def _written_arguments(target: Any) -> frozenset[tuple[int, str]] | None:
     packet = getattr(torch.ops.aten, name, None) if not module or module == "None" or module.startswith("torch") else 0
     if isinstance(packet, torch._ops.OpOverloadPacket):
         return _written_arguments(packet)
-    if not module:  # a method that is not an operator: size, bool, item, …
+    if not module:  # a method without an operator of its name, such as bool
         return frozenset({(0, "self")}) if name.endswith("_") and not name.endswith("__") else frozenset()
     return None
 
@@ -461,14 +461,14 @@ class GraphAnalysis:
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
         self.region: dict[Node, int] = {}  # equal for nodes with the same grad mode, autocast, inference mode and hooks
-        self._made_in: dict[Node, int] = {}  # the region that created the node's tensor, maybe as an earlier node
+        self._made_in: dict[Node, int] = {}  # the region that created the node's tensor, perhaps at an earlier node
         self.inference: set[Node] = set()  # computed in inference mode
         self.state: dict[Node, int] = {}
         self.follows_gemm: dict[Node, bool] = {}  # True if the value depends on a GEMM's result
         self._origins: dict[Node, Node] = {}
         self._bodies = {} if bodies is None else bodies
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
-        self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that are views of it
+        self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes whose values are in it
         self._merged: dict[int, int] = {}  # storages that are one storage when the graph runs
         inference = 0
         modes = Modes(graph)
@@ -508,7 +508,7 @@ class GraphAnalysis:
             call.gemm = tuple(i for i in tensor_positions(node) if node.target is not _CUSTOM or i > 1)
 
     def returns_gemm(self) -> bool:
-        """Return True if the graph's first result is the result of a GEMM, up to biases, casts and views."""
+        """Return True if the graph's first result is an affine function of GEMMs' results, through views and casts."""
         results = next(iter(self.calls)).graph.output_node().args[0]
         while isinstance(results, (tuple, list)) and results:
             results = results[0]
@@ -529,7 +529,7 @@ class GraphAnalysis:
         return self._merged.get(storage, storage)
 
     def _returned_argument(self, node: Node, call: Call) -> Node | None:
-        """Return the argument that is the call's result, the same tensor; None if the result is a new tensor."""
+        """Return the argument that the call returns as its result; None if the result is a new tensor."""
         source = call.kwargs["out"] if "out" in call.kwargs else next(iter(node.all_input_nodes), None)
         if not isinstance(source, Node):
             return None
@@ -571,7 +571,7 @@ class GraphAnalysis:
         return [w for w in self.writes.get(self.storage(node), ()) if first < self.index[w] < last]
 
     def is_of_region(self, node: Node) -> bool:
-        """Return True if the node's tensor was created, and written until then, in the region of the node's call.
+        """Return True if the node's tensor was created, and each time written, in the region of the node's call.
 
         Under ``no_grad``, a call that works in place changes a tensor's values, but not its gradient.
         """
@@ -648,7 +648,8 @@ def inline_bodies(
 ) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]]:
     """Copy a graph for analysis, with the bodies of higher-order operators in place of their calls.
 
-    A second call of a body remains a call. A call with several bodies remains, with their results as more arguments.
+    A second call of a body remains a call. A call with several bodies also remains. Their results become
+    additional arguments.
 
     Args:
         graph: the graph, which is not changed.
@@ -664,7 +665,7 @@ def inline_bodies(
         known: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=False))
 
         def operands(node: Node, body: GraphModule) -> list[Any]:
-            """Return a body's arguments: the operator's last arguments, or parts of them (``map``, ``scan``)."""
+            """Return the operator's last arguments. The body reads them, or parts of them (``map``, ``scan``)."""
             count = len(body.graph.find_nodes(op="placeholder"))
             tensors = [known[a] for a in _nodes((node.args, node.kwargs)) if a.op != "get_attr" or body_of(a) is None]
             return tensors[len(tensors) - count :] if count <= len(tensors) else []
@@ -717,7 +718,7 @@ def read(graph: Graph) -> tuple[tuple[Step, ...], Any]:
         elif node.op == "output":
             output = torch.fx.map_arg(node.args[0], refs.__getitem__)
         elif call.inplace or not (call.name in RULES or call.name in CASTS or call.name in COPIES | REGIONS):
-            raise Unprovable(f"{label(node)} is not read")
+            raise Unprovable(f"{label(node)} is not a supported call")
         elif call.name in RULES:
             args, kwargs = torch.fx.map_arg((call.args, tuple(call.kwargs.items())), refs.__getitem__)
             refs[node] = Ref("value", len(steps))

@@ -2,12 +2,12 @@
 
 From an MLP's tokens to the linear layer that reads its activation, each row of a value depends on a single token.
 So the tokens are split (``settings/tiles.py``), the calls are written once for each tile, and the results are
-concatenated. All values of a tile except its result are marked ``MUST_RECOMPUTE``, as PyTorch marks the values of a
-checkpoint's body. The partitioner recomputes them when backward reaches that tile, one tile after the other.
+concatenated. All values of a tile except its result are marked ``MUST_RECOMPUTE``. The partitioner recomputes them when
+backward reaches that tile, one tile after the other.
 
-The pieces of the input stay unmarked: they are views, so saving them is free. The results also stay
-unmarked: the partitioner assumes that recomputing marked values is free, so it would recompute the residual stream
-from them, with a GEMM for each tile.
+The pieces of the input stay unmarked: they are views of a contiguous input, so saving them is free. The results also
+stay unmarked. The partitioner takes recomputing marked values to be free. It would recompute the residual stream from
+marked results, with a GEMM for each tile.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
 
 
 def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
-    """Reject in-place writes before the last linear layer, since the tiles are computed at its place."""
+    """Reject in-place writes before the last linear layer, because the tiles are computed in its place."""
     first = min(mlp.dead, key=analysis.index.__getitem__)
     for node in (mlp.source, *mlp.constants, *mlp.dead):
         for writer in analysis.writers(node, first, mlp.last):
@@ -199,7 +199,8 @@ def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
 
 
 def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
-    """Reject MLPs that read arguments or results of the graph, which callers may modify, unless PyTorch saves them.
+    """Reject an MLP whose tokens are an argument or result of the graph, which callers may modify, unless PyTorch
+    saves them.
 
     Under autocast, PyTorch saves a copy in another dtype instead.
     """

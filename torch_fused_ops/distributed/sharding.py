@@ -1,10 +1,10 @@
 """DTensor sharding rules of the operators.
 
-``register()`` adds ``rules()`` to DTensor's table. It runs after the first import of ``torch.distributed.tensor`` (see
-``torch_fused_ops/__init__.py``). A rule lists the shardings with which each rank can apply the operator to its own
-shards; DTensor picks the sharding that moves the fewest bytes. Backward operators are not in the table, because their
-results may be None: DTensor (2.11 to 2.15) wraps no result if the first one is not always a tensor. ``_by_shards``
-runs them instead, with their rules. A family adds its own rules to ``RULES``.
+``register()`` adds the operators' ``rules()`` to DTensor's table. It runs after the first import of
+``torch.distributed.tensor`` (see ``torch_fused_ops/__init__.py``). A rule lists the shardings with which each rank can
+apply the operator to its own shards; DTensor picks the sharding that moves the fewest bytes. Backward operators are not
+in DTensor's table, because their results may be None: DTensor (2.11 to 2.15) wraps none of them if the first one may
+be None. ``_by_shards`` runs them instead, with their rules. A family adds its own rules to ``RULES``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ RULES: dict[str, Callable[..., list[Sharding]]] = {}  # rules that families add,
 
 
 def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
-    """Return the rule of a pointwise operator or its backward operator: the data may be sharded along any axis.
+    """Return the rule of a pointwise operator or its backward operator: the data may be sharded along any axis
+    (packed data: see ``_packed``).
 
     Packed data is sharded so that gate and up of a column stay together. A vector over the columns is replicated if the
     data is sharded along another axis. A vector over the rows is replicated if the data is sharded along the last axis.
@@ -72,7 +73,7 @@ def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
     """Return a placement whose shards hold gate and up of the same columns, or None if the columns must be gathered.
 
     "interleaved" columns are sharded in whole pairs. If the layout has halves, in either order, each half is sharded
-    only if the data already has such a placement (from a linear whose weight has it, torch 2.13 on).
+    only if the data already is, as the result of a linear whose weight is (torch 2.13 and later).
     """
     from torch.distributed.tensor import Shard
 
@@ -90,7 +91,7 @@ def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
 
 @functools.cache
 def rules() -> dict[str, Callable[..., list[Sharding]]]:
-    """Return the rules of all operators, by operator name."""
+    """Return the operators' rules by name. Operators without a rule are missing."""
     declared = {s.name: _elementwise(s) for op in OPERATORS.values() if op.pointwise for s in op.signatures}
     return {**declared, **RULES}
 

@@ -394,7 +394,7 @@ def _remarks(report: SnapshotReport, device: Device, at: int, other_peaks: str) 
     failed = trace[device.failure] if device.failure is not None else {}
     private = [s["total_size"] for s in device.segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
     has_frames = any(event.get("frames") for event in trace if event["action"] == "alloc")
-    rest = "Other processes, the CUDA context, or memory outside of a MIG instance may take the rest"
+    elsewhere = "Other processes, the CUDA context, or memory outside of a MIG instance may take the rest"
     free = failed.get("device_free", 0)
     rows = (
         (
@@ -404,7 +404,7 @@ def _remarks(report: SnapshotReport, device: Device, at: int, other_peaks: str) 
         (trace and not has_frames, f"Allocations have no stack traces. Call {record} with its defaults."),
         (early, f"{size(early)} were allocated before the recording. Call {record} before the model is created."),
         (0 < at + 1 < len(trace), f"Reserved and free bytes were counted {len(trace) - at - 1:,} events later."),
-        (failed, f"{size(report.reserved)} reserved and {size(free)} free on the device. {rest}."),
+        (failed, f"{size(report.reserved)} reserved and {size(free)} free on the device. {elsewhere}."),
         (
             private,
             f"{size(sum(private))} are in private pools, such as CUDA graphs'. Other allocations cannot use them.",

@@ -38,7 +38,7 @@ class Event:
         graph: "forward", "backward" or "inference".
         call: the name of the kernel or operator: "triton_poi_fused_gelu_0", "addmm".
         live: the most bytes alive between the end of the previous call and the end of this call.
-        after: bytes alive after freeing the tensors that only this call still read.
+        after: bytes alive after the call, without tensors that are not read later.
         waiting: bytes of `after` that nothing reads any more; Inductor reuses their memory for a later result.
         nbytes: bytes that the call reads and writes (`Launch.bytes_moved`).
         flop: FLOP of GEMMs and attention, counted by `work.flop_of_bf16`.
@@ -72,7 +72,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Stored:
-    """Memory that a forward graph computes, saves for backward and does not return. All calls have numbers.
+    """Memory that a forward graph computes and saves for backward, and that backward frees. Calls are numbered.
 
     Attributes:
         nbytes: size in bytes.
@@ -183,7 +183,7 @@ class Pool:
 
 
 class Program:
-    """A part of a step that runs itself instead of a generated graph: ``eager.EagerGraph``."""
+    """A part of a step without a generated graph, which runs forward and backward itself: ``eager.EagerGraph``."""
 
     inputs: tuple[GraphInput, ...]
 
@@ -259,8 +259,8 @@ class PaperCompilation:
     def timeline(self) -> Timeline:
         """Compute the live-bytes timeline of forward and backward by running the generated wrapper on meta tensors.
 
-        Counts the function's arguments and results, all allocations of the graphs, and gradients, but not parameters
-        and buffers. The caller holds arguments and results to the end.
+        Counts the function's arguments and results, the graphs' allocations on the device, and gradients, but not
+        parameters and buffers. The caller holds arguments and results to the end.
 
         Raises:
             ValueError: a graph calls an operator that does not run without data.
@@ -306,11 +306,11 @@ def timeline_of(
 
     Args:
         papers: the step's parts in forward order: compiled graphs, and programs for eager mode.
-        links: maps (graph, input) to the (earlier graph, result) that is the same tensor, numbered as in the graphs.
+        links: maps (graph, input) to the (earlier graph, result) that is the same tensor. All four are indices.
             Gradients flow back along the links.
         device: the type of the device whose memory is counted.
         launched: called for each launch of a generated kernel with the graph, the kernel's name and its arguments.
-        units: for each graph, the layer to record for its calls; None, or without units: each call's own modules.
+        units: for each graph, the layer to record for its calls. If it is None or missing: each call's own modules.
         shared: maps (graph, input) to a name. Inputs with the same name are one tensor with one gradient.
         retained: each (graph, result) that the caller holds to the end although a later graph reads it.
 
@@ -543,9 +543,8 @@ class Memory(Storages):
     def save(self, described: Sequence[SavedTensor], values: Sequence[Any], graph: int) -> None:
         """Record the tensors that a forward graph saves for its backward."""
         tensors = [value for value in values if isinstance(value, Tensor)]
-        pairs = (
-            zip(described, tensors, strict=True) if len(described) == len(tensors) else ()
-        )  # else, copies on the host
+        # The lengths differ if copies on the host are saved.
+        pairs = zip(described, tensors, strict=True) if len(described) == len(tensors) else ()
         for saved, tensor in pairs:
             number = self.numbers.get(tensor.untyped_storage()._cdata)
             if number is not None and not saved.is_parameter and not saved.is_graph_input:
@@ -555,7 +554,7 @@ class Memory(Storages):
                 self.saved.setdefault(number, (saved, graph, self.now))
 
     def stored(self, events: Sequence[Event]) -> Iterator[Stored]:
-        """Yield the memory that is saved, read and freed in backward."""
+        """Yield the memory that is saved for backward, and that backward reads and frees."""
         freed = {number for _, number, nbytes in self.log if nbytes < 0}
         for number, (saved, graph, ends) in self.saved.items():
             uses, starts = self.uses.get(number, []), self.starts.get(graph, len(events))
@@ -591,7 +590,7 @@ class Memory(Storages):
         self.kind, self.scheduled, self.most = kind, scheduled, self.live
 
     def enter(self, index: int) -> None:
-        """Begin a scheduler node's code. Tensors that only the previous node still read have been freed."""
+        """Begin a scheduler node's code. Tensors that only earlier nodes read have been freed."""
         self.finish()
         self.launch = self.scheduled[index]
 
