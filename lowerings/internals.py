@@ -21,7 +21,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "torch._dynamo.code_context": ("code_context",),
     "torch._dynamo.config": ("caching_precompile", "compiled_autograd", "patch"),
     "torch._functorch._aot_autograd.descriptors": ("InputMutationAOTOutput",),
-    "torch._functorch.config": ("activation_memory_budget", "patch"),
+    "torch._functorch.config": ("activation_memory_budget", "donated_buffer", "patch"),
     "torch._functorch.partitioners": (
         "get_default_op_list",
         "min_cut_rematerialization_partition",

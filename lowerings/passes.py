@@ -303,7 +303,7 @@ class Partitioner(Pass, CustomPartitionerFn):
         static = compat.static_inputs(gm.graph, kwargs.get("static_lifetime_input_indices") or ())
         kwargs["static_lifetime_input_indices"] = static
 
-        def divide() -> partition.Graphs:
+        def run_min_cut() -> partition.Graphs:
             if has_precedence:
                 checkpoints.drop(gm.graph, policy)
                 rejected.extend(checkpoints.rejected_attention(gm.graph, policy))
@@ -313,7 +313,7 @@ class Partitioner(Pass, CustomPartitionerFn):
 
         from torch_fused_ops.lowerings.float8 import merged  # not earlier: it imports the lowerings
 
-        graphs = _guarded(self, policy, divide)
+        graphs = _guarded(self, policy, run_min_cut)
         if graphs is None:  # recompute only values that PyTorch would recompute
             return partition.partition_like_pytorch(gm, joint_inputs, budget=1, **kwargs)
         edits: list[Callable[[partition.Graphs], partition.Graphs]] = [merged]

@@ -56,8 +56,8 @@ class Variants(Partitioner):
         outputs = kwargs["num_fwd_outputs"]
         static = compat.static_inputs(gm.graph, kwargs.get("static_lifetime_input_indices") or ())
         graphs = {
-            name: divide(GraphModule(gm, _copy(gm.graph)), joint_inputs, **kwargs)
-            for name, divide in {"": super().__call__, **self.settings}.items()
+            name: partitioner(GraphModule(gm, _copy(gm.graph)), joint_inputs, **kwargs)
+            for name, partitioner in {"": super().__call__, **self.settings}.items()
         }
         pair = SavedTensors(graphs[""][0].graph, graphs[""][1].graph, outputs, static)
         nodes = {name: _saved(pair, forward.graph) for name, (forward, _) in graphs.items()}
