@@ -258,13 +258,19 @@ def split_from(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
 
     DDPOptimizer passes each part separately to the backend, so the whole graph is read from the Python stack.
     """
-    frame: FrameType | None = sys._getframe() if why_it_ended(graph) is not None else None
-    while frame is not None:
+    for frame in _frames() if why_it_ended(graph) is not None else ():
         if frame.f_globals.get("__name__") == "torch._dynamo.backends.distributed" and "split_gm" in frame.f_locals:
             unsplit: torch.fx.GraphModule | None = frame.f_locals.get("gm")
             return unsplit
-        frame = frame.f_back
     return None
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames of the Python stack, innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class CompiledCall(NamedTuple):
@@ -285,9 +291,8 @@ class CompiledCall(NamedTuple):
 
 def compiled_call() -> CompiledCall | None:
     """Return the innermost compiled call, or None. Torch has no hook (2.11 to 2.15), so this reads the Python stack."""
-    frame: FrameType | None = sys._getframe()
     is_whole, code = False, None
-    while frame is not None:
+    for frame in _frames():
         module = frame.f_globals.get("__name__")
         if module == "torch._dynamo.eval_frame" and frame.f_code.co_name == "compile_wrapper":
             variables = frame.f_locals
@@ -298,7 +303,6 @@ def compiled_call() -> CompiledCall | None:
                 code = frame.f_locals["code"]
         elif module not in ("torch._dynamo.eval_frame", "torch._dynamo.external_utils", "torch.nn.modules.module"):
             is_whole = False
-        frame = frame.f_back
     return None
 
 
@@ -307,21 +311,14 @@ def graphs_in_pre_grad_passes() -> Iterator[torch.fx.GraphModule]:
 
     Inductor runs the passes on the bodies of higher-order operators first, without their caller (2.11 to 2.15).
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in _frames():
         if frame.f_code.co_name == "_recursive_pre_grad_passes":
             yield frame.f_locals["gm"]
-        frame = frame.f_back
 
 
 def is_called_from(module: str) -> bool:
     """Return True if a function of this module is on the Python stack."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_globals.get("__name__") == module for frame in _frames())
 
 
 def compile_in_place(module: torch.nn.Module, **options: Any) -> None:

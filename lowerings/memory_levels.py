@@ -43,6 +43,7 @@ from torch_fused_ops.lowerings.saved_tensors import (
     DATA,
     SAME_ELEMENTS,
     SavedTensors,
+    by_memory,
     has_same_elements,
     readers,
     views_and_readers,
@@ -432,10 +433,7 @@ def _finish(graphs: Graphs, pair: SavedTensors) -> Graphs:
 
 def _parts(pair: SavedTensors) -> Iterator[Node]:
     """Yield saved views that are smaller than the memory behind them, if nothing else needs this memory."""
-    views: dict[Node, list[Node]] = {}
-    for node in pair.saved():
-        views.setdefault(base(node), []).append(node)
-    for source, nodes in views.items():
+    for source, nodes in by_memory(pair.saved()).items():
         if not pair.may_be_written(source) and pair.can_shrink(nodes):
             yield from nodes
 

@@ -34,7 +34,7 @@ from torch.fx import Graph, Node
 from torch_fused_ops.graphs.modules import innermost, module_stack
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings.partition import base, is_gemm, op_types
-from torch_fused_ops.lowerings.saved_tensors import SavedTensors
+from torch_fused_ops.lowerings.saved_tensors import SavedTensors, by_memory
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, without_numbers
 
 log = logging.getLogger("torch_fused_ops")
@@ -80,15 +80,12 @@ def move_to_host(pair: SavedTensors, policy: FusionPolicy) -> None:
     """Move saved tensors of the policy's modules to the host. Record in other tensors' metadata why they stay."""
     if policy.offload is False or prevented():
         return
-    by_memory: dict[Node, list[Node]] = {}
-    for node in pair.saved():
-        if isinstance(node.meta.get("val"), torch.Tensor) and node not in pair.static:
-            by_memory.setdefault(base(node), []).append(node)
+    tensors = [n for n in pair.saved() if isinstance(n.meta.get("val"), torch.Tensor) and n not in pair.static]
     gemms: dict[Node, int] = {}  # the number of GEMMs before each node of the two graphs
     for graph in (pair.forward, pair.backward):
         gemms |= zip(graph.nodes, itertools.accumulate(map(_takes_time, graph.nodes), initial=0), strict=False)
     copies: list[_Copies] = []
-    for memory, views in by_memory.items():
+    for memory, views in by_memory(tensors).items():
         if policy.offloads(enclosing_modules(module_stack(memory))):
             try:
                 copies.append(_move(pair, memory, views, gemms))

@@ -317,13 +317,18 @@ def nbytes(node: Node) -> int:
     return compat.nbytes(value) if isinstance(value, torch.Tensor) else 0
 
 
-def storage_shares(nodes: Iterable[Node]) -> dict[Node, int]:
-    """Return the bytes of memory that each of these saved values occupies. Views of one base share its bytes."""
+def by_memory(nodes: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Group values by the node whose memory they share."""
     views: dict[Node, list[Node]] = {}
     for node in nodes:
         views.setdefault(base(node), []).append(node)
+    return views
+
+
+def storage_shares(nodes: Iterable[Node]) -> dict[Node, int]:
+    """Return the bytes of memory that each of these saved values occupies. Views of one base share its bytes."""
     shares: dict[Node, int] = {}
-    for source, parts in views.items():
+    for source, parts in by_memory(nodes).items():
         total, seen, shared = sum(map(nbytes, parts)), 0, 0
         for part in parts:
             seen += nbytes(part)

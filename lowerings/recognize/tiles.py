@@ -23,6 +23,7 @@ import torch
 from torch.fx import Node, Proxy
 from torch.utils.checkpoint import CheckpointPolicy
 
+from torch_fused_ops.graphs.modules import is_parameter
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.settings import tiles
 
@@ -199,24 +200,33 @@ def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
 
 
 def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
-    """Reject an MLP whose tokens are an argument or result of the graph, which callers may modify, unless PyTorch
-    saves them.
+    """Reject MLPs that read values that callers may modify, unless PyTorch saves these values.
 
-    Under autocast, PyTorch saves a copy in another dtype instead.
+    Callers may modify arguments and results of the graph. The partitioner may recompute other weights from these, if
+    no gradient needs the weights. PyTorch saves a GEMM's operand for the other operand's gradient; under autocast, a
+    copy in another dtype instead. Biases are copied (``memory_levels._save_copies_of_biases``).
     """
     graph = mlp.source.graph
-    caller_owned = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
+    inputs, results = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes
     if not value_of(mlp.last).requires_grad:
         return
-    saves_source = any(
-        mlp.data[input] is mlp.source
-        and value_of(node).dtype == value_of(mlp.source).dtype
-        and value_of(weight).requires_grad
-        for node, (input, weight, *_) in mlp.linears.items()
-    )
-    if not saves_source and analysis.storage(mlp.source) in set(map(analysis.storage, caller_owned)):
-        text = f"the caller may modify its input, {label(mlp.source)}, before backward needs it"
-        raise Rejection(Kind.TILE_CALLERS, text)
+    saved, biases = set[Node](), {bias for _, _, bias, _ in mlp.linears.values()}
+    for node, (input, weight, *_) in mlp.linears.items():
+        for operand, other in ((input, weight), (weight, input)):
+            if value_of(other).requires_grad and value_of(node).dtype == value_of(operand).dtype:
+                saved.add(mlp.data.get(operand, operand))
+    caller_owned = set(map(analysis.storage, (*inputs, *results)))
+    parameters = {analysis.storage(n) for n in (*graph.find_nodes(op="get_attr"), *filter(is_parameter, inputs))}
+    for node in (mlp.source, *mlp.constants):
+        storage, is_saved = analysis.storage(node), node in saved
+        if node is mlp.source:
+            is_safe = is_saved or storage not in caller_owned
+        else:  # autograd does not check the version of a saved view
+            is_checked = node.op == "placeholder" or storage not in caller_owned
+            is_safe = storage in parameters or node in biases or (is_saved and is_checked)
+        if not is_safe:
+            text = f"the caller may modify {label(node)} before backward needs it"
+            raise Rejection(Kind.TILE_CALLERS, text)
 
 
 # ---- the edit --------------------------------------------------------------------------------------------------------

@@ -221,6 +221,43 @@ def test_the_caller_may_write_under_autocast() -> None:
         assert all((a - b).norm() < 0.02 * b.norm() for b, a in zip(*gradients, strict=True))
 
 
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "argument": lambda w: w,
+    "view": lambda w: w.view(-1).view(HIDDEN, FFN).t(),
+    "computed": lambda w: w * 1.0,
+}
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_the_caller_may_write_weights_that_are_arguments(weight: str, is_saved: bool) -> None:
+    """Autograd saves a weight if the layer's input needs a gradient, and checks the version of the weight itself."""
+
+    def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        w = WEIGHTS[weight](w)
+        return F.linear(F.gelu(F.linear(x, w if w.shape[0] == FFN else w.t())), v)
+
+    w, v = (torch.randn(s, dtype=torch.double, requires_grad=True) for s in ((FFN, HIDDEN), (HIDDEN, FFN)))
+    x = torch.randn(50, HIDDEN, dtype=torch.double, requires_grad=is_saved)
+    fn = compiled(mlp, strict=False)
+
+    def gradients(call: Callable[..., Tensor]) -> Any:
+        w_argument = w.detach().clone().requires_grad_()
+        loss = call(x, w_argument, v).square().sum()
+        with torch.no_grad():
+            w_argument.add_(1.0)
+        return torch.autograd.grad(loss, (w_argument, v))
+
+    (site,) = sites(mlp, x, w, v)
+    assert (site.tiles_kind is Kind.TILE_CALLERS) == (not is_saved or weight == "view")
+    if not is_saved:
+        torch.testing.assert_close(gradients(fn), gradients(mlp))
+    elif weight == "argument":
+        for call in (mlp, fn):
+            harness.raises(RuntimeError, "modified by an inplace operation", gradients, call)
+
+
 @pytest.mark.codegen_is_slow
 def test_hooks_of_a_parameter_run_once() -> None:
     module, x = SwiGLU(), torch.randn(50, HIDDEN)
