@@ -2,7 +2,7 @@
 
 AOTAutograd marks each call inside a checkpoint in the joint graph: ``meta["ac_graph_id"]`` is the number of the
 outermost checkpoint, and ``meta["recompute"]`` the decision of its policy. PyTorch's partitioner then saves nothing
-inside a checkpoint, so a level has no effect there. Without the marks, it partitions the graph as if the model had no
+inside a checkpoint, so levels change nothing. Without the marks, it partitions the graph as if the model had no
 checkpoint.
 """
 
