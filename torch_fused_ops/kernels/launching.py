@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-call"
 """Provide the parts that hand-written Triton kernels share: Triton's import, and launches."""
 
 from __future__ import annotations

@@ -213,8 +213,11 @@ def specialized(jit: Any, args: Sequence[Any], options: Mapping[str, Any], gpu: 
             raise TypeError(f"{jit.__name__}({names}) does not accept these arguments: {error.args[0]}") from error
     constants = {jit.arg_names[i]: value for (i,), value in constants.items()}
     configuration = Configuration({}, options.get("num_warps", 4), options.get("num_stages"))
-    flags = {name: value for name, value in launch_options.items() if name not in ("num_warps", "num_stages")}
-    return Kernel(jit, signature, constants, attrs, {"enable_fp_fusion": True, **flags}, (configuration,)), values
+    flags = {"enable_fp_fusion": True, **launch_options}
+    for name in ("num_warps", "num_stages"):
+        flags.pop(name, None)
+    kernel = Kernel(jit, signature, constants, attrs, flags, (configuration,))
+    return kernel, values
 
 
 def _nvidia_code(compiled: Any) -> tuple[Any, ...]:
