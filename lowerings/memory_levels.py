@@ -124,15 +124,11 @@ def _plan_without_gemm(pair: SavedTensors, node: Node) -> Recomputation | None:
     except Rejection:
         return None
     added = planner.bytes_added(recomputation)
-    if is_of_activation(node) or _feeds_only_linear_layers(pair, node):
+    feeds_only_linear_layers = all(map(is_linear, readers(pair.in_backward[node])))
+    if is_of_activation(node) or feeds_only_linear_layers:
         return None if added else recomputation
     saves_bytes = added < pair.cost([node], alongside=planner.remaining)
     return recomputation if saves_bytes and _repeats_a_smaller_tensor(recomputation) else None
-
-
-def _feeds_only_linear_layers(pair: SavedTensors, node: Node) -> bool:
-    """Return True if backward reads a saved tensor in GEMMs of linear layers only."""
-    return all(map(is_linear, readers(pair.in_backward[node])))
 
 
 def _repeats_a_smaller_tensor(recomputation: Recomputation) -> bool:

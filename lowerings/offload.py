@@ -240,7 +240,11 @@ def keep_order(nodes: Sequence[Any]) -> None:
     for node in filter(_is_copy, nodes):
         results = (buffer.get_name() for buffer in node.node.outputs)
         V.graph.unaligned_buffers.difference_update(node.get_buffer_names(), results)
-    fixed = [node for node in nodes if _is_copy(node) or node.is_template() or _is_library_call(node)]
+    fixed = [
+        node
+        for node in nodes
+        if _is_copy(node) or node.is_template() or (node.is_extern() and not isinstance(node.node, ir.MultiOutput))
+    ]
     for before, after in itertools.pairwise(fixed):
         if _is_copy(before) or _is_copy(after):
             name, other = (next(iter(node.get_buffer_names())) for node in (before, after))
@@ -250,7 +254,3 @@ def keep_order(nodes: Sequence[Any]) -> None:
 def _is_copy(node: Any) -> bool:
     operator = getattr(getattr(node, "node", None), "op_overload", None)
     return getattr(operator, "namespace", "") == "ao"
-
-
-def _is_library_call(node: Any) -> bool:
-    return bool(node.is_extern()) and not isinstance(node.node, ir.MultiOutput)

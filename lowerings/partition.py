@@ -336,7 +336,9 @@ def _unsafe_to_recompute(
     """
     outputs: int = kwargs["num_fwd_outputs"]
     forward = graphs[0].graph
-    caller_owned = _caller_owned(forward, outputs, kwargs.get("static_lifetime_input_indices") or ())
+    static = kwargs.get("static_lifetime_input_indices") or ()
+    arguments = {n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i not in static}
+    caller_owned = arguments.union(n for n in _returned(forward)[:outputs] if isinstance(n, Node))
     recomputed = _recomputed_from(_saved_memory_of(caller_owned, forward, outputs), graphs)
     if not recomputed:
         return []
@@ -351,12 +353,6 @@ def _unsafe_to_recompute(
         newly_checked = {n for n in recomputed if by_default.isdisjoint((n.name, base(n).name))}
         must_save += _values_from(newly_checked, recomputed, in_memory)
     return list(dict.fromkeys(must_save))
-
-
-def _caller_owned(forward: Graph, outputs: int, static: Collection[int]) -> set[Node]:
-    """Return forward's results and its arguments, except parameters and buffers."""
-    arguments = {n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i not in static}
-    return arguments.union(n for n in _returned(forward)[:outputs] if isinstance(n, Node))
 
 
 def _saved_memory_of(caller_owned: Collection[Node], forward: Graph, outputs: int) -> list[Node]:
