@@ -27,6 +27,7 @@ from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.quantized import ACTIVATIONS, QUANTIZED, RESULTS
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.graphs.modules import insert_call
 from torch_fused_ops.lowerings import operators, partition, programs
 from torch_fused_ops.lowerings.partition import VIEWS, Graphs
 
@@ -254,13 +255,13 @@ def _round_once(graph: Graph) -> None:
     exact input gives the same numbers as quantizing the copy, except for the smallest numbers.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
-        values, scales = _fake_args(node.args)
+        values, scales = (a.meta["val"] for a in node.all_input_nodes)
         columns, producer = float8.columns_of(values, scales, 1), node.args[0]
         if producer.target is operator.getitem and _is_quantize(producer.args[0], 1, columns):
             with graph.inserting_before(node):
-                transpose = _call(graph, aten.permute.default, producer.args[0].args[0], [1, 0])
+                transpose = insert_call(graph, aten.permute.default, producer.args[0].args[0], [1, 0])
                 block = float8.block_of_columns(columns)
-                node.replace_all_uses_with(_call(graph, fused.quantize.default, transpose, *block))
+                node.replace_all_uses_with(insert_call(graph, fused.quantize.default, transpose, *block))
 
 
 class _Uses(NamedTuple):
@@ -293,19 +294,6 @@ def _is_quantize(node: Node, rows: Any, columns: int = BLOCK) -> bool:
     return node.target is fused.quantize.default and (*node.args[1:], BLOCK)[:2] == (rows, columns)
 
 
-def _fake_args(args: Sequence[Any]) -> list[Any]:
-    """Return a call's arguments with fake values in place of nodes."""
-    return [a.meta["val"] if isinstance(a, Node) else a for a in args]
-
-
-def _call(graph: Graph, target: Any, *args: Any) -> Node:
-    """Insert a call with its fake value."""
-    node = graph.call_function(target, args)
-    with torch.no_grad():
-        node.meta["val"] = target(*_fake_args(args))
-    return node
-
-
 def _replace_pair(graph: Graph, old: Sequence[Node], values: Node, scales: Node) -> None:
     """Redirect users of ``quantize`` calls to these values and scales."""
     for node in old:
@@ -315,7 +303,7 @@ def _replace_pair(graph: Graph, old: Sequence[Node], values: Node, scales: Node)
 
 
 def _results(graph: Graph, node: Node) -> list[Node]:
-    return [_call(graph, operator.getitem, node, i) for i in range(len(node.meta["val"]))]
+    return [insert_call(graph, operator.getitem, node, i) for i in range(len(node.meta["val"]))]
 
 
 def _merge(graph: Graph, node: Node) -> None:
@@ -331,7 +319,7 @@ def _merge(graph: Graph, node: Node) -> None:
         if not (uses.rows and uses.columns) or (width == MX_BLOCK and not uses.sums):
             continue
         with graph.inserting_after(node):
-            quantized = _call(graph, fused.quantize_both.default, node, width)
+            quantized = insert_call(graph, fused.quantize_both.default, node, width)
         with graph.inserting_after(quantized):
             parts = _results(graph, quantized)
         _replace_pair(graph, uses.rows, *parts[:2])
@@ -387,8 +375,8 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     of_columns = 1 if width == MX_BLOCK else BLOCK
     of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, of_columns, width).columns]
     with graph.inserting_before(node):
-        flat = [_call(graph, aten.reshape.default, t, [-1, t.meta["val"].shape[-1]]) for t in (grad, *data)]
-        fused_call = _call(graph, QUANTIZED[op], *flat, *args[len(tensors) :], width)
+        flat = [insert_call(graph, aten.reshape.default, t, [-1, t.meta["val"].shape[-1]]) for t in (grad, *data)]
+        fused_call = insert_call(graph, QUANTIZED[op], *flat, *args[len(tensors) :], width)
         fused_call.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         parts = _results(graph, fused_call)
     for i, (rows, columns, sums) in enumerate(of_gradients):
@@ -397,7 +385,7 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
         _replace_pair(graph, columns, values_t, scales_t)
         for total in sums:
             with graph.inserting_before(total):
-                summed = _call(graph, aten.sum.dim_IntList, tiles, *total.args[1:])
-                summed = _call(graph, prims.convert_element_type.default, summed, total.meta["val"].dtype)
+                summed = insert_call(graph, aten.sum.dim_IntList, tiles, *total.args[1:])
+                summed = insert_call(graph, prims.convert_element_type.default, summed, total.meta["val"].dtype)
             total.replace_all_uses_with(summed)
     _replace_pair(graph, of_result, *parts[-2:])

@@ -225,7 +225,8 @@ class PreGradPass(Pass, CustomGraphPass):
         sites = rewrite(graph, policy)
         checkpoint = checkpoints.around_pass()
         sites = tuple(checkpoints.without_effect(site, checkpoint, policy) for site in sites)
-        fusion_events.tell(graph, sites)
+        for observer in fusion_events.observers():
+            observer.tell(graph, sites)
         for site in sites:
             level = f"; {site.level}. {site.memory_kind.hint}" if site.memory_kind is not None else ""
             log.info("%s: %s%s", site.source, site.op or f"not fused: {site.reason}", level)
@@ -276,7 +277,8 @@ class Partitioner(Pass, CustomPartitionerFn):
         """Called with the attention of a joint graph for which the policy requests a level. Reports override it."""
         from torch_fused_ops.lowerings import strict  # not earlier: it imports the operators
 
-        fusion_events.tell_attention(sites)
+        for observer in fusion_events.observers():
+            observer.attention(sites)
         strict.add_attention(policy, sites)
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -398,7 +400,8 @@ def _guarded(graph_pass: Pass, policy: FusionPolicy, run: Callable[[], Any]) -> 
         if policy.strict:
             raise
         reason = f"{graph_pass.name}: {type(error).__name__}: {error}"
-        fusion_events.failed(reason)
+        for observer in fusion_events.observers():
+            observer.failed(reason)
         if reason not in _logged:
             _logged.add(reason)
             log.warning("a pass failed and left the graph as it was (%s). Please report it.", reason, exc_info=True)

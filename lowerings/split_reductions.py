@@ -25,6 +25,7 @@ import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
 from torch_fused_ops.declaration import DATA, PointwiseOperator, pointwise_operators
+from torch_fused_ops.graphs.modules import insert_call
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import VIEWS
 
@@ -94,9 +95,9 @@ def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
     if not all(matches) or not all(_is_bias_gradient(part, operators) for part in parts):
         return
     with graph.inserting_before(total):
-        rows = [_call(graph, total, aten.reshape.default, part, [1, -1]) for part in parts]
-        gathered = _call(graph, total, aten.cat.default, rows)
-        result = _call(graph, total, aten.sum.dim_IntList, gathered, [0])
+        rows = [insert_call(graph, aten.reshape.default, part, [1, -1], like=total) for part in parts]
+        gathered = insert_call(graph, aten.cat.default, rows, like=total)
+        result = insert_call(graph, aten.sum.dim_IntList, gathered, [0], like=total)
     total.replace_all_uses_with(result)
     added = [total]
     while added:
@@ -120,14 +121,6 @@ def _is_bias_gradient(node: Node, operators: Container[Any]) -> bool:
         sums += node.target is aten.sum.dim_IntList
         node = cast(Node, node.args[0])
     return sums == 1 and node.target in operators
-
-
-def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert a call with its fake value and ``like``'s metadata."""
-    node = graph.call_function(target, args, kwargs)
-    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-    node.meta = {**like.meta, "val": target(*values, **kwargs)}
-    return node
 
 
 def _prepare_edit(node: Node, operators: Mapping[Any, PointwiseOperator]) -> _Edit | None:
@@ -172,7 +165,7 @@ def _sum_in_operator(graph: Graph, node: Node, bias: int, sums: Sequence[Node]) 
         with graph.inserting_before(total):
             summed = graph.call_function(operator.getitem, (node, bias))
             summed.meta = {**total.meta, "val": zeros.meta["val"]}
-            shaped = _call(graph, total, aten.reshape.default, summed, list(total.meta["val"].shape))
+            shaped = insert_call(graph, aten.reshape.default, summed, list(total.meta["val"].shape), like=total)
         total.replace_all_uses_with(shaped)
         graph.erase_node(total)
 
@@ -191,7 +184,7 @@ def _sums(d: Node) -> list[Node]:
 
 
 def _sum_blocks(graph: Graph, total: Node, rows: int) -> None:
-    d, value, call = cast(Node, total.args[0]), total.meta["val"], partial(_call, graph, total)
+    d, value, call = cast(Node, total.args[0]), total.meta["val"], partial(insert_call, graph, like=total)
     with graph.inserting_before(total):
         wide = torch.float64 if value.dtype == torch.float64 else torch.float32
         blocks = call(aten.reshape.default, d, [-1, rows, d.meta["val"].shape[-1]])

@@ -29,11 +29,6 @@ def value_of(node: Node) -> torch.Tensor:
     return value
 
 
-def is_plain(value: torch.Tensor) -> bool:
-    """Return True for an ordinary tensor. Subclasses may define other arithmetic."""
-    return type(value) in _PLAIN
-
-
 def check_plain(node: Node) -> None:
     """Reject a node whose value operators do not accept.
 
@@ -41,7 +36,7 @@ def check_plain(node: Node) -> None:
         Rejection: the value is a tensor subclass or a transform's wrapper, or its dtype is not real and floating.
     """
     value = value_of(node)
-    if not is_plain(value):
+    if type(value) not in _PLAIN:  # subclasses may define other arithmetic
         text = f"{label(node)} returns a {type(value).__name__}: tensor subclasses are not fused"
         raise Rejection(Kind.SUBCLASS, text)
     if torch._C._functorch.is_functorch_wrapped_tensor(value):

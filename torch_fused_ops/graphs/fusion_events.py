@@ -75,19 +75,6 @@ def before(graph: Graph, policy: FusionPolicy) -> None:
             log.warning("record: a graph could not be noted", exc_info=True)
 
 
-def tell(graph: Graph, sites: Sequence[Site]) -> None:
-    """Tell the observers which sites the fusion pass has found in a graph."""
-    for observer in _observers.get():
-        observer.tell(graph, sites)
-
-
-def tell_attention(sites: Sequence[AttentionSite]) -> None:
-    """Tell the observers the effect of a policy's level on the attention of a joint graph."""
-    for observer in _observers.get():
-        observer.attention(sites)
-
-
-def failed(reason: str) -> None:
-    """Tell the observers that the fusion pass has failed on a graph and left it unchanged."""
-    for observer in _observers.get():
-        observer.failed(reason)
+def observers() -> Sequence[Observer]:
+    """Return the observers to call now."""
+    return _observers.get()

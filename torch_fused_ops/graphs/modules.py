@@ -1,10 +1,12 @@
-"""Find the modules that the nodes of a captured graph come from."""
+"""Find the modules that the nodes of a captured graph come from, and insert nodes."""
 
 from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
+import torch
 from torch import fx, nn
 
 # The prefix of Dynamo's path to the model: a variable, and the lookups from it to the model. A lookup can be an element
@@ -69,6 +71,15 @@ def marked_clamp(node: fx.Node) -> float | None:
     """Return the clamp of the activation to which a node belongs; None if it has none, or the node is not marked."""
     clamp: float | None = node.meta.get("custom", {}).get(_ACTIVATION)
     return clamp
+
+
+def insert_call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    """Insert a call with its fake value, and with the other metadata of ``like``."""
+    node = graph.call_function(target, args, kwargs)
+    values: Any = fx.node.map_arg(args, lambda argument: argument.meta["val"])
+    with torch.no_grad():
+        node.meta = {**({} if like is None else like.meta), "val": target(*values, **kwargs)}
+    return node
 
 
 def is_parameter(node: fx.Node) -> bool:
