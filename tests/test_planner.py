@@ -512,11 +512,11 @@ class Counted(TorchDispatchMode):
 
 
 class Classifier(nn.Module):
-    """Three layers and a head; forward returns logits."""
+    """Layers and a head; forward returns logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(MLP(32, 128) for _ in range(3))
+        self.layers = nn.ModuleList(MLP(32, 128) for _ in range(layers))
         self.head = nn.Linear(32, 1000, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -664,7 +664,7 @@ class Causal(nn.Module):
 
     def __init__(self, results: str) -> None:
         super().__init__()
-        self.results, self.classifier = results, Classifier()
+        self.results, self.classifier = results, Classifier(layers=1)
 
     def forward(self, x: Tensor) -> Any:
         logits = self.classifier(x)

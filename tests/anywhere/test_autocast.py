@@ -210,7 +210,7 @@ INSIDE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
 BACKWARDS = ("grad", "vmap of grad")  # need CUDA streams: test_gradients_have_their_inputs_dtypes
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("inside", [k for k in INSIDE if k not in BACKWARDS])
 @pytest.mark.parametrize("name", [name for name in SOFTMAXES if name not in SLICED])
 def test_softmax_widens_on_gpus(name: str, inside: str) -> None:

@@ -72,6 +72,7 @@ def test_every_operator_stays_in_the_graph(memory: str, strict: bool) -> None:
         torch.testing.assert_close(program.module()(*args), model(*args), rtol=0, atol=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_fused_mlp_exports_at_every_memory_level(strict: bool, level: str) -> None:
@@ -154,7 +155,7 @@ def test_decompositions_raise_the_operators_errors() -> None:
     raises(TypeError, "differentiable='no' is not accepted", tfo.decompositions, differentiable="no")
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", tfo.activations.names())
 def test_a_decomposed_program_may_be_trained(name: str) -> None:
     """First and second gradients are right, also at 0, where formulas with |x| have no derivative."""

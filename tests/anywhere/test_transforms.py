@@ -385,7 +385,7 @@ INSIDE: dict[str, Callable[[Fn, int], Fn]] = {
 }
 
 
-@pytest.mark.covering(every=4)
+@pytest.mark.covering(every=7)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", BATCHES)
 def test_vmap_equals_a_loop_over_examples(name: str, inside: str, recwarn: pytest.WarningsRecorder) -> None:

@@ -73,6 +73,7 @@ def test_softmax_moves_only_inputs_and_results(variant: str, sk: int) -> None:
     assert paper.saved_bytes() == scores(sk, 1)
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("case", ["", " causal", " mask"])
 def test_softmax_moves_at_most_plains_bytes(case: str) -> None:
     """Plain needs a kernel to build a causal mask, and reads every mask in backward."""
@@ -129,6 +130,7 @@ def test_windows_read_no_mask_and_disable_loads() -> None:
         assert loads and all(re.search(r"r0_mask & tmp\d+", load) for load in loads)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("sk", [512, 4096])
 def test_bias_scale_and_dropout_fuse_into_the_softmax_kernel(sk: int) -> None:
 

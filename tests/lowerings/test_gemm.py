@@ -66,7 +66,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(every=16)
+@pytest.mark.covering(every=32)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
@@ -254,7 +254,7 @@ class ExpertsInFloat8(Experts):
         return product(FF.swiglu(gate, up), self.down.transpose(-2, -1), self.ends)  # type: ignore[no-any-return]
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=4)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("memory", ("free", "off", "fp8", "input"))
 def test_compiled_experts_equal_eager_float8(memory: str) -> None:

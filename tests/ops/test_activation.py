@@ -63,7 +63,7 @@ def case_id(case):
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(every=16)
+@pytest.mark.covering(every=28)
 @pytest.mark.parametrize(
     "sample", [s for op in OPERATORS for make in (samples, backward_samples) for s in make(op)], ids=str
 )

@@ -194,7 +194,10 @@ def test_attention_uses_the_gpus_kernel(dtype, kernel):
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "operators"),
-    [(torch.float32, 2, {"mm", "bmm"}), (BF16, 2, {"aten._scaled_dot_product_flash_attention"})],
+    [
+        pytest.param(torch.float32, 2, {"mm", "bmm"}, marks=pytest.mark.slow),
+        (BF16, 2, {"aten._scaled_dot_product_flash_attention"}),
+    ],
 )
 def test_grouped_queries_use_flash_attention_or_gemms(dtype, heads, operators):
     """The memory-efficient kernel does not support groups, so float32 uses plain GEMMs."""
@@ -203,7 +206,7 @@ def test_grouped_queries_use_flash_attention_or_gemms(dtype, heads, operators):
     assert set(paper.forward.extern) <= operators
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_a_checkpoint_around_attention_saves_its_inputs_only(dtype):
     """The checkpoint does not save a GPU's random state, because a described GPU has no generator."""
     qkv = [meta(2, 4, 128, 64, dtype=dtype, requires_grad=True) for _ in range(3)]

@@ -38,7 +38,7 @@ def kinds(audit: virtual_gpu.Audit) -> list[str]:
     return [finding.kind for finding in audit.findings]
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("warps", [1, 4, 8])
 @pytest.mark.parametrize("block", [64, 1024])
 def test_correct_kernels_have_no_findings(block: int, warps: int) -> None:
