@@ -104,12 +104,11 @@ def test_described_gpus_and_optimizers_are_accepted() -> None:
 
 def test_shapes_are_static_after_other_sizes_were_compiled() -> None:
     """By default, Dynamo makes the number of tokens symbolic at the second size."""
-    with torch.device("meta"):
-        model = models.Llama(models.Config(layers=1, width=64, hidden=128, heads=4, context=64, vocabulary=64))
+    model = Net(lambda s, x: loss(s.mlp(x)), mlp=MLP(8, 32)).to("meta")
     for length in (16, 24):
-        tokens = torch.zeros(2, length, dtype=torch.long, device="meta")
-        torch.compile(model, backend="eager")(tokens, tokens)
-        (graph,) = captured_model(model, (tokens, tokens), {}).graphs
+        x = torch.empty(2, length, 8, device="meta")
+        torch.compile(model, backend="eager")(x)
+        (graph,) = captured_model(model, (x,), {}).graphs
         values = [node.meta.get("example_value") for node in graph.gm.graph.nodes]
         assert all(type(size) is int for value in values if isinstance(value, torch.Tensor) for size in value.shape)
 
@@ -323,7 +322,7 @@ def test_choice_is_within_2_percent_of_the_best(seed: int, equal: bool) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("units", [7, 40])
+@pytest.mark.parametrize("units", [7, 20])
 def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
     candidates = search.candidates(random_step(units, 1, equal), LEVELS)
     peaks = sorted({candidate.summary.peak for candidate in candidates})

@@ -231,7 +231,7 @@ def test_gradients_are_eagers_or_raise(part: int, seconds: float, monkeypatch: p
     monkeypatch.setattr(verify, "_call_by_call", separate_versions)
     counts: Counter[str] = Counter()
     r, end = random.Random(part), time.monotonic() + seconds
-    for i in range(10**9 if seconds else 12):
+    for i in range(10**9 if seconds else 8):
         check_program(Program(r), list(POLICIES)[i % len(POLICIES)], counts, generated=bool(seconds))
         if seconds and time.monotonic() > end:
             break
