@@ -167,7 +167,8 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
 def _choose(analysis: GraphAnalysis, policy: FusionPolicy, candidates: list[Candidate], *, saves: bool) -> None:
     """Apply the policy to each proved activation: linear layers in float8, a memory level, tiles.
 
-    If eager's rounding is required, only the levels without tiles apply.
+    If eager's rounding is required, only the levels without tiles apply, and not to an autograd function: tracing does
+    not copy marks into its body.
     """
     in_tiles = set[Node]()
     for candidate in candidates:
@@ -180,7 +181,8 @@ def _choose(analysis: GraphAnalysis, policy: FusionPolicy, candidates: list[Cand
             candidate.linears = gemms.Linears(recipe, rejected=[(candidate.gemms[0], candidate.rejection)])
         elif recipe in RECIPES:
             candidate.linears = gemms.linears(analysis, subgraph.inputs, results(analysis, subgraph), recipe)
-        if not (saves and value_of(subgraph.output).requires_grad):
+        is_unmarked = bool(candidate.rejection) and any(map(analysis.custom, subgraph.calls))
+        if is_unmarked or not (saves and value_of(subgraph.output).requires_grad):
             continue
         candidate.memory = policy.memory_of(modules)
         count = requested_tiles(candidate.memory)
