@@ -682,8 +682,7 @@ def _cost_of_logits(plan: tfo.Plan) -> list[float]:
     return [float(number) * MiB for number in re.findall(r"\+([\d.]+) MiB", line)]
 
 
-def test_logits_beside_the_loss_are_reported() -> None:
-    assert len(_cost_of_logits(_plan_of("both"))) == 2
+def test_logits_beside_the_loss_are_noted() -> None:
     notes = tfo.explain(Causal("both").bfloat16(), torch.randn(64, 32, dtype=torch.bfloat16)).notes
     assert notes == ("125.0 KiB are returned beside the loss, and backward allocates gradients of zeros as large: "
                      "return only the loss, or detach the other results",)  # fmt: skip

@@ -97,7 +97,7 @@ def test_swiglu_is_in_gemm_epilogues() -> None:
     assert stores(kernel_with(paper.backward, "glu_glu_backward")) == 3
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(every=18)
 @pytest.mark.parametrize("rows", [1, 2, 16])
 @pytest.mark.parametrize("model", [GeluMLP, SwiGLU])
 @pytest.mark.parametrize("config", [{}, {"coordinate_descent_tuning": True}, GEMM_TEMPLATES], ids=str)

@@ -54,7 +54,7 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
     assert torch.equal(values.view(torch.uint8)[compared], e_values.view(torch.uint8)[compared])
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     ("shape", "dtype", "columns"),
     [
