@@ -526,7 +526,7 @@ def test_fp8_rejects_tight_clamps(clamp: float, first_limit: float | None, eager
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS[::-1])
 @pytest.mark.parametrize("must_save", [(), GEMMS], ids=["full", "selective"])
 def test_checkpointed_regions_stay_checkpointed(must_save: tuple[Any, ...], level: str) -> None:
     """Results that selective checkpointing saves stay saved."""
