@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_fused_ops import formulas
 from torch_fused_ops.operators.autograd import REGISTERED
+
+if TYPE_CHECKING:
+    from torch_fused_ops.formulas import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
