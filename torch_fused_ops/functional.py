@@ -364,10 +364,11 @@ def bias_dropout_add(
     Returns:
         (..., n), in residual's dtype, or in x's dtype if residual is None. Errors: see the module's conventions.
     """
-    for name, value in (("bias", bias), ("residual", residual)):
-        _check(name, value, "Optional[Tensor]")
-    for name, value, type_name in (("x", x, "Tensor"), ("p", p, "float"), ("training", training, "bool")):
-        _check(name, value, type_name)
+    _check("x", x, "Tensor")
+    _check("bias", bias, "Optional[Tensor]")
+    _check("residual", residual, "Optional[Tensor]")
+    _check("p", p, "float")
+    _check("training", training, "bool")
     if not 0 <= p <= 1:
         raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
     # Check x here: the operator's messages would call it input, and nothing else checks it if nothing is dropped.

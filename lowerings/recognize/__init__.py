@@ -111,9 +111,9 @@ def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any,
         sites += [(site.node, dropout_site(analysis, site)) for site in dropouts]
         fused = [site for site in dropouts if site.reason is None]
         edits = [*_edits(proved), *dropout.fuse(fused), *gemms.fuse(analysis, recipes)] if apply else []
-        for candidate in candidates if apply else ():
-            for node in candidate.unrounded.calls if candidate.unrounded else ():
-                mark_activation(canonical.originals.get(node, node), candidate.unrounded.match.clamp)
+        for unrounded in (candidate.unrounded for candidate in candidates if apply and candidate.unrounded):
+            for node in unrounded.calls:
+                mark_activation(canonical.originals.get(node, node), unrounded.match.clamp)
         if edits:
             replace(graph, edits)
             replaced = {site.node for site in fused}.union(*(subgraph.calls for _, subgraph in proved))
