@@ -637,7 +637,7 @@ def test_programs():
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("part", "programs"), [(0, 5), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in (1, 2))]
+    ("part", "programs"), [(0, 3), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in (1, 2))]
 )
 def test_programs_at_a_memory_level(monkeypatch, part, programs, level):
     """A program's training step equals eager mode. If a pass fails, the test fails."""
