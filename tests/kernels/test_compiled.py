@@ -86,9 +86,7 @@ def formula_results(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Tenso
         compiled._KERNELS.update(saved)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "bias" else pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "bias" else pytest.mark.slow) for n in CASES])
 def test_one_kernel_serves_every_size(name: str, kernels: dict[Any, Any]) -> None:
     """One kernel serves all sizes. It returns the same bits as torch.compile's kernel for one size."""
     operator, arguments = CASES[name]

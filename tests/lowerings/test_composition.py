@@ -348,8 +348,9 @@ class UserPass(CustomGraphPass):
 
 
 def step() -> Compiled:
-    """Compile an MLP with the current settings."""
-    return compiled(MLP(width=16), torch.randn(4, 16, requires_grad=True))
+    """Compile an MLP with the current settings, for inference."""
+    with torch.no_grad():
+        return compiled(MLP(width=16), torch.randn(4, 16))
 
 
 KINDS: dict[str, Callable[[UserPass], Any]] = {
