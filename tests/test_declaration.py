@@ -144,8 +144,8 @@ def test_a_declared_operator_gets_everything() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"tensors": {"bias": "per_column?", "input": "data"}}, "data comes first"),
-        ({"tensors": {"input": "packed", "other": "data"}}, "data comes first, packed data alone"),
+        ({"tensors": {"bias": "per_column?", "input": "data"}}, "data must come first"),
+        ({"tensors": {"input": "packed", "other": "data"}}, "data must come first, and packed data alone"),
         ({"tensors": {"input": "packed"}}, "packed data has a layout"),
         ({"scalars": {"gain": "float", "activation": "str"}}, "the activation comes first"),
         ({"rules": (finite("offset"),)}, "name no scalars"),

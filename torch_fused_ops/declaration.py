@@ -200,10 +200,7 @@ class Operator:
     @cached_property
     def scalar_arguments(self) -> tuple[Argument, ...]:
         """The operator's scalar arguments with their defaults, in the schema's order."""
-        return tuple(
-            Argument(name, scalar, default=default if equals else None)
-            for name, (scalar, equals, default) in ((n, t.partition("=")) for n, t in self.scalars.items())
-        )
+        return arguments_of(**self.scalars)
 
     @cached_property
     def forward(self) -> Signature:
