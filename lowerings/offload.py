@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -209,23 +210,33 @@ def _takes_time(node: Node) -> bool:
 
 def _overlap(pair: SavedTensors, copies: Sequence[_Copies]) -> None:
     """Move each wait in forward, and each reload in backward, as far from its other end as two layers are apart."""
-    layers: dict[Any, list[_Copies]] = {}  # the same tensor of all layers, in forward's order
-    numbers: Counter[Any] = Counter()  # a layer may have several tensors of a kind
-    for copy in sorted(copies, key=lambda copy: copy.begins):
-        layers.setdefault((copy.kind, numbers[copy.kind, copy.module]), []).append(copy)
-        numbers[copy.kind, copy.module] += 1
-    neighbors = [two for same in layers.values() for two in itertools.pairwise(same)]
+    in_order = sorted(copies, key=lambda copy: copy.begins)
+    out, back = windows((copy.module, copy.kind, copy.begins, copy.ends) for copy in in_order)
     forward, backward = (list(filter(_takes_time, graph.nodes)) for graph in (pair.forward, pair.backward))
-    window = _median([later.begins - copy.begins for copy, later in neighbors], len(forward))
     for copy in copies:
-        [*forward, pair.output_node][min(copy.begins + window, len(forward))].prepend(copy.host)
-    window = _median([copy.ends - later.ends for copy, later in neighbors], len(backward))
+        [*forward, pair.output_node][min(copy.begins + out, len(forward))].prepend(copy.host)
     for copy in sorted(copies, key=lambda copy: copy.ends):
-        backward[max(0, copy.ends - window)].prepend(copy.reload)
+        backward[max(0, copy.ends - back)].prepend(copy.reload)
 
 
-def _median(distances: Iterable[int], otherwise: int) -> int:
-    return max(1, statistics.median_low([*distances] or [otherwise]))
+def windows(tensors: Iterable[tuple[str, object, int, int]]) -> tuple[int, int]:
+    """Return during how many GEMMs a copy to the host runs, and a copy back: as many as separate two layers.
+
+    This is the median over all tensors that the next layer has, too; without such tensors, the whole graph.
+
+    Args:
+        tensors: (module, kind, GEMMs in forward before its copy, GEMMs in backward before its first reader) of each
+            tensor that moves, in forward's order. The same tensor of all layers has one kind.
+    """
+    layers: dict[object, list[tuple[int, int]]] = {}  # the same tensor of all layers
+    numbers: Counter[object] = Counter()  # a layer may have several tensors of a kind
+    for module, kind, begins, ends in tensors:
+        layers.setdefault((kind, numbers[kind, module]), []).append((begins, ends))
+        numbers[kind, module] += 1
+    neighbors = [two for same in layers.values() for two in itertools.pairwise(same)]
+    distances = [(later[0] - layer[0], layer[1] - later[1]) for layer, later in neighbors] or [(sys.maxsize,) * 2]
+    out, back = (max(1, statistics.median_low(kind)) for kind in zip(*distances, strict=True))
+    return out, back
 
 
 # ---- the order of the generated calls --------------------------------------------------------------------------------

@@ -5,26 +5,25 @@ runs the copies one after the other, in the order in which they are queued, at t
 (``ao::offload``), one stream serves both directions: forward copies to the host, and backward copies back. A call that
 waits for a copy delays all later calls.
 
-``Schedule.moves`` places copies and waits as ``lowerings/offload.py`` does. Its figures only rank candidates: the
-chosen step is compiled, and the copies of the generated code are simulated.
+``Schedule.moves`` places copies and waits with the windows of ``lowerings/offload.py``. Its figures only rank
+candidates: the chosen step is compiled, and the copies of the generated code are simulated.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from torch_fused_ops.lowerings.offload import MIN_BYTES, windows
 from torch_fused_ops.planner.fsdp import PlacedSegment
 from torch_fused_ops.policy import enclosing_modules, without_numbers
 from torch_fused_ops.virtual_gpu.timeline import Copy, Stored, Timeline
 
 LATENCY = 20e-6  # seconds of a copy's launch and completion; assumed
-MIN_BYTES = 1 << 20  # ``lowerings/offload.py`` leaves smaller tensors on the device
 # How long a step may wait for copies, relative to its time; and the share of the tensors that may move without a wait.
 # Small shares need less of the host's memory, and are chosen if they suffice.
 CHOICES = ((0.0, 0.25), (0.0, 0.5), (0.0, 0.75), (0.0, 1.0), (0.02, 1.0), (0.1, 1.0), (math.inf, 1.0))
@@ -91,25 +90,14 @@ class Schedule:
         return delay
 
     def moves(self, chosen: Iterable[Stored]) -> list[tuple[Copy, Copy]]:
-        """Return the copy to the host and the copy back of each chosen tensor, as ``lowerings/offload.py`` places them.
-
-        A copy runs during as many GEMMs as separate a tensor from the same tensor of the next layer (the median).
-        """
+        """Return each chosen tensor's copies, to the host and back, as ``lowerings/offload.py`` places them."""
         copies: list[tuple[Copy, Copy]] = []
         for ends, graph in itertools.groupby(sorted(chosen, key=lambda s: (s.ends, s.ready)), key=lambda s: s.ends):
             tensors = list(graph)
             places = [(self._gemms_before(s.ready), self._gemms_before(s.read)) for s in tensors]
-            layers: dict[object, list[tuple[int, int]]] = {}  # the same tensor of all layers
-            numbers: Counter[object] = Counter()  # a layer may have several tensors of a kind
-            for s, place in zip(tensors, places, strict=True):
-                kind = without_numbers(s.saved.module), s.saved.shape, s.saved.dtype
-                layers.setdefault((kind, numbers[kind, s.saved.module]), []).append(place)
-                numbers[kind, s.saved.module] += 1
-            neighbors = [two for same in layers.values() for two in itertools.pairwise(same)]
-            distances = [(late[0] - early[0], early[1] - late[1]) for early, late in neighbors] or [
-                (len(self.gemms),) * 2
-            ]
-            window, back = (max(1, statistics.median_low(kind)) for kind in zip(*distances, strict=True))
+            kinds = [(without_numbers(s.saved.module), s.saved.shape, s.saved.dtype) for s in tensors]
+            modules = [s.saved.module for s in tensors]
+            window, back = windows(zip(modules, kinds, *zip(*places, strict=True), strict=True))
             last, first = self._gemms_before(ends), self._gemms_before(tensors[0].starts)
             for s, (before, read) in zip(tensors, places, strict=True):
                 awaited = self.gemms[before + window] if before + window < last else ends

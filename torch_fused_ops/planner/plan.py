@@ -21,6 +21,7 @@ from torch_fused_ops.planner import model as models
 from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.planner.offload import Link, host_bytes, patterns
 from torch_fused_ops.planner.pieces import CHECKPOINTS, checkpointed, divided
+from torch_fused_ops.planner.processes import results_of
 from torch_fused_ops.planner.report import LevelRow, Offloaded, Plan
 from torch_fused_ops.planner.search import Candidate
 from torch_fused_ops.planner.setup import LEVELS, OFF, WITH_ATTENTION, Setup, bytes_of, check
@@ -159,7 +160,9 @@ def plan(
     advice: list[str] = []
     variants = [captured.with_loss_alone(detach) for detach in (False, True)] if not loss_runs else []
     if compiled == "model" and (len(captured.units) > FEW or None not in variants):
-        quick = planner_of(pieces, {"free": segmented_step(pieces, described, pieces.policy_at("free"), known)})
+        quick = planner_of(
+            pieces, {"free": segmented_step(pieces, described, pieces.policy_at("free"), known, timed=False)}
+        )
         for line in quick.quick_answer() if len(captured.units) > FEW else ():
             log.info(line)
         in_pieces = [divide(variant, compiled="pieces") for variant in variants if variant is not None]
@@ -170,25 +173,34 @@ def plan(
             'The model returns no scalar. If a loss is computed outside of it, pass loss="eager" (--loss eager).'
         )
     ready = divide(captured) if compiled == "model" else pieces
-    by_level: dict[str, SegmentedStep] = {}
     to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]
     kinds = {} if captured.has_checkpoints or not {*captured.units} - {models.OTHER} else CHECKPOINTS
     kinds = {kind: context_fn for kind, context_fn in kinds.items() if not context_fn or captured.calls("dot_product")}
-    rows = len(to_compile) + len(kinds)
-    for i, level in enumerate(to_compile):
-        took = f"{time.monotonic() - started:.0f} s so far"
-        log.info('compiling: every MLP at "%s", %d of %d rows, %s', level, i + 1, rows, took)
-        alike = level == "tiled" and "input" in by_level and alike_at(ready, described, "input", level)
-        by_level[level] = by_level["input"] if alike else segmented_step(ready, described, ready.policy_at(level))
-    with_checkpoints = {}
-    for i, (kind, context_fn) in enumerate(kinds.items(), len(to_compile)):
-        log.info("compiling: %s, %d of %d rows, %.0f s so far", kind, i + 1, rows, time.monotonic() - started)
+    compiled_pieces: dict[object, Any] = {}  # of all rows; if the whole model is one piece, no two rows are equal
+
+    def at_level(level: str) -> SegmentedStep | None:
+        if level == "tiled" and "input" in to_compile and alike_at(ready, described, "input", level):
+            return None
+        return segmented_step(ready, described, ready.policy_at(level), compiled_pieces)
+
+    def with_checkpoint(context_fn: Callable[[], Any] | None) -> SegmentedStep | None:
         try:
             with models.muted("torch._higher_order_ops.wrap"):  # warns of writes in place, which these layers lack
                 around_units = divide(checkpointed(captured, context_fn))
-                with_checkpoints[kind] = segmented_step(around_units, described, ready.policy_at(OFF))
+                return segmented_step(around_units, described, ready.policy_at(OFF), compiled_pieces)
         except Exception:  # a layer that cannot be checkpointed, such as one that writes its argument
             log.debug("no row for checkpoints", exc_info=True)
+            return None
+
+    rows = [functools.partial(at_level, level) for level in to_compile]
+    rows += [functools.partial(with_checkpoint, context_fn) for context_fn in kinds.values()]
+    every: dict[str, SegmentedStep | None] = {}
+    log.info("compiling %d rows", len(rows))
+    for name, row in zip((*to_compile, *kinds), results_of(rows), strict=True):
+        every[name] = row
+        log.info("compiled: %s, %d of %d rows, %.0f s so far", name, len(every), len(rows), time.monotonic() - started)
+    by_level = {level: every[level] or every["input"] for level in to_compile}
+    with_checkpoints = {kind: row for kind in kinds if (row := every[kind])}
     if captured.has_checkpoints:
         levels_replace = 'The other rows have levels in their place: checkpoints="replace" (docs/checkpoints.md).'
         advice.append(f'The model has checkpoints, and the row "checkpoint" is the model as it is. {levels_replace}')
@@ -231,7 +243,8 @@ class _Planner:
             chunks: True to compute the loss in chunks, if PyTorch's ``auto_chunker`` accepts it.
         """
         with config.patch(CHUNKS if chunks else {}):
-            step = segmented_step(pieces or self.pieces, self.gpu, self.pieces.policy_of(levels), self.known)
+            policy = self.pieces.policy_of(levels)
+            step = segmented_step(pieces or self.pieces, self.gpu, policy, self.known, timed=False)
         return self.step.with_single_step(step).summary_at({})
 
     def quick_answer(self) -> Iterator[str]:

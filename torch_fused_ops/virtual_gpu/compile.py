@@ -160,6 +160,7 @@ class _Paper:
         self.gpu = gpu
         self.inductor_config = {
             "shape_padding": False,  # Inductor chooses padding by measuring on a device
+            "compile_threads": 1,  # otherwise, other processes would compile the kernels to machine code
             **config,
             # `generate` replaces the function behind the graph cache
             "fx_graph_cache": False,

@@ -1,0 +1,54 @@
+"""Call independent functions in several processes at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+_BYTES = 4 << 30  # free memory for each process: one compiles a model with 32 layers in less
+_functions: Sequence[Callable[[], Any]] = ()  # in a child process
+
+
+def results_of(functions: Sequence[Callable[[], _T]]) -> Iterator[_T]:
+    """Yield each function's result, in order. After the first, functions run in forked processes if that is safe.
+
+    It is safe if no thread of this process can hold a lock, and CUDA has not started. A forked process has everything
+    that the functions need, such as registered activations and what the first function imported. Results are pickled.
+    """
+    yield functions[0]()
+    others = functions[1:]
+    processes = min(len(others), _processes())
+    if processes < 2:
+        yield from (function() for function in others)
+        return
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, fork, initializer=_start, initargs=(others,)) as pool:
+        yield from pool.map(_call, range(len(others)))
+
+
+def _processes() -> int:
+    """Return the number of processes that may run at once."""
+    threads = {thread.name for thread in threading.enumerate()} - {threading.current_thread().name, "tqdm_monitor"}
+    if threads or torch.cuda.is_initialized() or not hasattr(os, "sched_getaffinity"):
+        return 1
+    available = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    return min(len(os.sched_getaffinity(0)), (int(available[1]) << 10) // _BYTES if available else 1)
+
+
+def _start(functions: Sequence[Callable[[], Any]]) -> None:
+    global _functions
+    _functions = functions
+    torch.set_num_threads(1)  # threads of OpenMP are not in a forked process
+
+
+def _call(number: int) -> Any:
+    return _functions[number]()
