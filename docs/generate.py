@@ -287,9 +287,16 @@ def readme() -> str:
     """The page, with a plan's peaks, and bytes that PyTorch's memory budget saves."""
     from torch_fused_ops.planner.setup import FRAGMENTATION
 
-    plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B, 8 GPUs"]["plans"][0]
+    every = json.loads((RESULTS / "plans.json").read_text())
+    plan = every["Llama-3-8B, 8 GPUs"]["plans"][0]
+
+    def line(name: str, saves: str, peak: float, reserved: float, seconds: float, off: float) -> str:
+        without = reserved * (1 + FRAGMENTATION[False]) / (1 + FRAGMENTATION[True])
+        sizes = " | ".join(f"{nbytes / 2**30:.0f} GiB" for nbytes in (peak, reserved, without))
+        return f"| {name} | {saves} | {sizes} | {_change(seconds / off)} |"
+
     lines = [
-        "| every MLP at | saved for each MLP | peak | reserved, expandable segments | reserved by default | time |",
+        "| every MLP at | saved for each MLP | peak | reserved, expandable segments | reserved without | time |",
         "|---|---|---|---|---|---|",
     ]
     for row in plan["levels"]:
@@ -299,13 +306,17 @@ def readme() -> str:
                 "input+attention": '`"input"`, with `attention="input"`',
                 "checkpoint": "a checkpoint around each layer",
                 "checkpoint, attention saved": "a selective checkpoint",
-            }.get(row["level"])
+            }.get(row["level"], f'`"{row["level"]}"`')
             peak = max(row["peak"], plan["optimizer_peak"])
-            cells = (name or f'`"{row["level"]}"`', SAVES[row["level"]], f"{peak / 2**30:.0f} GiB")
-            by_default = row["reserved"] * (1 + FRAGMENTATION[False]) / (1 + FRAGMENTATION[True])
-            reserved = " | ".join(f"{nbytes / 2**30:.0f} GiB" for nbytes in (row["reserved"], by_default))
-            time = _change(row["seconds"] / plan["off_seconds"])
-            lines.append(f"| {' | '.join(cells)} | {reserved} | {time} |")
+            figures = peak, row["reserved"], row["seconds"], plan["off_seconds"]
+            lines.append(line(name, SAVES[row["level"]], *figures))
+    ((moved,), (batch, length)) = every[MOVED]["plans"], every[MOVED]["tokens"]
+    copies = moved["offloaded"]
+    rate = f"{copies['bandwidth'] / 1e9:g} GB/s to the host, not run on a GPU"
+    name = f'another step: one H200, {batch} × {length:,} tokens, `"fp8"` with [offload](docs/offload.md) at {rate}'
+    moves, pinned = (f"{copies[key] / 2**30:.0f} GiB" for key in ("nbytes", "host_bytes"))
+    saves = f"the same; {moves} move to {pinned} of pinned memory"
+    lines.append(line(name, saves, *(moved[key] for key in ("peak_bytes", "reserved_bytes", "seconds", "off_seconds"))))
     page = _between("../README.md", PLANS, [*lines, ""])
     return _between("../README.md", ON_PAPER, [*_budget(), ""], page)
 

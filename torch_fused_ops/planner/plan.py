@@ -176,7 +176,7 @@ def plan(
     to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]
     kinds = {} if captured.has_checkpoints or not {*captured.units} - {models.OTHER} else CHECKPOINTS
     kinds = {kind: context_fn for kind, context_fn in kinds.items() if not context_fn or captured.calls("dot_product")}
-    compiled_pieces: dict[object, Any] = {}  # of all rows; if the whole model is one piece, no two rows are equal
+    compiled_pieces: dict[object, Any] | None = {} if ready.pieces else None  # of all rows
 
     def at_level(level: str) -> SegmentedStep | None:
         if level == "tiled" and "input" in to_compile and alike_at(ready, described, "input", level):

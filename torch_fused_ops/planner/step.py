@@ -170,7 +170,7 @@ def compiled_timeline(
     for i, graph in enumerate(model.graphs):
         unit = model.pieces[i] if model.pieces else None
         is_eager, piece_policy = i in model.eager, policy
-        key: object = i, policy
+        key: object = i, signature(graph.gm), policy
         if unit is not None:
             memory: Any = policy.memory_of(model.mlps.get(unit, ()))
             memory = "free" if unit == LOSS and memory != "off" else memory  # a loss has neither MLPs nor attention
