@@ -222,7 +222,7 @@ def _overlap(pair: SavedTensors, copies: Sequence[_Copies]) -> None:
 def windows(tensors: Iterable[tuple[str, object, int, int]]) -> tuple[int, int]:
     """Return during how many GEMMs a copy to the host runs, and a copy back: as many as separate two layers.
 
-    This is the median over all tensors that the next layer has, too; without such tensors, the whole graph.
+    This is the median over the tensors of adjacent layers. A single layer's copies run during the whole graph.
 
     Args:
         tensors: (module, kind, GEMMs in forward before its copy, GEMMs in backward before its first reader) of each

@@ -6,9 +6,11 @@ import functools
 import itertools
 import json
 import math
+import os
 import pickle
 import random
 import re
+import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,7 +34,7 @@ pytest.importorskip("triton")
 import torch_fused_ops as tfo
 import torch_fused_ops.planner.step as step_module
 from torch_fused_ops.benchmarks import models
-from torch_fused_ops.planner import max_batch, report, search
+from torch_fused_ops.planner import max_batch, processes, report, search
 from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.planner.model import (
     OTHER,
@@ -123,6 +125,18 @@ def test_optimizer_memory_is_that_of_its_step() -> None:
     adamw, sgd, none = (optimizer_memory(name, parameters) for name in ("adamw", "sgd", "none"))
     assert adamw == (2 * 3 * MiB, 3 * MiB)  # two events; the second event's square roots
     assert sgd == none == (0, 0)
+
+
+def test_rows_are_compiled_in_processes_unless_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_BYTES", 1)
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(processes.threading, "enumerate", lambda: [threading.current_thread()])
+    numbers = list(processes.results_of([lambda i=i: (i, os.getpid()) for i in range(4)]))  # type: ignore[misc]
+    assert [i for i, _ in numbers] == [0, 1, 2, 3]
+    assert numbers[0][1] == os.getpid() and os.getpid() not in {pid for _, pid in numbers[1:]}
+    raises(ZeroDivisionError, "by zero", list, processes.results_of([bool, bool, lambda: 1 // 0]))
+    monkeypatch.setattr(processes.threading, "enumerate", lambda: [threading.current_thread(), threading.Thread()])
+    assert {pid for pid in processes.results_of([os.getpid] * 3)} == {os.getpid()}
 
 
 # ---- curves and the choice, on random segments -----------------------------------------------------------------------

@@ -8,6 +8,7 @@ fsdp.py         a step's segments, and the bytes that FSDP2 adds to them
 static_memory.py  parameters, gradients and optimizer state, whole or sharded
 max_batch.py    the largest batch or sequence that fits
 search.py       the candidates, and the choice of the fastest that fits
+processes.py    compile independent rows in several processes
 plan.py         the function ``plan``
 report.py       a plan's figures, as text, JSON and a page
 """

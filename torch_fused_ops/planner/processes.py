@@ -21,8 +21,8 @@ _functions: Sequence[Callable[[], Any]] = ()  # in a child process
 def results_of(functions: Sequence[Callable[[], _T]]) -> Iterator[_T]:
     """Yield each function's result, in order. After the first, functions run in forked processes if that is safe.
 
-    It is safe if no thread of this process can hold a lock, and CUDA has not started. A forked process has everything
-    that the functions need, such as registered activations and what the first function imported. Results are pickled.
+    It is safe if no thread of this process can hold a lock, and CUDA has not started. Forked processes have registered
+    activations, and the modules that the first function imported. Results are pickled.
     """
     yield functions[0]()
     others = functions[1:]
