@@ -105,10 +105,6 @@ class Schedule:
                 copies.append((out, Copy(s.nbytes, self.gemms[max(first, read - back)], s.read)))
         return copies
 
-    def wait_for(self, chosen: Iterable[Stored], link: Link) -> float:
-        """Return the seconds for which calls would wait if the chosen tensors moved."""
-        return self.waiting(in_order(self.moves(chosen)), link.bandwidth)
-
     def choices(self, link: Link) -> Iterator[tuple[Stored, ...]]:
         """Yield sets of tensors to move. The tensors of a module move together, and early modules come first."""
         modules: dict[str, list[Stored]] = {}
@@ -121,7 +117,9 @@ class Schedule:
                 for group in modules.values():
                     trial = [s for tensors in (*chosen, group) for s in tensors]
                     fits = host_bytes(s.nbytes for s in trial) <= link.host_memory
-                    if fits and (budget == math.inf or self.wait_for(trial, link) <= budget * total):
+                    if fits and budget < math.inf:
+                        fits = self.waiting(in_order(self.moves(trial)), link.bandwidth) <= budget * total
+                    if fits:
                         chosen.append(group)
             yield tuple(s for group in by_budget[budget][: math.ceil(share * len(by_budget[budget]))] for s in group)
 

@@ -113,19 +113,6 @@ class Step:
             freed = {"": 0, "layer": segment.gradients, "step": last}[self.accumulates]
             yield graph, unit, replace(segment, net=segment.net - freed)
 
-    def summarize(self, pieces: Iterable[PlacedSegment], waiting: float = 0.0) -> StepSummary:
-        """Summarize consecutive segments. ``waiting``: the seconds for which calls wait for copies."""
-        live = peak = saved = main = self.entry
-        gather, seconds = 0, waiting
-        for graph, _, segment in self.sharded(pieces):
-            peak, main = max(peak, live + segment.peak), max(main, live + segment.main_pool)
-            gather = max(gather, segment.gather)
-            live += segment.net
-            seconds += segment.seconds
-            saved = live if graph == "forward" else saved
-        reduced = self.shards.reduce_pool if self.shards else 0
-        return StepSummary(peak, saved, live, seconds, main + gather + reduced)
-
     def summary_at(self, levels: Mapping[str, str], offload: Sequence[Stored] = ()) -> StepSummary:
         """Summarize the step with a level for each unit; units without a level have ``default(levels)``.
 
@@ -136,8 +123,17 @@ class Step:
         schedule, pieces = self.by_level[self.default(levels)].schedule, self.pieces(levels)
         moves = schedule.moves(offload)
         copies = in_order(moves) or schedule.copies
-        waiting = schedule.waiting(copies, self.link.bandwidth) if self.link and copies else 0.0
-        return self.summarize(moved(pieces, moves) if moves else pieces, waiting)
+        seconds = schedule.waiting(copies, self.link.bandwidth) if self.link and copies else 0.0
+        live = peak = saved = main = self.entry
+        gather = 0
+        for graph, _, segment in self.sharded(moved(pieces, moves) if moves else pieces):
+            peak, main = max(peak, live + segment.peak), max(main, live + segment.main_pool)
+            gather = max(gather, segment.gather)
+            live += segment.net
+            seconds += segment.seconds
+            saved = live if graph == "forward" else saved
+        reduced = self.shards.reduce_pool if self.shards else 0
+        return StepSummary(peak, saved, live, seconds, main + gather + reduced)
 
     def points(self, levels: Mapping[str, str]) -> list[int]:
         """Return the bytes alive before the step, at each call, and after the step."""
