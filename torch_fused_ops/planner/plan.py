@@ -199,7 +199,7 @@ def plan(
     for name, row in zip((*to_compile, *kinds), results_of(rows), strict=True):
         every[name] = row
         log.info("compiled: %s, %d of %d rows, %.0f s so far", name, len(every), len(rows), time.monotonic() - started)
-    by_level = {level: every[level] or every["input"] for level in to_compile}
+    by_level = {level: row for level in to_compile if (row := every[level] or every["input"])}
     with_checkpoints = {kind: row for kind in kinds if (row := every[kind])}
     if captured.has_checkpoints:
         levels_replace = 'The other rows have levels in their place: checkpoints="replace" (docs/checkpoints.md).'
