@@ -192,6 +192,14 @@ def test_attention_uses_the_gpus_kernel(dtype, kernel):
     assert f"aten._scaled_dot_product_{kernel}_attention_backward" in paper.backward.extern
 
 
+def test_attention_in_three_calls_is_one_kernel():
+    """Inductor replaces it with PyTorch's attention, after tracing its pattern with gradients."""
+    q, k, v = (meta(2, 4, 128, 64, requires_grad=True) for _ in range(3))
+    paper = compile_on_paper(lambda q, k, v: (q @ k.transpose(-1, -2) / 8).softmax(-1) @ v, q, k, v)
+    assert paper.forward.extern == ("aten._scaled_dot_product_flash_attention",)
+    assert paper.backward.extern == ("aten._scaled_dot_product_flash_attention_backward",)
+
+
 @pytest.mark.parametrize(
     ("dtype", "heads", "operators"),
     [

@@ -239,6 +239,7 @@ class _Paper:
             emulation.cuda_rules(),
             emulation.guardless_tensors(),
             emulation.constants_folded_on_cpu(),
+            emulation.patterns_traced_on_cpu(),
             mock.patch.object(joint_graph, "lazy_init", lambda *args, **kwargs: None),
             mock.patch.object(post_grad, "lazy_init", lambda *args, **kwargs: None),
             emulation.patched_method(FakeTensorMode, "from_tensor", self.from_tensor),

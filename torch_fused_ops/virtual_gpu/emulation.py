@@ -291,6 +291,36 @@ def constants_folded_on_cpu() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def patterns_traced_on_cpu() -> Iterator[None]:
+    """Make Inductor trace the training graphs of its patterns, such as attention, on the CPU, and move them to the GPU.
+
+    Autograd ends the process if it meets a tensor on a device for which torch was not built.
+    """
+    from torch._inductor import pattern_matcher
+
+    def aot_function(original: Callable[..., Any], *args: Any, partition_fn: Any, **settings: Any) -> Any:
+        def partition(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            moved = pattern_matcher.clone_graph(graph)
+            move_graph(moved)
+            partition_fn(moved, inputs, **kwargs)  # records the pattern's graph
+            return pattern_matcher.default_partition(graph, inputs, **kwargs)
+
+        traced = original(*args, partition_fn=partition, **settings)
+        return lambda *tensors: traced(*map(_on_cpu, tensors))
+
+    with patched_method(pattern_matcher, "aot_function", aot_function):
+        yield
+
+
+def _on_cpu(value: Any) -> Any:
+    if not isinstance(value, torch._subclasses.FakeTensor):
+        return value
+    settings: dict[str, Any] = {"dtype": value.dtype, "requires_grad": value.requires_grad}
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), device="cpu", **settings)
+
+
 def _getitem(tensor: Tensor, index: Any) -> Tensor:
     """Compute `tensor[index]` with the operators that torch uses for it."""
     entries = list(index) if isinstance(index, tuple) else [index]
