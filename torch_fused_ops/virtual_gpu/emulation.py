@@ -301,9 +301,9 @@ def patterns_traced_on_cpu() -> Iterator[None]:
 
     def aot_function(original: Callable[..., Any], *args: Any, partition_fn: Any, **settings: Any) -> Any:
         def partition(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-            moved = pattern_matcher.clone_graph(graph)
-            move_graph(moved)
-            partition_fn(moved, inputs, **kwargs)  # records the pattern's graph
+            on_gpu_graph = pattern_matcher.clone_graph(graph)
+            move_graph(on_gpu_graph)
+            partition_fn(on_gpu_graph, inputs, **kwargs)  # records the pattern's graph
             return pattern_matcher.default_partition(graph, inputs, **kwargs)
 
         traced = original(*args, partition_fn=partition, **settings)
