@@ -215,13 +215,18 @@ def check_program(program: Program, level: str, counts: Counter[str], generated:
         actual = program.step(fused, write)
         place = f"{level}, {write}, x: {program.leaf}, {program.kinds}\n{program.source}"
         if isinstance(actual, Exception):
-            names = PROMISED | ({"b", "bp", "b2"} if level == "tiled" else set())  # PyTorch saves biases that tiles add
+            # PyTorch saves biases that tiles add.
+            names = PROMISED | {name for name in ("b", "bp", "b2") if level == "tiled" or f"+ {name}" in program.source}
             promised = write is not None and write[0] in names and program.kinds[write[0]] != "argument"
             assert promised or isinstance(program.step(plain, write), Exception), f"{actual}\n{place}"
             counts["fused raises"] += 1
-        else:
-            assert error_of(expected, actual) < 1e-5, f"{error_of(expected, actual)}\n{place}"
+        elif error_of(expected, actual) < 1e-5:
             counts["equal"] += 1
+        else:  # PyTorch also saves views of results, whose writes autograd does not notice (docs/upstream.md)
+            by_plain = program.step(plain, write)
+            is_equal = not isinstance(by_plain, Exception) and error_of(by_plain, actual) < 1e-5
+            assert is_equal and write is not None, f"{error_of(expected, actual)}\n{place}"
+            counts["plain is wrong, too"] += 1
 
 
 @pytest.mark.parametrize(
