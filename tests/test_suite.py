@@ -1,4 +1,4 @@
-"""The test suite: slow tests are in one part of .ci/slow, and the default run reports its time."""
+"""The test suite: each test file is in one part of .ci/slow, and its lines are limited."""
 
 import os
 import shutil
@@ -11,7 +11,6 @@ import torch
 import torch_fused_ops as tfo
 
 ROOT = Path(__file__).parents[1]
-pytest_plugins = ["pytester"]
 SLOW = ROOT / ".ci" / "slow"
 
 
@@ -83,85 +82,3 @@ def test_graphs_are_lowered_without_code(request: pytest.FixtureRequest) -> None
     tfo.register_activation("sorted_for_the_suite", lambda x: x.unsqueeze(-1).cumsum(-1).squeeze(-1))
     with pytest.raises(Exception, match="cannot be part of an activation"):
         torch.compile(lambda x: torch.ops.fused.bias_act(x, None, None, "sorted_for_the_suite"))(x)
-
-
-TESTS = """
-import itertools, subprocess, sys
-import pytest
-
-def test_dear_in_a_child():
-    program = "import time\\nwhile time.process_time() < 0.6: pass"
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-@pytest.mark.slow
-def test_slow(): pass
-
-@pytest.mark.parametrize("c", range(3))
-@pytest.mark.parametrize("b", range(3))
-@pytest.mark.parametrize("a", range(3))
-@pytest.mark.covering(2)
-def test_pairs(a, b, c): pass
-
-@pytest.mark.covering(1, "a")
-@pytest.mark.parametrize(("a", "b"), itertools.product(range(3), range(4)))
-def test_each(a, b): pass
-
-@pytest.mark.covering(every=3)
-@pytest.mark.parametrize("a", range(7))
-def test_some(a): pass
-
-@pytest.mark.codegen_is_slow
-def test_both_ways(inductor_code): pass
-"""
-
-
-@pytest.fixture
-def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """Return a small test suite with a copy of this suite's conftest.py."""
-    (tests := pytester.path / "tests").mkdir()
-    here = Path(__file__).parent
-    for name in ("conftest.py", "processor_time.py"):
-        shutil.copy(here / name, tests)
-    (tests / "test_them.py").write_text(TESTS)
-    shutil.copy(ROOT / "pyproject.toml", pytester.path)
-    return pytester
-
-
-@pytest.mark.slow
-def test_the_default_run_samples_cases_and_reports_its_time(suite: pytest.Pytester) -> None:
-    run = suite.runpytest_subprocess("-p", "no:xdist", "--processor-time", "times.json", "tests")
-    run.assert_outcomes(passed=1 + 10 + 3 + 3 + 1, deselected=1 + 17 + 9 + 4 + 1)
-    run.stdout.fnmatch_lines(["processor time: * s of it in*the dearest: *"])
-    assert '"tests/test_them.py::test_dear_in_a_child": ' in (suite.path / "times.json").read_text()
-
-
-@pytest.mark.slow
-def test_slow_runs_the_cases_that_the_default_run_deselects(suite: pytest.Pytester) -> None:
-    run = suite.runpytest_subprocess("-p", "no:xdist", "-m", "slow", "tests")
-    run.assert_outcomes(passed=1 + 17 + 9 + 4 + 1, deselected=1 + 10 + 3 + 3 + 1)
-
-
-ON_A_GPU = """
-import os, pytest
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("n", range(8))
-def test_case(device, n):
-    settings = (os.environ[name] for name in ("TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_CUDA_ALLOC_CONF"))
-    with open("ran", "a") as file:
-        print(device, os.environ["PYTEST_XDIST_WORKER"], *settings, file=file)
-"""
-
-
-@pytest.mark.slow
-def test_gpu_cases_are_spread_over_processes(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHINDUCTOR_COMPILE_THREADS", "PYTEST_XDIST_WORKER"):
-        monkeypatch.delenv(name, raising=False)
-    fake_gpu = "import os, torch; torch.cuda.is_available = lambda: True; os.cpu_count = lambda: 8"
-    (suite.path / "gpu.py").write_text(fake_gpu)
-    (suite.path / "tests" / "test_them.py").write_text(ON_A_GPU)
-    suite.runpytest_subprocess("-p", "gpu").assert_outcomes(passed=16)
-    rows = [line.split() for line in (suite.path / "ran").read_text().splitlines()]
-    workers = {on: {worker for device, worker, *_ in rows if device == on} for on in ("cpu", "cuda")}
-    assert len(workers["cpu"]) == 1 and len(workers["cuda"]) >= 3, "a file's CPU tests run in one process"
-    assert {tuple(settings) for _, _, *settings in rows} == {("2", "per_process_memory_fraction:0.225")}

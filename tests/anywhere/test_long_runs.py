@@ -1,6 +1,5 @@
 """Long runs: caches do not grow with the number of compilations, calls or shapes, and training losses agree."""
 
-import dataclasses
 import functools
 import gc
 import importlib
@@ -24,7 +23,7 @@ from torch import Tensor
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional
-from torch_fused_ops.benchmarks import harness, models
+from torch_fused_ops.benchmarks import harness
 from torch_fused_ops.benchmarks.laboratory import training
 from torch_fused_ops.lowerings import compat, passes
 
@@ -281,29 +280,3 @@ def test_tables_of_losses_match_the_measurements(study: str, page: str) -> None:
 def to_twelve_digits(value: Any) -> Any:
     """Round the numbers of JSON data: Python's statistics differ in the last digit between 3.10 and 3.11."""
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.12g}"))
-
-
-@pytest.mark.slow
-def test_short_training_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shorter training agrees, and the statistic detects a model with a different activation."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        study = dataclasses.replace(training.STUDIES["rounding"], steps=120, seeds=3)
-        result: dict[str, Any] = {}
-        training.measure(study, result, print)
-        results = result["summary"]["GELU"]
-        assert training.agrees(results, "fused") and training.agrees(results, "compile"), training.table(result)
-
-        def replace_activation(model: torch.nn.Module, policy: Any, autocast: bool) -> Callable[..., Tensor]:
-            for mlp in model.modules():
-                if policy is not None and isinstance(mlp, models.GELUMLP):
-                    mlp.forward = lambda x, self=mlp: self.down(F.relu(self.up(x)))
-            return model
-
-        monkeypatch.setattr(training, "compiled", replace_activation)
-        result = {}
-        training.measure(study, result, print)
-        assert not training.agrees(result["summary"]["GELU"], "fused"), training.table(result)
-    finally:
-        torch.set_num_threads(threads)

@@ -177,22 +177,6 @@ def test_each_memory_level_saves_less_than_the_previous() -> None:
     assert saved == sorted(set(saved), reverse=True) and saved[-1] == 64 * 16 * 4
 
 
-@pytest.mark.slow
-@pytest.mark.codegen_is_slow
-def test_float8_variants_run_only_if_named() -> None:
-    """Float8 variants run only if named, stay within their own error bound, and save fewer bytes."""
-    case = mlp.case("swiglu", mlp.QUICK[0], torch.bfloat16, harness.Device(), harness.Plan(1.0))
-    assert set(ways.FLOAT8) < set(case.named_only) <= case.ways.keys()
-    truth, saved = case.truth(), []
-    for way in ("fused-free", "gemm-fp8"):
-        trial = case.ways[way]()
-        assert trial.saved is not None
-        saved.append(trial.saved())
-        error = harness.relative_error([t.detach() for t in trial.run(trial.prepare(0))], truth)
-        assert (error <= harness.LIMIT[torch.bfloat16]) is (way == "fused-free") and error <= case.loose.get(way, 1.0)
-    assert saved[1] < saved[0]
-
-
 def test_unavailable_float8_variants_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = models.SwiGLUMLP(64, 200)
     with pytest.raises(harness.Unavailable, match=r"multiples of 128: the weight of gate is \(200, 64\)"):
@@ -204,25 +188,6 @@ def test_unavailable_float8_variants_say_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(harness.Unavailable, match="torchao cannot be imported"):
         ways.COMPILED["torchao-rowwise"](narrow)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [way for way in ways.FLOAT8 if way.startswith("torchao-")])
-def test_torchao_s_copy_shares_parameters(way: str) -> None:
-    """torchao's copy shares parameters, leaves the module unchanged, is within its bound, and rejects other sizes."""
-    pytest.importorskip("torchao")
-    with pytest.raises(harness.Unavailable, match=r"multiples of 16: the weight of gate is \(200, 64\)"):
-        ways.COMPILED[way](models.SwiGLUMLP(64, 200))
-    model = models.GPT(models.QUICK)
-    copied = ways.by_torchao(model, variants.TORCHAO[0])
-    converted = [name for name, layer in copied.named_modules() if type(layer).__name__ == "Float8Linear"]
-    assert converted == list(ways.mlp_layers(model)) == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
-    assert all(a is b for a, b in zip(copied.parameters(), model.parameters(), strict=True))
-    assert all(type(layer) is torch.nn.Linear for layer in ways.mlp_layers(model).values())
-    case = mlp.case("swiglu", mlp.QUICK[0], torch.bfloat16, harness.Device(), harness.Plan(1.0))
-    trial = case.ways[way]()
-    error = harness.relative_error([t.detach() for t in trial.run(trial.prepare(0))], case.truth())
-    assert harness.LIMIT[torch.bfloat16] < error <= case.loose[way]
 
 
 @pytest.mark.covering(every=3)

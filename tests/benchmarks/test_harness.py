@@ -11,7 +11,7 @@ from harness import raises
 from stand_in import CUDA, stand_in
 from torch import Tensor
 
-from torch_fused_ops.benchmarks import harness, mlp, model, pointwise
+from torch_fused_ops.benchmarks import harness
 from torch_fused_ops.benchmarks.harness import Case, Device, Plan, Trial, Unavailable, UsageError
 
 pytestmark = pytest.mark.usefixtures("only_new_garbage")
@@ -172,24 +172,3 @@ def test_rotating_inputs_exceed_the_cache() -> None:
         sets = harness.sets_of(gpu, nbytes)
         assert sets == 32 or sets * nbytes > gpu.cache_bytes
     assert harness.sets_of(Device(), 1) == 1
-
-
-def test_grids_for_gpus_are_wide() -> None:
-    """Combinations have different names, and the defaults include small and large sizes, and all dtypes."""
-    gpu = stand_in()
-    for module, grid, name in (
-        (mlp, mlp.grid, mlp.name_of),
-        (pointwise, pointwise.grid, pointwise.name_of),
-        (model, model.grid, model.name_of),
-    ):
-        chosen = grid(gpu, False, [], [])
-        names = [name(*combination) for combination in chosen]
-        assert len(set(names)) == len(names) >= 2, module
-        assert any("bfloat16" in n for n in names)
-    sizes = [size for _, size, _ in mlp.grid(gpu, False, [], [])]
-    assert min(s.tokens for s in sizes) == 256 and max(s.tokens for s in sizes) == 65536
-    assert min(s.width for s in sizes) == 512 and max(s.width for s in sizes) == 16384
-    assert {dtype for *_, dtype in mlp.grid(gpu, False, [], [])} == set(harness.DTYPES.values())
-    large = [c for c in pointwise.grid(gpu, False, [], []) if c[2] * c[3] >= 1 << 26]
-    assert {str(c[1]) for c in large} == set(map(str, [*pointwise.OPERATORS, *pointwise.OTHERS]))
-    raises(UsageError, "takes sequences of 1024", model.grid, gpu, False, [(1, 2048)], [])
