@@ -297,6 +297,7 @@ def patterns_traced_on_cpu() -> Iterator[None]:
 
     Autograd ends the process if it meets a tensor on a device for which torch was not built.
     """
+    from torch._functorch.partitioners import default_partition
     from torch._inductor import pattern_matcher
 
     def aot_function(original: Callable[..., Any], *args: Any, partition_fn: Any, **settings: Any) -> Any:
@@ -304,7 +305,7 @@ def patterns_traced_on_cpu() -> Iterator[None]:
             on_gpu_graph = pattern_matcher.clone_graph(graph)
             move_graph(on_gpu_graph)
             partition_fn(on_gpu_graph, inputs, **kwargs)  # records the pattern's graph
-            return pattern_matcher.default_partition(graph, inputs, **kwargs)
+            return default_partition(graph, inputs, **kwargs)
 
         traced = original(*args, partition_fn=partition, **settings)
         return lambda *tensors: traced(*map(_on_cpu, tensors))
