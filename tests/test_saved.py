@@ -132,7 +132,7 @@ def test_a_llama_block() -> None:
     assert row_of(saved, "(inputs)").advice == "needed for: weight gradient"
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_listed_setting_removes_the_tensors(setting: str) -> None:
     before, after = llama_saved(), llama_saved(FusionPolicy(**SETTINGS[setting]))

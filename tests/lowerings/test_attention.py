@@ -510,7 +510,7 @@ BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Module, list[Tensor]]], int]] = {
     "ViT-L, 64 × 197 tokens": (lambda: gpt(1024, 16, 64, 197), 50),
     "Mixtral-8x7B, 2 × 4096 tokens": (mixtral, 132),
 }
-OF_BLOCKS = [pytest.param(n, marks=() if n.startswith(("Llama", "GPT")) else pytest.mark.slow) for n in BLOCKS]
+OF_BLOCKS = [pytest.param(n, marks=() if n.startswith("Llama") else pytest.mark.slow) for n in BLOCKS]
 
 
 @pytest.mark.parametrize("name", OF_BLOCKS)
