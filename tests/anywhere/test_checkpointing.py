@@ -367,7 +367,7 @@ def trained(model: Fn, parameters: Sequence[Tensor], policy: dict[str, Any]) -> 
 
 
 @functools.cache
-def without_checkpoints(p: float, **policy: Any) -> tuple[list[Tensor], int, dict[str, Tensor]]:
+def without_checkpoints(p: float, way: str, **policy: Any) -> tuple[list[Tensor], int, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = Stack(p=p)
     return *trained(model, tuple(model.parameters()), policy), model.state_dict()
@@ -380,10 +380,10 @@ BOTH = {"memory": "input", "attention": "input"}
 @pytest.mark.covering(every=24)
 @pytest.mark.parametrize("level", [BOTH, {"memory": "fp8"}, {"memory": "off", "attention": "input"}])
 @pytest.mark.parametrize("way", STACKS)
-def test_layers_save_as_without_checkpoints(way: str, level: dict[str, str]) -> None:
+def test_layers_save_as_without_checkpoints(way: str, level: dict[str, str], request: pytest.FixtureRequest) -> None:
     """Dropouts inside have one mask in forward and backward."""
     p = 0.0 if "MLP" in way else 0.5  # another checkpoint's border between linear layer and dropout changes the mask
-    expected, nbytes, state = without_checkpoints(p, **level)
+    expected, nbytes, state = without_checkpoints(p, request.node.callspec.params["inductor_code"], **level)
     model = STACKS[way](p)
     model.load_state_dict(state)
     fn: Fn = (lambda x: plainly(model, x)) if way == "both layers" else model
@@ -413,7 +413,7 @@ def test_neighbors_of_replaced_checkpoints() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["*.mlp", "*.q", "*.norms.1"])
 def test_a_part_of_a_layer_replaces_its_checkpoint(pattern: str) -> None:
-    expected, _, state = without_checkpoints(0.5, **BOTH)
+    expected, _, state = without_checkpoints(0.5, "generated", **BOTH)
     model = STACKS["each layer"](0.5)
     model.load_state_dict(state)
     grads, _ = trained(model, tuple(model.parameters()), {**BOTH, "checkpoints": {pattern: "replace"}})
