@@ -6,6 +6,7 @@ inside a custom ``torch.autograd.Function``. An opaque call may be a GEMM, or an
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import islice
 
 import torch
@@ -67,6 +68,7 @@ def unread(graph: Graph) -> tuple[Site, ...]:
             sources = names_of([analysis.origin(a) for a in node.all_input_nodes])
             text = f"{NOT_AN_MLP}it reads {sources}, which no GEMM with weights has produced"
             sites[node] = gemms, Reason(Kind.NO_GEMM_BEFORE, text)
+    own_outputs = cache(lambda graph: {output for output, _ in find_sites(GraphAnalysis(graph, {}))})
     for node, gemms in find_sites(analysis):
         parts = _parts(analysis, node, gemms)
         for part in (part for part in opaque if part in parts):
@@ -78,8 +80,7 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         around = [copied[canonical.originals.get(part, part)][1] for part in parts]
         operators = dict.fromkeys(operator for enclosing in around for operator in enclosing)
         cut = [operator for operator in operators if not all(operator in enclosing for enclosing in around)]
-        own_sites = find_sites(GraphAnalysis(original.graph, {})) if cut else ()
-        if cut and all(output is not original for output, _ in own_sites):
+        if cut and original not in own_outputs(original.graph):
             text = f"the boundary of {names_of(cut)} lies between it and a GEMM"
             sites[node] = gemms, Reason(Kind.BOUNDARY, text)
     for node, name in opaque.items():

@@ -165,8 +165,8 @@ def compiled_timeline(
     known = {} if known is None else known
     for i, graph in enumerate(model.graphs):
         unit = model.pieces[i] if model.pieces else None
-        is_eager, piece_policy = i in model.eager, policy
-        key: object = i, signature(graph.gm), policy
+        is_eager, piece_policy, calls = i in model.eager, policy, signature(graph.gm)
+        key: object = i, calls, policy
         if unit is not None:
             memory: Any = policy.memory_of(model.mlps.get(unit, ()))
             memory = "free" if unit == LOSS and memory != "off" else memory  # a loss has neither MLPs nor attention
@@ -179,7 +179,7 @@ def compiled_timeline(
             # Equal layers are compiled once, so the key has no names of layers.
             moving = offload is True, tuple((pattern.removeprefix(unit), moves) for pattern, moves in inside)
             compiled_as = (graph.parameters, graph.autocast, graph.training, is_eager, chunks, moving)
-            key = (signature(graph.gm), *compiled_as, replace(piece_policy, offload=False))
+            key = (calls, *compiled_as, replace(piece_policy, offload=False))
         if key not in known:
             capture = Capture(graph, piece_policy)
             with _without_collection():
