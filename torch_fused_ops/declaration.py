@@ -23,8 +23,7 @@ The *kind* of a tensor defines its axes and its use:
     per_row     (...)     a factor of each row of the result
     …                     other kinds, such as a seed or a mask; the family that uses the kind defines it
 
-If a question mark follows the kind, the tensor may be None. In a ``PointwiseOperator``,
-data tensors come first.
+If a question mark follows the kind, the tensor may be None. In a ``PointwiseOperator``, data tensors come first.
 """
 
 from __future__ import annotations

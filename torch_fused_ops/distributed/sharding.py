@@ -28,12 +28,11 @@ RULES: dict[str, Callable[..., list[Sharding]]] = {}  # rules that families add,
 
 
 def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
-    """Return the rule of a pointwise operator or its backward operator: the data may be sharded along any axis
-    (packed data: see ``_packed``).
+    """Return the rule of a pointwise operator or its backward operator: data may be sharded along any axis.
 
-    Packed data is sharded so that gate and up of a column stay together. A vector over the columns is replicated if the
-    data is sharded along another axis. A vector over the rows is replicated if the data is sharded along the last axis.
-    The gradient of a replicated vector is a sum over the shards. A seed is always replicated.
+    Packed data is sharded so that gate and up of a column stay together (``_packed``). A vector over the columns is
+    replicated if the data is sharded along another axis. A vector over the rows is replicated if the data is sharded
+    along the last axis. The gradient of a replicated vector is a sum over the shards. A seed is always replicated.
     """
     kinds, results = [argument.kind for argument in signature.arguments], signature.results
 

@@ -2,7 +2,7 @@
 
 ``torch.cuda.memory._dump_snapshot`` writes a pickle of segments with blocks, and of traces of allocations, as the
 docstring of ``torch.cuda.memory._snapshot`` describes. A block's frames, size and lifetime tell its kind. PyTorch's
-own backward functions run without Python code, so their allocations have no frames of Python.
+own backward functions run without Python code, so their allocations have no Python frames.
 """
 
 from __future__ import annotations
