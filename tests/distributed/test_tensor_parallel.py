@@ -81,12 +81,11 @@ class Counted:
 def flags(rank, ranks, folder):
     """Every combination of flags has the same results, initial weights and collectives."""
     switches = (False, True)
-    for gated, bias, sequence, scaled, delay, memory in itertools.product(
-        switches, switches, switches, switches, switches, ("off", "free", "fp8", "input")
+    for gated, bias, sequence, scaled, memory in itertools.product(
+        switches, switches, switches, switches, ("off", "free", "fp8", "input")
     ):
         mlp_config = config(
-            gated_linear_unit=gated, add_bias_linear=bias, sequence_parallel=sequence, delay_wgrad_compute=delay,
-            memory=memory,
+            gated_linear_unit=gated, add_bias_linear=bias, sequence_parallel=sequence, memory=memory
         )  # fmt: skip
         unsharded, mlp = build(mlp_config), build(mlp_config, dist.group.WORLD)
         x, d, scale = tokens(2 * ranks, 3, HIDDEN), tokens(2 * ranks, 3, HIDDEN, seed=2), tokens(2 * ranks, 3, seed=3)
@@ -99,15 +98,11 @@ def flags(rank, ranks, folder):
                 counts = [counted()]
                 y.backward(g.detach())
                 counts.append(counted())
-                assert delay == any(p.grad is None for p in module.parameters())
-                module.backward_dw()
-                counts.append(counted())
                 results.append([y.detach(), x_shard.grad, *([s.grad] if scaled else [])])
         small = {SUM: 1} if sequence and bias else {}  # the second bias's gradient
-        expected = [{SUM: 1}, {SUM: 1 + scaled}, {}]
+        expected = [{SUM: 1}, {SUM: 1 + scaled}]
         if sequence:
-            expected = [{GATHER: 1 + scaled, SCATTER: 1}, {GATHER: 1, SCATTER: 1 + scaled}, {}]
-            expected[2 if delay else 1].update(small)
+            expected = [{GATHER: 1 + scaled, SCATTER: 1}, {GATHER: 1, SCATTER: 1 + scaled, **small}]
         assert counts == expected, (counts, expected, mlp_config)
         close = {"atol": 1e-12, "rtol": 1e-12} if memory != "fp8" else {"atol": 1.0, "rtol": 0.3}
         for got, truth in zip(results[1], results[0], strict=True):
@@ -163,20 +158,15 @@ def odds(rank, ranks, folder):
     mlp.linear_fc1.reset_parameters()
     mlp.linear_fc2.reset_parameters()
     torch.testing.assert_close(output(mlp, x), output(unsharded, x))
-    for delay in (False, True):
-        unsharded, mlp = build(config(delay_wgrad_compute=delay)), build(config(delay_wgrad_compute=delay), world)
-        batches = [tokens(4, HIDDEN, seed=s) for s in range(3)]
-        for m in (unsharded, mlp):
-            m.linear_fc1.weight.requires_grad_(False)
-            outputs = [output(m, batch) for batch in batches]
-            for y in outputs:
-                y.square().sum().backward()
-            for _ in batches:
-                m.backward_dw()
-        assert mlp.linear_fc1.weight.grad is None
-        for (_, p, spec), unsharded_p in zip(parts(mlp), unsharded.parameters(), strict=True):
-            if unsharded_p.grad is not None:
-                torch.testing.assert_close(p.grad, cut(unsharded_p.grad, spec, rank, ranks))
+    unsharded, mlp = build(config()), build(config(), world)
+    for m in (unsharded, mlp):
+        m.linear_fc1.weight.requires_grad_(False)
+        for y in [output(m, tokens(4, HIDDEN, seed=s)) for s in range(3)]:
+            y.square().sum().backward()
+    assert mlp.linear_fc1.weight.grad is None
+    for (_, p, spec), unsharded_p in zip(parts(mlp), unsharded.parameters(), strict=True):
+        if unsharded_p.grad is not None:
+            torch.testing.assert_close(p.grad, cut(unsharded_p.grad, spec, rank, ranks))
     arguments = {"config": config(), "tp_group": world}
     raises(ValueError, "ffn_hidden_size", MLP, config(), ffn_hidden_size=ranks + 1, tp_group=world)
     raises(ValueError, "gather_output", ColumnParallelLinear, 8, 8, gather_output=True, **arguments)

@@ -80,18 +80,15 @@ def test_every_combination_of_flags_equals_its_formula(name: str) -> None:
     activation, formula = ACTIVATIONS[name]
     switches = (False, True)
     glus = [{}, {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}]
-    for gated, bias, scaled, delay, memory in itertools.product(
-        switches, switches, switches, switches, ("off", "free", "fp8", "input")
-    ):
-        if memory == "fp8" and activation is F.tanhshrink:
+    for gated, bias, scaled, memory in itertools.product(switches, switches, switches, ("off", "free", "fp8", "input")):
+        if memory in ("fp8", "input") and activation is F.tanhshrink:
             continue
         for glu in (
             glus if gated and memory != "fp8" else glus[:1]
         ):  # rounding to float8 may move a value across a clamp's bound
             mlp = build(
                 config(
-                    gated_linear_unit=gated, add_bias_linear=bias, activation_func=activation, memory=memory,
-                    delay_wgrad_compute=delay, **glu,
+                    gated_linear_unit=gated, add_bias_linear=bias, activation_func=activation, memory=memory, **glu
                 )
             )  # fmt: skip
             x, scale = tokens(5, 2, HIDDEN).requires_grad_(), tokens(5, 2, seed=2).requires_grad_()
@@ -99,9 +96,6 @@ def test_every_combination_of_flags_equals_its_formula(name: str) -> None:
             y = output(mlp, x, scale if scaled else None)
             d = tokens(*y.shape, seed=3)
             y.backward(d)
-            if delay:
-                assert all(p.grad is None for p in mlp.parameters())
-                mlp.backward_dw()
             truth = plain(
                 mlp, formula, x, scale if scaled else None, glu.get("activation_func_clamp_value"),
                 glu.get("glu_linear_offset", 0.0),
@@ -113,22 +107,17 @@ def test_every_combination_of_flags_equals_its_formula(name: str) -> None:
 
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("delay", [False, True])
-def test_levels_save_documented_bytes_and_repeat_at_most_one_gemm(memory: str, gated: bool, delay: bool) -> None:
+def test_levels_save_documented_bytes_and_repeat_at_most_one_gemm(memory: str, gated: bool) -> None:
     mlp_config = config(
-        gated_linear_unit=gated, memory=memory, add_bias_linear=delay, delay_wgrad_compute=delay,
-        params_dtype=torch.float32, activation_func=F.silu,
+        gated_linear_unit=gated, memory=memory, add_bias_linear=False, params_dtype=torch.float32, activation_func=F.silu
     )  # fmt: skip
     mlp, x = build(mlp_config), tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()
-    is_plain = delay and memory == "free"  # a deferred weight gradient needs the activation's result
-    figures = mlp_figures(HIDDEN, FFN, 10, gated=gated, memory="off" if is_plain else memory, dtype=torch.float32)
-    result = 10 * FFN * 4 if delay and memory in ("fp8", "input") else 0
+    figures = mlp_figures(HIDDEN, FFN, 10, gated=gated, memory=memory, dtype=torch.float32)
     with Ran() as ran:
         y, _ = mlp(x)
         saved = ran.alive(x, y, *mlp.parameters()) + x.nbytes
         y.sum().backward()
-        mlp.backward_dw()
-    assert saved == figures.saved + result
+    assert saved == figures.saved
     assert sorted(map(sorted, ran.gemms)) == sorted(map(sorted, figures.gemms))
     del y
     with Ran() as ran, torch.no_grad():
@@ -183,6 +172,7 @@ def test_sizes() -> None:
         ({"memory": "tiled"}, "not tiled. Use memory='input'"),
         ({"memory": "input", "activation_func_fp8_input_store": True}, "two levels"),
         ({"memory": "fp8", "activation_func": F.tanhshrink}, "register_activation"),
+        ({"memory": "input", "activation_func": F.tanhshrink}, "register_activation"),
         ({"use_te_activation_func": True}, "MLPSubmodules.activation_func"),
     ],
 )
@@ -261,15 +251,11 @@ def test_custom_modules_get_megatrons_arguments() -> None:
 def test_linears_without_an_mlp_add_their_bias() -> None:
     x = tokens(3, 4)
     for kind in (ColumnParallelLinear, RowParallelLinear):
-        for delay in (False, True):
-            linear = kind(4, 6, config=config(delay_wgrad_compute=delay))
-            y, bias = linear(x)
-            assert bias is None
-            torch.testing.assert_close(y, F.linear(x, linear.weight, linear.bias))
-            y.sum().backward()
-            linear.backward_dw()
-            torch.testing.assert_close(linear.bias.grad, torch.full((6,), 3.0, dtype=torch.float64))
-            assert "4, 6, bias=True" in repr(linear)
+        linear = kind(4, 6, config=config())
+        y, bias = linear(x)
+        assert bias is None
+        torch.testing.assert_close(y, F.linear(x, linear.weight, linear.bias))
+        assert "4, 6, bias=True" in repr(linear)
 
 
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
@@ -287,17 +273,15 @@ def test_backward_uses_parameters_of_functional_call(memory: str) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("delay", [False, True])
-def test_an_unused_bias_has_no_gradient(delay: bool) -> None:
-    linear = ColumnParallelLinear(4, 6, config=config(delay_wgrad_compute=delay), skip_bias_add=True)
-    for used in (0, 1):
-        linear.zero_grad()
-        linear(tokens(3, 4).requires_grad_())[used].sum().backward()
-        linear.backward_dw()
-        assert [p.grad is not None for p in (linear.weight, linear.bias)] == [used == 0, used == 1]
+def test_backward_dw_calls_the_linears_that_defer_gradients() -> None:
+    calls: list[str] = []
 
+    class Deferring(ColumnParallelLinear):
+        def backward_dw(self) -> None:
+            calls.append("fc1")
 
-def test_second_derivatives_of_delayed_gradients_raise() -> None:
-    mlp, x = build(config(delay_wgrad_compute=True)), tokens(5, HIDDEN).requires_grad_()
-    with pytest.raises(RuntimeError, match="delay_wgrad_compute=True is not accepted with create_graph=True"):
-        torch.autograd.grad(output(mlp, x).square().sum(), x, create_graph=True)
+    mlp = build(config(), submodules=MLPSubmodules(linear_fc1=Deferring))
+    output(mlp, tokens(5, HIDDEN)).sum().backward()
+    gradient = mlp.linear_fc2.weight.grad.clone()
+    mlp.backward_dw()
+    assert calls == ["fc1"] and torch.equal(mlp.linear_fc2.weight.grad, gradient)

@@ -89,7 +89,3 @@ class TensorParallel:
     def replicated(self, bias: Tensor) -> Tensor:
         """Return a bias that each rank adds to its own tokens. Backward sums the bias's gradients over ranks."""
         return self._redistribute(bias, Replicate(), Replicate(), [Partial()]) if self.sequence_parallel else bias
-
-    def replicated_gradient(self, grad: Tensor) -> Tensor:
-        """Sum over ranks the gradients of a bias that ``replicated`` returned."""
-        return self._redistribute(grad, Partial(), Replicate()) if self.sequence_parallel else grad

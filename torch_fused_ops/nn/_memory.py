@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -79,28 +78,24 @@ def run_at_level(
     stops_early: bool,
     reads: Named = (),
     saves_result: bool = False,
-    is_known: bool = True,
 ) -> Tensor:
     """Compute ``second(activate(first(x)))`` at a memory level, where h = first(x) and a = activate(h).
 
     Args:
         module: the module whose parameters the functions read.
-        first, activate, second: ``first`` must be deterministic.
+        first, activate, second: ``first`` and ``activate`` must be deterministic, and may not write in place.
         memory: ``"off"`` saves h and a. ``"free"`` saves h and recomputes a. ``"fp8"`` saves h in float8_e4m3fn with a
             scale per row and recomputes both. ``"input"`` saves neither: backward runs ``first`` again.
         stops_early: True if ``second`` saves its last tensor before its GEMM, as PyTorch's linear does. Otherwise
             backward does not repeat ``second``, whose tensors stay saved, such as a or float8 values of a.
         reads: (name, tensor) for other tensors that the functions read. Backward raises if one was written.
         saves_result: True if ``activate`` saves only a.
-        is_known: False if ``activate`` is not ours. It may then draw random numbers, and write h.
     """
     gains = stops_early and not saves_result if memory == "free" else stops_early or not saves_result
     if memory == "off" or not gains or _bypasses_levels(x):
         return second(activate(first(x)))
     repeated, after = (second, _identity) if stops_early else (_identity, second)
-    if not is_known:
-        activate = _checked(activate)
-    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not is_known, "determinism_check": "none"}
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
 
     def saving(fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
         repeat = _Repeated(fn, module, reads, unread="fc2.bias" if stops_early else "fc2.")
@@ -110,7 +105,7 @@ def run_at_level(
         return saving(lambda x: repeated(activate(first(x))), x)
     h = first(x)
     if memory == "free":
-        return saving(lambda h: repeated(activate(h if is_known else h.clone())), h)
+        return saving(lambda h: repeated(activate(h)), h)
     needs_grad, dtype, exact = h.requires_grad, h.dtype, [h]
     with torch.no_grad():
         stored, scale = fp8_store.store(h)
@@ -124,29 +119,3 @@ def run_at_level(
         return repeated(activate(rounded.requires_grad_(needs_grad)))
 
     return saving(from_float8, stored, scale)
-
-
-def _checked(activate: Map) -> Map:
-    """Return ``activate``. If repeated, it raises if it writes a tensor that it saved. A checkpoint does not notice."""
-    is_first = iter((True,))
-
-    def call(h: Tensor) -> Tensor:
-        if next(is_first, False):
-            return activate(h)
-        saved: list[tuple[Tensor, int]] = []
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-        def note(t: Tensor) -> object:
-            saved.append((t, t._version))
-            return pack(t)
-
-        with saved_tensors_hooks(note, unpack):
-            a = activate(h)
-        if any(t._version != version for t, version in saved):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                "activation_func overwrites a tensor that its backward reads"
-            )
-        return a
-
-    return call

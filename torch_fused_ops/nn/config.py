@@ -32,7 +32,6 @@ class MLPConfig:
         glu_linear_offset: added to up. GLUs only.
         activation_func_fp8_input_store: the same as ``memory="fp8"``: save the activation's input in float8.
         use_te_activation_func: use the activation module that ``MLPSubmodules.activation_func`` builds.
-        delay_wgrad_compute: backward computes only input gradients; ``backward_dw()`` computes the weight gradients.
         sequence_parallel: with a tp_group, the MLP's input and output are sharded by tokens, along the first axis.
         init_method, output_layer_init_method: functions that fill the first and the second weight in place; if
             None, the weight is initialized as in ``nn.Linear``.
@@ -50,7 +49,6 @@ class MLPConfig:
     glu_linear_offset: float = 0.0
     activation_func_fp8_input_store: bool = False
     use_te_activation_func: bool = False
-    delay_wgrad_compute: bool = False
     sequence_parallel: bool = False
     init_method: Callable[[Tensor], Any] | None = None
     output_layer_init_method: Callable[[Tensor], Any] | None = None
@@ -182,23 +180,25 @@ def check_memory(memory: str) -> None:
         )
 
 
-def read_memory(config: Any, fused: bool) -> str:
-    """Read the config's memory level.
+def read_memory(config: Any, is_supported: bool) -> str:
+    """Read the config's memory level. Levels are for supported activations; for others "free" means "off".
 
     Raises:
-        ValueError: the level is unknown, two flags set different levels, or the level is "fp8" and ``fused`` is False.
+        ValueError: the level is unknown, two flags set different levels, or the level needs a supported activation.
     """
     memory, fp8 = read(config, "memory"), read(config, "activation_func_fp8_input_store")
     check_memory(memory)
     if fp8 and memory not in ("free", "fp8"):
         raise ValueError(f"activation_func_fp8_input_store=True is not accepted with memory={memory!r}: two levels")
     memory = "fp8" if fp8 else memory
-    if memory == "fp8" and not fused:
-        raise ValueError(
-            "activation_func_fp8_input_store=True or memory='fp8' is not accepted with an unsupported activation. "
-            "torch_fused_ops.register_activation adds it"
-        )
-    return str(memory)
+    if is_supported or memory == "off":
+        return str(memory)
+    if memory == "free":
+        return "off"
+    raise ValueError(
+        f"memory={memory!r} (activation_func_fp8_input_store={fp8!r}) is not accepted with an unsupported activation. "
+        "torch_fused_ops.register_activation adds it"
+    )
 
 
 def check_precision(config: Any) -> None:

@@ -1,8 +1,7 @@
-"""Megatron's linear layers: they may return their bias to the caller, and defer weight gradients."""
+"""Megatron's linear layers, which may return their bias to the caller."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,55 +18,6 @@ if TYPE_CHECKING:  # importing DTensor takes 0.4 s
     from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
 
-class _Deferred(torch.autograd.Function):
-    """Return x · weightᵀ and the bias; backward computes x's gradient and defers the parameters' gradients.
-
-    The bias is returned unchanged. The operator that adds the bias later computes the bias gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, linear: ParallelLinear
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)  # an unused bias has no gradient, as in eager mode
-        ctx.dtype = x.dtype
-        x, cast_weight = under_autocast(x, weight)
-        ctx.save_for_backward(x if weight.requires_grad else None, cast_weight)
-        ctx.parameters, ctx.linear = (weight, bias), linear
-        return F.linear(x, cast_weight), None if bias is None else bias.view_as(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, bias_grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        if torch.is_grad_enabled():  # ``once_differentiable`` would raise only in a later backward, if at all
-            raise RuntimeError(
-                "delay_wgrad_compute=True is not accepted with create_graph=True: deferred weight gradients have no "
-                "graph"
-            )
-        (x, cast_weight), (weight, bias), linear = ctx.saved_tensors, ctx.parameters, ctx.linear
-        if x is not None and grad is not None:
-            linear._defer(weight, lambda: _weight_gradient(grad, x).to(weight.dtype))
-        if bias is not None and bias_grad is not None:
-            summed = linear._summed_by
-            linear._defer(bias, lambda: bias_grad if summed is None else summed.replicated_gradient(bias_grad))
-        if grad is None or not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        return grad.matmul(cast_weight).to(ctx.dtype), None, None, None
-
-
-def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts a GEMM's inputs: to its dtype, except float64."""
-    kind = tensors[0].device.type
-    available = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)  # torch 2.11's Dynamo cannot trace it
-    if not available or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.reshape(-1, grad.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
-
-
 class ParallelLinear(nn.Module):
     """Return x · weightᵀ + bias, or, with ``skip_bias_add``, x · weightᵀ and the bias separately.
 
@@ -77,9 +27,7 @@ class ParallelLinear(nn.Module):
         parallel: the processes that shard the weight, or None.
 
     Args:
-        config: ``delay_wgrad_compute``, ``params_dtype`` and ``sequence_parallel`` are read. With
-            ``delay_wgrad_compute``, ``backward`` computes only the input's gradient, and ``backward_dw`` the
-            parameters' gradients, without calling hooks on parameters (from DistributedDataParallel or FSDP).
+        config: its ``params_dtype`` and ``sequence_parallel`` are read.
         init_method: fills the weight in place; the bias is zeroed, as in Megatron. If None, use ``nn.Linear``'s values.
         skip_bias_add: return the bias to the caller, to be added in a fused kernel.
         tp_group: the processes that shard the weight; by default ``pg_collection.tp``.
@@ -111,10 +59,6 @@ class ParallelLinear(nn.Module):
         super().__init__()
         self.input_size, self.output_size = input_size, output_size
         self.skip_bias_add, self.init_method = skip_bias_add, init_method
-        # For each parameter, functions that compute its deferred gradients, oldest first; None without deferring.
-        self._deferred: dict[nn.Parameter, deque[Callable[[], Tensor]]] | None = (
-            {} if read(config, "delay_wgrad_compute") else None
-        )
         group = read_group(config, is_expert, tp_group, pg_collection)
         if group is not None and group.size() > 1:
             from torch_fused_ops.distributed.tensor_parallel import TensorParallel
@@ -185,23 +129,17 @@ class ParallelLinear(nn.Module):
 
         ``entered``: x is from ``parallel.enter``.
         """
-        bias, added, summed = self.bias, None, self._summed_by
+        bias, summed = self.bias, self._summed_by
         if self.parallel is not None and summed is None and not entered:
             x = self.parallel.enter(x)
-        if self._deferred is not None and torch.is_grad_enabled():
-            call: Callable[..., tuple[Tensor, Tensor | None]] = _Deferred.apply
-            y, added = call(x, self.weight, bias if bias is not None and bias.requires_grad else None, self)
-        elif self.parallel is None and not self.skip_bias_add:
+        if self.parallel is None and not self.skip_bias_add:
             return F.linear(x, self.weight, bias), None
-        else:
-            y = F.linear(x, self.weight)
+        y = F.linear(x, self.weight)
         if summed is not None:
-            y = summed.leave(y)
+            y, bias = summed.leave(y), None if bias is None else summed.replicated(bias)
         if bias is None:
             return y, None
-        if added is None:
-            added = bias if summed is None else summed.replicated(bias)
-        return (y, bias_for_caller(self, added)) if self.skip_bias_add else (y + added, None)
+        return (y, bias_for_caller(self, bias)) if self.skip_bias_add else (y + bias, None)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
@@ -228,17 +166,8 @@ class ParallelLinear(nn.Module):
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
-    def _defer(self, parameter: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
-        assert self._deferred is not None
-        self._deferred.setdefault(parameter, deque()).append(gradient)
-
     def backward_dw(self) -> None:
-        """Compute the gradients that the oldest ``backward`` deferred; does nothing without ``delay_wgrad_compute``."""
-        with torch.no_grad():
-            for parameter, queue in (self._deferred or {}).items():
-                if queue:
-                    gradient = queue.popleft()()
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        """Do nothing, as Megatron's method: ``backward`` has computed the weight gradient."""
 
     def extra_repr(self) -> str:
         ranks = "" if self.parallel is None else f", over {self.parallel.size} ranks"

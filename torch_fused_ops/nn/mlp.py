@@ -25,7 +25,7 @@ class LinearFc1Interface(Protocol):
         ...
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that ``backward`` deferred."""
+        """Compute the weight gradients that ``backward`` deferred, if the linear defers them."""
         ...
 
 
@@ -225,15 +225,14 @@ class MLP(nn.Module):
             activate,
             second,
             level,
-            stops_early=isinstance(fc2, ParallelLinear) and untouched(fc2) and fc2._deferred is None,
+            stops_early=isinstance(fc2, ParallelLinear) and untouched(fc2),
             reads=(("per_token_scale", scale),),
             saves_result=self._activation.saves_result(scale),
-            is_known=self.activation_func is None and self._activation.name is not None,
         )
         return y, biases["fc2"]
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2 first."""
+        """Call ``backward_dw`` of both linears, fc2 first. Only linears of other libraries defer weight gradients."""
         self.linear_fc2.backward_dw()
         self.linear_fc1.backward_dw()
 
