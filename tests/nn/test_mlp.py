@@ -108,9 +108,8 @@ def test_every_combination_of_flags_equals_its_formula(name: str) -> None:
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_levels_save_documented_bytes_and_repeat_at_most_one_gemm(memory: str, gated: bool) -> None:
-    mlp_config = config(
-        gated_linear_unit=gated, memory=memory, add_bias_linear=False, params_dtype=torch.float32, activation_func=F.silu
-    )  # fmt: skip
+    flags = {"gated_linear_unit": gated, "memory": memory, "activation_func": F.silu}
+    mlp_config = config(add_bias_linear=False, params_dtype=torch.float32, **flags)
     mlp, x = build(mlp_config), tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()
     figures = mlp_figures(HIDDEN, FFN, 10, gated=gated, memory=memory, dtype=torch.float32)
     with Ran() as ran:
