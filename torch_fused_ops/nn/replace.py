@@ -43,7 +43,7 @@ def replace_mlps(
     takes seconds; equal modules share the code through Inductor's cache. Parameters, names, state dicts and training
     flags are unchanged. Copies and pickles of the model are not compiled.
 
-    After a graph break, ``explain`` may not know an MLP's path in the model. Such MLPs stay as they are.
+    After a graph break, ``explain`` may not know an MLP's path in the model. Such MLPs are not compiled.
 
     Args:
         model: a module, in training or evaluation mode.
