@@ -66,32 +66,24 @@ def is_truth(mlp, optimizer, truth, rank, ranks):
 def matrix(rank, ranks, folder):
     """Save in n processes, and load in m processes."""
     groups = {n: dist.new_group(range(n)) for n in (1, 2, 4) if n <= ranks}
-    for gated, separate_keys, dtype in (
-        (False, False, torch.float32),
-        (True, False, torch.float64),
-        (True, True, torch.float32),
-        (True, False, torch.bfloat16),
-    ):
-        mlp_config, metadata = (
-            config(gated_linear_unit=gated, params_dtype=dtype),
-            {"singleton_local_shards": separate_keys},
-        )
+    for gated, dtype in ((False, torch.float32), (True, torch.float64), (True, torch.bfloat16)):
+        mlp_config = config(gated_linear_unit=gated, params_dtype=dtype)
         for n, m in itertools.product(groups, repeat=2):
-            checkpoint = folder / f"{gated}{separate_keys}{dtype}{n}{m}"
+            checkpoint = folder / f"{gated}{dtype}{n}{m}"
             if rank < n:
                 mlp = build(mlp_config, groups[n], seed=5)
                 optimizer = stepped(mlp, truth_of(mlp, n), rank, n)
-                distributed.save(checkpoint, mlp, optimizer, metadata=metadata, process_group=groups[n])
+                distributed.save(checkpoint, mlp, optimizer, process_group=groups[n])
             dist.barrier()
             if rank < m:
                 mlp = build(mlp_config, groups[m], seed=6)
                 truth = truth_of(mlp, m)
                 optimizer = optimizer_of(mlp, lr=5.0)
-                distributed.load(checkpoint, mlp, optimizer, metadata=metadata, process_group=groups[m])
+                distributed.load(checkpoint, mlp, optimizer, process_group=groups[m])
                 is_truth(mlp, optimizer, truth, rank, m)
                 assert optimizer.param_groups[0]["lr"] == 1e-2
             dist.barrier()
-            if rank == 0 and not separate_keys:
+            if rank == 0:
                 plain(checkpoint, folder / "plain.pt", truth)
 
 
@@ -122,22 +114,6 @@ def test_single_process_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None
         assert torch.equal(a, b)
     truth = {(name, ""): p.detach() for name, p in mlp.named_parameters()}
     plain(tmp_path / "a", tmp_path / "a.pt", truth)
-
-
-def test_an_optimizer_without_a_step_is_saved_and_loaded_as_such(tmp_path: Path) -> None:
-    """Such an optimizer has no state after a save, after a load, and after a load that fails."""
-    mlp, twin, wider = build(config()), build(config()), build(MLPConfig(HIDDEN, ffn_hidden_size=2 * FFN))
-    optimizer, of_twin, of_wider = map(optimizer_of, (mlp, twin, wider))
-    distributed.save(tmp_path, mlp, optimizer)
-    assert not optimizer.state
-    raises(CheckpointException, r"Size mismatch.*linear_fc\d\.weight", distributed.load, tmp_path, wider, of_wider)
-    assert not of_wider.state
-    distributed.load(tmp_path, mlp, optimizer)
-    for module, its_optimizer in ((mlp, optimizer), (twin, of_twin)):
-        for p in module.parameters():
-            p.grad = torch.ones_like(p)
-        its_optimizer.step()
-    assert all(map(torch.equal, mlp.parameters(), twin.parameters()))
 
 
 def of_linears(seed: int = 0) -> nn.Module:
@@ -194,8 +170,11 @@ def test_fsdp1_is_refused(one_process: None, tmp_path: Path) -> None:
         raises(TypeError, f"{name} of type FullyShardedDataParallel", distributed.save, tmp_path, model)
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    raises(CheckpointException, "metadata", distributed.load, tmp_path, build(config()))
+def test_folders_without_the_models_checkpoint_are_refused(tmp_path: Path) -> None:
+    mlp, wider = build(config()), build(MLPConfig(HIDDEN, ffn_hidden_size=2 * FFN))
+    raises(CheckpointException, "metadata", distributed.load, tmp_path, mlp)
+    distributed.save(tmp_path, mlp)
+    raises(CheckpointException, r"Size mismatch.*linear_fc\d\.weight", distributed.load, tmp_path, wider)
 
 
 def test_optimizer_state_of_unknown_parts_is_refused(tmp_path: Path) -> None:

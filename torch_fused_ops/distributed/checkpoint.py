@@ -8,7 +8,6 @@ with another number of ranks, and it writes replicated tensors once.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -162,29 +161,21 @@ def apply_swiglu_sharded_factory(
     packed = original_sh_ten
     axis = len(sharded_offsets) + packed.axis
     half = packed.rows // 2  # rows of gate in this rank's shard
-    n = packed.shape[axis] // 2  # rows of gate in all shards
-    gate_and_up: tuple[list[Box], list[Box]] = [], []
-    for start, length, offset in packed.boxes:
-        rank, first = divmod(offset[axis], packed.rows)
-        for i, boxes in enumerate(gate_and_up):
-            low = max(first, i * half)
-            high = min(first + length, (i + 1) * half)
+    size = list(packed.shape)
+    up_start = size[axis] // 2  # the first row of up in the whole tensor
+    if singleton_local_shards:
+        size[axis], up_start = size[axis] // 2, 0
+    suffixes = ("_w", "_v") if singleton_local_shards else ("", "")
+    boxes: dict[str, list[Box]] = {packed.key + suffix: [] for suffix in suffixes}
+    for i, suffix in enumerate(suffixes):
+        for start, length, offset in packed.boxes:
+            rank, first = divmod(offset[axis], packed.rows)
+            low, high = max(first, i * half), min(first + length, (i + 1) * half)
             if low < high:
                 place = list(offset)
-                place[axis] = rank * half + low - i * half
-                if not singleton_local_shards:
-                    place[axis] += i * n
-                boxes.append(Box(start + low - first, high - low, tuple(place)))
-    size = list(packed.shape)
-    if not singleton_local_shards:
-        all_boxes = [*gate_and_up[0], *gate_and_up[1]]
-        return {packed.key: ShardedTensor(packed.key, size, packed.local, all_boxes, packed.axis)}
-    size[axis] = n
-    gate, up = (
-        ShardedTensor(packed.key + suffix, size, packed.local, boxes, packed.axis)
-        for suffix, boxes in zip(("_w", "_v"), gate_and_up, strict=True)
-    )
-    return {gate.key: gate, up.key: up}
+                place[axis] = i * up_start + rank * half + low - i * half
+                boxes[packed.key + suffix].append(Box(start + low - first, high - low, tuple(place)))
+    return {key: ShardedTensor(key, size, packed.local, of_key, packed.axis) for key, of_key in boxes.items()}
 
 
 def sharded_state_dict(
@@ -225,51 +216,50 @@ def save(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    metadata: dict[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a model that the group's processes shard, and its optimizer unless that is None.
+    """Save a model that the group's processes shard, and its optimizer unless that is None, in a folder."""
+    _write(_checkpoint_state(model, optimizer)[0], checkpoint_id=checkpoint_id, process_group=process_group)
 
-    Args:
-        checkpoint_id: path of the checkpoint's folder.
-        metadata: passed to ``sharded_state_dict``; see ``MLP.sharded_state_dict``.
+
+def load(
+    checkpoint_id: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load a checkpoint that ``save`` wrote, with any number of processes.
+
+    Raises:
+        CheckpointException: PyTorch raises it if a tensor is missing or has another size (nothing is loaded then), or
+            if a file is missing or unreadable.
     """
-    with _checkpoint_state(model, optimizer, metadata) as (state, _):
-        _write(state, checkpoint_id=checkpoint_id, process_group=process_group)
+    state, of_optimizer = _checkpoint_state(model, optimizer)
+    _read(state, checkpoint_id=checkpoint_id, process_group=process_group)
+    if optimizer is not None:
+        of_optimizer["param_groups"] = state["optimizer"]["param_groups"]
+        set_optimizer_state_dict(model, optimizer, of_optimizer)
 
 
-@contextlib.contextmanager
-def _checkpoint_state(
-    model: nn.Module, optimizer: Optimizer | None, metadata: dict[str, Any] | None
-) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield the state as written to a checkpoint, and the optimizer's state by parameter names.
+def _checkpoint_state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state as a checkpoint has it, and the optimizer's state by parameter names, in the same memory.
 
-    Optimizer tensors are sharded like their parameter. If the checkpoint stores a parameter as two tensors (gate and
-    up), it also stores two optimizer states. Before an optimizer's first step, PyTorch initializes its state with a
-    step on zero gradients, which counts as a step (torch 2.11 to 2.15). On exit, such a state is empty again.
+    Optimizer tensors are sharded like their parameter. Before an optimizer's first step, PyTorch initializes its state
+    with a step on zero gradients, which counts as a step (torch 2.11 to 2.15).
     """
-    of_model = sharded_state_dict(model, metadata=metadata)
+    parameters = sharded_state_dict(model)
     if optimizer is None:
-        yield {"model": of_model}, None
-        return
-    is_fresh = not optimizer.state
-    try:
-        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-        saved: dict[str, Any] = {}
-        for name, of_parameter in state["state"].items():
-            if is_fresh and "step" in of_parameter:
-                of_parameter["step"] = torch.zeros_like(torch.as_tensor(of_parameter["step"]))
-            places = [k for k in (name, f"{name}_w", f"{name}_v") if isinstance(of_model.get(k), ShardedTensor)]
-            for key in places or [name]:
-                place = of_model.get(key)
-                saved[key] = {n: _state_of(f"{key}.{n}", value, place) for n, value in of_parameter.items()}
-        yield {"model": of_model, "optimizer": {"state": saved, "param_groups": state["param_groups"]}}, state
-    finally:
-        if is_fresh:
-            optimizer.state.clear()
+        return {"model": parameters}, {}
+    of_optimizer: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    state = {
+        name: {kind: _shard_like(f"{name}.{kind}", t, parameters.get(name)) for kind, t in values.items()}
+        for name, values in of_optimizer["state"].items()
+    }
+    return {"model": parameters, "optimizer": {**of_optimizer, "state": state}}, of_optimizer
 
 
-def _state_of(key: str, value: Any, parameter: Any) -> Any:
+def _shard_like(key: str, value: Any, parameter: Any) -> Any:
     """Return the checkpoint's entry for one value of a parameter's optimizer state, sharded like the parameter."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
@@ -280,24 +270,3 @@ def _state_of(key: str, value: Any, parameter: Any) -> Any:
             f"{tuple(parameter.local.shape)}"
         )
     return ShardedTensor(key, parameter.shape, local, parameter.boxes, parameter.axis)
-
-
-def load(
-    checkpoint_id: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    metadata: dict[str, Any] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Load a checkpoint that ``save`` wrote, with any number of processes.
-
-    Raises:
-        CheckpointException: PyTorch raises it if a tensor is missing or has another size (nothing is loaded then), or
-            if a file is missing or unreadable.
-    """
-    with _checkpoint_state(model, optimizer, metadata) as (state, of_optimizer):
-        _read(state, checkpoint_id=checkpoint_id, process_group=process_group)
-    if optimizer is not None:
-        of_optimizer["param_groups"] = state["optimizer"]["param_groups"]
-        set_optimizer_state_dict(model, optimizer, of_optimizer)
