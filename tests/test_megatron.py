@@ -108,19 +108,6 @@ def test_value_and_gradients(name):
             torch.testing.assert_close(t.grad.double(), p.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.covering(every=4)
-@pytest.mark.parametrize("name", FORWARD)
-def test_compiles_to_one_graph(name):
-    args, _ = FORWARD[name]
-    args = [t.detach().clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
-    tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    out = torch.compile(function(name), backend="aot_eager", fullgraph=True)(*args)
-    expected = function(name)(*args)
-    torch.testing.assert_close(out, expected)
-    got, truth = (torch.autograd.grad(o.square().sum(), tensors) for o in (out, expected))
-    torch.testing.assert_close(got, truth)
-
-
 def test_compiles_once_for_all_sizes():
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -216,19 +203,6 @@ def test_a_clamp_of_0_clamps_nothing_and_negative_clamps_are_rejected():
     raises(ValueError, r"clamp=-1.* is not accepted", mg.bias_swiglu_impl, X, None, clamp_value=-1.0)
 
 
-def test_fp8_store_scales_large_activations():
-    """Upstream's cast saturates or overflows for large activations. Our cast scales each row into float8's range."""
-    y = torch.tensor([[2000.0, 1000.0, 3.0, -2.0]]).requires_grad_()
-    stored = y.detach().to(torch.float8_e4m3fn).float()
-    assert not torch.allclose(stored[:, :2], y[:, :2], rtol=0.1)
-    exact, fused_y = leaves(y, y)
-    incoming = torch.tensor([[1.0, 1.0]])
-    mg.bias_swiglu_impl(exact, None).backward(incoming)
-    mg.bias_swiglu_impl(fused_y, None, fp8_input_store=True).backward(incoming)
-    up_grad, exact_up_grad = (t.grad[:, 2:] for t in (fused_y, exact))  # up's gradient is silu(gate)
-    torch.testing.assert_close(up_grad, exact_up_grad, rtol=2**-4, atol=0)
-
-
 @pytest.mark.parametrize("name", ["bias_swiglu_impl", "weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl"])
 def test_fp8_store_keeps_half(name):
     y = randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -244,50 +218,20 @@ def test_fp8_store_keeps_half(name):
 
 # ---- bias, dropout, residual -----------------------------------------------------------------------------------------
 
-FUNCTIONS = [(t, f) for t in (True, False) for f in (True, False)]
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("residual_dtype", TOLERANCES)
-@pytest.mark.parametrize(("training", "fused"), FUNCTIONS)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_bias_dropout_add_without_dropout(dtype, residual_dtype, training, fused, has_bias):
+def test_bias_dropout_add_drops_in_training_only(residual_dtype, has_bias):
     """The result has the residual's dtype, float32 or bfloat16."""
     residual = randn(16, 64, dtype=residual_dtype, seed=1, scale=1e-3)
-    x, residual, bias = leaves(randn(16, 64, dtype=dtype), residual, randn(64, dtype=dtype))
-    fn = mg.get_bias_dropout_add(training, fused)
-    out = fn((x, bias if has_bias else None), residual, prob=0.0)
+    x, bias = randn(16, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16) if has_bias else None
     expected = residual.float() + x.float() + (bias.float() if has_bias else 0)
-    torch.testing.assert_close(out, expected.to(residual_dtype), **TOLERANCES[residual_dtype])
-    out.sum().backward()
-    assert all(torch.equal(t.grad, torch.ones_like(t)) for t in (x, residual))
-    assert (bias.grad is not None) == has_bias
-
-
-@pytest.mark.parametrize("bias", [None, BIAS])
-def test_dropout_drops_in_training_only(bias):
-    x, residual = torch.ones(512, 8), torch.zeros(512, 8)
-    bias = None if bias is None else torch.ones(8)
-    torch.manual_seed(0)
-    out = mg.bias_dropout_add_fused_train((x, bias), residual, 0.25)
-    assert out.unique().tolist() == [0.0, pytest.approx((1 + (bias is not None)) / 0.75)]
-    assert 0.2 < (out == 0).float().mean() < 0.3
-    torch.manual_seed(0)
-    assert torch.equal(mg.bias_dropout_add_unfused(True)((x, bias), residual, 0.25), out)  # the same mask
-    for fn in (mg.bias_dropout_add_fused_inference, mg.bias_dropout_add_unfused(False)):
-        assert torch.equal(fn((x, bias), residual, 0.25), x if bias is None else x + bias)
-
-
-def test_evaluation_writes_no_argument():
-    x, residual = randn(4, 8), randn(4, 8, seed=1)
-    overwritten = x.clone()
-    overwritten.add_(BIAS)
-    overwritten.add_(residual)  # upstream overwrites its argument like this
-    before = x.clone()
-    for fused in (True, False):
-        out = mg.get_bias_dropout_add(False, fused)((x, BIAS), residual, 0.1)
-        torch.testing.assert_close(out, overwritten)
-        assert torch.equal(x, before) and out.data_ptr() != x.data_ptr()
+    for training, fused in ((True, True), (True, False), (False, True), (False, False)):
+        out = mg.get_bias_dropout_add(training, fused)((x, bias), residual, prob=0.25)
+        is_dropped = (out.float() - residual.float()).abs() < 1e-6
+        assert out.dtype == residual_dtype and (is_dropped.float().mean() > 0.1) == training
+        if not training:
+            torch.testing.assert_close(out, expected.to(residual_dtype), **TOLERANCES[residual_dtype])
 
 
 # ---- softmax ---------------------------------------------------------------------------------------------------------
@@ -318,25 +262,21 @@ def outside(sq, sk, left, right):
     return ~(visible if left < 0 else visible.triu(sk - sq - left))
 
 
-SIZES = [(2, 4, 8, 8), (1, 1, 4, 16), (3, 5, 7, 33), (2, 2, 1, 9), (1, 2, 6, 3)]
-
-
-@pytest.mark.parametrize("shape", SIZES)
-def test_causal(shape):
-    x = randn(*shape)
-    expected = exact(x, causal(*shape[2:]))
-    torch.testing.assert_close(softmax()(x, None).double(), expected, rtol=1e-5, atol=1e-7)
-
-
 def padding(b, sk, dtype=torch.bool):
     mask = torch.zeros(b, 1, 1, sk, dtype=dtype)
     mask[0, ..., sk // 2 :] = 1
     return mask
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8])
-@pytest.mark.parametrize("window", [None, (2, 0), (3, 1), (-1, 2)])
-@pytest.mark.parametrize("mask_type", [AttnMaskType.padding, AttnMaskType.causal, AttnMaskType.arbitrary])
+@pytest.mark.parametrize(
+    ("mask_type", "window", "mask_dtype"),
+    [
+        (AttnMaskType.padding, None, torch.bool),
+        (AttnMaskType.causal, (2, 0), torch.uint8),
+        (AttnMaskType.causal, None, torch.bool),
+        (AttnMaskType.arbitrary, (-1, 2), torch.uint8),
+    ],
+)
 def test_mask_causality_window_scale_and_sink_all_apply(mask_type, window, mask_dtype):
     x, mask, sink = randn(2, 3, 6, 9), padding(2, 9, mask_dtype), randn(3, seed=1)
     hidden = mask.bool().expand(2, 3, 6, 9)
@@ -384,24 +324,6 @@ def test_masked_scores_never_win():
     torch.testing.assert_close(actual, exact(x, mask).float())
     torch.testing.assert_close(mg.ScaledMaskedSoftmax.apply(x, mask, 1.0), exact(x, mask).float())
     torch.testing.assert_close(torch.softmax(mg.attention_mask_func(x, mask), -1), exact(x, mask).float())
-
-
-def test_masked_rows_are_zero_forward_and_backward():
-    x, mask = randn(1, 1, 2, 4, requires_grad=True), torch.tensor([[[[True] * 4, [False] * 4]]])
-    assert torch.softmax(x.masked_fill(mask, -10000.0), -1)[0, 0, 0].tolist() == [0.25] * 4  # upstream's torch path
-    out = softmax(AttnMaskType.padding)(x, mask)
-    assert torch.equal(out[0, 0, 0], torch.zeros(4))
-    out.backward(randn(1, 1, 2, 4, seed=1))
-    assert torch.equal(x.grad[0, 0, 0], torch.zeros(4)) and x.grad[0, 0, 1].abs().min() > 0
-
-
-def test_no_argument_is_written():
-    x, mask = randn(2, 3, 6, 9), padding(2, 9)
-    x_before, mask_before = x.clone(), mask.clone()
-    x.clone().masked_fill_(mask, -10000.0)  # upstream's mask function overwrites its scores
-    softmax()(x, mask)
-    mg.attention_mask_func(x, mask)
-    assert torch.equal(x, x_before) and torch.equal(mask, mask_before)
 
 
 def test_custom_mask_function_gets_a_copy():

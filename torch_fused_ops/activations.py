@@ -74,8 +74,6 @@ class Activation:
         gradient_from_output: whether f'(f(x)) = f'(x), even if f(x) is rounded. Backward then reads f(x), which the
             next linear layer saves anyway, instead of x.
         gradient: (g, x) → PyTorch's gradient, if it is not the product g·f'(x): ReLU's also stops infinity and NaN.
-        native: PyTorch's function for f, if the function and its derivative are as accurate as the formulas. Eager CPU
-            calls without bias and scale run it, and autograd records it. None: the formulas run.
         callables: PyTorch's functions and module classes that compute f for all their arguments.
     """
 
@@ -86,7 +84,6 @@ class Activation:
     builtin: bool = True
     gradient_from_output: bool = False
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None
-    native: Function | None = None
     callables: tuple[Function | type[nn.Module], ...] = ()
 
     def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -322,7 +319,6 @@ _TABLE: dict[str, Activation] = {
             torch.relu,
             gradient_from_output=True,
             gradient=_relu_gradient,
-            native=torch.relu,
             callables=(F.relu, torch.relu, nn.ReLU),
         ),
         # relu2's backward reads x: 2·sqrt(y) is within 0.94 ulp in bf16 and 1.78 in float32 for x from 1e-10 to
@@ -334,7 +330,7 @@ _TABLE: dict[str, Activation] = {
             lambda x: torch.square(torch.relu(x)),
             gradient=_relu2_gradient,
         ),
-        Activation("silu", _swish(1.0), _swish_derivative(1.0), F.silu, native=F.silu, callables=(F.silu, nn.SiLU)),
+        Activation("silu", _swish(1.0), _swish_derivative(1.0), F.silu, callables=(F.silu, nn.SiLU)),
         Activation("gelu", _gelu, _gelu_derivative, F.gelu, callables=(F.gelu,)),  # nn.GELU may be the tanh form
         Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, lambda x: F.gelu(x, approximate="tanh")),
         Activation(
@@ -364,7 +360,6 @@ _TABLE: dict[str, Activation] = {
             _of_one(_relu6_gradient),
             F.relu6,
             gradient=_relu6_gradient,
-            native=F.relu6,
             callables=(F.relu6, nn.ReLU6),
         ),
         Activation(

@@ -380,7 +380,7 @@ HEADS = (2, 3, 8)
 # Shapes of the tensor arguments, the call, the arguments that backward reads, and whether backward reads the result.
 WRITTEN: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor], set[int], bool]] = {
     "bias_act": ((X, N8, ROWS), lambda *t: fused.bias_act(*t, "gelu"), {0, 1, 2}, False),
-    "bias_act, recorded": ((X,), lambda x: fused.bias_act(x, None, None, "silu"), {0}, False),
+    "bias_act, silu alone": ((X,), lambda x: fused.bias_act(x, None, None, "silu"), {0}, False),
     "bias_act, ReLU": ((X, N8), lambda x, b: fused.bias_act(x, b, None, "relu"), set(), True),
     "bias_act, ReLU alone": ((X,), lambda x: fused.bias_act(x, None, None, "relu"), set(), True),
     "bias_act, fp8": ((X, N8, ROWS), lambda *t: F.bias_act(*t, activation="gelu", memory="fp8"), {1, 2}, False),

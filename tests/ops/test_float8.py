@@ -92,8 +92,6 @@ def test_blocks_of_32_are_requantised_in_these() -> None:
     for actual, expected in zip((values, scales), fused.quantize(once.t(), 1, MX_BLOCK), strict=True):
         assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
     assert values.shape == (160, 96) and scales.shape == (3, 160)
-    with pytest.raises(ValueError, match="columns=64 is not accepted: it must be 128 or 32, the columns of a block"):
-        fused.quantize_both(x, 64)
 
 
 @pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.wgrad])
@@ -296,31 +294,7 @@ def test_the_operators_of_one_pass_are_those_of_several(
         (lambda x, w: FF.linear_fp8(x[:, :100], w[:, :100], recipe="fp8-rowwise"), r"weight has shape \(256, 100\)"),
         (lambda x, w: fused.linear_fp8(x, w, None, None, "int8"), "recipe='int8' is not known"),
         (lambda x, w: FF.linear_fp8(x, w, dtype=torch.float64), "dtype=torch.float64 is not accepted"),
-        (lambda x, w: fused.quantize(x[None], 1), r"input has shape \(1, 4, 128\); accepted: two axes"),
-        (lambda x, w: fused.quantize(x, 2), "rows=2 is not accepted: it must be 1 or 128"),
-        (lambda x, w: fused.quantize(x, 1, 64), "columns=64 is not accepted: it must be 128 or 32, .*, or 128, those"),
-        (lambda x, w: fused.quantize_by(x, torch.ones(4, 1)), r"scales has shape \(4, 1\); accepted: \(1, 1\), or"),
-        (
-            lambda x, w: fused.scaled_mm(
-                *fused.quantize(torch.cat((x, x), 1), 1, 256),
-                *fused.quantize(torch.cat((w, w), 1), 1),
-                None,
-                1,
-                x.dtype,
-            ),
-            "a and b have blocks of 256 and 128 columns; accepted: as many in both",
-        ),
-        (lambda x, w: fused.quantize(w, BLOCK, MX_BLOCK), "columns=32 is not accepted: it must be 128, the columns"),
         (lambda x, w: FF.linear_fp8(x[:, :48], w[:, :48], recipe="mxfp8"), r"weight has shape \(256, 48\); accepted"),
-        (
-            lambda x, w: fused.scaled_mm(*fused.quantize(x, 1, MX_BLOCK), *fused.quantize(w, 1), None, 1, x.dtype),
-            "a and b have blocks of 32 and 128 columns; accepted: as many in both",
-        ),
-        (lambda x, w: fused.quantize(x, 128), "accepted: a first axis of a multiple of rows=128"),
-        (
-            lambda x, w: fused.scaled_mm(*fused.quantize(x, 1), *fused.quantize(w, 1), None, 128, torch.float32),
-            r"b's scales have shape \(1, 256\); accepted: \(2, 1\)",
-        ),
     ],
 )
 def test_errors_name_the_argument(call: Callable[..., Any], message: str) -> None:

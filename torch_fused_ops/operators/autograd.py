@@ -60,32 +60,8 @@ def define(
     return overload
 
 
-# Keys of layouts without a kernel. They get a kernel that raises: torch's error suggests that the operator is missing.
-_UNSUPPORTED_LAYOUT_KEYS = (
-    "SparseCPU",
-    "SparseCUDA",
-    "SparseCsrCPU",
-    "SparseCsrCUDA",
-    "QuantizedCPU",
-    "QuantizedCUDA",
-    "MkldnnCPU",
-    "AutogradNestedTensor",
-    "NestedTensorCPU",
-    "NestedTensorCUDA",
-)
-
-
-def _refuses_layout(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    def kernel(*args: Any) -> Any:
-        for argument, t in zip(op._schema.arguments, args, strict=False):
-            if isinstance(t, Tensor) and (t.layout != torch.strided or t.is_quantized or t.is_nested):
-                state = "is a nested tensor" if t.is_nested else f"has layout {t.layout} and dtype {t.dtype}"
-                raise TypeError(f"{argument.name} {state}; accepted: dense tensors (torch.strided, not quantized)")
-        raise TypeError(f"{op} takes dense tensors (torch.strided, not quantized)")
-
-    return kernel
-
-
+# Without a kernel for nested tensors, torch's error suggests that the operator is missing. The check says it better.
+_NESTED = ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA")
 _GPUS = ("CUDA", "XPU")  # dispatch keys of the GPUs that Triton compiles for; ROCm uses the key CUDA
 _warned: set[str] = set()  # device types whose first call has warned
 
@@ -155,10 +131,8 @@ def register(implementation: Implementation) -> torch._ops.OpOverload:
     op = signature.overload
     batched = batching.kernel(op, signature, plain)  # checks see one example: a batch axis would make them lenient
     kernels = {"CPU": implementation.on_cpu, **dict.fromkeys(_GPUS, implementation.on_gpu), "FuncTorchBatched": batched}
-    for key, kernel in kernels.items():
+    for key, kernel in {**kernels, **dict.fromkeys(_NESTED, plain)}.items():
         library.impl(op, checked(kernel, check), key)
-    for key in _UNSUPPORTED_LAYOUT_KEYS:
-        library.impl(op, _refuses_layout(op), key)
     return op
 
 
@@ -283,7 +257,6 @@ def register_pair(
     forward: Implementation,
     backward: Implementation,
     keep: Callable[..., SavePolicy],
-    native: Callable[..., Callable[[Tensor], Tensor] | None] | None = None,
     adapt: Callable[[Any], Any] = lambda backward: backward,
 ) -> torch._ops.OpOverload:
     """Register an operator and its backward operator. Return the operator.
@@ -295,8 +268,6 @@ def register_pair(
         forward: the operator. Its schema is (tensors…, scalars…) -> Tensor.
         backward: the backward operator: (grad, saved values…, bool[] output_mask) -> gradients.
         keep: the operator's arguments -> the call's ``SavePolicy``.
-        native: the operator's arguments on the CPU -> a differentiable PyTorch function that computes the result from
-            the first argument, or None if that does not exist. If native is None, it never exists.
         adapt: wraps the backward operator or its kernel, to return a gradient or None for each tensor of the operator.
     """
     op, backward_op = register(forward), register(backward)
@@ -314,11 +285,6 @@ def register_pair(
         if _requires_grad(args):
             args += defaults[len(args) :]  # the dispatcher drops trailing defaults
             policy = keep(*args)
-            if native is not None and policy.apply is None and _is_cpu_next(keyset):
-                if check is not None:
-                    check(*args)
-                if (function := native(*args)) is not None and args[0].is_contiguous():
-                    return function(args[0])
             return (policy.apply or _apply)(keyset, operator, policy, *args)
         return _below(op, on_cpu, keyset, args)
 

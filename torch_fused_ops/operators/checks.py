@@ -66,13 +66,18 @@ def make_check(op: Operator) -> Callable[..., None]:
             if args[i] is None:  # torch.ops accepts None as an undefined tensor
                 raise TypeError(f"{name}=None is not accepted: it must be a tensor, not NoneType")
         first = args[0]
-        device, shape = first.device, first.shape
+        device = first.device
         for i, name, dtypes in typed:
             t = args[i]
-            if t is not None and t.dtype not in dtypes:
+            if t is None:
+                continue
+            if t.dtype not in dtypes:
                 refuse_dtype(name, t, dtypes)
-            if t is not None and t.device != device:
+            if t.layout is not torch.strided or t.is_nested:
+                raise TypeError(f"{name} has layout {t.layout}; accepted: dense tensors (torch.strided, not nested)")
+            if t.device != device:
                 raise ValueError(f"{name} is on device {t.device}; accepted: {device}, where {first_name} is")
+        shape = first.shape
         check_first(first_name, shape)
         for i, name, of_first, meaning in shaped:
             t = args[i]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, Signature
-from torch_fused_ops.formulas import Gradients, act_element, empty_gradient
+from torch_fused_ops.formulas import Gradients, empty_gradient
 from torch_fused_ops.kernels import compiled, cpu
 from torch_fused_ops.operators import eager, fp8_store
 from torch_fused_ops.operators.autograd import Implementation, SavePolicy, register_pair
@@ -53,29 +51,7 @@ def register_pointwise(op: PointwiseOperator) -> None:
     value, grads = cpu.kernel(op, op.forward, plain), cpu.kernel(op, op.backward, plain_backward)
     forward = with_kernels(op.forward, plain, fake, check, value)
     backward = with_kernels(op.backward, plain_backward, backward_fake, check_gradient, grads)
-    native = _native if op.value is act_element and not is_without("kernels") else None
-    if native is not None:
-        forward = replace(forward, on_cpu=_prefer(native, forward.on_cpu))
-    register_pair(forward, backward, _keep(op), native)
-
-
-def _native(input: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Any:
-    """Return ``Activation.native`` if the call has neither bias nor scale, else None.
-
-    PyTorch's function and the operator save equal tensors for backward. So ``torch.utils.checkpoint`` works
-    even if only one pass calls the operator, because a mode is active in it.
-    """
-    return activations.get(activation).native if bias is None and scale is None else None
-
-
-def _prefer(native: Callable[..., Any], on_cpu: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that calls ``native``'s function if there is one, else ``on_cpu``."""
-
-    def kernel(*args: Any) -> Any:
-        function = native(*args)
-        return on_cpu(*args) if function is None else function(args[0]).contiguous()
-
-    return kernel
+    register_pair(forward, backward, _keep(op))
 
 
 # ---- tensors saved for backward ------------------------------------------------------------------------------------

@@ -299,5 +299,5 @@ def every_value(dtype: torch.dtype) -> Tensor:
 def sweep(activation: str, dtype: torch.dtype, device: str | torch.device = "cpu") -> Errors:
     """Return the largest errors of an activation and its derivative in ``bias_act`` over ``every_value(dtype)``."""
     x = every_value(dtype).to(device)[None]
-    ones = torch.ones_like(x[:, 0])  # without a scale, PyTorch's silu and relu may run
+    ones = torch.ones_like(x[:, 0])  # with a scale, backward reads x and not the result
     return measure(Sample("bias_act", "sweep", (x.requires_grad_(), None, ones, activation)), torch.ones_like(x))

@@ -11,6 +11,8 @@
     scaled_grouped_mm      a grouped GEMM: each expert of a mixture multiplies its own rows
     grouped_linear_fp8     input · weight[expert of the row], and its gradients
 
+Only this package calls the other operators, so they do not check their arguments.
+
 ``…linear_fp8`` are CompositeImplicitAutograd: compilers see the operators above, with their blocks, and edit and fuse
 them (``lowerings/float8.py``).
 
@@ -21,7 +23,7 @@ then saves only the quantized input, a byte per element. Otherwise the model's d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,102 +35,13 @@ from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Bl
 from torch_fused_ops.families.float8.sharding import multiples
 from torch_fused_ops.formulas import FP8
 from torch_fused_ops.operators import fp8_store
-from torch_fused_ops.operators.autograd import Implementation, checked, define, register
-from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
+from torch_fused_ops.operators.autograd import Implementation, define, register
+from torch_fused_ops.operators.checks import refuse_dtype
 from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
 from torch_fused_ops.settings.switches import is_without
 
 GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUPED_GEMM_DTYPES = (torch.bfloat16,)  # the only result dtype of torch's grouped GEMMs
-
-
-def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
-    if t.dtype not in dtypes:
-        refuse_dtype(name, t, dtypes)
-    if t.ndim != 2:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: two axes")
-
-
-def _check_blocks(name: str, shape: Sequence[int], rows: int, columns: int) -> None:
-    """Check that the matrix consists of whole blocks: (1, 128), (128, 128), (1, 32), a row, or the whole matrix."""
-    r, c = shape
-    if rows not in (1, BLOCK, r) or rows == 0:
-        refuse("rows", rows, f"1 or {BLOCK}, the rows of a block, or {r}, those of {name}")
-    if columns not in (BLOCK, c) and (rows, columns) != (1, MX_BLOCK):
-        widths = f"{BLOCK} or {MX_BLOCK}" if rows == 1 else f"{BLOCK}"
-        refuse("columns", columns, f"{widths}, the columns of a block, or {c}, those of {name}")
-    if r % rows:
-        raise ValueError(f"{name} has shape {tuple(shape)}; accepted: a first axis of a multiple of rows={rows}")
-
-
-def _check_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> None:
-    _check_matrix("input", input, *DTYPES)
-    _check_blocks("input", input.shape, rows, columns)
-
-
-def _check_quantize_by(input: Tensor, scales: Tensor) -> None:
-    _check_matrix("input", input.flatten(0, 1) if input.ndim == 3 else input, *DTYPES)
-    _check_scales("scales", scales, input)
-
-
-def _check_scales(name: str, scales: Tensor, matrix: Tensor) -> None:
-    """Check that there is one scale per matrix, or one per row. ``matrix`` may be a stack."""
-    *stack, rows, _ = matrix.shape
-    if scales.dtype != torch.float32:
-        refuse_dtype(name, scales, (torch.float32,))
-    if tuple(scales.shape) not in ((*stack, 1, 1), (*stack, 1, rows)):
-        accepted = f"{(*stack, 1, 1)}, or a scale for each row: {(*stack, 1, rows)}"
-        raise ValueError(f"{name} has shape {tuple(scales.shape)}; accepted: {accepted}")
-
-
-def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
-    _check_matrix(name, values, FP8)
-    _check_matrix(f"{name}'s scales", scales, torch.float32)
-    columns = float8.columns_of(values, scales, rows)
-    if columns == values.shape[1]:
-        _check_blocks(name, values.shape, rows, columns)
-    else:
-        columns = MX_BLOCK if (rows, columns) == (1, MX_BLOCK) else BLOCK
-        if rows not in (1, BLOCK):
-            refuse("rows", rows, f"1 or {BLOCK}, the rows of a block")
-    expected = float8.scales_shape(values.shape, rows, columns)
-    if values.shape[1] % columns or values.shape[0] % rows:
-        raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of ({rows}, {columns})")
-    if tuple(scales.shape) != expected:
-        raise ValueError(f"{name}'s scales have shape {tuple(scales.shape)}; accepted: {expected}, as quantize gives")
-
-
-def _check_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> None:
-    _check_stored("values", values, scales, rows)
-    if dtype not in DTYPES:
-        refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
-
-
-def _check_product(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
-) -> None:
-    _check_stored("a", a, a_scales, 1)
-    _check_stored("b", b, b_scales, rows)
-    _check_operands(a, b, bias, dtype)
-    widths = [float8.columns_of(a, a_scales, 1), float8.columns_of(b, b_scales, rows)]
-    if widths[0] != widths[1]:
-        raise ValueError(f"a and b have blocks of {widths[0]} and {widths[1]} columns; accepted: as many in both")
-
-
-def _check_operands(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
-    if bias is not None and tuple(bias.shape) != (b.shape[0],):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({b.shape[0]},), the first axis of b")
-    if dtype not in GEMM_DTYPES:
-        refuse("dtype", dtype, ", ".join(map(str, GEMM_DTYPES)))
-
-
-def _check_ends(ends: Tensor, weight: Tensor) -> None:
-    if ends.dtype != torch.int32:
-        refuse_dtype("ends", ends, (torch.int32,))
-    if tuple(ends.shape) != (weight.shape[0],):
-        raise ValueError(f"ends has shape {tuple(ends.shape)}; accepted: ({weight.shape[0]},), one for each expert")
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------
@@ -147,9 +60,7 @@ def _fake_product(a: Tensor, a_scales: Tensor, b: Tensor, *others: Any) -> Tenso
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def register_plain(
-    signature: Signature, plain: Callable[..., Any], fake: Callable[..., Any], check: Callable[..., None] | None = None
-) -> torch._ops.OpOverload:
+def register_plain(signature: Signature, plain: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
     """Register an operator without a derivative. The function of the same name in ``kernels.py`` is its GPU kernel."""
 
     def kernel(*args: Any) -> Any:
@@ -158,7 +69,7 @@ def register_plain(
         return kernels.launch_of(signature.name)(*args)
 
     on_gpu = plain if is_without("float8_kernels") else kernel
-    return register(Implementation(signature, plain, checked(fake, check), plain, on_gpu, check))
+    return register(Implementation(signature, plain, fake, plain, on_gpu))
 
 
 def _register_product(
@@ -167,13 +78,12 @@ def _register_product(
     scales: str,
     others: dict[str, str],
     plain: Callable[..., Any],
-    check: Callable[..., None] | None,
 ) -> torch._ops.OpOverload:
     """Register a GEMM of quantized matrices, (a, a_{scales}, b, b_{scales}, others…, dtype), and its FLOP formula."""
     data, of_data = "Tensor: data", "Tensor: scales"
     operands = {"a": data, f"a_{scales}": of_data, "b": data, f"b_{scales}": of_data}
     arguments = arguments_of(**operands, **others, dtype="ScalarType")
-    op = register_plain(Signature(name, arguments, ("data",), doc), plain, _fake_product, check)
+    op = register_plain(Signature(name, arguments, ("data",), doc), plain, _fake_product)
     count(op, lambda a, a_scales, b, *others, **options: rows_times_columns(a, b))
     return op
 
@@ -187,7 +97,6 @@ _quantize = register_plain(
     ),
     float8.quantize,
     _fake_quantize,
-    _check_quantize,
 )
 _quantize_by = register_plain(
     Signature(
@@ -198,7 +107,6 @@ _quantize_by = register_plain(
     ),
     float8.quantize_by,
     lambda input, scales: input.new_empty(input.shape, dtype=FP8),
-    _check_quantize_by,
 )
 _dequantize = register_plain(
     Signature(
@@ -209,7 +117,6 @@ _dequantize = register_plain(
     ),
     float8.dequantize,
     lambda values, scales, rows, dtype: values.new_empty(values.shape, dtype=dtype),
-    _check_dequantize,
 )
 _requantize = register_plain(
     Signature(
@@ -220,7 +127,6 @@ _requantize = register_plain(
     ),
     float8.requantize,
     lambda values, scales: _fake_quantize(values.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1))),
-    lambda values, scales: _check_stored("values", values, scales, 1),
 )
 _scaled_mm = _register_product(
     "scaled_mm",
@@ -228,7 +134,6 @@ _scaled_mm = _register_product(
     "scales",
     {"bias": "Tensor?: per_column", "rows": "int"},
     float8.product,
-    _check_product,
 )
 _scaled_mm_tiled = _register_product(
     "scaled_mm_tiled",
@@ -236,7 +141,6 @@ _scaled_mm_tiled = _register_product(
     "tiles",
     {"bias": "Tensor?: per_column"},
     float8.tiled_product,
-    lambda a, a_tiles, b, b_tiles, bias, dtype: _check_operands(a, b, bias, dtype),
 )
 _scaled_grouped_mm = _register_product(
     "scaled_grouped_mm",
@@ -244,7 +148,6 @@ _scaled_grouped_mm = _register_product(
     "scales",
     {"ends": "Tensor: ends"},
     float8.grouped_product,
-    None,  # torch checks its grouped GEMM
 )
 
 # ---- memory="fp8" ----------------------------------------------------------------------------------------------------
@@ -408,7 +311,10 @@ def _check_grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: s
         raise ValueError(
             f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's second axis"
         )
-    _check_ends(ends, weight)
+    if ends.dtype != torch.int32:
+        refuse_dtype("ends", ends, (torch.int32,))
+    if tuple(ends.shape) != (weight.shape[0],):
+        raise ValueError(f"ends has shape {tuple(ends.shape)}; accepted: ({weight.shape[0]},), one for each expert")
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str = "fp8-rowwise") -> Tensor:

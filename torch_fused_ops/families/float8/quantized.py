@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.declaration import DATA, PointwiseOperator, Signature, arguments_of, refuse
+from torch_fused_ops.declaration import DATA, PointwiseOperator, Signature, arguments_of
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.operators import register_plain
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
@@ -33,11 +33,6 @@ RESULTS = 5  # per gradient: values and scales along its rows, values and scales
 
 def _quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
     return *float8.quantize(input, 1, columns), *float8.quantize(input.t(), 1, columns)
-
-
-def _check_quantize_both(input: Tensor, columns: int = BLOCK) -> None:
-    if columns not in (BLOCK, MX_BLOCK):
-        refuse("columns", columns, f"{BLOCK} or {MX_BLOCK}, the columns of a block")
 
 
 def _sums(gradient: Tensor) -> Tensor:
@@ -95,7 +90,6 @@ register_plain(
     ),
     _quantize_both,
     _fake(_quantize_both),
-    _check_quantize_both,
 )
 for _op in FAMILY:
     _function = _quantized_backward(_op)
