@@ -1,9 +1,10 @@
 """Find whole models in which nothing is fused, or in which a pattern of the policy matches no site.
 
-Under ``strict``, such a model is an error. Otherwise each part without effect is one warning. That nothing is fused is
-one only if the compilation itself requests fusion. A single graph is not enough: graph breaks cut a model into pieces,
-and the piece with the attention has linear layers but no site. So all graphs captured in one call of a compiled
-function are judged together: when its first call ends, or at once if it is whole and attention has no level.
+Under ``strict``, such a model is an error. Otherwise each part of the policy without an effect causes a warning, and so
+does a model in which nothing is fused if the compilation itself requests fusion. A single graph is not enough: graph
+breaks cut a model into pieces, and the piece with the attention has linear layers but no site. So all graphs captured
+in one call of a compiled function are judged together: when its first call ends, or at once if the function is one
+graph and attention has no level.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from torch_fused_ops.virtual_gpu import H100
 
 pytest.importorskip("triton")
 COMMANDS = {
-    "plan": ("plan", "--memory", "1GiB", "--gpu", "A100"),  # without counting instructions, which takes longest
-    "plan on meta": ("plan", "--memory", "1GiB", "--gpu", "A100", "--meta"),
+    "plan": ("plan", "--capacity", "1GiB", "--gpu", "A100"),  # without counting instructions, which takes longest
+    "plan on meta": ("plan", "--capacity", "1GiB", "--gpu", "A100", "--meta"),
     "explain": ("explain", "--train", "--saved"),
     "verify": ("verify",),
 }

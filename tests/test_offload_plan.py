@@ -164,7 +164,8 @@ def test_the_compiled_step_is_the_estimated_step(compiled: str) -> None:
     """If each layer is compiled by itself, each copy ends with its layer."""
     pytest.importorskip("torch._functorch._activation_offloading.offload_ops")  # torch 2.13 and later
     with torch.device("meta"):
-        model, x = Layers(4).bfloat16(), torch.empty(8192, 2048, dtype=torch.bfloat16)
+        x = torch.empty(8192, 2048, dtype=torch.bfloat16, requires_grad=True)  # so that all layers are equal
+        model = Layers(4).bfloat16()
     link = Link(200e9)
     captured = divided(captured_model(model, (x,), {}), H100, compiled, loss="")
     plain = segmented_step(captured, H100, captured.policy_at("free"))

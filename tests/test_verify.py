@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
-from torch_fused_ops.lowerings import partition, saved_tensors
+from torch_fused_ops.lowerings import partition
 from torch_fused_ops.tools import verify
 from torch_fused_ops.tools.verify import _distance
 
@@ -46,11 +47,29 @@ def x_of(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.covering(every=12)
-@pytest.mark.parametrize("level", ["off", "free", "fp8", "input", {"": "fp8"}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_correct_models_are_ok(dtype: torch.dtype, level: Any) -> None:
-    result = tfo.verify(MLP().to(dtype), x_of(8, 16).to(dtype), policy=FusionPolicy(memory=level))
+@functools.cache
+def verified(dtype: torch.dtype, level: str) -> tuple[Any, list[Any]]:
+    """Return a verification, and its steps: eager, eager in float64, plain, fused, and the last two in float64."""
+    steps: list[Any] = []
+    run_step = verify._step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        steps.append(run_step(*args, **kwargs))
+        return steps[-1]
+
+    with mock.patch.object(verify, "_step", step):
+        return tfo.verify(MLP().to(dtype), x_of(8, 16).to(dtype), policy=FusionPolicy(memory=level)), steps
+
+
+BY_DEFAULT = (torch.bfloat16, "fp8")
+CASES = itertools.product([torch.float32, torch.bfloat16], ["off", "free", "fp8", "input"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "level"), [pytest.param(*case, marks=() if case == BY_DEFAULT else pytest.mark.slow) for case in CASES]
+)
+def test_correct_models_are_ok(dtype: torch.dtype, level: str) -> None:
+    result, _ = verified(dtype, level)
     assert result.ok, str(result)
     assert result.summary == "1 of 1 MLP sites fused (1 graph)" and not result.failures
     assert result.dtypes == (str(dtype).removeprefix("torch."), "float64")
@@ -63,11 +82,11 @@ def test_correct_models_are_ok(dtype: torch.dtype, level: Any) -> None:
 
 
 def test_fp8_rounds_gradients_in_the_models_dtype_only() -> None:
-    result = tfo.verify(MLP(), x_of(8, 16), policy=FusionPolicy(memory="fp8"))
+    result, _ = verified(torch.bfloat16, "fp8")
     by = {(row.kind, row.name, row.dtype): row for row in result.comparisons}
-    assert 1e-3 < by["gradient", "up.weight", "float32"].fused < 0.1
+    assert 1e-2 < by["gradient", "up.weight", "bfloat16"].fused < 0.1
     assert by["gradient", "up.weight", "float64"].fused < 1e-12
-    assert by["output", "0", "float32"].allowed < 1e-5
+    assert by["output", "0", "bfloat16"].allowed < 0.02
 
 
 @functools.cache
@@ -80,16 +99,6 @@ def test_faults_of_plain_are_reported() -> None:
     assert result.ok and not result.differences
     assert [row.name for row in result.comparisons if not row.plain_ok] == ["w", "w"]
     assert "plain torch.compile differs, fused does not" in str(result)
-
-
-def test_stale_buffers_in_backward_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its checks, the partitioner lets backward read a buffer that forward has updated."""
-    monkeypatch.setattr(partition, "_copies_of_written", lambda *args: [])
-    monkeypatch.setattr(saved_tensors.SavedTensors, "check", lambda self: None)
-    result = tfo.verify(Pointwise(), x_of(8, 16))
-    assert not result.ok
-    assert {(row.kind, row.name) for row in result.differences} == {("gradient", "w")}
-    assert "plain torch.compile differs in 2 of these 2" in str(result) and "not ok" in str(result)
 
 
 def test_a_derivative_off_by_a_thousandth_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,38 +120,28 @@ def test_a_derivative_off_by_a_thousandth_is_reported(monkeypatch: pytest.Monkey
     assert "plain torch.compile does not" in str(result)
 
 
-def faulty(dtype: torch.dtype, fault: Callable[[Tensor], Any], policy: FusionPolicy, monkeypatch: Any) -> Any:
+def faulty(level: str, fault: Callable[[Tensor], Any]) -> Any:
     """Verify an MLP whose fused gradient of up.weight has a fault only in the model's dtype."""
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        values = run_step(*args, **kwargs)
-        steps.append(values)
-        if len(steps) == 4:  # after eager, eager in float64, and plain
-            fault(values["gradient", "up.weight"])
-        return values
-
-    steps: list[Any] = []
-    run_step = verify._step
-    monkeypatch.setattr(verify, "_step", step)
-    return tfo.verify(MLP().to(dtype), x_of(8, 16).to(dtype), policy=policy)
+    steps = copy.deepcopy(verified(torch.bfloat16, level)[1])
+    fault(steps[3]["gradient", "up.weight"])
+    with mock.patch.object(verify, "_step", side_effect=steps):
+        return tfo.verify(MLP().bfloat16(), x_of(8, 16).bfloat16(), policy=FusionPolicy(memory=level))
 
 
 @pytest.mark.parametrize("level, percent", [("free", 1), ("fp8", 20)])
-def test_a_fault_in_the_models_dtype_is_reported(level: Any, percent: int, monkeypatch: Any) -> None:
-    off = lambda t: t.mul_(1 + percent / 100)  # noqa: E731
-    result = faulty(torch.bfloat16, off, FusionPolicy(memory=level), monkeypatch)
+def test_a_fault_in_the_models_dtype_is_reported(level: str, percent: int) -> None:
+    result = faulty(level, lambda t: t.mul_(1 + percent / 100))
     (row,) = result.differences
     assert (row.name, row.dtype, row.measure) == ("up.weight", "bfloat16", "norm") and row.plain_ok
     assert "not ok" in str(result)
 
 
-@pytest.mark.parametrize("level", [pytest.param("free", marks=pytest.mark.slow), "fp8"])
-def test_a_doubled_element_is_reported(level: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("level", ["free", "fp8"])
+def test_a_doubled_element_is_reported(level: str) -> None:
     def doubled(t: Tensor) -> None:
         t.view(-1)[t.abs().argmax()] *= 2
 
-    result = faulty(torch.bfloat16, doubled, FusionPolicy(memory=level), monkeypatch)
-    (row,) = result.differences
+    (row,) = faulty(level, doubled).differences
     assert (row.name, row.measure) == ("up.weight", "largest element") or level == "free"
 
 
@@ -151,18 +150,13 @@ def test_verify_leaves_model_gradients_and_random_state_unchanged() -> None:
     model.up.weight.grad = torch.ones_like(model.up.weight)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     with tfo.record() as report:
-        tfo.verify(model, x)
+        result = tfo.verify(model, x)
+    assert result.ok, str(result)  # with PyTorch's masks
+    assert result.summary.startswith("1 of 1 MLP sites fused, 0 of 1 dropouts")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert model.up.weight.grad.eq(1).all() and x.grad is None
     assert not report.graphs, "these are not the user's compilations"
-
-
-@pytest.mark.slow
-def test_dropouts_use_pytorchs_masks() -> None:
-    result = tfo.verify(MLP(dropout=0.5), x_of(8, 16))
-    assert result.ok, str(result)
-    assert result.summary.startswith("1 of 1 MLP sites fused, 0 of 1 dropouts")
 
 
 def test_a_returned_loss_is_used() -> None:

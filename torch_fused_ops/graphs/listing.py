@@ -92,7 +92,7 @@ def reason_text(site: Site) -> str:
 
 
 def bare_reason(site: Site) -> str:
-    """Return the reason for places under a heading that already says "not an MLP"."""
+    """Return the reason without "not an MLP: ", for places under a heading that says so."""
     return reason_text(site).removeprefix(NOT_AN_MLP)
 
 

@@ -197,7 +197,7 @@ class Kind(Enum):
 
     @property
     def advice(self) -> str:
-        """Return hint and row in the docs: "If relu is intended, write F.relu. (docs/recognition.md#relu-kink)"."""
+        """Return the hint, and the row in the docs: "If relu is intended, … (docs/recognition.md#relu-kink)"."""
         return f"{self.hint} ({self.row})" if self.hint else self.row
 
     @property

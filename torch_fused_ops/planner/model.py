@@ -22,16 +22,13 @@ from torch_fused_ops.graphs.modules import innermost, is_parameter, source_name,
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.planner.setup import OFF, WITH_ATTENTION, SettingError, check
 from torch_fused_ops.policy import Attention, Checkpoints, FusionPolicy
-from torch_fused_ops.reports.captures import beside_loss, graphs_of, sites_of
 from torch_fused_ops.reports.captures import capture as set_aside
-from torch_fused_ops.virtual_gpu.captured import CapturedGraph, copy_graph
+from torch_fused_ops.reports.captures import graphs_of, sites_of
+from torch_fused_ops.virtual_gpu.captured import CapturedGraph
 
 # Units that are not modules: a loss outside the model, and the parts before and after the layers.
 LOSS, EMBEDDING, HEAD = "(loss)", "(embedding)", "(head)"
 OTHER = "(other)"  # the layer of calls outside of submodules
-
-
-_GEMMS = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum")
 
 
 @dataclass(frozen=True)
@@ -66,16 +63,6 @@ class CapturedModel:
         calls = (str(getattr(node.target, "__name__", node.target)) for gm in graphs for node in gm.graph.nodes)
         return any(name in call for call in calls for name in names)
 
-    def amplifies(self, ratio: float) -> bool:
-        """Return True if the result of a GEMM is larger than ``ratio`` times its operands."""
-        graphs = (gm for graph in self.graphs for gm in graphs_of(graph.gm))
-        for node in (node for gm in graphs for node in gm.graph.nodes if node.op.startswith("call")):
-            values = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
-            result, *operands = (value.nbytes if isinstance(value, Tensor) else 0 for value in values)
-            if result > ratio * sum(operands) and str(getattr(node.target, "__name__", node.target)) in _GEMMS:
-                return True
-        return False
-
     @cached_property
     def has_checkpoints(self) -> bool:
         """True if the model calls ``torch.utils.checkpoint``."""
@@ -102,28 +89,6 @@ class CapturedModel:
         checkpoints: Checkpoints = "replace" if self.has_checkpoints and level != OFF else "keep"
         memory: Any = level.removesuffix(WITH_ATTENTION)
         return FusionPolicy(memory=memory, attention=attention, checkpoints=checkpoints)
-
-    def with_loss_alone(self, detach: bool = False) -> CapturedModel | None:
-        """Return the model without the results that ``beside_loss`` lists; None if that list is empty.
-
-        Args:
-            detach: detach these results instead of removing them.
-        """
-        *earlier_graphs, graph = self.graphs
-        if not beside_loss(graph.gm):
-            return None
-        gm = copy_graph(graph.gm)
-        output, beside = gm.graph.output_node(), beside_loss(gm)
-        results: list[Any] = [x for x in output.args[0] if detach or x not in beside]  # type: ignore[union-attr]
-        for i, x in enumerate(results):
-            if x in beside:
-                with gm.graph.inserting_before(output):
-                    results[i] = gm.graph.call_method("detach", (x,))
-                results[i].meta = {**x.meta, "example_value": x.meta["example_value"].detach()}
-        output.args = (tuple(results),)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
-        return replace(self, graphs=(*earlier_graphs, replace(graph, gm=gm)))
 
     def group_of(self, path: str) -> str:
         """Return a parameter's group outside layers: ``HEAD`` if it is read after the layers, else ``EMBEDDING``.

@@ -58,7 +58,7 @@ def divided(
         captured: the model.
         gpu: the target device. Its rules for autocast and attention determine the values between pieces.
         compiled: "model": everything before the loss is one piece. "layers": each layer is a compiled piece. "none":
-            each layer is a piece in eager mode. "pieces": all pieces before the loss are compiled.
+            each layer is a piece in eager mode.
         loss: "eager" or "compiled" if the model was captured with a loss, which is then a separate piece; else "".
         keep_logits: True if the caller references the loss's inputs until the step ends.
     """

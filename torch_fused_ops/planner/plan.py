@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import config
 from torch.utils._pytree import tree_map_only
 
 from torch_fused_ops.graphs.capture import check_model, name_of
@@ -29,18 +28,13 @@ from torch_fused_ops.planner.snapshot import snapshot_of
 from torch_fused_ops.planner.static_memory import Resident, check_shards, resident_tensors
 from torch_fused_ops.planner.step import SegmentedStep, Step, StepSummary, alike_at, segmented_step
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports.captures import beside_loss
 from torch_fused_ops.reports.text import size
 from torch_fused_ops.virtual_gpu import GPU, gpus
 
 __all__ = ["Plan", "plan"]
 
 log = logging.getLogger("torch_fused_ops.planner")
-
-# Settings of torch._inductor.config. By default, auto_chunker splits a GEMM only if its result is more than 8 times
-# the size of its operands. With 32,768 tokens, the result of Llama-3-8B's head is 6.4 times the operands' size.
-CHUNKS: dict[str, Any] = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 4}
-FEW = 4  # at most this many layers take as long in pieces as the whole model
-_SETTINGS = ", ".join(f"torch._inductor.config.{name} = {value}" for name, value in CHUNKS.items())
 
 
 def plan(
@@ -108,8 +102,8 @@ def plan(
 
     Raises:
         TypeError: model is not callable, or is a class.
-        ValueError: a setting is not accepted (``setup.SettingError``); FSDP2 cannot shard the model; nothing in the
-            model needs a gradient; or the model is not captured as a whole.
+        ValueError: a setting is not accepted (``setup.SettingError``); the model cannot be sharded; nothing in it
+            needs a gradient; or the model is not captured as a whole.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
@@ -139,40 +133,18 @@ def plan(
     divide = functools.partial(divided, gpu=described, compiled=compiled, loss=loss_runs, keep_logits=keep_logits)
     captured = capture(first_size)
     if setup.sharded:
-        check_shards(model, captured.unit_of, dp, captured.unregistered)  # raise errors before minutes of compiling
+        check_shards(model, dp, captured.unregistered)  # raise errors before minutes of compiling
     mlps = captured.mlps if compiled != "none" else {}
     has_attention = captured.calls("attention", "softmax")
     default = [level for level in search.DEFAULT if has_attention or not level.endswith(WITH_ATTENTION)]
     chosen_among = tuple(level for level in LEVELS if level != OFF and level in (levels or default)) or ("free",)
-    pieces = divide(captured, compiled="pieces") if compiled == "model" else divide(captured)
-    known: dict[object, Any] = {}
-
-    def planner_of(ready: CapturedModel, by_level: Mapping[str, SegmentedStep]) -> _Planner:
-        trained = next(iter(by_level.values())).trained.__contains__
-        tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
-        resident = Resident.of(tensors, setup, ready.group_of)
-        ends = ("step" if compiled == "model" else "layer") if resident.accumulated else ""
-        step = Step(mlps, by_level, resident.shards, ends, link)
-        gradients = 0 if resident.accumulated else resident.gradients
-        resident = replace(resident, batch=max(step.entry, step.summary_at({}).end - gradients))
-        return _Planner(name_of(model), ready, pieces, known, step, resident, described, chosen_among, setup)
-
-    advice: list[str] = []
-    variants = [captured.with_loss_alone(detach) for detach in (False, True)] if not loss_runs else []
-    if compiled == "model" and (len(captured.units) > FEW or None not in variants):
-        quick = planner_of(
-            pieces, {"free": segmented_step(pieces, described, pieces.policy_at("free"), known, timed=False)}
-        )
-        for line in quick.quick_answer() if len(captured.units) > FEW else ():
-            log.info(line)
-        in_pieces = [divide(variant, compiled="pieces") for variant in variants if variant is not None]
-        advice += quick.beside_loss(*in_pieces) if in_pieces else ()
+    ready = divide(captured)
+    advice = [f"{note} (docs/out-of-memory.md)." for note in beside_loss(captured.graphs[-1].gm) if not loss_runs]
     results = [node.meta.get("example_value") for node in captured.graphs[-1].gm.graph.output_node().all_input_nodes]
     if loss_function is None and all(result.dim() for result in results if isinstance(result, Tensor)):
         advice.append(
             'The model returns no scalar. If a loss is computed outside of it, pass loss="eager" (--loss eager).'
         )
-    ready = divide(captured) if compiled == "model" else pieces
     to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]
     kinds = {} if captured.has_checkpoints or not {*captured.units} - {models.OTHER} else CHECKPOINTS
     kinds = {kind: context_fn for kind, context_fn in kinds.items() if not context_fn or captured.calls("dot_product")}
@@ -198,14 +170,24 @@ def plan(
     log.info("compiling %d rows", len(rows))
     for name, row in zip((*to_compile, *kinds), results_of(rows), strict=True):
         every[name] = row
-        log.info("compiled: %s, %d of %d rows, %.0f s so far", name, len(every), len(rows), time.monotonic() - started)
+        peak = row.timeline.peak if row and row.timeline else 0
+        needs = f" needs {size(peak)} beyond parameters and optimizer state" if peak else ""
+        log.info("%s%s; %d of %d rows, %.0f s", name, needs, len(every), len(rows), time.monotonic() - started)
     by_level = {level: row for level in to_compile if (row := every[level] or every["input"])}
     with_checkpoints = {kind: row for kind in kinds if (row := every[kind])}
     if captured.has_checkpoints:
         levels_replace = 'The other rows have levels in their place: checkpoints="replace" (docs/checkpoints.md).'
         advice.append(f'The model has checkpoints, and the row "checkpoint" is the model as it is. {levels_replace}')
-    planner = replace(planner_of(ready, by_level), advice=tuple(advice), with_checkpoints=with_checkpoints)
-    result, resident = planner.within(limit), planner.resident
+    trained = next(iter(by_level.values())).trained.__contains__
+    tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
+    resident = Resident.of(tensors, setup, ready.group_of)
+    ends = ("step" if compiled == "model" else "layer") if resident.accumulated else ""
+    step = Step(mlps, by_level, resident.shards, ends, link)
+    gradients = 0 if resident.accumulated else resident.gradients
+    resident = replace(resident, batch=max(step.entry, step.summary_at({}).end - gradients))
+    model_step = (name_of(model), ready, step, resident, described, chosen_among, setup)
+    planner = _Planner(*model_step, with_checkpoints, tuple(advice))
+    result = planner.within(limit)
     if maximum is None:
         return result
     available = setup.available(limit)
@@ -221,8 +203,6 @@ class _Planner:
 
     title: str
     captured: CapturedModel
-    pieces: CapturedModel  # divided at its layers, for estimates
-    known: dict[object, Any]  # cache of compiled pieces
     step: Step  # at each level, with shards if FSDP2 shards the model
     resident: Resident
     gpu: GPU
@@ -231,64 +211,6 @@ class _Planner:
     with_checkpoints: Mapping[str, SegmentedStep] = field(default_factory=dict)  # by ``pieces.CHECKPOINTS``
     advice: tuple[str, ...] = ()  # sentences that do not depend on the limit
     _compiled: dict[FusionPolicy, Step] = field(default_factory=dict, init=False)
-
-    def estimated(
-        self, levels: Mapping[str, str], pieces: CapturedModel | None = None, chunks: bool = False
-    ) -> StepSummary:
-        """Estimate the step quickly.
-
-        Args:
-            levels: the level of each unit.
-            pieces: the model divided into pieces; by default ``self.pieces``.
-            chunks: True to compute the loss in chunks, if PyTorch's ``auto_chunker`` accepts it.
-        """
-        with config.patch(CHUNKS if chunks else {}):
-            policy = self.pieces.policy_of(levels)
-            step = segmented_step(pieces or self.pieces, self.gpu, policy, self.known, timed=False)
-        return self.step.with_single_step(step).summary_at({})
-
-    def quick_answer(self) -> Iterator[str]:
-        """Yield a sentence with the estimate at "off", if an MLP is fused, and at "free"."""
-        for level in ("off", "free") if self.step.mlps else ("free",):
-            summary = self.estimated(dict.fromkeys(self.step.mlps, level))
-            in_pools = self.held(summary)
-            why = " for the optimizer's step" if in_pools > self.resident.nbytes + summary.pools else ""
-            reserved = size(self.setup.reserved(in_pools))
-            yield f'about {reserved} reserved{why} at "{level}", estimated from one layer of each kind'
-
-    def beside_loss(self, alone: CapturedModel, detached: CapturedModel) -> Iterator[str]:
-        """Yield advice if the model returns more than its loss: backward begins with zeros for each other result.
-
-        Args:
-            alone: the model in pieces, without its other results.
-            detached: the same with detached results.
-        """
-        peak_alone, peak_detached = (self.estimated({}, pieces).peak for pieces in (alone, detached))
-        excess = self.step.summary_at({}).peak - peak_alone
-        if excess > 0:
-            yield (
-                f"The logits are returned beside the loss: +{size(excess)}, estimated (pytorch#131794). Return the "
-                f"loss alone, or detach the logits (+{size(peak_detached - peak_alone)}): docs/out-of-memory.md."
-            )
-
-    def in_chunks(self, levels: Mapping[str, str], summary: StepSummary) -> StepSummary | None:
-        """Estimate the step with the loss in chunks (``auto_chunker``); None if it does not lower the peak.
-
-        Args:
-            levels: the level of each unit.
-            summary: the compiled step at these levels.
-        """
-        if self.captured.pieces or not self.captured.amplifies(CHUNKS["auto_chunker.amplify_ratio_threshold"]):
-            return None
-        try:
-            plain, chunked = self.estimated(levels), self.estimated(levels, chunks=True)
-        except Exception:  # such as a failed assertion in auto_chunker if the loss has a second term
-            log.debug("auto_chunker fails", exc_info=True)
-            return None
-        saving = plain.peak - chunked.peak
-        small = saving < 0.01 * summary.peak
-        pools = summary.pools - plain.pools + chunked.pools
-        return None if small else replace(summary, peak=summary.peak - saving, pools=pools)
 
     @functools.cached_property
     def candidates(self) -> list[Candidate]:
@@ -352,16 +274,9 @@ class _Planner:
             summaries[plainest_name] = summaries.pop(OFF)
         for kind, wrapped in self.with_checkpoints.items():
             summaries[kind] = step.with_single_step(wrapped).summary_at({})
-        chunked = self.in_chunks(chosen.levels, summary)
-        if chunked is not None:
-            summaries["chosen, + chunked loss"] = chunked
-        order = ("eager mode", *LEVELS, *CHECKPOINTS, "chosen, + chunked loss")
-        levels = [level for level in order if level in summaries]
+        levels = [level for level in ("eager mode", *LEVELS, *CHECKPOINTS) if level in summaries]
         rows = tuple(self.row(level, summaries[level], limit) for level in levels)
         rivals = [row for row in rows if row.level in self.with_checkpoints]
-        advice = [*self.advice, *self.help(summary, rivals, limit)]
-        if chunked is not None:
-            advice.append(f"PyTorch can compute the loss in chunks: {_SETTINGS} (docs/out-of-memory.md).")
         return Plan(
             title=self.title,
             gpu=self.gpu.name,
@@ -384,7 +299,7 @@ class _Planner:
             choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
             levels=rows,
             missing=row.missing,
-            help=tuple(advice),
+            help=(*self.advice, *self.help(summary, rivals, limit)),
             setup=self.setup,
             offloaded=self.offloaded(exact),
             curve=tuple(resident.nbytes + point for point in exact.points({})),

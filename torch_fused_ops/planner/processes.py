@@ -47,7 +47,7 @@ def _processes() -> int:
 def _start(functions: Sequence[Callable[[], Any]]) -> None:
     global _functions
     _functions = functions
-    torch.set_num_threads(1)  # threads of OpenMP are not in a forked process
+    torch.set_num_threads(1)  # a forked process has no threads of OpenMP
 
 
 def _call(number: int) -> Any:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class LevelRow:
     """A whole step with every MLP at one memory level."""
 
-    level: str  # one of ``setup.LEVELS`` or ``pieces.CHECKPOINTS``; "chosen, + chunked loss" is an estimate
+    level: str  # one of ``setup.LEVELS`` or ``pieces.CHECKPOINTS``
     peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
     seconds: float  # the least time of forward and backward
     reserved: int  # about how many bytes PyTorch reserves, for the optimizer's step if it needs more

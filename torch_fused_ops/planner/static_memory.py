@@ -86,40 +86,22 @@ def resident_tensors(
     return tensors
 
 
-def check_shards(
-    model: Callable[..., Any],
-    unit_of: Callable[[str], str],
-    dp: int,
-    unregistered: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Raise if ``fully_shard`` would reject the model.
+def check_shards(model: Callable[..., Any], dp: int, unregistered: Mapping[str, Tensor] | None = None) -> None:
+    """Raise if the plan of a sharded model would be wrong. ``fully_shard`` itself rejects other models.
 
     Raises:
-        SettingError: the model is a function or has sharded parameters; or a parameter is a scalar, belongs to several
-            layers, or is trained and not registered; or a layer's trained parameters have several dtypes.
+        SettingError: the model is a function, has sharded parameters, or trains a parameter that it does not register.
     """
-    if not isinstance(model, nn.Module):
-        raise SettingError("dp", dp, f"is not accepted: model={model!r} is a function; it must be a module")
+    why = ""
     path = next((name for name, t in (unregistered or {}).items() if t.requires_grad), None)
-    if path is not None:
-        problem = f"is not accepted: the model does not register {path}, so FSDP2 does not shard it"
-        raise SettingError("dp", dp, problem)
-    units: dict[int, tuple[str, str]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        unit, why = unit_of(name.rpartition(".")[0]), ""
-        first, its_unit = units.setdefault(id(p), (name, unit))
-        if hasattr(p, "device_mesh"):  # a DTensor
-            why = f"{name} is sharded already; plan the unsharded model"
-        elif p.dim() == 0:
-            why = f"{name} is a scalar, which FSDP2 does not shard; make it a tensor of one element"
-        elif unit != its_unit:
-            why = f"{name} and {first} are one parameter in two layers, which FSDP2 does not shard"
-        elif p.requires_grad and dtypes.setdefault(unit, p.dtype) != p.dtype:
-            siblings = f"other parameters {f'of {unit}' if unit else 'outside layers'} are {dtypes[unit]}"
-            why = f"{name} is {p.dtype}, but {siblings}; FSDP2 cannot reduce their gradients together"
-        if why:
-            raise SettingError("dp", dp, f"is not accepted: {why}")
+    if not isinstance(model, nn.Module):
+        why = f"model={model!r} is a function; it must be a module"
+    elif path is not None:
+        why = f"the model does not register {path}, so FSDP2 does not shard it"
+    elif any(hasattr(p, "device_mesh") for p in model.parameters()):  # a DTensor
+        why = "the model is sharded already; plan the unsharded model"
+    if why:
+        raise SettingError("dp", dp, f"is not accepted: {why}")
 
 
 @dataclass(frozen=True)

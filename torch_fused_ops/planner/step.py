@@ -19,8 +19,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch._inductor import config
-
 from torch_fused_ops.planner.fsdp import FullyShard, PlacedSegment, Segment
 from torch_fused_ops.planner.model import LOSS, CapturedModel
 from torch_fused_ops.planner.offload import Link, Schedule, in_order, moved
@@ -175,10 +173,9 @@ def compiled_timeline(
             inside = tuple(row for row in rows if unit in enclosing_modules([row[0]]))
             offload: Any = dict(inside) if inside else policy.offload is True
             piece_policy = replace(policy, memory=memory, attention=attention, offload=offload)
-            chunks = config.auto_chunker.enable and unit not in model.units
             # Equal layers are compiled once, so the key has no names of layers.
             moving = offload is True, tuple((pattern.removeprefix(unit), moves) for pattern, moves in inside)
-            compiled_as = (graph.parameters, graph.autocast, graph.training, is_eager, chunks, moving)
+            compiled_as = (graph.parameters, graph.autocast, graph.training, is_eager, moving)
             key = (calls, *compiled_as, replace(piece_policy, offload=False))
         if key not in known:
             capture = Capture(graph, piece_policy)
@@ -201,7 +198,7 @@ def alike_at(model: CapturedModel, gpu: GPU, *levels: str) -> bool:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Inside the block, Python does not look for circles of garbage: this takes a tenth of a compilation's time."""
+    """Inside the block, the garbage collector does not run: it takes a tenth of a compilation's time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -216,7 +213,6 @@ def segmented_step(
     gpu: GPU,
     policy: FusionPolicy,
     known: dict[object, Compiled] | None = None,
-    timed: bool = True,
 ) -> SegmentedStep:
     """Compile a captured model with a policy, and split its step into segments.
 
@@ -225,10 +221,9 @@ def segmented_step(
         gpu: the target device.
         policy: the policy.
         known: see ``compiled_timeline``.
-        timed: False for times of 0. Times need machine code.
     """
     timeline, papers = compiled_timeline(model, gpu, policy, known)
-    return cut(timeline, model, clock(papers, gpu) if timed else lambda call: 0.0)
+    return cut(timeline, model, clock(papers, gpu))
 
 
 def clock(papers: Sequence[PaperCompilation], gpu: GPU) -> Callable[[Event], float]:

@@ -15,9 +15,10 @@ import torch
 from torch_fused_ops.graphs.capture import said
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports.text import size
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule, Node
+    from torch.fx import GraphModule
 
     from torch_fused_ops.graphs.sites import Site
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
@@ -54,15 +55,18 @@ def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
     yield gm
 
 
-def beside_loss(gm: GraphModule) -> list[Node]:
-    """List the tensors with a gradient that a graph returns in addition to its loss; [] unless it returns one loss.
+def beside_loss(gm: GraphModule) -> list[str]:
+    """Return a note on tensors with a gradient that a graph returns in addition to its loss; [] without such tensors.
 
     Backward begins with a gradient of zeros for each, of the tensor's size (pytorch#131794).
     """
-    values = {node: node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes}
-    trained = {node: value for node, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad}
-    beside = [node for node, value in trained.items() if value.dim()]
-    return beside if len(beside) == len(trained) - 1 else []
+    values = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+    trained = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    beside = [value for value in trained if value.dim()]
+    if not beside or len(beside) != len(trained) - 1:
+        return []
+    nbytes, advice = size(sum(value.nbytes for value in beside)), "return only the loss, or detach the other results"
+    return [f"{nbytes} are returned beside the loss, and backward allocates gradients of zeros as large: {advice}"]
 
 
 def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:

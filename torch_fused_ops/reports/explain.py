@@ -10,7 +10,6 @@ from torch_fused_ops.policy import FusionPolicy, policy_or_default, unmatched
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.captures import beside_loss, capture, sites_of
 from torch_fused_ops.reports.report import Report, not_sites
-from torch_fused_ops.reports.text import size
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -51,11 +50,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     report.breaks = report.breaks or since(breaks_before)
     report.notes = unmatched(policy, report.sites)
     graph = report._captures[-1].graph if report._captures else None
-    if graph is not None and (beside := beside_loss(graph.gm)):
-        nbytes = size(sum(node.meta["example_value"].nbytes for node in beside))
-        advice = "return only the loss, or detach the other results"
-        text = f"{nbytes} are returned beside the loss, and backward allocates gradients of zeros as large: {advice}"
-        report.notes += (text,)
+    report.notes += tuple(beside_loss(graph.gm)) if graph is not None else ()
     return report
 
 

@@ -99,7 +99,7 @@ def load(path: str | Path) -> dict[str, Any]:
         with _Progress(io.FileIO(path)) as file, _bounded(min(_BYTES_FOR_BYTE * total, free) + (1 << 28)):
             data: dict[str, Any] = _Unpickler(file).load()
         for entry in (*itertools.chain(*data["device_traces"]), *data["segments"]):
-            _ = entry["action"] if "action" in entry else [block["size"] + 0 for block in entry["blocks"]]
+            _ = entry["action"] if "action" in entry else [block["requested_size"] + 0 for block in entry["blocks"]]
         return data
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
@@ -147,13 +147,9 @@ class Device:
             elif event["action"] == "free_completed":
                 block = alive.pop(event["addr"], Block(event["size"], -1, i))
                 self.blocks.append(block._replace(end=i))
-        for segment in segments:
-            address = segment.get("address") or 0
-            for entry in segment["blocks"]:  # older files have no addresses of blocks
-                if entry["state"] != "inactive":
-                    known = block_of(entry, entry.get("requested_size", entry["size"]), -1)
-                    alive.setdefault(entry.get("address", address), known)
-                address += entry["size"]
+        for entry in (block for segment in segments for block in segment["blocks"]):
+            if entry["state"] != "inactive":
+                alive.setdefault(entry["address"], block_of(entry, entry["requested_size"], -1))
         self.blocks += alive.values()
 
     def live_bytes(self) -> list[int]:

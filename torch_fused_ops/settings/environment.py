@@ -65,11 +65,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         arguments.error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: `import torch` loads no plug-in, this one included")
     environ = {**os.environ, NAME: arguments.policy}
     if arguments.report and os.environ.get("RANK", "0") == "0":
-        try:
-            file = writable(f"--report {arguments.report}", arguments.report)
-        except ValueError as e:
-            arguments.error(str(e))
-        environ[REPORT_NAME] = str(file.resolve())  # the program may change its folder
+        environ[REPORT_NAME] = str(Path(arguments.report).resolve())  # the program may change its folder
     flags = [*subprocess._args_from_interpreter_flags(), *(["-m"] if arguments.module else [])]  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()

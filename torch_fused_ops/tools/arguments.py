@@ -200,7 +200,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             pairs = [f"{name}={getattr(arguments, name)}" for name in fields]
             arguments.policy = ",".join((*pairs, *(f"exclude={pattern}" for pattern in arguments.exclude)))
             FusionPolicy.parse(arguments.policy)
-        for option in ("json", "html", *(("snapshot",) if arguments.command == "plan" else ())):
+        for option in ("json", "html", "report", *(("snapshot",) if arguments.command == "plan" else ())):
             if file := getattr(arguments, option, None):
                 writable(f"--{option} {file}", file)
     except (TypeError, ValueError) as error:
