@@ -2,7 +2,7 @@
 
 An *element function* is elementwise: its arguments are widened tensors that broadcast together, and its results are
 unrounded. The operators in plain torch (``operators/eager.py``) call these functions. Inductor's lowerings, from which
-eager CPU kernels are compiled, trace them on scalars.
+eager kernels are compiled, trace them on scalars.
 
 Widening: float16, bfloat16 and float32 are computed in float32. If any tensor is float64, all are computed in float64.
 """

@@ -228,22 +228,6 @@ def test_softmax_widens_on_gpus(name: str, inside: str) -> None:
         assert (result.dtype, result.shape[-3:]) == (expected.dtype, x.shape), (low, region, dtype)
 
 
-@pytest.mark.parametrize(
-    ("device", "inside"),
-    [(d, k) for d in ("cpu", "cuda") for k in INSIDE if k != "call" and not (d == "cuda" and k in BACKWARDS)],
-)
-def test_autocast_changes_nothing_under_transforms(device: str, inside: str) -> None:
-    """Transforms run the reference, whose steps autocast sees. Dtypes do not change. On CPUs, values do not."""
-    for name, formula in (FORMULAS if device == "cpu" else ON_GPUS).items():
-        for first, second in itertools.product((FP32, BF16), repeat=2):
-            with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
-                args = arguments(formula.vector, first, second, device)
-                fn = INSIDE[inside](formula.fused)
-                got, plain = in_regions(device, [BF16], fn)(*args), fn(*args)
-            assert got.dtype == plain.dtype, name
-            assert device == "cuda" or torch.equal(got, plain), name
-
-
 # ---- fused -----------------------------------------------------------------------------------------------------------
 
 
@@ -378,33 +362,3 @@ def test_fused_graphs_have_the_same_dtypes(name: str, low: torch.dtype) -> None:
             after = graph(*args)
         assert (after.dtype, after.shape) == (before.dtype, before.shape)
         assert any(site.op for site in sites) == (name not in ("softmax", "the result of an activation")), sites
-
-
-# ---- weight casts, backward inside a region --------------------------------------------------------------------------
-
-
-def test_weights_are_cast_once() -> None:
-    """Autocast casts a weight once per region, and never a bias that the operator adds."""
-    w, v, b = (torch.randn(s, requires_grad=True) for s in ((16, 8), (8, 16), (16,)))
-    counts = []
-    for act in (lambda h: F.gelu(h + b), lambda h: FF.bias_gelu(h, b)):
-        x = torch.randn(4, 8)
-        with harness.Calls() as calls, torch.autocast("cpu", BF16):
-            for _ in range(3):
-                x = F.linear(act(F.linear(x, w)), v)
-        casts = [args[0].shape for args in calls.arguments_of(torch.ops.aten._to_copy.default)]
-        counts.append([casts.count(t.shape) for t in (w, v, b)])
-    assert counts[1] == [1, 1, 0] and counts[0][:2] == [1, 1]
-
-
-def test_backward_may_run_inside_a_region() -> None:
-    """Backward computes the same gradients inside and outside of the region."""
-    for formula in FORMULAS.values():
-        args = [a.requires_grad_() for a in arguments(formula.vector, BF16, FP32)]
-        outside = torch.autograd.grad(formula.fused(*args).float().sum(), args)
-        with torch.autocast("cpu", BF16):
-            inside = torch.autograd.grad(formula.fused(*args).float().sum(), args)
-            double = torch.autograd.grad(formula.fused(*args).float().sum(), args, create_graph=True)
-        for a, b, c in zip(outside, inside, double, strict=True):
-            assert torch.equal(a, b) and a.dtype == c.dtype
-            torch.testing.assert_close(a, c.detach(), rtol=2e-2, atol=1e-2)

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
-from torch_fused_ops import megatron
 from torch_fused_ops.nn import FusedMLP
 
 fused = torch.ops.fused
@@ -53,16 +52,6 @@ CASES = {
     "relu fp8": Case(lambda h: FF.bias_act(h, activation="relu", memory="fp8"), fused.bias_act, 0),
     "glu fp8": Case(lambda h: FF.swiglu(h, h, memory="fp8"), fused.glu, 2 * FP8),
     "bias_glu fp8": Case(lambda h: FF.bias_glu(h, BIAS, activation="gelu", memory="fp8"), fused.bias_glu, FP8),
-    "megatron swiglu": Case(lambda h: megatron.bias_swiglu_impl(h, BIAS), fused.bias_glu, H),
-    "megatron weighted": Case(lambda h: megatron.weighted_bias_swiglu_impl(h, None, SCALE[:, None]), fused.bias_glu, H),
-    "megatron dropout": Case(
-        lambda h: megatron.get_bias_dropout_add(True, True)((h, BIAS), h, 0.5), fused.dropout_add, 8
-    ),
-    "megatron softmax": Case(
-        lambda h: megatron.ScaledUpperTriangMaskedSoftmax.apply(h[None, :, :ROWS], 0.3)[0],
-        fused.scaled_masked_softmax,
-        0,
-    ),
 }
 
 

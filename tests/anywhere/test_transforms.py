@@ -462,7 +462,7 @@ def test_batched_gradients_of_compiled_operators() -> None:
         )
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_dropout_follows_vmap_s_randomness(backend: str) -> None:
     x = torch.ones(3, 64, dtype=F64)
 

@@ -75,22 +75,6 @@ def test_results_do_not_depend_on_the_level(dtype):
     assert torch.equal(mlp(x), results[0][0])
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_levels_save_documented_bytes(activation, gated, dtype):
-    rows, hidden, ffn = 48, 32, 64
-    mlp = FusedMLP(hidden, ffn, activation, gated, dtype=dtype)
-    x = torch.randn(rows, hidden, dtype=dtype).requires_grad_()
-    a = rows * ffn * dtype.itemsize
-    h, fp8 = a * (1 + gated), rows * ffn * (1 + gated) + rows * 4
-    expected = {"off": (h + a, 6), "free": (h, 6), "fp8": (fp8, 6), "input": (0, 7)}
-    if activation == "relu" and not gated:
-        expected["off"] = expected["free"] = (a, 6)
-    for mlp.memory, figures in expected.items():
-        assert saved_bytes_and_gemms(mlp, x, *mlp.parameters()) == figures, mlp.memory
-
-
 def test_page_has_the_measured_bytes():
     """Compare the table of docs/modules.md with measured bytes."""
     text, rows, ffn = (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), 16, 32

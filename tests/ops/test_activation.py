@@ -1,7 +1,6 @@
 """``fused::bias_act``, ``fused::glu``, ``fused::bias_glu`` in eager mode; every operator's registration."""
 
 import itertools
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -10,13 +9,11 @@ import torch.nn.functional as F
 from harness import Calls
 from torch import Tensor
 from torch.func import grad, hessian, jvp
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops import activations
 from torch_fused_ops.kernels import compiled, cpu
-from torch_fused_ops.operators import reference
 from torch_fused_ops.operators.activation import FAMILY
+from torch_fused_ops.operators.autograd import REGISTERED
 from torch_fused_ops.testing.check import run_opcheck
 from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, OPERATORS, backward_samples, samples
 
@@ -131,65 +128,7 @@ def test_derivatives_at_zero(name, dtype):
     assert jvp(fn, (x,), (torch.ones_like(x),))[1].item() == pytest.approx(3 * first, rel=1e-6)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-class Allocations(TorchDispatchMode):
-    """Counts the live bytes of storages, including temporaries of the operators' kernels."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.peak, self.seen = 0, 0, set()
-
-    def freed(self, key, size):
-        self.seen.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fused":
-            with self:  # a mode is inactive in its handler: activate it for the kernel
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args)
-        out = func(*args, **(kwargs or {}))
-        arguments = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in arguments and key not in self.seen:
-                    self.seen.add(key)
-                    self.now += size
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self.freed, key, size)
-        return out
-
-
-def test_allocation_counter():
-    x = torch.randn(1024, 1024)
-    with Allocations() as counter:
-        reference.bias_act(x, None, None, "silu")
-    assert counter.peak >= 2 * x.nbytes and counter.now == 0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "layout"), [(torch.float32, "rows"), (torch.bfloat16, "rows"), (torch.float32, "transposed")]
-)
-@pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
-def test_cpu_temporaries_are_small(op, dtype, layout):
-    """Eager CPU formulas allocate their results and some cache-sized blocks, for tensors of any size."""
-    tensors = tensors_for(op, shape=(2048, 1024), dtype=dtype)
-    if layout == "transposed":
-        tensors[0] = tensors[0].t().contiguous().t()
-    scalars = ("gelu_tanh", *DEFAULTS[op])
-    with Allocations() as forward:
-        out = operator(op, scalars)(*tensors)
-    result = out.nbytes
-    small = 32 * 4 * cpu.block(torch.device("cpu"))  # blocks in float32
-    assert result <= forward.peak <= result + small
-    incoming = torch.ones_like(out)
-    with Allocations() as backward:
-        grads = getattr(fused, f"{op}_backward")(incoming, *tensors, *scalars, [True, True, True])
-    result = sum(g.nbytes for g in grads)
-    assert result <= backward.peak <= result + small
+# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
@@ -282,20 +221,33 @@ def test_compiled_results_at_infinite_and_nan_inputs_equal_eager(name: str, form
 # ---- compiled kernels ------------------------------------------------------------------------------------------------
 
 
+X = torch.randn(6, 4, 24)
+STRIDED = {
+    "contiguous": X[..., :8].contiguous(),
+    "columns": X[..., 8:16],
+    "some rows of each matrix": X[:, :2, 16:],
+    "every other column": X[..., ::3],
+    "transposed": X[..., :6].transpose(1, 2),
+}
+
+
+def test_kernels_read_columns_in_place_and_copies_of_other_tensors():
+    identify = compiled.identification(REGISTERED["glu"].signature, on_gpu=False)
+    for name, gate in STRIDED.items():
+        _, (read, _) = identify((gate, gate, None, "silu", 0.5, None))
+        assert (read.data_ptr() == gate.data_ptr()) == (name in ("contiguous", "columns")), name
+    identify = compiled.identification(REGISTERED["scaled_masked_softmax"].signature, on_gpu=False)
+    masks = (torch.ones(shape, dtype=torch.bool) for shape in ((6, 4, 24), (6, 4, 24), (6, 1, 24)))
+    same, twin, broadcast = (identify((X, mask, None))[0] for mask in masks)
+    assert same == twin != broadcast
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not compiled.IS_SUPPORTED, reason="compiled kernels need torch 2.13")
 def test_compiled_kernels_take_any_strides(monkeypatch):
-    """Kernels read columns of a wider matrix in place, and copies of other tensors."""
     monkeypatch.setattr(compiled, "_KERNELS", {})
     monkeypatch.setattr(compiled, "FEWEST", 1)
-    x = torch.randn(6, 4, 24)
-    strided = {
-        "contiguous": x[..., :8].contiguous(),
-        "columns": x[..., 8:16],
-        "some rows of each matrix": x[:, :2, 16:],
-        "every other column": x[..., ::3],
-        "transposed": x[..., :6].transpose(1, 2),
-    }
-    for name, gate in strided.items():
+    for name, gate in STRIDED.items():
         up = gate.flip(0) if name == "contiguous" else gate
         actual = fused.glu(gate, up, None, "silu", 0.5, None)
         torch.testing.assert_close(actual, F.silu(gate) * (up + 0.5)), name

@@ -252,6 +252,7 @@ def test_output_is_the_only_saved_tensor():
     assert [t.data_ptr() for t in saved] == [out.data_ptr()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not compiled.IS_SUPPORTED, reason="compiled kernels need torch 2.13")
 def test_compiled_kernels_take_any_mask(monkeypatch):
     """A mask's axes of size 1 are broadcast. They are part of a kernel's key."""

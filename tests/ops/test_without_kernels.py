@@ -14,11 +14,13 @@ PROGRAM = """
 import re, sys, torch
 from torch_fused_ops import functional
 from torch_fused_ops.settings import switches
+from torch_fused_ops.operators.autograd import REGISTERED
 from torch_fused_ops.operators.registration import with_kernels
 
 assert switches.is_without("kernels") and switches.is_without("float8_kernels")
 made = with_kernels(None, "plain", "fake", None, "formula")
 assert (made.on_cpu, made.on_gpu) == ("plain", "plain")
+assert REGISTERED["quantize"].on_gpu is REGISTERED["quantize"].plain
 files = set()
 sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
 x = torch.randn(6, 8, requires_grad=True)
@@ -36,51 +38,6 @@ print([name for name in files if re.search(r"torch_fused_ops/(kernels/|families/
 
 def test_plain_torch_alone_runs() -> None:
     assert python("-c", PROGRAM, TORCH_FUSED_OPS_WITHOUT="kernels") == "[]\n"
-
-
-# Counts operators whose registered function leads to a kernel of ours: a function in kernels/, or one that imports it.
-REGISTRATIONS = """
-import functools, re, torch
-OURS = re.compile(r"torch_fused_ops[.](kernels[.]|families[.].*[.]kernels)")
-with_kernels, original = set(), torch.library.Library.impl
-
-def impl(self, op, fn, key="", **kwargs):
-    pending, seen = [fn], set()
-    while pending:
-        one = pending.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        name = getattr(one, "__qualname__", "")
-        if key in ("CPU", "CUDA") and (
-            OURS.match(getattr(one, "__module__", "")) or name.startswith("imported.")
-        ):
-            with_kernels.add((op._schema.name.removeprefix("fused::"), key))
-        inside = [cell.cell_contents for cell in getattr(one, "__closure__", None) or ()]
-        pending += filter(callable, inside)
-        pending += list(getattr(one, "args", ())) + [one.func] if isinstance(one, functools.partial) else []
-    return original(self, op, fn, key, **kwargs)
-
-torch.library.Library.impl = impl
-import torch_fused_ops
-from torch_fused_ops.operators.autograd import REGISTERED
-float8 = {"quantize", "quantize_by", "dequantize", "scaled_mm", "scaled_mm_tiled", "scaled_grouped_mm", "quantize_both",
-          "requantize", *(name for name in REGISTERED if name.endswith("_quantized"))}
-on_cpu, on_gpu = ({name for name, key in with_kernels if key == device} & set(REGISTERED) for device in ("CPU", "CUDA"))
-print(len(REGISTERED), len(on_gpu), len(on_gpu & float8), len(on_cpu), len(float8))
-"""
-
-
-@pytest.mark.slow
-def test_every_operator() -> None:
-    def counts(value: str) -> list[int]:
-        return [int(n) for n in python("-c", REGISTRATIONS, TORCH_FUSED_OPS_WITHOUT=value).split()]
-
-    operators, on_gpu, in_float8, on_cpu, float8 = counts("")
-    assert on_gpu > float8 == in_float8 > 0 and on_cpu > 0
-    assert counts("kernels") == [operators, 0, 0, 0, float8]
-    assert counts("float8_kernels") == [operators, on_gpu - float8, 0, on_cpu, float8]
-    assert counts("buffer_reuse,split_reductions") == [operators, on_gpu, in_float8, on_cpu, float8]
 
 
 def test_values() -> None:

@@ -51,8 +51,8 @@ class ShardedTensor(Tensor):
         key: the tensor's name in the checkpoint.
         local: this rank's data.
         boxes: the places of ``local`` in the whole tensor.
-        axis: the sharded axis of ``local``. The checkpoint may have axes in front of those of ``local``.
-        rows: rows of the rank's shard along it. If FSDP shards the shard, ``local`` has fewer.
+        axis: the sharded axis of ``local``. The checkpoint may have more axes in front.
+        rows: rows of the rank's shard along ``axis``. If FSDP shards this shard, ``local`` has fewer rows.
     """
 
     key: str

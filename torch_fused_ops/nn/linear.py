@@ -147,7 +147,7 @@ class ParallelLinear(nn.Module):
         """This rank's shards of the parameters, for ``torch.distributed.checkpoint``: see ``MLP.sharded_state_dict``.
 
         A packed parameter's shard is one piece, which ``apply_swiglu_sharded_factory`` splits into gate and up. With
-        metadata["dp_cp_group"], the tensors are Megatron's, and Megatron's function of that name splits them.
+        metadata["dp_cp_group"], the result is for Megatron's ``dist_checkpointing``.
         """
         from torch_fused_ops.distributed import megatron_checkpoint
         from torch_fused_ops.distributed.checkpoint import ShardedTensor

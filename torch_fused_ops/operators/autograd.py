@@ -14,7 +14,6 @@ saves 2.5 µs a call.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -63,7 +62,6 @@ def define(
 # Without a kernel for nested tensors, torch's error suggests that the operator is missing. The check says it better.
 _NESTED = ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA")
 _GPUS = ("CUDA", "XPU")  # dispatch keys of the GPUs that Triton compiles for; ROCm uses the key CUDA
-_warned: set[str] = set()  # device types whose first call has warned
 
 
 def checked(kernel: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
@@ -76,23 +74,6 @@ def checked(kernel: Callable[..., Any], check: Callable[..., None] | None) -> Ca
         return kernel(*args)
 
     return check_first
-
-
-def _elsewhere(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``plain`` as a kernel for devices without our own kernels. A device type's first call warns."""
-
-    def kernel(*args: Any) -> Any:
-        device = next(a for a in args if isinstance(a, Tensor)).device.type
-        if device not in _warned:
-            _warned.add(device)
-            warnings.warn(
-                f"torch_fused_ops has no kernels for {device!r} devices: in eager mode its operators run there as "
-                "plain PyTorch, with the same results and more passes over memory",
-                stacklevel=2,
-            )
-        return plain(*args)
-
-    return kernel
 
 
 @dataclass(frozen=True)
@@ -125,7 +106,7 @@ def register(implementation: Implementation) -> torch._ops.OpOverload:
     # custom_op's wrappers add 25 µs to every call, and the import of Dynamo (2 s) to the first call. So custom_op only
     # gets plain torch, for devices without our own kernels. Our kernels are registered separately and take precedence.
     defined = torch.library.custom_op(
-        f"fused::{signature.name}", checked(_elsewhere(plain), check), mutates_args=(), schema=signature.schema
+        f"fused::{signature.name}", checked(plain, check), mutates_args=(), schema=signature.schema
     )
     defined.register_fake(implementation.fake)
     op = signature.overload
@@ -224,23 +205,23 @@ class Differentiable(torch.autograd.Function):
     """Call an operator in forward and its backward *operator* in backward. Every schema has tensors first."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, operator: _Operator, keep: SavePolicy, *args: Any) -> Any:
+    def forward(ctx: Any, keyset: Any, operator: _Operator, policy: SavePolicy, *args: Any) -> Any:
         out = _below(operator.op, operator.on_cpu, keyset, args)
-        tensors, values = keep.saved(args, out)
+        tensors, values = policy.saved(args, out)
         ctx.save_for_backward(*tensors)
-        ctx.call = operator, keep, values, _is_cpu_next(keyset)
+        ctx.call = operator, policy, values, _is_cpu_next(keyset)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         operator: _Operator
-        keep: SavePolicy
-        operator, keep, values, on_cpu = ctx.call
+        policy: SavePolicy
+        operator, policy, values, on_cpu = ctx.call
         grad = grads[0]
         if grad is None:
             return (None,) * (3 + operator.arguments)
         mask = ctx.needs_input_grad[3 : 3 + operator.tensors]
-        args = keep.arguments(ctx.saved_tensors, values, mask)
+        args = policy.arguments(ctx.saved_tensors, values, mask)
         plain = on_cpu and not torch.is_grad_enabled() and forward_ad._current_level < 0 and not _profiler_enabled()
         if plain and _is_plain_cpu(grad):
             gradients = operator.backward_on_cpu(grad, *args, mask)
@@ -256,7 +237,7 @@ _apply = super(torch.autograd.Function, Differentiable).apply
 def register_pair(
     forward: Implementation,
     backward: Implementation,
-    keep: Callable[..., SavePolicy],
+    save_policy: Callable[..., SavePolicy],
     adapt: Callable[[Any], Any] = lambda backward: backward,
 ) -> torch._ops.OpOverload:
     """Register an operator and its backward operator. Return the operator.
@@ -267,7 +248,7 @@ def register_pair(
     Args:
         forward: the operator. Its schema is (tensors…, scalars…) -> Tensor.
         backward: the backward operator: (grad, saved values…, bool[] output_mask) -> gradients.
-        keep: the operator's arguments -> the call's ``SavePolicy``.
+        save_policy: the operator's arguments -> the call's ``SavePolicy``.
         adapt: wraps the backward operator or its kernel, to return a gradient or None for each tensor of the operator.
     """
     op, backward_op = register(forward), register(backward)
@@ -284,7 +265,7 @@ def register_pair(
             return in_torch(*args)
         if _requires_grad(args):
             args += defaults[len(args) :]  # the dispatcher drops trailing defaults
-            policy = keep(*args)
+            policy = save_policy(*args)
             return (policy.apply or _apply)(keyset, operator, policy, *args)
         return _below(op, on_cpu, keyset, args)
 

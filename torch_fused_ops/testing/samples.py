@@ -290,7 +290,7 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     Args:
         op: a name in ``OPERATORS``.
         device: the tensors' device. Values are created on the CPU, so they are equal on all devices.
-        core: True yields 23 to 35 samples instead of 47 to 68.
+        core: True yields 23 to 35 samples instead of 47 to 74.
 
     Raises:
         ValueError: op is not known.
