@@ -124,13 +124,15 @@ def test_levels_save_documented_bytes_and_repeat_at_most_one_gemm(memory: str, g
         assert ran.alive(x, y, *mlp.parameters()) == 0 and len(ran.gemms) == 2
 
 
-@pytest.mark.parametrize("memory", ["off", "free"])
-def test_relu_saves_its_result_alone(memory: str) -> None:
+@pytest.mark.parametrize(
+    ("memory", "saved"), [("off", 10 * FFN * 4), ("free", 10 * FFN * 4), ("fp8", 10 * (FFN + 4)), ("input", 0)]
+)
+def test_an_ungated_relu_saves_at_most_its_result(memory: str, saved: int) -> None:
     mlp = build(config(activation_func=F.relu, memory=memory, add_bias_linear=False, params_dtype=torch.float32))
     x = tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()
     with Ran() as ran:
         y, _ = mlp(x)
-        assert ran.alive(x, y, *mlp.parameters()) == 10 * FFN * 4
+        assert ran.alive(x, y, *mlp.parameters()) == saved
 
 
 @pytest.mark.parametrize("gated", [False, True])

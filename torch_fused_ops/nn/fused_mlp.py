@@ -38,8 +38,8 @@ class FusedMLP(nn.Module):
         bias: True if both linears have biases.
         dropout: the probability of dropping an output in training. Backward recomputes the mask.
         memory: "off" saves the activation's input and result, "free" only its input, "fp8" its input in float8_e4m3fn
-            with a scale per row. "input" saves neither, and backward recomputes the first GEMM. Every level saves
-            only the result of an ungated ReLU. Results do not depend on the level, and only "fp8" changes gradients.
+            with a scale per row. "input" saves neither, and backward recomputes the first GEMM. For an ungated ReLU,
+            "off" and "free" save only its result. Results do not depend on the level; only "fp8" changes gradients.
         gemm: precision of both linears, as ``FusionPolicy.gemm``: "bf16" is the parameters' dtype. Float8 recipes need
             sizes that ``functional.linear_fp8`` accepts.
         device, dtype: device and dtype of the parameters.

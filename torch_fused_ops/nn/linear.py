@@ -129,7 +129,8 @@ class ParallelLinear(nn.Module):
 
         ``entered``: x is from ``parallel.enter``.
         """
-        bias, summed = self.bias, self._summed_by
+        bias: Tensor | None = self.bias
+        summed = self._summed_by
         if self.parallel is not None and summed is None and not entered:
             x = self.parallel.enter(x)
         if self.parallel is None and not self.skip_bias_add:
