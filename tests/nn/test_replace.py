@@ -109,21 +109,25 @@ def test_more_activations_than_dynamo_compiles_of_one_code() -> None:
     assert report.summary == "12 of 12 MLP sites fused (12 graphs)"
 
 
-class Chain(nn.Module):
-    """Two MLPs with a graph break between them."""
+class Broken(nn.Module):
+    """A norm and an MLP with a graph break between them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Mlp(), Mlp()
+        self.norm, self.mlp = nn.LayerNorm(H), Mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        h = self.norm(x)
         torch._dynamo.graph_break()
-        return self.second(x)  # type: ignore[no-any-return]
+        return x + self.mlp(h)  # type: ignore[no-any-return]
 
 
-def test_a_break_between_mlps() -> None:
-    assert list(replace_mlps(Chain(), rows()).replaced) == ["first", "second"]
+def test_layers_behind_graph_breaks() -> None:
+    """Dynamo captures only the first of equal layers, and after the break its paths begin at a layer."""
+    assert list(replace_mlps(Model(Broken(), Broken()), rows()).replaced) == ["layers.0.mlp", "layers.1.mlp"]
+    model = nn.Sequential(Mlp(), Broken())  # Dynamo captures the first MLP alone, because it skips nn.Sequential
+    with pytest.warns(UserWarning, match=r"not compile the MLPs at .*:\d+: a graph break hides their paths"):
+        assert list(replace_mlps(model, rows()).replaced) == ["1.mlp"]
 
 
 # ---- which module, and its policy ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +44,8 @@ def replace_mlps(
     takes seconds; equal modules share the code through Inductor's cache. Parameters, names, state dicts and training
     flags are unchanged. Copies and pickles of the model are not compiled.
 
-    After a graph break, ``explain`` may not know an MLP's path in the model. Such MLPs are not compiled.
+    After a graph break, ``explain`` sees only the end of an MLP's path. All modules whose paths end so are compiled. If
+    the break hides the whole path, the MLP is not compiled, and there is a warning.
 
     Args:
         model: a module, in training or evaluation mode.
@@ -64,16 +66,23 @@ def replace_mlps(
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
     policy = FusionPolicy(memory=memory, gemm=gemm)  # type: ignore[arg-type]
     modules = {module_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    sites = [site for site in explain(model, *args, **kwargs).sites if site.is_mlp and site.op is not None]
+    report = explain(model, *args, **kwargs)
+    sites = [site for site in report.sites if site.is_mlp and site.op is not None]
+    places = [_paths(modules, site.module, report.graphs == 1) for site in sites]
     chosen: dict[str, nn.Module] = {}
-    for path in (site.module for site in sites if site.module in modules):
+    for path in itertools.chain(*places):
         while path and type(modules[path]).forward is nn.Module.forward:
             path = path.rpartition(".")[0]  # a container such as ModuleList has no forward
         if modules[path]._compiled_call_impl is None and modules[path] not in chosen.values():
             chosen[path] = modules[path]
-    if not chosen:
+    if hidden := [site.location for site, paths in zip(sites, places, strict=True) if not paths]:
+        warnings.warn(
+            f"replace_mlps does not compile the MLPs at {', '.join(hidden)}: a graph break hides their paths",
+            stacklevel=2,
+        )
+    elif not chosen:
         warnings.warn("replace_mlps compiled no module; torch_fused_ops.explain has the reasons", stacklevel=2)
-    elif notes := unmatched(policy, sites):
+    if chosen and (notes := unmatched(policy, sites)):
         raise ValueError(notes[0])
     from torch_fused_ops.lowerings import compat
 
@@ -82,3 +91,10 @@ def replace_mlps(
         inside = FusionPolicy(memory=policy.memory_of(around), gemm=policy.gemm_of(around))  # type: ignore[arg-type]
         compat.compile_in_place(module, backend="fused", options={"policy": inside})
     return Replacements(chosen)
+
+
+def _paths(modules: Mapping[str, nn.Module], end: str, is_whole: bool) -> list[str]:
+    """Return the paths of a site's module. Unless the graph ``is_whole``, its own path may lack the first parts."""
+    if is_whole:
+        return [end]
+    return [path for path in modules if end and f".{path}".endswith(f".{end}")]
