@@ -33,24 +33,33 @@ def Net(body, packed=False):
     return harness.Net(body, a=a, u=u, b=b, c=c)
 
 
+def side_by_side(bodies, packed=False):
+    """Return a model of independent parts, which share one graph. It returns the list of their results."""
+    return harness.Net(
+        lambda s, x: [part(x) for part in s.parts], parts=nn.ModuleList(Net(body, packed) for body in bodies)
+    )
+
+
 def targets(graphs) -> list[str]:
-    return [str(n.target) for g in graphs for n in g.nodes if n.op == "call_function" and "fused" in str(n.target)]
+    return [str(n.target) for n in operators_in(graphs)]
 
 
 def check(model: nn.Module, x: Tensor, tolerance: float = 1e-8):
     """Compare outputs and gradients of the rewritten graphs with the original, in float64. Return (sites, graphs)."""
     model, x = model.double(), x.double().requires_grad_()
-    expected = torch.autograd.grad(model(x).square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
+
+    def step(y):
+        loss = sum(t.square().sum() for t in (y if isinstance(y, list) else [y]))
+        return y, torch.autograd.grad(loss, (x, *model.parameters()), allow_unused=True)
+
     y, sites, graphs = capture(model, x)
-    gradients = torch.autograd.grad(y.square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
-    torch.testing.assert_close(y, model(x), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(gradients, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(step(y), step(model(x)), rtol=tolerance, atol=tolerance)
     return sites, graphs
 
 
-def operator_in(graphs) -> torch.fx.Node:
-    """Return the first fused operator in the first graph."""
-    return next(n for n in graphs[0].nodes if "fused" in str(n.target))
+def operators_in(graphs) -> list[torch.fx.Node]:
+    """Return the fused operators."""
+    return [n for g in graphs for n in g.nodes if n.op == "call_function" and "fused" in str(n.target)]
 
 
 def calls_in(graphs) -> int:
@@ -106,14 +115,14 @@ SPELLINGS: dict[str, tuple[str, PointwiseOperator]] = {
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_activation(spelling):
-    name, act = SPELLINGS[spelling]
-    sites, graphs = check(Net(lambda s, x: s.b(act(s.a(x)))), torch.randn(4, 8))
-    assert (the(sites).op, the(sites).activation, the(sites).users) == ("fused::bias_act", name, ("linear",))
-    assert targets(graphs) == ["fused.bias_act.default"]
-    # Only the two GEMMs and the operator are left.
-    assert calls_in(graphs) == 3
+def test_activations():
+    model = side_by_side(lambda s, x, act=act: s.b(act(s.a(x))) for _, act in SPELLINGS.values())
+    sites, graphs = check(model, torch.randn(4, 8))
+    expected = [("fused::bias_act", name, ("linear",)) for name, _ in SPELLINGS.values()]
+    assert [(site.op, site.activation, site.users) for site in sites] == expected
+    assert targets(graphs) == ["fused.bias_act.default"] * len(sites)
+    # Of each part, only the two GEMMs and the operator are left.
+    assert calls_in(graphs) == 3 * len(sites)
 
 
 # A call in place overwrites a value that autograd saves.
@@ -252,18 +261,18 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("cut", PACKED)
-def test_packed(cut):
-    layout, act = PACKED[cut]
-    sites, graphs = check(Net(lambda s, x: s.b(act(s.a(x))), packed=True), torch.randn(4, 8))
-    assert the(sites).activation == "silu"
-    node = operator_in(graphs)
-    if layout is None:
-        assert the(sites).op == "fused::glu"
-    else:
-        assert the(sites).op == "fused::bias_glu"
-        assert node.args[4] == layout
-        assert calls_in(graphs) == 3
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_packed(is_packed):
+    """The operator does not support all layouts. It then reads gate and up as two views."""
+    cases = [(layout, act) for layout, act in PACKED.values() if (layout is not None) == is_packed]
+    sites, graphs = check(
+        side_by_side((lambda s, x, act=act: s.b(act(s.a(x))) for _, act in cases), packed=True), torch.randn(4, 8)
+    )
+    op = "fused::bias_glu" if is_packed else "fused::glu"
+    assert [(site.op, site.activation) for site in sites] == [(op, "silu")] * len(cases)
+    if is_packed:
+        assert [node.args[4] for node in operators_in(graphs)] == [layout for layout, _ in cases]
+        assert calls_in(graphs) == 3 * len(cases)
 
 
 @pytest.mark.parametrize(("shape", "cut"), [((8,), "hsplit"), ((4, 8), "hsplit"), ((2, 3, 8), "dsplit")])
@@ -297,7 +306,7 @@ def test_clamped_interleaved_glu_of_gpt_oss(gemms, layout):
 
     sites, graphs = check(Net(body, packed=True), 40 * torch.randn(4, 8))
     assert (the(sites).op, the(sites).activation) == ("fused::bias_glu" if layout else "fused::glu", "quick_gelu")
-    assert operator_in(graphs).args[-3 - len(layout) :] == ("quick_gelu", *layout, 1.0, 7.0)
+    assert operators_in(graphs)[0].args[-3 - len(layout) :] == ("quick_gelu", *layout, 1.0, 7.0)
 
 
 VIEWS = {
@@ -310,11 +319,12 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("name", GEMMS | VIEWS)
-def test_gemms_and_views_are_read(name):
-    sites, _ = check(Net((GEMMS | VIEWS)[name]), torch.randn(4, 8) if name in GEMMS else torch.randn(2, 4, 8))
-    activation = {"contiguous inside": "quick_gelu", "row": "tanh"}.get(name, "gelu")
-    assert (the(sites).op, the(sites).activation) == ("fused::bias_act", activation)
+@pytest.mark.parametrize(("bodies", "shape"), [(GEMMS, (4, 8)), (VIEWS, (2, 4, 8))], ids=["GEMMs", "views"])
+def test_gemms_and_views_are_read(bodies, shape):
+    sites, _ = check(side_by_side(bodies.values()), torch.randn(shape))
+    others = {"contiguous inside": "quick_gelu", "row": "tanh"}
+    expected = [("fused::bias_act", others.get(name, "gelu")) for name in bodies]
+    assert [(site.op, site.activation) for site in sites] == expected
 
 
 CASTS = {
@@ -331,8 +341,7 @@ def test_casts(cast):
     model, x = Net(lambda s, x: s.b(act(s.a(x)))).to(dtype), torch.randn(4, 8, dtype=dtype)
     y, sites, graphs = capture(model, x)
     assert the(sites).op == "fused::bias_act"
-    node = operator_in(graphs)
-    assert node.meta["example_value"].dtype == dtype
+    assert operators_in(graphs)[0].meta["example_value"].dtype == dtype
     assert calls_in(graphs) == 3
     torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
 
