@@ -24,8 +24,8 @@ axes, one of which is summed, a tile has several layouts. If it has fewer elemen
 same element, and a faster warp may already have overwritten it. A tuner may choose such a tile long after this
 pass, so the code of these kernels has a barrier between loads and stores.
 
-C++ kernels are simpler: one thread computes an iteration, and a body has all loads before all stores. Loops over the
-same sizes share a body. A sum's loop has other sizes, so the pass does not change kernels with a sum.
+The pass changes Triton kernels on CUDA and ROCm GPUs only. C++ kernels allocate their results: the host's memory is
+rarely short.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def allow_reuse(nodes: Sequence[Any]) -> None:
     pinned: frozenset[str] = frozenset()  # mutated, aliased and unaligned buffers, which must not be reused
     if fused_nodes:  # (Triton uses different thread layouts for an unaligned input and its aligned result.)
         aliased = (alias for buffer in fused_nodes[0].scheduler.name_to_buf.values() for alias in buffer.get_aliases())
-        # Inductor calls every input of a CPU's graph unaligned: it checks the alignment of GPUs' inputs only.
-        unaligned = V.graph.unaligned_buffers if fused_nodes[0].is_gpu() else ()
-        pinned = _mutated_buffers(fused_nodes[0].scheduler).union(unaligned, aliased)
+        pinned = _mutated_buffers(fused_nodes[0].scheduler).union(V.graph.unaligned_buffers, aliased)
     kernels = [_kernel(node, pinned) for node in fused_nodes]
     plans = [(kernel, owners, _views(kernel, owners)) for kernel in kernels for owners in [_assign_buffers(kernel)]]
     for kernel, owners, _ in plans:
@@ -87,7 +85,7 @@ def allow_reuse(nodes: Sequence[Any]) -> None:
                 user.get_name() for user in kernel.readers(name) if user.node is not loop
             }
     for kernel, _, views in plans:
-        for loop in kernel.loops if kernel.loops[0].is_gpu() else ():
+        for loop in kernel.loops:
             loop.codegen = functools.partial(_generate_behind_a_barrier, loop.codegen, bool(views))
     for view in (view for _, _, views in plans for view in views):
         # The result uses the input's memory, which is in use as long as the input or the result is.
@@ -101,36 +99,27 @@ def allow_reuse(nodes: Sequence[Any]) -> None:
 
 
 def _is_ours(node: Any) -> bool:
-    """Return True for a kernel whose loops share one body and include a fused operator."""
+    """Return True for a Triton kernel whose loops share one body and include a fused operator."""
     from torch._inductor.scheduler import FusedSchedulerNode
 
     # Exclude templates and horizontally fused (foreach) kernels.
     if type(node) is not FusedSchedulerNode or node.is_template():
         return False
     loops: Sequence[Loop] = node.get_nodes()
-    device = node.get_device().type
-    has_one_body = _HAS_ONE_BODY.get((device, getattr(inductor_config, f"{device}_backend", "")))
-    if has_one_body is None or not has_one_body(node, loops):
+    is_triton = node.get_device().type == "cuda" and inductor_config.cuda_backend == "triton"
+    if not is_triton or not _has_one_body(node, loops):
         return False
     origins = (origin for loop in loops for origin in loop.node.get_origins())
     return any(getattr(origin.target, "namespace", None) == "fused" for origin in origins)
 
 
-def _is_one_triton_body(node: Any, loops: Sequence[Loop]) -> bool:
+def _has_one_body(node: Any, loops: Sequence[Loop]) -> bool:
     reductions = {loop.get_name() for loop in loops if loop.is_reduction()}
     if any(reductions & loop.ancestors for loop in loops):
         return False
     # Every loop must visit every element. A loop over rows only would split the kernel body.
     numel, sums = cast(Any, node.group[1])
     return all(loop.group[1] in {(numel, sums), (numel * sums, 1)} for loop in loops)
-
-
-def _is_one_cpp_body(node: Any, loops: Sequence[Loop]) -> bool:
-    return all(loop.group[1] == node.group[1] for loop in loops)
-
-
-# Predicates by device and code generator.
-_HAS_ONE_BODY = {("cuda", "triton"): _is_one_triton_body, ("cpu", "cpp"): _is_one_cpp_body}
 
 
 def _kernel(node: Any, pinned: Collection[str]) -> _Kernel:

@@ -1,23 +1,6 @@
 """Probes for the features in which torch versions differ. Nothing else in ``lowerings`` knows of versions.
 
-============================  =========================================================================================
-feature                       where
-============================  =========================================================================================
-lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
-inference-aware passes        torch ≥ 2.13 tells a pass whether the graph is an inference graph
-scheduler passes              torch ≥ 2.13 has a class for such passes
-passes after the cache        torch ≥ 2.13 reads AOTAutograd's cache before pre-grad passes run, older versions after
-eager's rounding              torch ≥ 2.15 has numerics="strict", which implies the older emulate_precision_casts
-context-variable config       torch ≥ 2.13: an override is visible only in its own context; before, process-wide
-partitioner's pointwise list  contains only aten operators (2.11 to 2.15): the function that returns it is wrapped
-budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget and the older mark on nodes
-the end of a compiled call    has no hook (2.11 to 2.15): read from the Python stack
-loops after a fusion attempt  torch ≥ 2.13's scheduler restores loops that it reordered to see whether two nodes fuse
-static inputs of a graph      counted in arguments, of which a DTensor has several inputs (2.13 to 2.15)
-recompiles by call            torch ≥ 2.13 can count them for each call of torch.compile; before, for each code object
-copies to the host            torch ≥ 2.13 has operators that copy tensors to the host and back on another stream
-ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as for aten.cat
-============================  =========================================================================================
+Each probe's docstring or comment names the versions. Without a version, it holds for torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -87,7 +70,9 @@ def faults(versions: dict[str, str]) -> list[Fault]:
 
 
 LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
+"""True if a slot can hold several passes (torch ≥ 2.13). Before, a slot holds one pass."""
 
+# The class of scheduler passes: torch ≥ 2.13.
 if TYPE_CHECKING:
     SchedulerPass = custom_graph_pass.CustomSchedulerPass
 else:
@@ -151,7 +136,8 @@ def slot_of(passes: Sequence[Any]) -> Any:
 
 
 TIMING = "pre_grad_pass_timing"
-"""Inductor's option for when pre-grad passes run. Without it, they run before torch reads AOTAutograd's cache."""
+"""Inductor's option for when pre-grad passes run (torch ≥ 2.13). Without it, they run before torch reads AOTAutograd's
+cache."""
 
 
 def has_compiled() -> bool:
@@ -185,8 +171,8 @@ def eager_random() -> str:
 def slots_lock() -> AbstractContextManager[Any]:
     """Return a re-entrant lock for changes of slots.
 
-    If the config is process-wide, a compilation with ``options=`` changes it and restores it afterwards, which would
-    undo changes by other threads. The lock is then torch's own lock for compilations.
+    If the config is process-wide (torch < 2.13), a compilation with ``options=`` changes it and restores it afterwards,
+    which would undo changes by other threads. The lock is then torch's own lock for compilations.
     """
     import torch._inductor.config as config
 
@@ -202,9 +188,9 @@ def update_everywhere(
 ) -> None:
     """Replace a config value by ``update(value)``, for compilations in every thread.
 
-    If overrides are context variables, other threads see the entry's default instead of this thread's override. This
-    function therefore updates both, the override with ``update_context`` if it is not None. Overrides in *other*
-    contexts do not change.
+    If overrides are context variables (torch ≥ 2.13), other threads see the entry's default instead of this thread's
+    override. This function therefore updates both, the override with ``update_context`` if it is not None. Overrides in
+    *other* contexts do not change.
     """
     entry = module._config[name]
     override = entry.user_override
@@ -324,8 +310,8 @@ def is_called_from(module: str) -> bool:
 def compile_in_place(module: torch.nn.Module, **options: Any) -> None:
     """Call ``module.compile(**options)`` with a separate limit of eight compilations for this module.
 
-    Modules of one class share the code of ``forward``, so the ninth variant would stay eager. Older versions of torch
-    count compilations per code object. For them, each module gets its own code object, into which Dynamo inlines
+    Modules of one class share the code of ``forward``, so the ninth variant would stay eager. Torch < 2.13 counts
+    compilations per code object. For it, each module gets its own code object, into which Dynamo inlines
     ``forward`` and the hooks. Versions before 2.15 compile ``forward`` of torch's own classes, such as
     ``nn.Sequential``, only if the call is wrapped.
     """
@@ -370,7 +356,10 @@ def allow_recomputation(operators: Iterable[torch._ops.OpOverloadPacket]) -> Non
 
 
 def has_memory_budget(node: torch.fx.Node) -> bool:
-    """Return True if the user has set an activation memory budget for this node, by either of PyTorch's two APIs."""
+    """Return True if the user has set an activation memory budget for this node.
+
+    PyTorch has two APIs: a mark in the node's metadata, and region_activation_memory_budget (torch ≥ 2.13).
+    """
     import torch.fx.traceback as traceback
 
     region = getattr(traceback, "_get_memory_budget_annotation", lambda _: None)
@@ -420,7 +409,7 @@ def converts_to_fp8(device: torch.device) -> bool:
 
 @functools.cache
 def has_offload_operators() -> bool:
-    """Import PyTorch's operators ``ao::offload``, ``ao::reload`` and ``ao::wait_tensor``. False if torch has none."""
+    """Import PyTorch's operators ``ao::offload``, ``ao::reload`` and ``ao::wait_tensor``. False before torch 2.13."""
     try:
         importlib.import_module("torch._functorch._activation_offloading.offload_ops")
     except ImportError:
@@ -433,7 +422,10 @@ def has_offload_operators() -> bool:
 
 @contextlib.contextmanager
 def concat_node() -> Iterator[None]:
-    """Allow ``ir.ConcatKernel.create`` inside the lowering of an operator other than aten.cat."""
+    """Allow ``ir.ConcatKernel.create`` inside the lowering of an operator other than aten.cat.
+
+    Torch 2.11 asserts that the first argument of the current FX node is a list.
+    """
     from torch._inductor.virtualized import V
 
     node = torch.fx.Graph().call_function(torch.ops.aten.cat.default, ([],))

@@ -34,6 +34,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "torch._inductor.config": (
         "_post_fusion_custom_pass",
         "cpp_wrapper",
+        "cuda_backend",
         "custom_partitioner_fn",
         "fallback_random",
         "freezing",

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import re
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import buffer_reuse, passes
-from torch_fused_ops.settings import switches
 
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
@@ -429,56 +427,3 @@ def test_a_failure_does_not_change_the_schedule(monkeypatch: pytest.MonkeyPatch,
     torch._dynamo.reset()
     with tfo.enabled(tfo.FusionPolicy(strict=True)), pytest.raises(Exception, match="a fault"):
         virtual_gpu.compile_on_paper(fn, *args, training=False)
-
-
-# ---- C++ kernels -----------------------------------------------------------------------------------------------------
-
-
-def in_cpp(fn: Callable[..., Any], args: Sequence[Tensor], monkeypatch: pytest.MonkeyPatch, training: bool) -> Any:
-    """Generate C++ code without compiling it. Return the numbers of results written over inputs, and of views."""
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.utils import run_and_get_code
-
-    def skip(self: AsyncCompile, arguments: list[str], source: str) -> Callable[..., None]:
-        return lambda *args: None
-
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", skip)
-    torch._dynamo.reset()
-
-    def run() -> None:
-        out = torch.compile(fn, backend="fused", options={"memory": "free"})(*args)
-        if training:
-            out.sum().backward()
-
-    with inductor_config.patch(fx_graph_cache=False):
-        code = run_and_get_code(run)[1][-1]
-    return len(re.findall(r"\* in_out_ptr\d+[,)]", code)), len(re.findall(r"^ +\w+ = \w+ +# alias$", code, re.M))
-
-
-@pytest.mark.parametrize(("name", "expected"), [("swiglu", (3, 0)), ("packed", (0, 2))])
-def test_cpp_kernels_overwrite_saved_tensors(
-    name: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fn, shapes = PROGRAMS[name]
-    assert in_cpp(fn, weights(*shapes), monkeypatch, training=True) == expected
-
-
-def test_a_cpp_kernel_has_one_body_if_its_loops_have_the_same_sizes() -> None:
-    rows, elements = (types.SimpleNamespace(group=("cpu", sizes)) for sizes in (((8,), (64,)), ((8, 64), ())))
-    assert buffer_reuse._is_one_cpp_body(elements, [elements, elements])
-    assert not buffer_reuse._is_one_cpp_body(rows, [rows, elements])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_cpp_steps_are_bitwise_equal(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    fn, shapes = PROGRAMS[name]
-    args, runs = weights(*shapes, dtype=dtype), []
-    for parts in ((), ("buffer_reuse",)):
-        monkeypatch.setattr(switches, "WITHOUT", parts)
-        torch._dynamo.reset()
-        with inductor_config.patch(fx_graph_cache=False):
-            out = torch.compile(fn, backend="fused", options={"memory": "free"})(*args)
-            runs.append([out, *torch.autograd.grad(out, args, torch.ones_like(out))])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

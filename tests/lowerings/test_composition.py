@@ -272,7 +272,7 @@ def bodies(mlp: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tens
     }
 
 
-@pytest.mark.covering(every=6)
+@pytest.mark.covering(every=12)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["checkpoint", "cond", "nested_compile_region", "map", "scan", "while_loop"])
 def test_bodies_of_higher_order_operators_are_fused(name: str, training: bool) -> None:

@@ -637,7 +637,7 @@ def test_programs():
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("part", "programs"), [(0, 3), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in (1, 2))]
+    ("part", "programs"), [(0, 2), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in (1, 2))]
 )
 def test_programs_at_a_memory_level(monkeypatch, part, programs, level):
     """A program's training step equals eager mode. If a pass fails, the test fails."""
@@ -726,7 +726,7 @@ def test_equivalent_expressions_are_proved():
     x, w, d = torch.randn(2, 3), torch.randn(4, 3), torch.randn(3, 4)
     counts: Counter[str] = Counter()
 
-    @run_on_randoms(150)
+    @run_on_randoms(80)
     def _(r):
         name = r.choice(sorted(ACTIVATIONS))
         text = written(equivalent(r, ACTIVATIONS[name], r.choice([1, 2, 4, 8])))
@@ -736,4 +736,4 @@ def test_equivalent_expressions_are_proved():
         assert is_cautious or site.activation == name, (text, site.reason)
         counts["cautious" if is_cautious else name] += 1
 
-    assert counts.keys() >= ACTIVATIONS.keys() and counts["cautious"] <= 15, counts
+    assert counts.keys() >= ACTIVATIONS.keys() and counts["cautious"] <= 8, counts
