@@ -424,9 +424,8 @@ def test_near_misses_are_not_fused(family):
     cases = FAMILIES[family]
     for grad in (True, False):
         names = [name for name in cases if (family == "write" and name in WITHOUT_GRAD) != grad]
-        found = sites(*(cases[name][0] for name in names), grad=grad)
-        assert len(found) == len(names)
-        for i, (name, site) in enumerate(zip(names, found, strict=True)):
+        case_sites = sites(*(cases[name][0] for name in names), grad=grad)
+        for i, (name, site) in enumerate(zip(names, case_sites, strict=True)):
             assert site.op is None, name
             reason = cases[name][1].replace("argument 6", f"argument {6 * i + 6}")
             assert re.search(reason, site.reason), (name, site.reason)
@@ -551,8 +550,8 @@ def test_rounding_before_a_wider_cast_is_preserved(name):
 
 def test_exact_forms_are_fused():
     expected = [(f"fused::{op}", activation) for (op, activation), cases in FUSED.items() for _ in cases]
-    found = sites(*(case for cases in FUSED.values() for case in cases.values()))
-    assert [(site.op, site.activation) for site in found] == expected
+    case_sites = sites(*(case for cases in FUSED.values() for case in cases.values()))
+    assert [(site.op, site.activation) for site in case_sites] == expected
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_activations():
     expected = [("fused::bias_act", name, ("linear",)) for name, _ in SPELLINGS.values()]
     assert [(site.op, site.activation, site.users) for site in sites] == expected
     assert targets(graphs) == ["fused.bias_act.default"] * len(sites)
-    # Of each part, only the two GEMMs and the operator are left.
+    # Each part has two GEMMs and the operator, and no other call.
     assert calls_in(graphs) == 3 * len(sites)
 
 

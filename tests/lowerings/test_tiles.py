@@ -362,7 +362,7 @@ ADDED: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
 ]
 
 
-def test_only_sums_of_tiles_are_joined() -> None:
+def test_sums_of_tiles_are_joined() -> None:
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
     def program(v: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
