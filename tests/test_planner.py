@@ -114,7 +114,7 @@ def test_rows_are_compiled_in_processes_unless_other_threads_run(monkeypatch: py
     monkeypatch.setattr(processes.threading, "enumerate", lambda: [threading.current_thread()])
     numbers = list(processes.results_of([lambda i=i: (i, os.getpid()) for i in range(4)]))  # type: ignore[misc]
     assert [i for i, _ in numbers] == [0, 1, 2, 3]
-    assert numbers[0][1] == os.getpid() and os.getpid() not in {pid for _, pid in numbers[1:]}
+    assert os.getpid() not in {pid for _, pid in numbers}
     raises(ZeroDivisionError, "by zero", list, processes.results_of([bool, bool, lambda: 1 // 0]))
     monkeypatch.setattr(processes.threading, "enumerate", lambda: [threading.current_thread(), threading.Thread()])
     assert {pid for pid in processes.results_of([os.getpid] * 3)} == {os.getpid()}
@@ -286,7 +286,7 @@ def test_checkpoints_do_not_copy_masks_for_each_head() -> None:
     assert timeline.peak < 2.5 * 4 * 1024 * 1024  # the mask as bool and as float32; four heads take 16 MiB
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_choice_is_within_2_percent_of_the_best(seed: int, equal: bool) -> None:
@@ -977,7 +977,7 @@ class Partly(nn.Module):
 
 
 def trained(captured: CapturedModel) -> frozenset[str]:
-    """Return the parameters that get a gradient in the compiled step."""
+    """Return the parameters that get a gradient in the step, compiled or in eager mode."""
     timeline, _ = compiled_timeline(captured, H100, FusionPolicy())
     return cut(timeline, captured, lambda call: 0.0).trained
 
@@ -1103,7 +1103,8 @@ def test_parameter_paths_begin_at_the_model_in_every_graph(kind: str) -> None:
     model = Between(kind)
     captured = captured_model(model, (torch.randn(4, 8),), {})
     assert len(captured.graphs) == 2
-    assert trained(captured) == {name for name, _ in model.named_parameters()}
+    in_eager_mode = divided(captured, H100, "none", loss="")
+    assert trained(in_eager_mode) == {name for name, _ in model.named_parameters()}
 
 
 def test_list_index_on_meta_is_captured() -> None:

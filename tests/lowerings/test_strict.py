@@ -301,6 +301,7 @@ def test_a_pattern_may_match_a_module_of_a_site(pattern: str, warnings: Callable
     assert warnings() == []
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("wrap", ["args", "kwargs", "partial", "closure", "method", "list", "compiled"])
 def test_patterns_match_wrapped_models(wrap: str, warnings: Callable[[], list[str]]) -> None:
     model, x = Layers(), torch.randn(4, 8)
@@ -358,13 +359,9 @@ WITHOUT_ATTENTION = {
 
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("kind", WITHOUT_ATTENTION)
-def test_a_level_of_attention_without_effect(kind: str, warnings: Callable[[], list[str]]) -> None:
+def test_a_level_of_attention_without_effect(kind: str) -> None:
     attention, message = WITHOUT_ATTENTION[kind]
     x = torch.randn(2, 4, 8)
-    if kind == "softmax":
-        torch.compile(attends(kind), backend="fused", options={"attention": attention})(x)
-        assert any(message in text for text in warnings())
-        torch._dynamo.reset()
     with pytest.raises((BackendCompilerFailed, tfo.UnfusedError), match=re.escape(message)):
         torch.compile(attends(kind), backend="fused", options={"attention": attention, "strict": True})(x)
 

@@ -148,7 +148,7 @@ def plan(
     to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]
     kinds = {} if captured.has_checkpoints or not {*captured.units} - {models.OTHER} else CHECKPOINTS
     kinds = {kind: context_fn for kind, context_fn in kinds.items() if not context_fn or captured.calls("dot_product")}
-    compiled_pieces: dict[object, Any] | None = {} if ready.pieces else None  # of all rows
+    compiled_pieces: dict[object, Any] | None = {} if ready.pieces else None  # of all rows in one process
 
     def at_level(level: str) -> SegmentedStep | None:
         if level == "tiled" and "input" in to_compile and alike_at(ready, described, "input", level):
@@ -185,8 +185,7 @@ def plan(
     step = Step(mlps, by_level, resident.shards, ends, link)
     gradients = 0 if resident.accumulated else resident.gradients
     resident = replace(resident, batch=max(step.entry, step.summary_at({}).end - gradients))
-    model_step = (name_of(model), ready, step, resident, described, chosen_among, setup)
-    planner = _Planner(*model_step, with_checkpoints, tuple(advice))
+    planner = _Planner(name_of(model), ready, step, resident, described, chosen_among, setup, with_checkpoints, advice)
     result = planner.within(limit)
     if maximum is None:
         return result
@@ -208,8 +207,8 @@ class _Planner:
     gpu: GPU
     levels: Sequence[str]  # the plainest first
     setup: Setup
-    with_checkpoints: Mapping[str, SegmentedStep] = field(default_factory=dict)  # by ``pieces.CHECKPOINTS``
-    advice: tuple[str, ...] = ()  # sentences that do not depend on the limit
+    with_checkpoints: Mapping[str, SegmentedStep]  # by ``pieces.CHECKPOINTS``
+    advice: Sequence[str]  # sentences that do not depend on the limit
     _compiled: dict[FusionPolicy, Step] = field(default_factory=dict, init=False)
 
     @functools.cached_property

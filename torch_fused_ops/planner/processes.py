@@ -19,20 +19,24 @@ _functions: Sequence[Callable[[], Any]] = ()  # in a child process
 
 
 def results_of(functions: Sequence[Callable[[], _T]]) -> Iterator[_T]:
-    """Yield each function's result, in order. After the first, functions run in forked processes if that is safe.
+    """Yield each function's result, in order. Functions run in forked processes if that is safe.
 
-    It is safe if no thread of this process can hold a lock, and CUDA has not started. Forked processes have registered
-    activations, and the modules that the first function imported. Results are pickled.
+    It is safe if no thread of this process can hold a lock, and CUDA has not started. Forked processes have the modules
+    and registered activations of this process. Results are pickled. A function that fails runs again in this process,
+    so that its error has a trace.
     """
-    yield functions[0]()
-    others = functions[1:]
-    processes = min(len(others), _processes())
+    processes = min(len(functions), _processes())
     if processes < 2:
-        yield from (function() for function in others)
+        yield from (function() for function in functions)
         return
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, fork, initializer=_start, initargs=(others,)) as pool:
-        yield from pool.map(_call, range(len(others)))
+    with ProcessPoolExecutor(processes, fork, initializer=_start, initargs=(functions,)) as pool:
+        futures = [pool.submit(_call, number) for number in range(len(functions))]
+        try:
+            for function, future in zip(functions, futures, strict=True):
+                yield function() if future.exception() else future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _processes() -> int:
