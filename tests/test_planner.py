@@ -185,9 +185,14 @@ def fake_captured_model(*units: str, names: Sequence[str] = ()) -> Any:
 
 def test_modules_map_to_layers() -> None:
     layers = {
-        "model.layers.3.mlp.up": "model.layers.3", "model.layers.3": "model.layers.3", "model.norm": "model.norm",
-        "encoder.norm.inner.weight": "encoder.norm", "mlp.0": "mlp", "mlp.1": "mlp", "": OTHER,
-    }  # fmt: skip
+        "model.layers.3.mlp.up": "model.layers.3",
+        "model.layers.3": "model.layers.3",
+        "model.norm": "model.norm",
+        "encoder.norm.inner.weight": "encoder.norm",
+        "mlp.0": "mlp",
+        "mlp.1": "mlp",
+        "": OTHER,
+    }
     assert layers_of(layers) == layers and layers_of(["0"]) == {"0": OTHER}
 
 

@@ -280,6 +280,14 @@ def test_bad_files_are_rejected_and_run_nothing(tmp_path: Path, name: str, monke
     assert not (tmp_path / "evil").exists()
 
 
+def test_files_are_read_on_other_systems_than_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot.sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sysconf")  # has no SC_AVPHYS_PAGES there
+    recording = Recording()
+    recording.alloc(MIB, FORWARD)
+    assert recording.read(tmp_path).live == MIB
+
+
 def test_a_missing_file() -> None:
     with pytest.raises(ValueError, match=r"missing\.pickle cannot be read: No such file"):
         read_snapshot("missing.pickle")

@@ -56,8 +56,9 @@ def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
 
 
 def beside_loss(gm: GraphModule) -> list[str]:
-    """Return a note on tensors with a gradient that a graph returns in addition to its loss; [] without such tensors.
+    """Return a note on tensors with a gradient that a graph returns in addition to its loss.
 
+    Return [] if the graph has no such results, or does not return exactly one number with a gradient.
     Backward begins with a gradient of zeros for each, of the tensor's size (pytorch#131794).
     """
     values = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]

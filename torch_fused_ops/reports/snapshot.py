@@ -16,7 +16,7 @@ import logging
 import os
 import pickle
 import re
-import resource
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -74,7 +74,16 @@ class _Progress(io.BufferedReader):
 
 @contextlib.contextmanager
 def _bounded(nbytes: int) -> Iterator[None]:
-    """Raise MemoryError in this block if the process needs more than ``nbytes`` of additional address space (Linux)."""
+    """On Linux, raise MemoryError in this block if the process needs ``nbytes`` more than before, or more than is free.
+
+    Allow 256 MiB in addition.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    nbytes = min(nbytes, os.sysconf("SC_AVPHYS_PAGES") * resource.getpagesize()) + (1 << 28)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = limits[1] if limits[1] != resource.RLIM_INFINITY else mapped + nbytes
@@ -95,8 +104,7 @@ def load(path: str | Path) -> dict[str, Any]:
     """
     try:
         total = os.path.getsize(path)
-        free = os.sysconf("SC_AVPHYS_PAGES") * resource.getpagesize()
-        with _Progress(io.FileIO(path)) as file, _bounded(min(_BYTES_FOR_BYTE * total, free) + (1 << 28)):
+        with _Progress(io.FileIO(path)) as file, _bounded(_BYTES_FOR_BYTE * total):
             data: dict[str, Any] = _Unpickler(file).load()
         for entry in (*itertools.chain(*data["device_traces"]), *data["segments"]):
             _ = entry["action"] if "action" in entry else [block["requested_size"] + 0 for block in entry["blocks"]]
