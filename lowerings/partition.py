@@ -42,7 +42,7 @@ from torch._functorch.partitioners import get_default_op_list, min_cut_remateria
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops.declaration import OPERATORS
+from torch_fused_ops.declaration import OPERATORS, pointwise_operators
 from torch_fused_ops.graphs.gemm_registry import is_known
 from torch_fused_ops.graphs.modules import is_of_activation
 from torch_fused_ops.lowerings import compat
@@ -54,8 +54,9 @@ aten = torch.ops.aten
 op_types = functools.cache(get_default_op_list)  # a call takes 0.4 ms, and passes need the list for every node
 
 # A family extends these three tables when its lowerings are imported.
-# Operators of forward that backward can recompute without a GEMM:
-RECOMPUTABLE = [op.name for op in OPERATORS.values() if op.pointwise]
+# Operators that the partitioner may recompute without a GEMM, and whose inputs need not be in memory. (If it did not
+# know the backward operators, an activation's input would be saved besides the values that it is computed from.)
+RECOMPUTABLE = [signature.name for op in OPERATORS.values() if op.pointwise for signature in op.signatures]
 # GEMMs of linear layers and experts:
 LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm}
 LINEAR |= {getattr(aten, name) for name in ("_scaled_mm_v2",) if hasattr(aten, name)}
@@ -76,7 +77,7 @@ def is_gemm(node: Node) -> bool:
 
 
 def allow_recomputation() -> None:
-    """Have the partitioner treat the fused forward operators as pointwise operators, which are cheap to recompute."""
+    """Have the partitioner treat the fused operators as pointwise operators, which are cheap to recompute."""
     compat.allow_recomputation(getattr(torch.ops.fused, name) for name in RECOMPUTABLE)
 
 
@@ -278,18 +279,29 @@ def _saved_by_default(graph: Graph, backward: set[Node]) -> list[Node]:
 
 
 def _inputs_of_activations(graph: Graph, backward: set[Node]) -> list[Node]:
-    """Return the pointwise inputs of activations that are not replaced, since a setting requires eager's rounding.
+    """Return the pointwise inputs of activations, except those that follow from values that backward reads anyway.
 
     Memory levels replace saved inputs. Without this rule, the partitioner may save a GEMM's result instead of its sum
     with a bias.
     """
+    operators = {op.forward.overload for op in pointwise_operators()}
+
+    def is_pointwise(node: Node) -> bool:
+        return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+    @functools.cache
+    def is_available(node: Node) -> bool:
+        is_read = node.op == "placeholder" or any(user in backward for user in node.users)
+        return is_read or (is_pointwise(node) and all(map(is_available, node.all_input_nodes)))
+
     inputs: dict[Node, None] = {}
     for node in graph.nodes:
-        if is_of_activation(node) and node not in backward:
+        if (is_of_activation(node) or node.target in operators) and node not in backward:
             for source in node.all_input_nodes:
                 while (source := base(source)).target is torch.ops.prims.convert_element_type.default:
                     source = source.all_input_nodes[0]
-                if not is_of_activation(source) and torch.Tag.pointwise in getattr(source.target, "tags", ()):
+                follows = all(map(is_available, source.all_input_nodes))
+                if not follows and not is_of_activation(source) and is_pointwise(source):
                     inputs[source] = None
     return list(filter(_can_be_saved, inputs))
 
@@ -330,9 +342,10 @@ def _unsafe_to_recompute(
     ``h = linear(x); return linear(relu(h)), h.view(-1)``: autograd saves relu's result, so the caller may write ``h``.
 
     The caller must not write a tensor that autograd would save, nor a result or argument that is saved without a copy.
-    Torch's version check protects such a tensor but not its views (docs/upstream.md). With ``free``, values that
-    backward needs in memory are recomputed from such a tensor only if PyTorch would save it too, so this pass adds no
-    version check. Parameters and buffers are safe: the caller must not write them before backward (docs/memory.md).
+    Torch's version check protects such a tensor but not its views (docs/upstream.md). With ``free``, if backward needs
+    recomputed values in memory, values are recomputed from such a tensor only if PyTorch would save it too, so this
+    pass adds no version check. Parameters and buffers are safe: the caller must not write them before backward
+    (docs/memory.md).
     """
     outputs: int = kwargs["num_fwd_outputs"]
     forward = graphs[0].graph
@@ -351,7 +364,7 @@ def _unsafe_to_recompute(
         plain, _ = partition_like_pytorch(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
         by_default = {node.name for node in _returned(plain.graph)[outputs:]}  # a view's version is not checked
         newly_checked = {n for n in recomputed if by_default.isdisjoint((n.name, base(n).name))}
-        must_save += _values_from(newly_checked, recomputed, in_memory)
+        must_save += _values_from(newly_checked, recomputed, read)
     return list(dict.fromkeys(must_save))
 
 

@@ -11,7 +11,7 @@ import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
 from functions import autograd_function
-from harness import GEMMS, MLP, Stack, distances, normal, raises, saved_by, selective, step_of
+from harness import GEMMS, MLP, Stack, distances, normal, raises, saved_by, saving, selective, step_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +19,7 @@ from torch_fused_ops import FusionPolicy, activations
 from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings import memory_levels, passes
 from torch_fused_ops.operators import reference
+from torch_fused_ops.tools.verify import interpreted
 
 LEVELS = ("fp8", "input")
 pytestmark = pytest.mark.codegen_is_slow
@@ -634,3 +635,18 @@ def test_a_scaled_gate_saves_no_more(level: str) -> None:
     stored = 2 * 51 * (96 + 4) if level == "fp8" else 0  # gate and up, with a scale for each row
     assert sum(t.nbytes for t in saved if t.untyped_storage()._cdata not in of_inputs) == stored
     assert max_distance(got, step_of(scaled, inputs)[0]) < (0.1 if level == "fp8" else 1e-5)
+
+
+def test_a_trainable_scale_before_the_activation_saves_no_more() -> None:
+    """Backward recomputes the scaled tensor from the GEMM's result, which the scale's gradient reads as well."""
+
+    def scaled(x: Tensor, w: Tensor, scale: Tensor, v: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, w) * scale), v)
+
+    inputs = [normal(8, 16), normal(64, 16), normal(64), normal(16, 64)]
+    saved = {}
+    for level in (None, "off", "free"):
+        torch._dynamo.reset()
+        fn = interpreted(None if level is None else FusionPolicy(memory=level))
+        saved[level] = saving(lambda fn=fn: fn(scaled, *inputs), inputs)[1] // (8 * 64 * 4)
+    assert saved == {None: 2, "off": 2, "free": 1}, "hidden tensors"

@@ -506,6 +506,25 @@ def test_caller_may_modify_arguments(level: str) -> None:
     assert max_relative_error(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
 
 
+@pytest.mark.parametrize("level", ["off", "free"])
+def test_caller_may_modify_arguments_that_pytorch_does_not_save(level: str) -> None:
+    """The row is added to a GEMM's result, of which the caller gets a view. PyTorch saves only functions of the sum."""
+
+    def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
+        row = x[:1, :1] * 1.0
+        y, _ = model(x.detach(), row) if fn is None else fn(model, x.detach(), row)
+        with torch.no_grad():
+            row += 1.0
+        return y  # type: ignore[no-any-return]
+
+    def body(s: Any, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        h = x @ s.up.weight.t() + row[0]
+        return s.down(torch.sin(h)), h.mT
+
+    fused, model = interpreted(FusionPolicy(memory=level), exact=True), net(body)
+    assert max_relative_error(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
+
+
 def packed_tanh(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     h = s.up(x)
     return F.linear(torch.tanh(h[..., :32]) * h[..., 32:], s.down.weight[:, :32]), h
