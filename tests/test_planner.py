@@ -287,7 +287,7 @@ class Masked(nn.Module):
 def test_checkpoints_do_not_copy_masks_for_each_head() -> None:
     x, mask = torch.empty(1, 1024, 64, device="meta"), torch.empty(1, 1, 1024, 1024, device="meta", dtype=torch.bool)
     model = Net(lambda s, x, mask: s.layer(x, mask).mean(), layer=checkpoint_wrapper(Masked())).to("meta")
-    timeline, _ = compiled_timeline(captured_model(model, (x, mask), {}), H100, FusionPolicy(memory="off"))
+    timeline = compiled_timeline(captured_model(model, (x, mask), {}), H100, FusionPolicy(memory="off"))
     assert timeline.peak < 2.5 * 4 * 1024 * 1024  # the mask as bool and as float32; four heads take 16 MiB
 
 
@@ -499,7 +499,7 @@ class Classifier(nn.Module):
 
 def divided_timeline(model: nn.Module, x: Tensor, compiled: str, **settings: Any) -> Timeline:
     captured = captured_model(model, (x,), {}, cross_entropy)
-    return compiled_timeline(divided(captured, H100, compiled, **settings), H100, FusionPolicy())[0]
+    return compiled_timeline(divided(captured, H100, compiled, **settings), H100, FusionPolicy())
 
 
 @pytest.mark.covering(1)
@@ -533,7 +533,7 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     captured = divided(captured_model(model, (x,), {}, cross_entropy), H100, "layers")
     assert captured.pieces == ("layers.0", "", "layers.1", "", "layers.2", "", "(loss)")
     assert captured.eager == {1, 3, 5, 6}
-    timeline, _ = compiled_timeline(captured, H100, FusionPolicy())
+    timeline = compiled_timeline(captured, H100, FusionPolicy())
     assert len(compiled) == 2 and len(timeline.gradients) == 13  # the first layer's input needs no gradient
     parts, layers = cut(timeline, captured, lambda call: 0.0), [f"layers.{i}" for i in range(3)]
     assert [unit for graph, unit, _ in parts.pieces if graph == "forward"] == ["", *layers, "", "(loss)"]
@@ -983,7 +983,7 @@ class Partly(nn.Module):
 
 def trained(captured: CapturedModel) -> frozenset[str]:
     """Return the parameters that get a gradient in the step, compiled or in eager mode."""
-    timeline, _ = compiled_timeline(captured, H100, FusionPolicy())
+    timeline = compiled_timeline(captured, H100, FusionPolicy())
     return cut(timeline, captured, lambda call: 0.0).trained
 
 
@@ -1014,7 +1014,7 @@ class Student(nn.Module):
 def resident(model: Callable[..., Any], *args: Any) -> tuple[Resident, int]:
     """Return the resident bytes of a step in eager mode, and the bytes alive before its first call."""
     captured = divided(captured_model(model, args, {}), H100, "none", loss="")
-    timeline, _ = compiled_timeline(captured, H100, FusionPolicy())
+    timeline = compiled_timeline(captured, H100, FusionPolicy())
     parts = cut(timeline, captured, lambda call: 0.0)
     tensors = resident_tensors(model, captured.unit_of, parts.trained.__contains__, captured.unregistered)
     return Resident.of(tensors, Setup()), parts.entry

@@ -4,7 +4,7 @@
 
 *plain* and *budget* are torch.compile, without and with PyTorch's memory budget. *ours-LEVEL* are our memory levels.
 *ours-LEVEL+attention* adds ``attention="input"``.
-Figures of each block and phase: kernels, library calls, bytes moved, FLOP, registers, spills and the roofline's time.
+Figures of each block and phase: kernels, library calls, bytes moved, FLOP and the roofline's time.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -50,17 +50,12 @@ def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
 
 def graph_cost(graph: GeneratedGraph) -> dict[str, Any]:
     """Return figures for a graph's generated kernels, and for the whole graph."""
-    parts = roofline.kernel_runs(graph)
-    pointwise = (work for part in parts for work in part.works)
     return {
-        "kernels": sum(part.launches for part in parts),
+        "kernels": sum(kernel.launches for kernel in graph.kernels),
         "library_calls": len(graph.extern),
         "bytes": graph.bytes_moved,
-        "registers": max((part.code.registers for part in parts), default=0),
-        "spills": sum(part.code.spills for part in parts),
         "flops": roofline.flops(graph),
         "floor_us": round(1e6 * RATES.seconds(roofline.works_of(graph)), 2),
-        "pointwise_floor_us": round(1e6 * RATES.seconds(pointwise), 2),
     }
 
 

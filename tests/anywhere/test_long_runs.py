@@ -201,9 +201,7 @@ UNBOUNDED = {
     "torch_fused_ops.lowerings.passes.source_hash": "no argument",
     "torch_fused_ops.lowerings.recognize.graph._torch_functions": "no argument",
     "torch_fused_ops.settings.environment.remind": "no argument",
-    "torch_fused_ops.virtual_gpu.kernels._source_folder": "no argument",
     "torch_fused_ops.virtual_gpu.interpreter._libdevice_functions": "no argument",
-    "torch_fused_ops.virtual_gpu.sass.nvidia_tools": "no argument",
     "torch_fused_ops.virtual_gpu.compile._register_patterns": "no argument",
     "torch_fused_ops.virtual_gpu.kernels._load": "kernels that were assembled on paper, each a file anyway",
 }

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import python
 from torch import Tensor
 
 import torch_fused_ops as tfo
@@ -86,7 +83,7 @@ def formula_results(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Tenso
         compiled._KERNELS.update(saved)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "bias" else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "gelu" else pytest.mark.slow) for n in CASES])
 def test_one_kernel_serves_every_size(name: str, kernels: dict[Any, Any]) -> None:
     """One kernel serves all sizes. It returns the same bits as torch.compile's kernel for one size."""
     operator, arguments = CASES[name]
@@ -167,28 +164,6 @@ def test_threads_compile_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert [record.message.partition(",")[0] for record in caplog.records] == ["compiling eager kernels"]
 
 
-def test_broken_library_is_removed_and_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library = tmp_path / "kernel.so"
-    library.write_bytes(b"broken")
-    calls = stub(monkeypatch, ImportError("file too short", path=str(library)))
-    assert fused.bias_act(torch.ones(4), None, None, "gelu").tolist() == [2.0] * 4
-    assert len(calls) == 2 and not library.exists() and not compiled._failures
-
-
-def test_cache_folder_that_cannot_be_written_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders: list[str | None] = []
-
-    def compile(signature: Any, key: Any) -> Any:
-        folders.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
-        if len(folders) == 1:
-            raise PermissionError("read-only")
-        return lambda tensors: tensors[0] + 1
-
-    monkeypatch.setattr(compiled, "_compile", compile)
-    assert fused.bias_act(torch.ones(4), None, None, "gelu").tolist() == [2.0] * 4
-    assert len(folders) == len({*folders, os.environ.get("TORCHINDUCTOR_CACHE_DIR")}) == 2
-
-
 FAILURES = {"compiler": "InvalidCxxCompiler: no g++\nwas found", "lowering": "no lowering"}
 
 
@@ -197,16 +172,16 @@ def test_calls_run_the_formula_if_compiling_fails(
     reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If there is no C++ compiler, no other kernel is tried. Other failures affect one kernel."""
-    calls, x = stub(monkeypatch, *[RuntimeError(reason)] * 2), torch.ones(4)
+    calls, x = stub(monkeypatch, RuntimeError(reason)), torch.ones(4)
     expected = formula_results(fused.bias_act, (x, None, None, "gelu"))
     for _ in range(3):
         assert torch.equal(fused.bias_act(x, None, None, "gelu"), *expected)
-    assert len(calls) == 2  # with the cache folder and without
+    assert len(calls) == 1
     assert [r.levelname for r in caplog.records if r.name == "torch_fused_ops"] == ["WARNING"]
     fused.bias_act(x, None, None, "tanh")
-    assert len(calls) == (3 if reason == "no lowering" else 2)
+    assert len(calls) == (2 if reason == "no lowering" else 1)
     assert (compiled.status() == f"formulas in plain PyTorch on cpu: {compiled._failures.get('cpu')}") == (
-        len(calls) == 2
+        len(calls) == 1
     )
 
 
@@ -225,40 +200,3 @@ def test_replaced_activation_is_compiled_anew(kernels: dict[Any, Any], monkeypat
         tfo.register_activation("tests_compiled_anew", lambda x, factor=factor: factor * torch.relu(x), replace=True)
         fused.bias_act(torch.ones(4), None, None, "tests_compiled_anew")
     assert len(calls) == 2
-
-
-PROGRAM = """
-import torch, torch_fused_ops
-from torch_fused_ops.kernels import compiled
-from torch_fused_ops.operators.autograd import REGISTERED
-compiled.FEWEST = 1
-x = torch.linspace(-3, 3, 999)
-y = torch.ops.fused.bias_act(x, None, None, "gelu")
-assert (y - torch.nn.functional.gelu(x)).abs().max() < 1e-6
-assert len(compiled._KERNELS) == 1, compiled.status()
-"""
-
-
-@pytest.mark.slow
-def test_processes_share_a_cache_folder_that_may_break(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-
-    def run() -> None:
-        python("-c", PROGRAM, TORCHINDUCTOR_CACHE_DIR=str(folder))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    libraries = [path for path in folder.rglob("*.so") if path.stat().st_size > 0]
-    assert libraries
-    for path in libraries:
-        path.write_bytes(b"broken")
-    run()
-    run()
-    assert any(path.read_bytes()[:4] == b"\x7fELF" for path in folder.rglob("*.so"))
-    if os.geteuid() != 0:  # root may write to any folder
-        folder.chmod(0o500)
-        run()
-        folder.chmod(0o700)

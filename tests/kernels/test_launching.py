@@ -48,6 +48,6 @@ def test_errors_name_the_switch_for_kernels() -> None:
         raise ValueError("ptxas: no")
 
     with pytest.raises(
-        RuntimeError, match=r"_kernel of torch_fused_ops .* cpu: ptxas: no\n.*TORCH_FUSED_OPS_WITHOUT=kernels"
+        RuntimeError, match=r"_kernel of torch_fused_ops .* cpu: ptxas: no\n.*TORCH_FUSED_OPS_WITHOUT=float8_kernels"
     ):
         launching.launch(Kernel(fails), (1, 1, 1), torch.device("cpu"), (None,), SIZES, CONSTANTS)

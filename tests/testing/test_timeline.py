@@ -138,11 +138,8 @@ class Compilation:
             self.handed = tuple(saved.get(node.name) for node in placeholders)
         # treat all forward inputs as parameters, because they are allocated before the step
         inputs = tuple(graph_input(node.meta["val"], is_parameter=kind == "forward") for node in placeholders)
-        code = generated[0]
-        code = getattr(code, "value", code)
-        self.graphs[kind] = GeneratedGraph(
-            code, (), (), 0, lowering.module, inputs=inputs, results=self.results, marked_code=code
-        )
+        code = getattr(generated[0], "value", generated[0])
+        self.graphs[kind] = GeneratedGraph(code, (), (), lowering.module, inputs=inputs, results=self.results)
         return generated
 
 

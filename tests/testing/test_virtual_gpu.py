@@ -27,7 +27,6 @@ from triton.language.extra.libdevice import tanh as device_tanh
 
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.virtual_gpu import compile_on_paper, gpus
-from torch_fused_ops.virtual_gpu.kernels import load
 
 MIB = 2**20
 BF16 = torch.bfloat16
@@ -43,14 +42,13 @@ def mlp_on_paper(module: Callable[..., nn.Module], tokens: int = 512, hidden: in
 # Bytes, kernels and saved tensors
 
 
-@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("module", "budget", "saved", "backward"),
     [
         (GeluMLP, None, 576, 2625),
         (GeluMLP, 0.99, 320, 2881),
-        (SwiGLU, None, 832, 4032),
-        (SwiGLU, 0.99, 576, 4288),
+        pytest.param(SwiGLU, None, 832, 4032, marks=pytest.mark.slow),
+        pytest.param(SwiGLU, 0.99, 576, 4288, marks=pytest.mark.slow),
     ],
 )
 def test_steps_save_and_move_exact_bytes(module, budget, saved, backward):
@@ -340,28 +338,6 @@ def test_kernels_assemble_for_every_gpu(gpu):
     assert code.registers > 0 and code.spills == 0
 
 
-@pytest.mark.slow
-def test_the_best_configuration_of_a_reduction_is_assembled():
-    """Inductor does not split sums over 8192 rows of so many columns. A block of one column reads 2 bytes per row."""
-    paper = compile_on_paper(lambda x: (x * x).sum(0), meta(8192, 16384), training=False)
-    (kernel,) = paper.inference.kernels
-    first, *remaining = load(kernel, virtual_gpu.H200).configurations
-    best = virtual_gpu.assemble(kernel)
-    assert best.block in [c.block for c in remaining]
-    code = virtual_gpu.assemble(kernel, block=first.block, num_warps=first.num_warps)
-    assert first.block == code.block == {"XBLOCK": 1, "R0_BLOCK": 2048}
-    assert (best.spills, code.spills) == (0, 0)
-    assert len(best.instructions) / best.bytes_accessed < 0.75 * len(code.instructions) / code.bytes_accessed
-    assert virtual_gpu.assemble(kernel) is best, "the result is cached"
-
-
-def test_bytes_accessed_match_the_arguments():
-    code = gate_code()
-    assert code.bytes_accessed == 2 * 4 * code.elements / code.threads
-    odd = gate_code(x=meta(1001)[1:], out=meta(1001)[1:], n=1000)
-    assert odd.bytes_accessed == 2 * 2 * odd.elements / odd.threads
-
-
 @triton.jit
 def gate_kernel(x, out, n, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -392,7 +368,7 @@ def gate_code(gpu=virtual_gpu.H100, x=FLOATS, out=FLOATS, n=1024):
     return virtual_gpu.assemble(gate_kernel, gpu, x, out, n, block={"BLOCK": 1024})
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=5)
 @pytest.mark.parametrize(
     ("x_offset", "out_offset", "n", "wide"),
     [

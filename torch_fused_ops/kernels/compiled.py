@@ -29,8 +29,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -228,7 +226,7 @@ def _load(signature: Signature, key: tuple[Any, ...], count: int, tensors: list[
             try:
                 # In a separate thread, without the caller's modes, transforms and autocast.
                 with ThreadPoolExecutor(1) as pool:
-                    kernel = pool.submit(_build, signature, full).result()
+                    kernel = pool.submit(_compile, signature, full).result()
                 with suppress(torch.OutOfMemoryError):  # the caller's next call raises it
                     kernel(list(tensors))  # generated code empties its argument
                 _KERNELS[full] = kernel
@@ -239,23 +237,6 @@ def _load(signature: Signature, key: tuple[Any, ...], count: int, tensors: list[
                 if any(name in reason for name in ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")):
                     _failures[device] = reason
         _KERNELS[key] = _KERNELS.get(full)
-
-
-def _build(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a kernel with Inductor's caches, or in a fresh cache folder if the caches fail."""
-    from torch._inductor.utils import fresh_cache
-
-    try:
-        return _compile(signature, key)
-    except Exception as error:
-        broken = getattr(error, "path", None)  # an ImportError has the path of the library that cannot be loaded
-        log.info("compiling %s again, because it failed: %s", signature.name, error)
-        with suppress(OSError):
-            if broken:
-                Path(broken).unlink()
-                return _compile(signature, key)
-        with TemporaryDirectory() as folder, fresh_cache(dir=folder):
-            return _compile(signature, key)
 
 
 class OperatorGraph(NamedTuple):

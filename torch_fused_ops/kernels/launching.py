@@ -1,4 +1,4 @@
-"""Provide the parts that hand-written Triton kernels share: Triton's import, and launches."""
+"""Import Triton for the hand-written kernels, those of float8, and launch them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ try:
     from triton.language.extra import libdevice
 except ImportError as error:
     raise ImportError(
-        "torch_fused_ops needs Triton to run its operators on a GPU in eager mode, and it cannot be imported. "
+        "torch_fused_ops needs Triton to run its float8 operators on a GPU, and it cannot be imported. "
         "Install it with: pip install triton numpy (GPU builds of PyTorch bring the Triton that fits "
-        "them). With TORCH_FUSED_OPS_WITHOUT=kernels in the environment they run as plain PyTorch"
+        "them). With TORCH_FUSED_OPS_WITHOUT=float8_kernels in the environment they run as plain PyTorch"
     ) from error
 
 __all__ = ["libdevice", "tl", "triton"]  # kernels import them from here, for the error above
@@ -49,6 +49,6 @@ def launch(
         except Exception as error:
             raise RuntimeError(
                 f"the kernel {kernel.__name__} of torch_fused_ops cannot be compiled or launched on {device}: {error}\n"
-                "With TORCH_FUSED_OPS_WITHOUT=kernels in the environment operators run as plain PyTorch. "
-                "Please report it."
+                "With TORCH_FUSED_OPS_WITHOUT=float8_kernels in the environment, float8 operators run as plain "
+                "PyTorch. Please report it."
             ) from error

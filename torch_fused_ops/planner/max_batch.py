@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_fused_ops.graphs.capture import said
 from torch_fused_ops.planner.model import CapturedModel, muted
 from torch_fused_ops.planner.setup import LEVELS, SettingError
-from torch_fused_ops.planner.step import Step, StepSummary, clock, compiled_timeline, cut
-from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
-from torch_fused_ops.virtual_gpu.timeline import Timeline
+from torch_fused_ops.planner.step import Step, StepSummary, segmented_step
+from torch_fused_ops.virtual_gpu import GPU
 
 log = logging.getLogger("torch_fused_ops.planner")
 
@@ -116,22 +115,15 @@ def largest_sizes(
             return None
 
     @functools.cache
-    def compiled_at(level: str, size: int) -> tuple[Timeline, tuple[PaperCompilation, ...]] | None:
+    def summary_at(level: str, size: int) -> StepSummary | None:
+        """Summarize the step; None if the model fails."""
+        if size == first:
+            return step.with_single_step(step.by_level[level]).summary_at({})
         captured = captured_at(size)
         if captured is None:
             return None
         log.info('compiling: %s %d, every MLP at "%s"', dimension, size, level)
-        return compiled_timeline(captured, gpu, captured.policy_at(level))
-
-    def summary_at(level: str, size: int, timed: bool = False) -> StepSummary | None:
-        """Summarize the step; None if the model fails. Times need machine code, and are 0 unless ``timed``."""
-        if size == first:
-            return step.with_single_step(step.by_level[level]).summary_at({})
-        compiled, captured = compiled_at(level, size), captured_at(size)
-        if compiled is None or captured is None:
-            return None
-        seconds = clock(compiled[1], gpu) if timed else lambda call: 0.0
-        return step.with_single_step(cut(compiled[0], captured, seconds)).summary_at({})
+        return step.with_single_step(segmented_step(captured, gpu, captured.policy_at(level))).summary_at({})
 
     def peak_at(level: str, size: int) -> int | None:
         summary = summary_at(level, size)
@@ -140,7 +132,7 @@ def largest_sizes(
     rows, between = [], step_of(first, dimension)
     for level in sorted(step.by_level, key=LEVELS.index):
         size = bisected(functools.partial(peak_at, level), available, first, between) if available > 0 else 0
-        summary = summary_at(level, size, timed=True) if size else None
+        summary = summary_at(level, size) if size else None
         peak, seconds = (resident + summary.peak, summary.seconds) if summary else (0, 0.0)
         rows.append(LargestRow(level, size, peak, seconds))
     stopped = [f"{size}: {error}" for size, error in sorted(failed.items())]

@@ -147,7 +147,7 @@ class Step:
 
 def compiled_timeline(
     model: CapturedModel, gpu: GPU, policy: FusionPolicy, known: dict[object, Compiled] | None = None
-) -> tuple[Timeline, tuple[PaperCompilation, ...]]:
+) -> Timeline:
     """Compile a captured model's graphs under a policy, and join their live-bytes timelines.
 
     Args:
@@ -182,11 +182,9 @@ def compiled_timeline(
             with _without_collection():
                 known[key] = EagerGraph(graph, gpu) if is_eager else on_paper(capture, gpu, piece_policy)
         programs.append(known[key])
-    papers = tuple(paper for paper in programs if isinstance(paper, PaperCompilation))
-    if all(paper.backward is None for paper in papers) and not model.eager:
+    if not any(isinstance(program, EagerGraph) or program.backward for program in programs):
         raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
-    timeline = timeline_of(programs, model.links, units=model.pieces, shared=model.shared, retained=model.retained)
-    return timeline, papers
+    return timeline_of(programs, model.links, units=model.pieces, shared=model.shared, retained=model.retained)
 
 
 def alike_at(model: CapturedModel, gpu: GPU, *levels: str) -> bool:
@@ -222,26 +220,18 @@ def segmented_step(
         policy: the policy.
         known: see ``compiled_timeline``.
     """
-    timeline, papers = compiled_timeline(model, gpu, policy, known)
-    return cut(timeline, model, clock(papers, gpu))
+    return cut(compiled_timeline(model, gpu, policy, known), model, clock(gpu))
 
 
-def clock(papers: Sequence[PaperCompilation], gpu: GPU) -> Callable[[Event], float]:
-    """Return a function for a call's least time. With measured rates, assemble kernels to count their instructions."""
+def clock(gpu: GPU) -> Callable[[Event], float]:
+    """Return a function for a call's least time."""
     rates = roofline.estimated_rates(gpu)
     assert rates is not None
-    counted: dict[tuple[str, str], float] = {}
-    if roofline.rates_of(gpu) is not None:
-        roofline.prepare(graph for paper in papers for graph in paper.graphs.values())
-        for paper in papers:
-            for kind, graph in paper.graphs.items():
-                for name, instructions in roofline.launches_of(graph).items():
-                    counted[kind, name] = max(counted.get((kind, name), 0.0), instructions)
 
     def seconds(call: Event) -> float:
         if call.call.startswith("ao."):  # on the copy stream
             return 0.0
-        return rates.seconds([roofline.Work(call.flop, call.nbytes, counted.get((call.graph, call.call), 0.0))])
+        return rates.seconds([roofline.Work(call.flop, call.nbytes)])
 
     return seconds
 

@@ -1,4 +1,4 @@
-"""Find faults in a launch's memory accesses, and count the sectors they move, from evaluated addresses."""
+"""Find faults in a launch's memory accesses from evaluated addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from .layouts import owners
 from .ttgir import Access, Grid
 
-SECTOR = 32  # the smallest number of bytes that a GPU moves
 Fault = tuple[str, str, str]  # kind, accesses, evidence
 
 
@@ -156,7 +155,8 @@ class _Storage:
                 continue
             memory = self.memory[argument]
             elements = math.prod(memory.shape)
-            examined = min(elements, max(1 << 20, 2 * len(stores.address)))  # if cut, some of it is unwritten
+            # All elements of a small result. Of a large result, more elements than the stores can write.
+            examined = min(elements, max(1 << 20, 2 * len(stores.address)))
             addresses = memory.addresses(self.unit, examined)
             missing = torch.unique(addresses[~torch.isin(addresses, stores.address)]) - memory.offset
             if not len(missing):
@@ -198,29 +198,3 @@ class _Storage:
                     evidence = f"{text}; byte {load.address[first]:,} of the memory they share"
                     yield "race", f"{a}, {b}", evidence
                     break
-
-
-# ---- sectors ---------------------------------------------------------------------------------------------------------
-
-
-class Traffic(NamedTuple):
-    """An access's traffic in one program: the bytes it uses, and the bytes of the sectors that contain them."""
-
-    access: Access
-    used: int
-    in_sectors: int
-
-
-def traffic(accesses: Sequence[Access]) -> Iterator[Traffic]:
-    """Yield the traffic of each load and store in one program.
-
-    A sector counts once for each, even in a loop, because caches hold it while the program runs.
-    """
-    groups: dict[str, list[Access]] = defaultdict(list)
-    for access in accesses:
-        if access.argument:
-            groups[access.name].append(access)
-    for group in groups.values():
-        addresses = torch.unique(torch.cat([access.address[access.active] for access in group]))
-        in_sectors = len(torch.unique(addresses // SECTOR)) * SECTOR
-        yield Traffic(group[0], len(addresses) * group[0].itemsize, in_sectors)

@@ -1,6 +1,6 @@
 """Audit kernels without a GPU, to find faults that tests on a GPU see only sometimes.
 
-Each kernel is compiled in every configuration that Inductor would time, and its addresses are evaluated in TTGIR.
+Each kernel is compiled to TTGIR in every configuration that Inductor would time, and its addresses are evaluated.
 `docs/audit.md` lists the kinds of fault.
 """
 
@@ -15,21 +15,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import filled
-from .accesses import Memory, faults, traffic
+from .accesses import Memory, faults
 from .gpus import GPU, H200, by_name
-from .kernels import Configuration, Kernel, load
-from .machine_code import MachineCode, assemble_configuration, cost, specialized
+from .kernels import Configuration, Kernel, launch_grid, load
+from .machine_code import compile_to_ttgir, specialized
 from .timeline import PaperCompilation, timeline_of
-from .ttgir import Grid, NotAnalyzed, evaluate, evaluate_launch
-from .work import LANE_INSTRUCTIONS
-
-_MANY_BYTES = 8 << 20  # moving fewer bytes takes less time than the launch itself, some 2 µs
-_UNCOALESCED = 4  # ratio of bytes moved to bytes used
-_SPILLED = 0.25  # ratio of spilled bytes to the bytes that a thread loads and stores
+from .ttgir import Grid, NotAnalyzed, evaluate_launch
 
 
 @dataclass(frozen=True)
@@ -117,8 +110,7 @@ def audit(
 ) -> Audit:
     """Look for faults in the kernels of a program, or in one hand-written kernel, without a device.
 
-    A small launch is evaluated completely, a large launch in part (`ttgir.evaluate_launch`). Slow code (uncoalesced,
-    spills, occupancy) is reported for a kernel's best configuration only, other faults for every configuration.
+    A small launch is evaluated completely, a large launch in part (`ttgir.evaluate_launch`).
 
     Args:
         paper_or_kernel: the result of `compile_on_paper`, or a hand-written kernel: a `triton.jit` function, which
@@ -128,8 +120,7 @@ def audit(
         gpu: the GPU to compile for. The default is the program's GPU, or an H200 for a hand-written kernel.
         grid: the hand-written kernel's grid, as Triton accepts it.
         zeroed: names of the hand-written kernel's arguments that have values before the launch, such as zeros. The
-            kernel need not write all of their bytes. Tensors on "meta" need not be named if `torch.zeros` or
-            `torch.ones` made them after this module was imported, or if they were written in place.
+            kernel need not write all of their bytes.
         **constexprs: the hand-written kernel's remaining arguments, `num_warps` and `num_stages`, by name.
 
     Returns:
@@ -164,16 +155,7 @@ def _launches(paper: PaperCompilation, gpu: GPU) -> Iterator[_Launch]:
         kernel = load(next(kernel.source for kernel in paper.graphs[graph].kernels if kernel.name == name), gpu)
         names = [name for name in kernel.jit.arg_names if name not in kernel.configurations[0].block]
         named = dict(zip([*names, *kernel.inductor_meta.get("extra_launcher_args", ())], args, strict=False))
-        yield _Launch(f"{graph}: {name}", kernel, named, functools.partial(_generated_grid, kernel, named))
-
-
-def _generated_grid(kernel: Kernel, named: Mapping[str, Any], configuration: Configuration) -> Sequence[int]:
-    from torch._inductor.runtime.triton_heuristics import GridExpr
-
-    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages or 1}
-    grid = GridExpr.from_meta(dict(kernel.inductor_meta), {**configuration.block, **options})
-    sizes: Sequence[int] = grid.eval_slow({**named, **configuration.block})
-    return sizes
+        yield _Launch(f"{graph}: {name}", kernel, named, functools.partial(launch_grid, kernel, named))
 
 
 def _hand_written(
@@ -190,13 +172,12 @@ def _hand_written(
             tensors = [argument for argument, value in values.items() if isinstance(value, Tensor)]
             raise ValueError(f"zeroed: got {name!r}, expected names of tensors among {', '.join(tensors)}")
     named = {name: value for name, value in values.items() if name not in kernel.constants}
-    is_filled = [name for name, value in named.items() if isinstance(value, Tensor) and filled.known(value)]
 
     def sizes(configuration: Configuration) -> Sequence[int]:
         blocks: Sequence[int] = grid({**values, **configuration.block}) if callable(grid) else grid
         return blocks
 
-    return _Launch(kernel.jit.__name__, kernel, named, sizes, {*zeroed, *is_filled})
+    return _Launch(kernel.jit.__name__, kernel, named, sizes, zeroed)
 
 
 def _configurations(
@@ -236,17 +217,13 @@ class _Auditor:
         self.findings: list[Finding] = []
         self.notes: Counter[str] = Counter()
         self.seen: set[Any] = set()
-        self.codes: dict[Any, tuple[_Launch, list[tuple[MachineCode, Configuration]]]] = {}  # by kernel
+        self.texts: dict[Any, list[str]] = {}  # kernel -> TTGIR in each configuration
 
     def result(self) -> Audit:
-        """Examine the machine code, all disassembled together, and return the audit of all launches so far."""
-        for launch, compiled in self.codes.values():
-            several = len(compiled) > 1  # a cost takes an evaluation of the kernel
-            best = min(compiled, key=lambda pair: cost(pair[0], launch.kernel)) if several else compiled[0]
-            self.speed(launch, *best)
-        configurations = sum(len(compiled) for _, compiled in self.codes.values())
+        """Return the audit of all launches so far."""
+        configurations = sum(map(len, self.texts.values()))
         notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
-        return Audit(self.gpu.name, len(self.codes), configurations, tuple(self.findings), notes)
+        return Audit(self.gpu.name, len(self.texts), configurations, tuple(self.findings), notes)
 
     def launch(self, launch: _Launch) -> None:
         """Examine one launch in all configurations."""
@@ -256,11 +233,10 @@ class _Auditor:
         if (launched := (*key, repr((launch.memory, launch.integers)))) in self.seen:
             return
         self.seen.add(launched)
-        if key not in self.codes:
-            compiled = [(assemble_configuration(kernel, self.gpu, c), c) for c in kernel.configurations]
-            self.codes[key] = launch, compiled
-        for code, configuration in self.codes[key][1]:
-            self.addresses(launch, configuration, code.ttgir)
+        if key not in self.texts:
+            self.texts[key] = [compile_to_ttgir(kernel, self.gpu, c) for c in kernel.configurations]
+        for text, configuration in zip(self.texts[key], kernel.configurations, strict=True):
+            self.addresses(launch, configuration, text)
 
     def add(self, launch: _Launch, configuration: Configuration, kind: str, where: str, evidence: str) -> None:
         blocks = [f"{name} {size}" for name, size in configuration.block.items()]
@@ -284,38 +260,3 @@ class _Auditor:
             distinct.setdefault((kind, where), evidence)
         for (kind, where), evidence in distinct.items():
             self.add(launch, configuration, kind, where, evidence)
-
-    def speed(self, launch: _Launch, code: MachineCode, configuration: Configuration) -> None:
-        """Look for slow code in a kernel's best configuration, if the launch moves many bytes."""
-        grid, add = launch.grid(configuration, self.gpu), functools.partial(self.add, launch, configuration)
-        count = math.prod(grid.sizes)
-        program = torch.zeros(1, dtype=torch.int64, device="cpu")
-        try:
-            evaluated, _ = evaluate(code.ttgir, launch.integers, program, grid, max_iterations=4)
-        except NotAnalyzed:
-            return
-        accesses = list(traffic(evaluated))
-        nbytes = sum(access.in_sectors for access in accesses)
-        if nbytes * count < _MANY_BYTES and not any(access.in_part for access in evaluated):
-            return
-        slow = [access for access in accesses if access.in_sectors >= _UNCOALESCED * max(1, access.used)]
-        slow_bytes = sum(access.in_sectors for access in slow)
-        for access in slow:  # skip accesses that move few of the slow bytes
-            if slow_bytes > nbytes / 2 and 2 * len(slow) * access.in_sectors >= slow_bytes:
-                times = access.in_sectors / max(1, access.used)
-                evidence = f"moves {times:.0f} × its bytes: {access.in_sectors:,} bytes in sectors for {access.used:,}"
-                add("uncoalesced", str(access.access), evidence)
-        if code.spills > _SPILLED * max(1, code.bytes_accessed):
-            evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"
-            add("spills", f"{code.registers} registers", evidence)
-        _, roofline, instructions = cost(code, launch.kernel)
-        gpu, threads, shared = self.gpu, code.threads, code.shared
-        registers = -(-max(1, code.registers) // 8) * 8 * threads // (2 if gpu.is_amd else 1)
-        blocks = min(  # the system reserves 1024 bytes of shared memory per block
-            gpu.max_threads_per_multi_processor // threads,
-            gpu.regs_per_multiprocessor // registers,
-            (gpu.shared_memory_per_block_optin + 1024) // (shared + 1024),
-        )
-        if blocks < 2 and count > gpu.multi_processor_count and roofline > instructions / LANE_INSTRUCTIONS:
-            evidence = f"{code.registers} registers of {threads} threads, {shared:,} bytes of shared memory"
-            add("occupancy", f"{blocks} block a multiprocessor", evidence)

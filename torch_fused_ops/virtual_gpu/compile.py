@@ -19,9 +19,9 @@ from torch_fused_ops.kernels.compiled import OperatorGraph
 
 from . import emulation
 from .captured import CapturedGraph, concrete
-from .generated import generated_graph, graph_input, is_number, is_tensor, saved_tensor
+from .generated import graph_input, is_number, is_tensor, modules_of, read_code, saved_tensor
 from .gpus import GPU, H200, by_name
-from .results import GeneratedGraph, SavedTensor
+from .results import GeneratedGraph, Launch, SavedTensor
 from .timeline import PaperCompilation
 from .work import nbytes_moved
 from .wrapper import mark
@@ -329,12 +329,11 @@ class _Paper:
             placeholders = gm.graph.find_nodes(op="placeholder")
             self.handed = tuple(self.saved_outputs.get(node.name) for node in placeholders)
             self.tangents = _differentiable_results()
-        scheduled: list[tuple[Any, int]] = []
+        scheduled: list[Launch] = []
         inputs = [
             value if emulation.is_host_copy(node) else emulation.on_gpu(V.fake_mode, value)
             for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
         ]
-        kernel_nodes: dict[str, list[str]] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(V.set_debug_handler(DebugContext()))
             view_to_reshape(gm)
@@ -352,20 +351,21 @@ class _Paper:
             graph.freeze_runtime_asserts()
             stack.enter_context(V.set_graph_handler(graph))
             stack.enter_context(V.set_extern_kernel_nodes([]))
-            stack.enter_context(_recorded_nodes(kernel_nodes, scheduled))
+            stack.enter_context(_marked_nodes(scheduled))
             graph.run(*inputs)
             context = TracingContext.try_get()
             if context is not None and context.output_strides is not None:
                 context.output_strides += [_stride(output) for output in graph.graph_outputs]
             generated: Any = graph.codegen()[0]
             code: str = getattr(generated, "value", generated)
-            bytes_of = {node: nbytes_moved(node) for node in graph.scheduler.nodes}
         kind = "inference" if is_inference else "backward" if is_backward else "forward"
         described = itertools.chain([] if is_backward else self.arguments, itertools.repeat((False, "")))
         arguments = [graph_input(value, *argument) for value, argument in zip(inputs, described, strict=False)]
         outputs: Any = gm.graph.output_node().args[0]
         results = self.results if kind == "forward" else len(outputs)
-        self.graphs[kind] = generated_graph(code, gm, bytes_of, kernel_nodes, scheduled, arguments, results)
+        self.graphs[kind] = GeneratedGraph(
+            code, *read_code(code, scheduled), gm, tuple(arguments), results, tuple(scheduled)
+        )
 
         def not_compiled(*args: Any) -> Any:
             raise RuntimeError("compiled without a device: there is nothing to run")
@@ -399,32 +399,17 @@ def _register_patterns() -> None:
 
 
 @contextlib.contextmanager
-def _recorded_nodes(kernel_nodes: dict[str, list[str]], scheduled: list[tuple[Any, int]]) -> Iterator[None]:
-    """Record the scheduler's nodes while their code is generated.
-
-    Args:
-        kernel_nodes: filled with the names of each Triton kernel's nodes, one list for all launches.
-        scheduled: filled with (node, bytes moved) in the order of the code. A mark is inserted before each node.
-    """
-    from torch._inductor.codegen.triton import TritonScheduling
+def _marked_nodes(scheduled: list[Launch]) -> Iterator[None]:
+    """Insert a mark before each scheduler node's code, and append the node's description to ``scheduled``."""
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
-
-    def define_kernel(original: Callable[..., str], self: Any, source: str, nodes: Any, *args: Any) -> str:
-        name = original(self, source, nodes, *args)
-        names = kernel_nodes.setdefault(name, [])
-        names += [node.get_name() for node in nodes if hasattr(node, "get_name")]
-        return name
 
     def enter_context(original: Callable[..., None], self: Any, node: Any) -> None:
         original(self, node)
         V.graph.wrapper_code.writeline(mark(len(scheduled)))
-        scheduled.append((node, nbytes_moved(node)))
+        scheduled.append(Launch(nbytes_moved(node), modules_of(node)))
 
-    with (
-        emulation.patched_method(TritonScheduling, "define_kernel", define_kernel),
-        emulation.patched_method(Scheduler, "enter_context", enter_context),
-    ):
+    with emulation.patched_method(Scheduler, "enter_context", enter_context):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,36 +15,9 @@ from torch import Tensor, fx
 from torch_fused_ops.graphs.modules import innermost, module_path
 
 from .captured import hint
-from .results import GeneratedGraph, GeneratedKernel, GraphInput, Launch, SavedTensor
+from .results import GeneratedKernel, GraphInput, Launch, SavedTensor
 from .work import is_view
-from .wrapper import unmarked
-
-
-def generated_graph(
-    marked_code: str,
-    gm: fx.GraphModule,
-    bytes_of: Mapping[Any, int],
-    kernel_nodes: Mapping[str, Sequence[str]],
-    scheduled: Sequence[tuple[Any, int]],
-    inputs: Sequence[GraphInput],
-    results: int,
-) -> GeneratedGraph:
-    code = unmarked(marked_code)
-    kernel_of = {node: kernel for kernel, nodes in kernel_nodes.items() for node in nodes}
-    kernel_bytes: Counter[str] = Counter()
-    for node, nbytes in bytes_of.items():
-        names = [node.get_name(), *(inner.get_name() for inner in node.get_nodes())]
-        kernel = next((kernel_of[name] for name in names if name in kernel_of), None)
-        if kernel is not None:
-            kernel_bytes[kernel] += nbytes
-    sources, launches, extern = _read_code(code)
-    kernels = tuple(
-        GeneratedKernel(name, source, kernel_bytes[name], launches[name]) for name, source in sources.items()
-    )
-    in_order = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in scheduled)
-    return GeneratedGraph(
-        code, kernels, extern, sum(bytes_of.values()), gm, tuple(inputs), results, in_order, marked_code
-    )
+from .wrapper import marked_lines
 
 
 def graph_input(value: Any, is_parameter: bool, name: str = "") -> GraphInput:
@@ -74,12 +48,21 @@ def _module_of(node: fx.Node) -> str:
     return module_path(list(stack.values())[-1][0]) if stack else ""
 
 
-def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]]:
-    """Read kernel sources by name, launch counts by name, and external calls from a generated module."""
+def read_code(
+    marked_code: str,
+    scheduled: Sequence[Launch],
+) -> tuple[tuple[GeneratedKernel, ...], tuple[str, ...]]:
+    """Read the kernels and the external calls of a generated module.
+
+    The bytes of a scheduler node belong to the first kernel that is launched after the node's mark.
+    """
     sources: dict[str, str] = {}
     launches: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
     extern: list[str] = []
-    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    marks = marked_lines(marked_code)
+    unclaimed = [launch.bytes_moved for launch in scheduled]
+    calls = [node for node in ast.walk(ast.parse(marked_code)) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
         function = ast.unparse(call.func)
         owner, _, name = function.rpartition(".")
@@ -88,11 +71,17 @@ def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]
             sources[kernel] = source
         elif name == "run" and owner in sources:
             launches[owner] += 1
+            _, index = marks[bisect.bisect(marks, (call.lineno,)) - 1]
+            nbytes[owner] += unclaimed[index]
+            unclaimed[index] = 0
         elif owner == "extern_kernels":
             extern.append(name)
         elif function.startswith(("torch.ops.", "aten.")):
             extern.append(function.removeprefix("torch.ops.").removesuffix(".default"))
-    return sources, launches, tuple(extern)
+    kernels = []
+    for name, source in sources.items():
+        kernels.append(GeneratedKernel(name, source, nbytes[name], launches[name]))
+    return tuple(kernels), tuple(extern)
 
 
 def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool], nbytes: int) -> SavedTensor:

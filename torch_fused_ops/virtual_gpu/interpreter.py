@@ -6,6 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .gpus import import_triton
-from .kernels import Kernel, load, written_sizes
+from .kernels import Kernel, launch_grid, load, written_sizes
 from .wrapper import called
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 # Elements per program in an automatic grid: NumPy is fast on large arrays, and Triton's limit is 2**20.
 PROGRAM_ELEMENTS = 1 << 16
-
-# Inductor's launch grids that depend only on sizes and block sizes.
-SIMPLE_GRIDS = ("Grid1D", "Grid2D", "Grid2DWithYZOverflow", "Grid3D")
 
 
 def interpret(
@@ -41,7 +39,7 @@ def interpret(
         *args: its arguments in order, tensors on the CPU. Sizes (xnumel, r0_numel) at the end of a generated kernel's
             arguments may be omitted if they are constants in its source.
         grid: programs to launch, as for Triton; required for hand-written kernels. By default, a generated kernel gets
-            large blocks and the grid that covers its sizes.
+            large blocks and Inductor's grid for them.
         **constexprs: block sizes and other `tl.constexpr` arguments by name.
 
     Raises:
@@ -61,7 +59,11 @@ def interpret(
         sizes = {name: size for name, size in written_sizes(loaded.jit.src).items() if name in names}
         named = {**sizes, **loaded.constants, **named}
     if grid is None:
-        named, grid = _automatic_grid(loaded, named)
+        if not loaded.inductor_meta:
+            raise ValueError(f"grid: missing, and {loaded.jit.__name__} is hand-written")
+        named |= _large_blocks(loaded, named)
+        blocks = {name: named[name] for name in loaded.configurations[0].block}
+        grid = launch_grid(loaded, named, replace(loaded.configurations[0], block=blocks))
     with _interpreting() as rewritten:
         function = rewritten(loaded.jit.fn)
         launch = grid if callable(grid) else tuple(grid)
@@ -140,30 +142,26 @@ def _run(graph: GeneratedGraph, inputs: Sequence[Any]) -> list[Any]:
         return list(called(graph.code, stand_ins, kernel)(list(inputs)))
 
 
-def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Choose blocks and the grid that covers the sizes. Above Inductor's maxima, blocks would need masks it omits."""
+def _large_blocks(kernel: Kernel, named: Mapping[str, Any]) -> dict[str, int]:
+    """Return a generated kernel's block sizes: those in ``named``, and otherwise large ones, so that few programs run.
+
+    Blocks above Inductor's largest would need masks that its code omits.
+    """
     from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
-    grid_type = kernel.inductor_meta.get("grid_type")
-    if grid_type not in SIMPLE_GRIDS:
-        origin = f"launched as {grid_type}" if grid_type else "hand-written"
-        raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {origin}")
-    named, grid, elements_left = dict(named), [], PROGRAM_ELEMENTS
-    power_above = import_triton().next_power_of_2
-    axes = [axis for axis in ("r0_", "r1_", "x", "y", "z") if f"{axis}numel" in kernel.jit.arg_names]
-    for axis in axes:
-        size, block = named.get(f"{axis}numel"), f"{axis.upper()}BLOCK"
-        if size is None:
-            raise TypeError(f"args: no value for {axis}numel of {kernel.jit.__name__}")
-        if block in kernel.jit.arg_names:
-            largest = TRITON_MAX_BLOCK[axis.upper()]
-            named.setdefault(block, min(power_above(max(1, size)), max(1, elements_left), largest))
-            if named[block] > largest or named[block] & (named[block] - 1):
-                raise ValueError(f"{block}: got {named[block]}, expected a power of 2 up to {largest}")
-        elements_left //= named.get(block, power_above(max(1, size)))
-        if not axis.startswith("r"):
-            grid.append(-(-size // named.get(block, 1)))
-    return named, tuple(grid)
+    blocks, elements_left = {}, PROGRAM_ELEMENTS
+    for axis in ("r0_", "r1_", "x", "y", "z"):
+        if f"{axis}numel" in kernel.jit.arg_names:
+            if f"{axis}numel" not in named:
+                raise TypeError(f"args: no value for {axis}numel of {kernel.jit.__name__}")
+            size = import_triton().next_power_of_2(max(1, named[f"{axis}numel"]))
+            if (block := f"{axis.upper()}BLOCK") in kernel.jit.arg_names:
+                largest = TRITON_MAX_BLOCK[axis.upper()]
+                size = blocks[block] = named.get(block, min(size, max(1, elements_left), largest))
+                if size > largest or size & (size - 1):
+                    raise ValueError(f"{block}: got {size}, expected a power of 2 up to {largest}")
+            elements_left //= size
+    return blocks
 
 
 @contextlib.contextmanager

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import importlib.util
-import pathlib
 import re
-import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,22 +57,11 @@ def written_sizes(source: str) -> dict[str, int]:
 
 
 @functools.cache
-def _source_folder() -> pathlib.Path:
-    """Return a folder for generated kernels, removed at exit. Triton and tracebacks read its files until then."""
-    folder = tempfile.mkdtemp(prefix="virtual_gpu_")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return pathlib.Path(folder)
-
-
-@functools.cache
 def _load(source: str, gpu: GPU) -> Kernel:
-    path = _source_folder() / f"kernel_{_load.cache_info().misses}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    from torch._inductor.codecache import PyCodeCache
+
     with described(gpu):
-        spec.loader.exec_module(module)
+        module = PyCodeCache.load(source, extra=gpu.name)  # its configurations depend on the GPU
     autotuner = next((v for v in vars(module).values() if hasattr(v, "fn") and hasattr(v, "triton_meta")), None)
     if autotuner is None:
         raise ValueError(f"kernel: its source defines no kernel of Inductor:\n{source[:400]}")
@@ -115,3 +99,13 @@ def load(kernel: Any, gpu: GPU = H200) -> Kernel:
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"kernel: got {type(kernel).__name__}, expected a GeneratedKernel or a triton.jit function")
     return Kernel(kernel)
+
+
+def launch_grid(kernel: Kernel, named: Mapping[str, Any], configuration: Configuration) -> Sequence[int]:
+    """Return the grid of a generated kernel's launch, from its arguments by name."""
+    from torch._inductor.runtime.triton_heuristics import GridExpr
+
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages or 1}
+    grid = GridExpr.from_meta(dict(kernel.inductor_meta), {**configuration.block, **options})
+    sizes: Sequence[int] = grid.eval_slow({**named, **configuration.block})
+    return sizes

@@ -11,23 +11,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
-import torch
-
-from .accesses import traffic
 from .gpus import GPU, H200, described, import_triton
-from .kernels import Configuration, Kernel, load, written_sizes
-from .sass import Listing, nvidia_tools
-from .ttgir import Grid, NotAnalyzed, evaluate
-from .work import BYTES_MOVED, LANE_INSTRUCTIONS
+from .kernels import Configuration, Kernel, load
 
 # The mnemonic of an instruction in nvdisasm's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;".
 SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.M)
 AMD_INSTRUCTION = re.compile(r"^\t([a-z]\w*)", re.M)
 AMD_PADDING = ("s_nop", "s_code_end")
-# Accesses to global memory: "LDG.E.128", "STG.E.U16"; 4 bytes by default.
-_ACCESS = re.compile(r"(?:LDG|STG)\.(.*)")
-_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
 @dataclass(frozen=True)
@@ -43,8 +35,7 @@ class MachineCode:
         threads: threads per block.
         block: the block's sizes by name, except sizes that the kernel's source fixes.
         ptx: PTX; empty on AMD.
-        ttgir: Triton's last intermediate form with tensors and their layouts.
-        listing: the machine code as text, or a `Listing` that disassembles it on first use.
+        binary: the compiled kernel: an ELF file, on AMD assembly.
     """
 
     gpu: GPU
@@ -54,14 +45,13 @@ class MachineCode:
     elements: int
     threads: int
     ptx: str = field(repr=False)
-    listing: Listing | str = field(repr=False)
+    binary: bytes = field(repr=False)
     block: Mapping[str, int] = field(default_factory=dict)
-    ttgir: str = field(default="", repr=False)
 
-    @property
+    @functools.cached_property
     def asm(self) -> str:
-        """The machine code's listing."""
-        return self.listing if isinstance(self.listing, str) else self.listing.text
+        """The machine code's listing: ``/*0070*/  @!P0 FMUL R0, R1, R2 ;``."""
+        return self.binary.decode() if self.gpu.is_amd else _nvidia_tool("nvdisasm", self.binary, "-c")
 
     @functools.cached_property
     def instructions(self) -> tuple[str, ...]:
@@ -70,14 +60,6 @@ class MachineCode:
             code = (self.asm.partition("; %bb.0:")[2] or self.asm).partition(".Lfunc_end0")[0]  # skip directives
             return tuple(name for name in AMD_INSTRUCTION.findall(code) if name not in AMD_PADDING)
         return tuple(name for name in SASS_INSTRUCTION.findall(self.asm) if name != "NOP")
-
-    @property
-    def bytes_accessed(self) -> int:
-        """Bytes per thread that loads and stores in an NVIDIA kernel's text move from and to global memory."""
-        nbytes = 0
-        for access in filter(None, map(_ACCESS.fullmatch, self.instructions)):
-            nbytes += next((_WIDTHS[word] for word in access[1].split(".") if word in _WIDTHS), 4)
-        return nbytes
 
     def instructions_per_element(self) -> float:
         """Return the number of instructions in the kernel's text divided by the elements per thread.
@@ -108,9 +90,7 @@ def assemble(
             elements; a hand-written kernel without sizes counts as one element per block.
         **constexprs: a hand-written kernel's remaining arguments and launch options by name.
 
-    Without `block` and `num_warps`, a generated kernel is compiled in the configuration that Inductor tries first. A
-    reduction with a loop is compiled in every configuration that Inductor would time, and the cheapest one is returned:
-    the fewest spills, then the least roofline time per byte, by sectors and instructions (`cost`).
+    Without `block` and `num_warps`, a generated kernel is compiled in the configuration that Inductor tries first.
     `MachineCode.block` and `threads` hold the configuration.
 
     Returns:
@@ -130,52 +110,29 @@ def assemble(
         if loaded.signature.get(name) != "constexpr":
             accepted = [name for name, kind in loaded.signature.items() if kind == "constexpr"]
             raise ValueError(f"block: got {name!r}, expected one of {accepted}")
-    if blocks or num_warps or not loaded.inductor_meta:
-        first = loaded.configurations[0]
-        configuration = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
-        return assemble_configuration(loaded, gpu, configuration)
-    tried = compile_candidates(loaded, gpu)
-    if len(tried) > 1:  # only here: `cost` reads listings
-        tried[:] = [min(tried, key=lambda code: cost(code, loaded))]
-    return tried[0]
+    first = loaded.configurations[0]
+    configuration = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
+    return _assembled(loaded, gpu, configuration)
 
 
-def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
-    """Return the sort key of a configuration, best first: spills, roofline time per byte, instructions per byte.
+def compile_to_ttgir(kernel: Kernel, gpu: GPU, configuration: Configuration) -> str:
+    """Return a kernel's TTGIR in one configuration: Triton's last form with tensors and layouts."""
 
-    All configurations use the same bytes, but each program moves whole sectors. Instructions are divided by
-    `bytes_accessed`, so that unrolling a loop does not change the ratio.
-    """
-    program, grid = torch.zeros(1, dtype=torch.int64, device="cpu"), Grid((1, 1, 1), code.threads, code.gpu.warp_size)
-    try:
-        evaluated, _ = evaluate(code.ttgir, written_sizes(kernel.jit.src), program, grid, max_iterations=4)
-        accesses = list(traffic(evaluated))
-    except NotAnalyzed:
-        accesses = []  # assume that each access moves only the bytes it uses
-    sectors = sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0
-    instructions = len(code.instructions) / max(code.bytes_accessed, 1)
-    return code.spills, max(sectors / BYTES_MOVED, instructions / LANE_INSTRUCTIONS), instructions
+    def stop_after_ttgir(*arguments: Any) -> Any:
+        """Triton's hook: return strings for its cache's key, or change the stages in ``arguments``."""
+        if not arguments:
+            return "stop_after_ttgir", "stop_after_ttgir"
+        stages = arguments[1]
+        for name in [*stages][2:]:
+            stages[name] = lambda module, metadata: metadata.update(name="", shared=0) or ""
 
-
-_CANDIDATES: dict[Any, list[MachineCode]] = {}  # a kernel's key -> its compiled configurations, later only the best
+    runtime = import_triton("triton.knobs").runtime
+    with mock.patch.object(runtime, "add_stages_inspection_hook", stop_after_ttgir):
+        text: str = _compiled(kernel, gpu, configuration).asm["ttgir"]
+    return text
 
 
-def compile_candidates(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
-    """Compile a kernel in Inductor's first configuration, or a reduction with a loop in all of them.
-
-    Listings are made when one is read, together with those of all other kernels that wait.
-    """
-    tried = kernel.configurations
-    if not any(name.startswith("R") for name in tried[0].block):
-        tried = tried[:1]
-    key = gpu, kernel.jit.src, repr((kernel.signature, kernel.constants, kernel.attrs, kernel.options, tried))
-    if key not in _CANDIDATES:
-        _CANDIDATES[key] = [assemble_configuration(kernel, gpu, configuration) for configuration in tried]
-    return _CANDIDATES[key]
-
-
-def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuration) -> MachineCode:
-    """Compile a kernel in one configuration."""
+def _compiled(kernel: Kernel, gpu: GPU, configuration: Configuration) -> Any:
     triton = import_triton()
     values = {**kernel.constants, **configuration.block}
     values = {name: value for name, value in values.items() if name in kernel.signature}
@@ -185,13 +142,17 @@ def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuratio
     if configuration.num_stages is not None:
         options["num_stages"] = configuration.num_stages
     with described(gpu):
-        compiled = triton.compile(source, target=gpu.target(), options=options)
+        return triton.compile(source, target=gpu.target(), options=options)
+
+
+def _assembled(kernel: Kernel, gpu: GPU, configuration: Configuration) -> MachineCode:
+    compiled = _compiled(kernel, gpu, configuration)
     # A persistent reduction fixes a block size in its body: `R0_BLOCK: tl.constexpr = 1024`.
     fixed = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", kernel.jit.src, re.M)
     elements = math.prod({**{name: int(size) for name, size in fixed}, **configuration.block}.values())
-    threads, block, text = configuration.num_warps * gpu.warp_size, dict(configuration.block), compiled.asm["ttgir"]
-    registers, spills, shared, ptx, listing = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
-    return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, listing, block, text)
+    threads, block = configuration.num_warps * gpu.warp_size, dict(configuration.block)
+    registers, spills, shared, ptx, binary = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
+    return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, binary, block)
 
 
 def specialized(jit: Any, args: Sequence[Any], options: Mapping[str, Any], gpu: GPU) -> tuple[Kernel, dict[str, Any]]:
@@ -221,21 +182,24 @@ def specialized(jit: Any, args: Sequence[Any], options: Mapping[str, Any], gpu: 
 
 
 def _nvidia_code(compiled: Any) -> tuple[Any, ...]:
-    """Return registers, spills, shared memory, PTX and listing."""
+    """Return registers, spills, shared memory, PTX and the ELF file."""
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    usage = _nvidia_tool("cuobjdump", cubin, "-res-usage")
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return used["REG"], used["STACK"] + used["LOCAL"], compiled.metadata.shared, ptx, cubin
+
+
+def _nvidia_tool(name: str, cubin: bytes, option: str) -> str:
+    """Return the output of one of NVIDIA's tools, which Triton's wheel has, for an ELF file."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "kernel.cubin"
-        file.write_bytes(compiled.asm["cubin"])
-        command = [str(nvidia_tools() / "cuobjdump"), "-res-usage", str(file)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-    target = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
-    assert target is not None, ptx[:400]
-    return used["REG"], used["STACK"] + used["LOCAL"], compiled.metadata.shared, ptx, Listing(cubin, target[1])
+        file.write_bytes(cubin)
+        command = [getattr(import_triton("triton.knobs").nvidia, name).path, option, str(file)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _amd_code(compiled: Any) -> tuple[Any, ...]:
-    """Return registers, spills, shared memory, an empty PTX, and listing."""
+    """Return registers, spills, shared memory, an empty PTX, and the assembly."""
     asm = compiled.asm["amdgcn"]
     used = {name: int(value) for name, value in re.findall(r"^\s*-?\s*\.(\w+):\s+(\d+)\s*$", asm, re.M)}
-    return used["vgpr_count"], 4 * used["vgpr_spill_count"], used["group_segment_fixed_size"], "", asm
+    return used["vgpr_count"], 4 * used["vgpr_spill_count"], used["group_segment_fixed_size"], "", asm.encode()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+
+from .wrapper import unmarked
 
 
 @dataclass(frozen=True)
@@ -65,26 +68,32 @@ class GeneratedGraph:
     """Inductor's generated code for one graph.
 
     Attributes:
-        code: the whole generated Python module.
+        marked_code: the generated Python module with a mark before each scheduler node (`wrapper.mark`).
         kernels: its Triton kernels, in order of definition.
         extern: the external calls, in order: "mm", "addmm", "aten._addmm_activation".
-        bytes_moved: bytes read and written by kernels and external calls together.
         graph: the FX graph after the post-grad passes.
         inputs: its arguments, in order.
         results: the number of outputs that the caller gets; the remaining outputs are saved for backward.
         scheduled: the scheduler's nodes in the order of the code, including nodes that launch nothing.
-        marked_code: the code with a mark before each scheduler node (`wrapper.mark`).
     """
 
-    code: str
+    marked_code: str = field(repr=False)
     kernels: tuple[GeneratedKernel, ...]
     extern: tuple[str, ...]
-    bytes_moved: int
     graph: fx.GraphModule = field(repr=False)
     inputs: tuple[GraphInput, ...] = field(default=(), repr=False)
     results: int = 0
     scheduled: tuple[Launch, ...] = field(default=(), repr=False)
-    marked_code: str = field(default="", repr=False)
+
+    @functools.cached_property
+    def code(self) -> str:
+        """The whole generated Python module."""
+        return unmarked(self.marked_code)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read and written by kernels and external calls together."""
+        return sum(launch.bytes_moved for launch in self.scheduled)
 
 
 @dataclass(frozen=True)

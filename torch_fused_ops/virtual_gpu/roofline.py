@@ -1,12 +1,10 @@
-"""Compute a program's roofline: the least time that its FLOP, bytes and instructions take at a GPU's rates.
+"""Compute a program's roofline: the least time that its FLOP and bytes take at a GPU's rates.
 
-This is a lower bound, not a prediction. Kernels run one after the other; each takes the longest of its three times.
+This is a lower bound, not a prediction. Kernels run one after the other; each takes the longer of its two times.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,19 +14,16 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils._pytree import tree_leaves
 
 from .gpus import GPU, H200
-from .kernels import load, written_sizes
-from .machine_code import MachineCode, assemble, compile_candidates
-from .results import GeneratedGraph, GeneratedKernel
-from .work import BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS, flop_of, flop_of_bf16
+from .results import GeneratedGraph
+from .work import BF16_FLOP, BYTES_MOVED, flop_of, flop_of_bf16
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a kernel or library call: FLOP of GEMMs (``work.flop_of_bf16``), bytes moved, lane instructions."""
+    """Work of a kernel or library call: FLOP of GEMMs (``work.flop_of_bf16``), bytes moved."""
 
     flop: float = 0.0
     nbytes: float = 0.0
-    lane_instructions: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -38,24 +33,19 @@ class Rates:
     Attributes:
         flop: FLOP of a large bfloat16 GEMM on random numbers.
         nbytes: bytes that a large copy reads and writes.
-        lane_instructions: instructions of all lanes together; infinite if they are not counted.
         launch: seconds that each kernel takes in addition, to start and to end; 0 if not measured.
     """
 
     flop: float
     nbytes: float
-    lane_instructions: float = math.inf
     launch: float = 0.0
 
     def seconds(self, works: Iterable[Work]) -> float:
         """Return the least time of works that run one after the other, including a launch for each."""
-        return sum(
-            max(w.flop / self.flop, w.nbytes / self.nbytes, w.lane_instructions / self.lane_instructions) + self.launch
-            for w in works
-        )
+        return sum(max(work.flop / self.flop, work.nbytes / self.nbytes) + self.launch for work in works)
 
 
-H200_RATES = Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)  # rates of an H200
+H200_RATES = Rates(BF16_FLOP, BYTES_MOVED)
 # Data sheets: FLOP/s of dense bfloat16 GEMMs that sum in float32 (a sheet's rate with sparsity is twice that), and
 # bytes/s of memory. GeForce GPUs sum in float32 at half rate (NVIDIA RTX Blackwell GPU Architecture, appendix). Second
 # sources: https://verda.com/blog/gb300-nvl72-architecture for GB200 and GB300, https://www.codesota.com/hardware/rtx-5090,
@@ -89,11 +79,6 @@ _FITTED: Mapping[str, Mapping[str, float]] = {
 }
 
 
-def rates_of(gpu: GPU) -> Rates | None:
-    """Return a GPU's measured rates; None if the GPU was not measured."""
-    return H200_RATES if gpu.name == H200.name else None
-
-
 def estimated_rates(gpu: GPU) -> Rates | None:
     """Return a GPU's measured rates, with the H200's share of the data sheet for rates that were not measured.
 
@@ -101,75 +86,16 @@ def estimated_rates(gpu: GPU) -> Rates | None:
 
     An H200 reaches 80 % of its sheet's FLOP and 90 % of its bytes; four other GPUs reached 80 to 88 % and 92 to 93 %.
     """
-    if gpu.name not in _SHEETS or gpu.name == H200.name:
-        return rates_of(gpu)
+    if gpu.name == H200.name:
+        return H200_RATES
+    if gpu.name not in _SHEETS:
+        return None
     (flop, nbytes), sheet = _SHEETS[gpu.name], _SHEETS[H200.name]
     share = Rates(flop * H200_RATES.flop / sheet[0], nbytes * H200_RATES.nbytes / sheet[1])
     return replace(share, **_FITTED.get(gpu.name, {}))
 
 
 # ---- generated code --------------------------------------------------------------------------------------------------
-
-_BRANCH = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?BRA\S*\s+.*?0x([0-9a-f]+)", re.M)
-
-
-def loops(code: MachineCode) -> bool:
-    """Return True if the machine code branches backward. The branch to itself after its end does not count."""
-    return any(int(target, 16) < int(address, 16) for address, target in _BRANCH.findall(code.asm))
-
-
-@dataclass(frozen=True)
-class KernelRuns:
-    """A kernel's launches.
-
-    Attributes:
-        code: its machine code.
-        programs: number of programs in the grid.
-        nbytes: bytes that all launches read and write.
-        launches: the number of its launches.
-    """
-
-    code: MachineCode
-    programs: int
-    nbytes: int
-    launches: int = 1
-
-    @property
-    def works(self) -> list[Work]:
-        """The work of each launch. Instructions are 0 if the code has a loop, whose iterations are not counted."""
-        instructions = 0 if loops(self.code) else len(self.code.instructions) * self.code.threads * self.programs
-        return [Work(0.0, self.nbytes / self.launches, float(instructions))] * self.launches
-
-
-def prepare(graphs: Iterable[GeneratedGraph]) -> None:
-    """Compile graphs' kernels before `kernel_runs`, so that all are disassembled together."""
-    for graph in graphs:
-        for kernel in graph.kernels:
-            compile_candidates(load(_source(kernel)), H200)
-
-
-def _source(kernel: GeneratedKernel) -> str:
-    """Return a kernel's source under a fixed name, so that kernels that differ only in name have equal sources."""
-    return _NAME.sub(lambda m: m[0].replace(m[1], "triton_kernel"), kernel.source)
-
-
-_NAME = re.compile(r"(?:def |kernel_name': ')(triton_\w+)")
-
-
-def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
-    """Return the launches of a graph's generated kernels."""
-    prepare([graph])
-    runs = []
-    for kernel in graph.kernels:
-        hints = re.search(r"size_hints=\{([^}]*)\}", kernel.source)
-        sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", hints[1] if hints else "")}
-        sizes.update({name.removesuffix("numel"): n for name, n in written_sizes(kernel.source).items()})  # exact
-        code = assemble(_source(kernel))
-        programs = math.prod(
-            -(-n // code.block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
-        )
-        runs.append(KernelRuns(code, programs, kernel.bytes_moved, kernel.launches))
-    return runs
 
 
 def flops(graph: GeneratedGraph) -> float:
@@ -194,23 +120,13 @@ def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) ->
 
 
 def works_of(graph: GeneratedGraph) -> list[Work]:
-    """Return a graph's work: each launch of a generated kernel, each GEMM, and the bytes of all other calls."""
-    launches = [work for run in kernel_runs(graph) for work in run.works]
+    """Return a graph's work: each GEMM, and the bytes of all kernels and other calls together."""
     counted = ((node, flops_of_node(node, flop_of_bf16)) for node in graph.graph.graph.nodes)
     products = [Work(flop, nbytes_of_node(node)) for node, flop in counted if flop]
-    other_bytes = graph.bytes_moved - sum(work.nbytes for work in (*launches, *products))
-    return [*launches, *products, *([Work(nbytes=other_bytes)] if other_bytes > 0 else [])]
+    return [*products, Work(nbytes=max(0.0, graph.bytes_moved - sum(work.nbytes for work in products)))]
 
 
 def nbytes_of_node(call: torch.fx.Node) -> int:
     """Return the bytes of a call's operands and results. An expanded tensor counts by its bytes in memory."""
     values = tree_leaves([call.meta["val"], *(node.meta["val"] for node in call.all_input_nodes)])
     return sum(min(v.nbytes, v.untyped_storage().nbytes()) for v in values if isinstance(v, torch.Tensor))
-
-
-def launches_of(graph: GeneratedGraph) -> dict[str, float]:
-    """Map each generated kernel's name to the lane instructions of a launch; 0 if it has a loop."""
-    return {
-        kernel.name: run.works[0].lane_instructions
-        for kernel, run in zip(graph.kernels, kernel_runs(graph), strict=True)
-    }

@@ -61,9 +61,7 @@ def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
 # FLOP/s of large GEMMs on an H200: measured in bfloat16, 8192³ random numbers; *assumed* in float8. By the data sheet
 # float8 has twice bfloat16's rate, but the chip's power already limits bfloat16.
 BF16_FLOP, FLOAT8_FLOP = 790e12, 1250e12
-# An H200's measured bytes/s of a large copy, and its lane instructions/s at boost clock: 132 multiprocessors with 4
-# schedulers, each of which issues an instruction for 32 lanes per clock.
-BYTES_MOVED, LANE_INSTRUCTIONS = 4.3e12, 132 * 4 * 32 * 1.98e9
+BYTES_MOVED = 4.3e12  # an H200's measured bytes/s of a large copy
 
 
 def flop_of_bf16(packet: Any, args: Any, kwargs: Any, result: Any) -> float:

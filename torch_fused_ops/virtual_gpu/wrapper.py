@@ -51,6 +51,11 @@ def mark(index: int) -> str:
     return f"# node {index}"
 
 
+def marked_lines(code: str) -> list[tuple[int, int]]:
+    """Return the line number of each mark, and the number of its scheduler node."""
+    return [(code.count("\n", 0, match.start(2)) + 1, int(match[2])) for match in _MARK.finditer(code)]
+
+
 def unmarked(code: str) -> str:
     """Remove the marks from generated code."""
     return re.sub(r"^\s*# node \d+\n", "", code, flags=re.M)
