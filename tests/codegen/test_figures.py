@@ -216,7 +216,7 @@ def test_levels_save_fewer_bytes_than_the_default(case: str, level: str) -> None
     assert len(level_paper.forward.kernels) == len(free.forward.kernels) + bias_copies, "the activation's kernel casts"
 
 
-@pytest.mark.covering(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "plain", "default"), [("LoRA", 833, 577), ("dropout", 704, 320), ("GLU", 448, 320)])
 def test_adapters_dropout_and_packed_glu_save_fewer_bytes(case: str, plain: int, default: int) -> None:
     """A dropout saves its seed instead of its mask."""
@@ -226,7 +226,7 @@ def test_adapters_dropout_and_packed_glu_save_fewer_bytes(case: str, plain: int,
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case in ("GELU MLP", "LoRA") else pytest.mark.slow)
+        pytest.param(case, marks=() if case == "GELU MLP" else pytest.mark.slow)
         for case in CASES
         if case != "linear layers"
     ],

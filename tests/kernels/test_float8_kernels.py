@@ -16,9 +16,12 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from harness import meta, on_gpu
 from kernel_harness import Device, recorded
 
+from torch_fused_ops import virtual_gpu
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8 import kernels
 from torch_fused_ops.operators import reference
@@ -403,3 +406,25 @@ def test_empty_products_skip_the_library(monkeypatch: pytest.MonkeyPatch) -> Non
     a, b = float8.quantize(torch.randn(0, 64), 1, 32), float8.quantize(torch.randn(128, 64), 1, 32)
     of_a, of_b = float8.tiled(a[1]), float8.tiled(b[1])
     assert kernels.scaled_mm_tiled(a[0], of_a, b[0], of_b, bias, BF16).shape == (0, 128)
+
+
+@triton.jit
+def _round_trip(x, code, back, N: tl.constexpr):
+    i = tl.arange(0, N)
+    bits = kernels._to_fp8(tl.load(x + i), False)
+    tl.store(code + i, bits)
+    tl.store(back + i, kernels._from_fp8(bits, False))
+
+
+def test_arithmetic_on_bits_rounds_as_torch_does() -> None:
+    """Without hardware conversion, test every float8 number, midpoints between neighbors, and adjacent numbers."""
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (exact[1:] + exact[:-1]) / 2
+    x = torch.cat([exact, between, between.nextafter(torch.tensor(torch.inf)), between.nextafter(torch.tensor(0.0))])
+    x = torch.cat([x, torch.rand(1, 2048 - 2 * len(x) - 1).mul(460).clamp_max(448)[0], torch.tensor([448.00003]), x])
+    x[-len(exact) :] *= -1
+    x = x[:2048].contiguous()
+    code, back = torch.empty(2048, dtype=torch.uint8), torch.empty(2048)
+    virtual_gpu.interpret(_round_trip, x, code, back, grid=(1,), N=2048)
+    expected = x.to(torch.float8_e4m3fn)
+    assert torch.equal(code, expected.view(torch.uint8)) and torch.equal(back, expected.float())

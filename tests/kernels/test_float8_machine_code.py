@@ -95,6 +95,7 @@ def test_two_programs_fit_a_multiprocessor(
     assert len(code.instructions) <= 77 * ELEMENTS
 
 
+@pytest.mark.slow
 def test_before_sm_90_it_is_arithmetic_on_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_ptx", lambda _: False)
     (code,) = assemble(virtual_gpu.A100, kernels.quantize, transposed(), 1)
