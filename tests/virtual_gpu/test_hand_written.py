@@ -266,7 +266,14 @@ in_place = same, same, N
 halves = shared[:N], meta(N, dtype=bf16), shared[N:]
 
 
-def case(kernel: Any, args: Any, grid: Any, kinds: str = "", text: str = "", **named: Any) -> tuple[Any, ...]:
+def case(
+    kernel: Any,
+    args: Any,
+    grid: Any,
+    kinds: str = "",
+    text: str = "",
+    **named: Any,
+) -> tuple[Any, ...]:
     """Return a kernel, its arguments, the kinds of findings, and a part of the evidence or of the notes."""
     return kernel, args, {"grid": grid, **named}, kinds, text
 
