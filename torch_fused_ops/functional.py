@@ -69,10 +69,6 @@ __all__ = [
 families.register()
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 _NONE = type(None)
 _NUMBERS = (int, float, torch.SymFloat)

@@ -235,11 +235,9 @@ class _Known(NamedTuple):
 # Fields that may be mappings from module patterns, and the accepted values. A mapping rejects memory level "off".
 _KNOWN = {
     "memory": _Known(is_level, LEVELS, "level"),
-    "gemm": _Known(lambda value: isinstance(value, str) and value in GEMM, ", ".join(GEMM), "recipe"),
-    "attention": _Known(lambda value: isinstance(value, str) and value in ATTENTION, ", ".join(ATTENTION), "level"),
-    "checkpoints": _Known(
-        lambda value: isinstance(value, str) and value in CHECKPOINTS, ", ".join(CHECKPOINTS), "value"
-    ),
+    "gemm": _Known(GEMM.__contains__, ", ".join(GEMM), "recipe"),
+    "attention": _Known(ATTENTION.__contains__, ", ".join(ATTENTION), "level"),
+    "checkpoints": _Known(CHECKPOINTS.__contains__, ", ".join(CHECKPOINTS), "value"),
     "offload": _Known(lambda value: isinstance(value, bool), "True, False", "value"),
 }
 
