@@ -81,7 +81,7 @@ def _with_level(graph: Graph, policy: FusionPolicy) -> Iterator[Node]:
 
 
 def rejected_attention(graph: Graph, policy: FusionPolicy) -> list[Edit]:
-    """Return an edit for each attention whose level has no effect inside a checkpoint. To apply it raises a Rejection.
+    """Return an edit for each attention whose level has no effect inside a checkpoint. Applying it raises a Rejection.
 
     Args:
         graph: the joint graph, after ``drop``. Partitioning hides attention that may draw random numbers.

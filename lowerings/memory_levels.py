@@ -140,7 +140,7 @@ def _repeats_a_smaller_tensor(recomputation: Recomputation) -> bool:
 
 
 def _may_be_replaced(pair: SavedTensors, node: Node) -> bool:
-    """True for a saved tensor that forward computes, unless the user gets it or a checkpoint asks to save it."""
+    """Return True for a saved tensor that forward computes, unless the user gets it or a checkpoint saves it."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("val"), torch.Tensor)

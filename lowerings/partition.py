@@ -316,7 +316,7 @@ def _random_values(graph: Graph, backward: set[Node]) -> list[Node]:
 
 
 def _is_random(node: Node) -> bool:
-    """True if a call draws random numbers. Attention without dropout does not, although its operator can."""
+    """Return True if a call draws random numbers. Attention without dropout does not, although its operator can."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]

@@ -128,8 +128,7 @@ class SavedTensors:
     def cost(self, nodes: Iterable[Node], alongside: Iterable[Node] = ()) -> int:
         """Return the bytes of memory that saving these values takes; 0 for parameters and buffers.
 
-        A saved view needs its whole base. Memory is not counted if the saved values
-        ``alongside`` need it as well.
+        A saved view needs its whole base. Memory is not counted if the saved values ``alongside`` need it as well.
         """
         storages = dict.fromkeys(map(base, nodes))
         free = {*map(base, alongside), *self.static} if storages else ()

@@ -14,7 +14,7 @@ from .subgraph import Subgraph
 
 
 def operator_of(subgraph: Subgraph) -> str:
-    """The name of the operator that replaces the subgraph."""
+    """Return the name of the operator that replaces the subgraph."""
     if subgraph.match.up is None:
         return "bias_act"
     return "bias_glu" if subgraph.packed else "glu"
