@@ -1,8 +1,8 @@
 """Lowerings of the declared operators: their formulas become Inductor IR. Generated code never calls a fused operator.
 
 ``programs.py`` turns a formula into a pointwise node. This file adds packed data, the gradients of biases and scales,
-and sums over rows in two steps: over the rows of each block, then over the blocks. Inductor fuses the first step with the
-summands. GPUs have blocks in eager kernels only (``kernels/compiled.py``).
+and sums over rows in two steps: over the rows of each block, then over the blocks. Inductor fuses the first step with
+the summands. GPUs have blocks in eager kernels only (``kernels/compiled.py``).
 """
 
 from __future__ import annotations
