@@ -108,6 +108,17 @@ def test_optimizer_memory_is_that_of_its_step() -> None:
     assert sgd == none == (0, 0)
 
 
+class Unpicklable(Exception):
+    """An error that pickle writes but cannot read, as some of Inductor's."""
+
+    def __init__(self, why: str, code: int) -> None:
+        super().__init__(why)
+
+
+def fail(why: str, code: int) -> None:
+    raise Unpicklable(why, code)
+
+
 def test_rows_are_compiled_in_processes_unless_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_BYTES", 1)
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid: {0, 1})
@@ -116,6 +127,7 @@ def test_rows_are_compiled_in_processes_unless_other_threads_run(monkeypatch: py
     assert [i for i, _ in numbers] == [0, 1, 2, 3]
     assert os.getpid() not in {pid for _, pid in numbers}
     raises(ZeroDivisionError, "by zero", list, processes.results_of([bool, bool, lambda: 1 // 0]))
+    raises(Unpicklable, "why", list, processes.results_of([bool, bool, functools.partial(fail, "why", 3)]))
     monkeypatch.setattr(processes.threading, "enumerate", lambda: [threading.current_thread(), threading.Thread()])
     assert {pid for pid in processes.results_of([os.getpid] * 3)} == {os.getpid()}
 
