@@ -109,7 +109,7 @@ def test_optimizer_memory_is_that_of_its_step() -> None:
 
 
 class Unpicklable(Exception):
-    """An error that pickle writes but cannot read, as some of Inductor's."""
+    """An error that pickle writes but cannot read, such as an error of Inductor."""
 
     def __init__(self, why: str, code: int) -> None:
         super().__init__(why)
