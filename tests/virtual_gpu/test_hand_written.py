@@ -353,3 +353,10 @@ def test_audits_name_unwritten_bytes_and_invalid_arguments() -> None:
         virtual_gpu.audit(only_the_first, meta(N), meta(N), N, zeroed=["z"], **options)
     with pytest.raises(TypeError, match=r"only_the_first\(x, y, n, B\) does not accept these arguments: .*BLOCK"):
         virtual_gpu.audit(only_the_first, meta(N), meta(N), N, BLOCK=3, **options)
+
+
+def test_kernels_for_amd_are_not_analyzed() -> None:
+    """Triton replaces loads and stores by an AMD instruction's operations."""
+    options: dict[str, Any] = {"grid": (4,), "SHIFT": -1, "B": 1024}
+    audit = virtual_gpu.audit(shifted, *in_place, gpu=virtual_gpu.MI300X, **options)
+    assert "an access of AMD's backend" in audit.notes[0]

@@ -187,6 +187,7 @@ _NOT_EVALUATED = {
     "tt.descriptor": "a tensor descriptor",
     "tt.make_tensor_desc": "a tensor descriptor",
     "cf.": "an early return",
+    "amd": "an access of AMD's backend",
 }
 _BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "ttg.local_load", "ttg.async_wait")
 
