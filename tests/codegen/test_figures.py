@@ -160,16 +160,15 @@ def test_default_moves_fewer_bytes_than_the_budget(case: str) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["linear layers", *(pytest.param(c, marks=pytest.mark.slow) for c in ("attention", "blocks", "gated blocks"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["linear layers", "attention", "blocks", "gated blocks"])
 def test_off_saves_the_same_bytes_as_plain(case: str) -> None:
     plain, off = on_paper(case, "plain"), on_paper(case, "off")
     assert off.saved_bytes() == plain.saved_bytes()
     assert len(off.kernels) <= len(plain.kernels)
 
 
+@pytest.mark.slow
 def test_free_recomputes_no_gemm() -> None:
     """The budget recomputes a GEMM. If this fails, PyTorch has fixed that: reconsider how "free" works."""
     papers = [on_paper("linear layers", variant) for variant in ("plain", "budget", "free")]
