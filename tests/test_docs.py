@@ -165,7 +165,7 @@ def test_the_report_example_is_printed(tmp_path: Path) -> None:
 
 
 def test_hand_written_figures_match_results() -> None:
-    """Figures outside of generated tables match the results. test_precision.py checks GELU's tail."""
+    """Figures outside of generated tables match the results. test_migrate.py checks GELU's tail."""
     from torch_fused_ops.benchmarks.laboratory import coverage
 
     results = ROOT / "benchmarks" / "results"

@@ -63,15 +63,14 @@ def test_sites_on_both_sides_of_a_graph_break_are_listed():
     assert report.graphs == 2
 
 
-@pytest.mark.parametrize("train", [True, False])
-def test_explain_leaves_the_model_and_dynamo_unchanged(train):
+def test_explain_leaves_the_model_and_dynamo_unchanged():
     """Its captures neither count toward Dynamo's limit of eight, nor make later compilations dynamic."""
-    model, x, is_dynamic = Block().train(train), torch.randn(4, 8), []
+    model, x, is_dynamic = Block(), torch.randn(4, 8), []
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     for _ in range(9):
         assert explain(model, x).sites
     assert torch.equal(random, torch.get_rng_state())
-    assert model.training is train
+    assert model.training
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(p.grad is None for p in model.parameters())
@@ -390,13 +389,6 @@ def test_reports_without_sites_give_advice():
     report = explain(model, torch.randn(2, 8))
     assert report.sites == () and "another op (a norm" in str(report) and repr(report) == str(report)
 
-    def broken(x):
-        y = x @ x
-        torch._dynamo.graph_break()
-        return torch.relu(y) @ x
-
-    assert "graph break" in str(explain(broken, torch.randn(4, 4)))
-
 
 def test_invalid_arguments_are_named_and_model_errors_propagate():
     raises(KeyError, "mine", explain, {}.__getitem__, "mine")
@@ -455,18 +447,14 @@ def swiglu(gate, up):
 CHECKPOINT = "tag_activation_checkpoint"
 CUT = {
     "activation": (lambda s, x: s.down(ckpt(F.gelu, s.up(x))), "gelu"),
-    "by hand": (lambda s, x: s.down(ckpt(lambda h: 0.5 * h * (1 + torch.erf(h / 2**0.5)), s.up(x))), "erf, add, mul"),
     "up": (lambda s, x: s.down(F.gelu(ckpt(s.up, x) + 1)), "gelu"),
     "activation, down": (lambda s, x: ckpt(lambda h: s.down(F.gelu(h)), s.up(x)), "gelu"),
     "up, activation": (lambda s, x: s.down(ckpt(lambda x: F.gelu(s.up(x)), x)), "gelu"),
     "down": (lambda s, x: ckpt(s.down, swiglu(s.gate(x), s.up(x))), "silu, mul"),
-    "gated activation": (lambda s, x: s.down(ckpt(swiglu, s.gate(x), s.up(x))), "silu, mul"),
-    "one up": (lambda s, x: s.down(swiglu(ckpt(s.gate, x), s.up(x))), "silu, mul"),
     "both ups": (lambda s, x: s.down(swiglu(*ckpt(lambda x: (s.gate(x), s.up(x)), x))), "silu, mul"),
     "activation of the gate": (lambda s, x: s.down(ckpt(F.silu, s.gate(x)) * s.up(x)), "silu, mul"),
     "glu": (lambda s, x: s.down(ckpt(F.glu, F.linear(x, torch.cat((s.gate.weight, s.up.weight))))), "glu"),
     "a body in a body": (lambda s, x: ckpt(lambda x: s.down(ckpt(F.gelu, s.up(x))), x), "gelu"),
-    "two bodies": (lambda s, x: ckpt(s.down, ckpt(lambda x: F.gelu(s.up(x)), x)), "gelu"),
 }
 
 
@@ -492,9 +480,6 @@ def test_checkpoints_that_split_an_mlp_are_the_reason(part):
 UNCUT = {
     "inside": lambda s, x: ckpt(lambda x: s.down(F.gelu(s.up(x))), x),
     "gated, inside": lambda s, x: ckpt(lambda x: s.down(swiglu(s.gate(x), s.up(x))), x),
-    "inside, one after another": lambda s, x: ckpt(
-        lambda x: s.down(F.gelu(s.up(x))), ckpt(lambda x: s.down(F.silu(s.up(x))), x)
-    ),
     "beside": lambda s, x: s.down(F.gelu(s.up(x))) + ckpt(lambda x: s.down(s.up(x)), x),
     "inside, read outside, too": lambda s, x: (lambda y, h: y + s.down(h))(
         *ckpt(lambda x: (lambda h: (s.down(h), h))(F.gelu(s.up(x))), x)
@@ -505,7 +490,7 @@ UNCUT = {
 @pytest.mark.parametrize("body", UNCUT)
 def test_checkpoints_around_or_beside_an_mlp_do_not_split_it(body):
     report = explain(parts(UNCUT[body]), torch.randn(4, 8))
-    assert report.unread == () and len(report.sites) == 1 + ("one after" in body)
+    assert report.unread == () and len(report.sites) == 1
     assert all(site.op for site in report.sites)
     assert explain(parts(lambda s, x: s.down(ckpt(lambda h: h + 1, s.up(x)))), torch.randn(4, 8)).unread == ()
 
@@ -559,13 +544,6 @@ def test_a_disabled_model_is_reported():
     text = str(explain(model, torch.randn(4, 8)))
     assert "Dynamo captured no graph of the model" in text and "torch.compiler.disable" in text
     assert "unknown" not in text and "between the products" not in text
-
-
-def test_a_disabled_mlp_is_a_graph_break():
-    block = Block()
-    block.forward = torch.compiler.disable(block.forward)
-    (graph_break,) = explain(Net(lambda s, x: s.block(x) + 1, block=block), torch.randn(4, 8)).breaks
-    assert "torch.compiler.disable" in graph_break.reason
 
 
 def test_constructors_in_the_graph_are_not_opaque_calls():

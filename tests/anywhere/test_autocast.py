@@ -133,29 +133,6 @@ def test_operators_keep_dtypes_on_cpus(name: str, low: torch.dtype, region: str)
         assert plain.dtype == promoted and (plain.dtype == expected or expected == low), "the difference on purpose"
 
 
-@pytest.mark.covering(every=2)
-@pytest.mark.codegen_is_slow
-@pytest.mark.parametrize("low", LOW, ids=str)
-def test_compiled_operators_equal_eager_operators(low: torch.dtype) -> None:
-    """One graph has all operators, with the autocast region inside the graph or around its call."""
-    combinations = list(itertools.product(FORMULAS.items(), (FP32, low), (FP32, low)))
-    args = [arguments(f.vector, first, second) for (_, f), first, second in combinations]
-
-    def every(args: list[list[Tensor]]) -> list[Tensor]:
-        return [f.fused(*a) for ((_, f), _, _), a in zip(combinations, args, strict=True)]
-
-    def inside(args: list[list[Tensor]]) -> list[Tensor]:
-        with torch.autocast("cpu", low):
-            return every(args)
-
-    results = [torch.compile(inside, backend="aot_eager", fullgraph=True)(args)]
-    with torch.autocast("cpu", low):
-        results.append(torch.compile(every, backend="aot_eager", fullgraph=True)(args))
-    for result in results:
-        for got, expected in zip(result, every(args), strict=True):
-            assert got.dtype == expected.dtype and torch.equal(got, expected)
-
-
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_softmax_keeps_its_dtype_on_cpus(low: torch.dtype) -> None:
     """On CPUs autocast does not widen softmax: our result and torch.softmax's have the input's dtype."""

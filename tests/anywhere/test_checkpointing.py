@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import MLP, Ran, saving
+from harness import MLP, Ran, saving, selective
 from torch import Tensor, nn
 from torch.autograd.graph import (
     disable_saved_tensors_hooks,
@@ -60,20 +60,7 @@ def between_functions(run: Fn) -> Fn:
     return lambda x: run(x.sin()).cos()
 
 
-def saving_policies(operators: Sequence[Any]) -> dict[str, Any]:
-    """Return policies that save the results of these operators, as a list and as a function."""
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return {"list": list(operators), "function": policy}
-
-
 def checkpoint_variants(fn: Fn, operator: Any) -> dict[str, Fn]:
-    by = {
-        name: functools.partial(create_selective_checkpoint_contexts, policy)
-        for name, policy in saving_policies([operator.default]).items()
-    }
     inner: Fn = lambda x: checkpoint(fn, x, use_reentrant=False)  # noqa: E731
     return {
         "none": fn,
@@ -81,8 +68,7 @@ def checkpoint_variants(fn: Fn, operator: Any) -> dict[str, Fn]:
         "not reentrant": inner,
         "nested": lambda x: checkpoint(inner, x, use_reentrant=False),
         "reentrant around": lambda x: checkpoint(inner, x, use_reentrant=True),
-        "selective, list": lambda x: checkpoint(fn, x, use_reentrant=False, context_fn=by["list"]),
-        "selective, function": lambda x: checkpoint(fn, x, use_reentrant=False, context_fn=by["function"]),
+        "selective": lambda x: checkpoint(fn, x, use_reentrant=False, context_fn=selective(operator.default)),
     }
 
 
@@ -110,7 +96,7 @@ def test_checkpoints_repeat_and_save_as_requested(way: str, name: str) -> None:
         y = checkpoint_variants(between_functions(case.run), case.operator)[way](x)
         result = y.untyped_storage().nbytes()
         assert ran.counted[case.operator] == 1
-        saved = {"none": result + case.saves_bytes}.get(way, result if "selective" in way else 0)
+        saved = {"none": result + case.saves_bytes, "selective": result}.get(way, 0)
         assert ran.alive(y) == saved
         ran.counted.clear()
         grad = gradient(y, x)
@@ -139,7 +125,7 @@ def test_a_mode_around_only_one_pass(use_reentrant: bool, name: str) -> None:
 def test_fused_mlp(way: str, level: str) -> None:
     mlp = FusedMLP(WIDTH, 64, "silu", gated=True, memory=level, dropout=0.5)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    if "selective" in way:  # the checkpoint's policy has precedence over the level
+    if way == "selective":  # the checkpoint's policy has precedence over the level
         mlp.memory = "off"
     torch.manual_seed(1)
     expected = torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
@@ -184,8 +170,6 @@ def dropped_twice(x: Tensor) -> Tensor:
     [
         (None, True),
         (None, False),
-        pytest.param("fused", False, marks=pytest.mark.slow),
-        pytest.param("fused", True, marks=pytest.mark.slow),
         pytest.param("inductor", True, marks=pytest.mark.slow),
         pytest.param("inductor", False, marks=pytest.mark.slow),
     ],
@@ -224,13 +208,9 @@ def mlp_of(w: Tensor, v: Tensor) -> Fn:
     ("way", "backend"),
     [
         ("not reentrant", "fused"),
-        ("selective, list", "fused"),
-        *(
-            pytest.param(way, backend, marks=pytest.mark.slow)
-            for way in ("none", "not reentrant", "nested", "selective, list", "selective, function")
-            for backend in ("fused", "inductor")
-            if (way, backend) not in {("not reentrant", "fused"), ("selective, list", "fused")}
-        ),
+        ("selective", "fused"),
+        *(pytest.param(way, "fused", marks=pytest.mark.slow) for way in ("none", "nested")),
+        *(pytest.param(way, "inductor", marks=pytest.mark.slow) for way in ("none", "not reentrant", "selective")),
     ],
 )
 def test_bytes_saved_by_compiled_checkpoints(way: str, backend: str) -> None:
@@ -247,30 +227,6 @@ def test_bytes_saved_by_compiled_checkpoints(way: str, backend: str) -> None:
     assert nbytes == {"none": 2 * middle, "not reentrant": 0, "nested": 0}.get(way, middle)
     expected = torch.autograd.grad(spelled(x).square().sum(), [x, v])
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [x, v]), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.codegen_is_slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("way", ["not reentrant", "nested"])
-@pytest.mark.parametrize("level", ["free", "fp8", "input"])
-def test_a_level_in_the_place_of_a_checkpoint_saves_what_it_saves_without(way: str, level: str) -> None:
-    mlp = MLP(WIDTH, 64)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    saved, grads = [], []
-    for name, checkpoints in (("none", "keep"), (way, "replace"), (way, "keep")):
-        torch._dynamo.reset()
-        fn = checkpoint_variants(mlp, fused.bias_act)[name]
-        options = {"memory": level, "checkpoints": checkpoints}
-        compiled = torch.compile(fn, backend="fused", fullgraph=True, options=options)
-        y, nbytes = saving(lambda: compiled(x), (x, *mlp.parameters()))  # noqa: B023
-        saved.append(nbytes)
-        grads.append(torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()]))
-    bias = 64 * 4  # saved as a copy if a level repeats its GEMM
-    assert saved[0] == saved[1] == {"free": ROWS * 64 * 4, "fp8": ROWS * (64 + 4), "input": bias}[level]
-    assert saved[2] <= bias
-    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
-    exact = torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
-    torch.testing.assert_close(grads[2], exact, rtol=1e-4, atol=1e-4)
 
 
 class Block(nn.Module):
@@ -412,7 +368,7 @@ def test_a_part_of_a_layer_replaces_its_checkpoint(pattern: str) -> None:
 @pytest.mark.codegen_is_slow
 def test_results_that_a_policy_must_save_stay_saved() -> None:
     mlp, x = MLP(WIDTH, 64), torch.randn(ROWS, WIDTH, requires_grad=True)
-    fn = checkpoint_variants(mlp, fused.bias_act)["selective, list"]
+    fn = checkpoint_variants(mlp, fused.bias_act)["selective"]
     options = {"memory": "input", "checkpoints": "replace"}
     compiled = torch.compile(fn, backend="fused", fullgraph=True, options=options)
     _, nbytes = saving(lambda: compiled(x), (x, *mlp.parameters()))

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops import FusionPolicy, compile_options
 from torch_fused_ops import functional as FF
-from torch_fused_ops import nn as fnn
 from torch_fused_ops.kernels.compiled import identification
 from torch_fused_ops.operators.autograd import REGISTERED
 from torch_fused_ops.testing.samples import OPERATORS, backward_samples, samples
@@ -49,14 +48,6 @@ def test_no_launch_waits_for_the_device(op: str, backward: bool) -> None:
             identification(REGISTERED[sample.op].signature, on_gpu=True)(tuple(args))
         calls += 1
     assert calls > 10
-
-
-def test_waits_are_detected() -> None:
-    with Waits():
-        x = torch.empty(3, device="meta")
-        for wait in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.nonzero(), lambda: bool(x.any())):
-            with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
-                wait()
 
 
 def dropped(s: Any, x: Tensor) -> Tensor:
@@ -129,16 +120,3 @@ def test_captured_operators_replay_to_the_same_bits(op: str) -> None:
         for a, b in zip(tree_leaves(captured), tree_leaves(expected), strict=True):
             if isinstance(a, Tensor):
                 torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.codegen_is_slow
-@gpu
-def test_reduce_overhead_gives_the_same_gradients() -> None:
-    model = nn.Sequential(fnn.FusedMLP(256, 1024), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
-    x = torch.randn(512, 256, device="cuda")
-    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    compiled = torch.compile(model, backend="fused", mode="reduce-overhead")
-    for _ in range(4):
-        torch.compiler.cudagraph_mark_step_begin()
-        actual = [g.clone() for g in torch.autograd.grad(compiled(x).square().mean(), list(model.parameters()))]
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)

@@ -258,14 +258,6 @@ def test_fx_traces_every_memory_level() -> None:
         torch.testing.assert_close(torch.fx.symbolic_trace(mlp)(x), mlp(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("symbolic", ["real", "symbolic"])
-def test_make_fx_keeps_the_operators(symbolic: str) -> None:
-    model, args = Everything(), inputs(5)
-    gm = make_fx(model, tracing_mode=symbolic, _allow_non_fake_inputs=True)(*args)
-    assert {f"fused.{name}.default" for name in OPERATORS} <= set(fused_calls(gm.graph))
-    torch.testing.assert_close(gm(*args), model(*args), rtol=0, atol=0)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_program_is_right() -> None:
     """ONNX's reference evaluator computes the decomposed program with the same dropout mask."""

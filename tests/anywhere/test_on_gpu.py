@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from harness import GELU_TANH, MLP, SwiGLU
 from torch import Tensor, nn
 
-from torch_fused_ops import FusionPolicy
 from torch_fused_ops import functional as FF
 from torch_fused_ops.benchmarks import harness, variants, ways
 from torch_fused_ops.policy import MEMORY
@@ -153,15 +152,3 @@ def test_max_autotune_is_right(inductor_code: None, device: str, name: str) -> N
 @on_devices("name", "memory", gpu=[("gelu", "free"), ("swiglu", "fp8"), ("glu", "input")], cpu=[("gelu", "free")])
 def test_dynamic_batches_are_right(inductor_code: None, device: str, name: str, memory: str) -> None:
     check(name, memory, "default", device, rows=(ROWS, 200, 8), dynamic=True)
-
-
-@on_devices("name", gpu=[("swiglu",)], cpu=[("swiglu",)])
-def test_a_changed_result_raises(inductor_code: None, device: str, name: str) -> None:
-    model = MODELS[name]().to(BF16).to(device)
-    x, tangent = inputs(8, device)
-    expected = exact(model, x, tangent)
-    assert_exact(expected, expected, "off")
-    changed = [*expected[:-1], expected[-1] * 1.05]
-    with pytest.raises(AssertionError):
-        assert_exact(changed, expected, "off")
-    assert FusionPolicy().memory in MEMORY

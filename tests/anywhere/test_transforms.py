@@ -450,18 +450,6 @@ def test_transforms_of_a_compiled_mlp_are_right(transform: str) -> None:
     assert_same(got, ALL[transform](mlp, t))
 
 
-def test_batched_gradients_of_compiled_operators() -> None:
-    """aot_eager's backward calls our operators under the older vmap."""
-    for name in ("bias_act", "glu", "bias_glu", "dropout_add", "softmax"):
-        fused_fn, plain, shapes, _ = CASES[name]
-        t = tensors(shapes)
-        torch.compiler.reset()
-        assert_same(
-            GRAPHS["batched gradients"](torch.compile(fused_fn, backend="aot_eager", fullgraph=True), t),
-            GRAPHS["batched gradients"](plain, t),
-        )
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_dropout_follows_vmap_s_randomness(backend: str) -> None:
     x = torch.ones(3, 64, dtype=F64)

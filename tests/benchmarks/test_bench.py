@@ -132,11 +132,7 @@ def test_existing_results_are_not_replaced(
     assert cli([*bench, "--out", "mlp_cpu.json"]) == 0 and written[2:] == [Path("mlp_cpu.json")]
 
 
-def test_unknown_benchmarks_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["bench", "nonsense"], ["bench"], ["bench", "mlp", "--part"]):
-        with pytest.raises(SystemExit) as stopped:
-            cli(command)
-        assert stopped.value.code == 2
+def test_the_command_line_names_every_benchmark() -> None:
     assert set(BENCHMARKS) == set(main.BENCHMARKS)
 
 

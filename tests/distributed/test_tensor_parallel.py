@@ -332,7 +332,6 @@ GROUPS = {
     "two more": [flags, selective_checkpointing, saves_and_sends_as_computed, traced],
     "four": [two_dimensions, odds, training, data_parallel],
     "many": [flags, saves_and_sends_as_computed, compiled],
-    "compiled": [compiled],
 }
 
 
@@ -346,7 +345,6 @@ GROUPS = {
         pytest.param("two more", 2, marks=pytest.mark.slow),
         pytest.param("four", 4, marks=pytest.mark.slow),
         pytest.param("many", 4, marks=pytest.mark.slow),
-        pytest.param("compiled", 2, marks=pytest.mark.slow),
     ],
 )
 def test_checks_pass_in_processes(group: str, ranks: int, tmp_path: Path) -> None:

@@ -151,13 +151,6 @@ def test_trainer_without_it_is_told(tmp_path: Path, capsys: Any, caplog: pytest.
     assert [r.getMessage() for r in caplog.records if "nothing was fused" in r.getMessage()]
 
 
-def test_trainer_s_list_of_backends_is_closed(tmp_path: Path) -> None:
-    """The page uses ``enable()`` for this reason. If this fails, the page can use a backend's name."""
-    pytest.importorskip("accelerate")
-    with pytest.raises(ValueError, match="is not a valid DynamoBackend"):
-        trainer(tmp_path, None, torch_compile=True, torch_compile_backend="fused")
-
-
 @without_code
 def test_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -192,15 +185,6 @@ def test_accelerate_leaves_names_of_modules_as_they_are(precision: str) -> None:
     model = accelerate.Accelerator(mixed_precision=precision, cpu=True).prepare(stack())
     assert names_when_compiled(model) == ["layers.0", "layers.1"]
     accelerate.state.AcceleratorState._reset_state(True)
-
-
-@without_code
-@pytest.mark.parametrize("bf16", [False, True])
-def test_trainer_leaves_names_of_modules_as_they_are(bf16: bool, tmp_path: Path) -> None:
-    tfo.enable()
-    with tfo.record() as report:
-        trainer(tmp_path, None, torch_compile=True, bf16=bf16).train()
-    assert [site.module for site in report.sites if site.is_mlp] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
@@ -304,17 +288,6 @@ def test_dora(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_both_ways("peft, DoRA", model, lambda compiled: compiled(x).sum())
 
 
-@without_code
-def test_patterns_are_of_the_model_that_peft_wraps() -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_fc", "c_proj"], lora_alpha=4, r=4))
-    compiled = torch.compile(model, backend="fused", options={"exclude": ("*.h.0.*",)})
-    ids = torch.stack([example["input_ids"] for example in examples(2)])
-    with tfo.record() as report:
-        compiled(input_ids=ids, labels=ids).loss.backward()
-    assert [site.op is not None for site in report.sites if site.is_mlp] == [False, True]
-
-
 def test_diffusers() -> None:
     pytest.importorskip("diffusers")
     from diffusers.models.attention import FeedForward
@@ -407,19 +380,3 @@ def test_torchtitan(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from titan import step\nstep()\n")
     python(*command, "train.py", cwd=tmp_path)
     assert '"fused::glu"' in (tmp_path / "report.json").read_text()
-
-
-def test_torchtitan_s_own_backend_is_refused() -> None:
-    """For this reason, the page sets the environment instead of a backend's name for FlexAttention."""
-    pytest.importorskip("torchtitan")
-    program = """
-from torchtitan.distributed.compile import _maybe_regional_inductor_backend as backend
-from torchtitan.models.llama3 import model_registry
-model = model_registry("debugmodel", attn_backend="flex").model.build()
-print(backend(model, "inductor"))
-try:
-    backend(model, "fused")
-except ValueError as refused:
-    print("refused")
-"""
-    assert python("-c", program).split() == ["inductor", "refused"]

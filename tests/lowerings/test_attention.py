@@ -407,20 +407,6 @@ def test_hooks_see_the_same_values() -> None:
     assert max(distances(actual, expected)) < 1e-14
 
 
-@pytest.mark.slow
-def test_two_micro_batches_and_a_retained_graph() -> None:
-    model, x = model_of(GroupedQuery), inputs()
-    parameters = list(model.parameters())
-
-    def gradients(fn: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        first, second = fn(x), fn(x * 0.5)
-        retained = torch.autograd.grad(first.sum(), parameters, retain_graph=True)
-        both = (torch.autograd.grad(y.sum(), parameters) for y in (first, second))
-        return [a + b + c for a, b, c in zip(retained, *both, strict=True)]
-
-    assert max(distances(gradients(fused(model)), gradients(model))) < 1e-14
-
-
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     dist = pytest.importorskip("torch.distributed")

@@ -82,7 +82,7 @@ def test_results_are_contiguous_and_have_the_first_dtype(op):
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=case_id)
 def test_gradcheck(case):
     op, scalars, has = case

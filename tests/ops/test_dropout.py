@@ -185,7 +185,7 @@ def operator(p=0.5, seed=SEED):
     return lambda *tensors: fused.dropout_add(*tensors, seed, p)
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("has", [(True, True, True), (True, False, False), (True, False, True), (True, True, False)])
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 def test_gradcheck(has, p):

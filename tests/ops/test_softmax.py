@@ -218,8 +218,8 @@ def test_any_call(problem):
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(every=2)
-@pytest.mark.parametrize("sink", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_gradcheck(name, sink):
     leaves = [t.requires_grad_() for t in tensors(1, 2, 3, 4, sink=sink)]

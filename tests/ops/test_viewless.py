@@ -16,7 +16,7 @@ from torch_fused_ops.functional import (
 )
 
 make_viewless = torch.ops.fused.make_viewless
-BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow), "fused")
+BACKENDS = ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow), "fused")
 
 
 def views(requires_grad=False, dtype=torch.float32):
