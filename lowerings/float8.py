@@ -46,6 +46,7 @@ def _mark(graph: Graph, backward: Collection[Node], results: Collection[Node]) -
     Returns:
         The calls that compute the scales with which backward quantizes weights, as values to save: a scale takes 4
         bytes. The partitioner would recompute them in a pass over the weight, because backward has the weight anyway.
+        [] under a memory budget.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
         dependents = partition.with_dependents([node])
@@ -240,12 +241,17 @@ def merged(graphs: Graphs) -> Graphs:
     for graph in edited:
         for merge in (_merge_gradients, _merge):
             for node in list(graph.nodes):
-                tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-                if tensors and tensors[0].device.type != "cpu":
+                if _is_on_gpu(node):
                     merge(graph, node)
             stable_topological_sort(graph)
             graph.eliminate_dead_code()
     return _make_graph_module(forward, edited[0]), _make_graph_module(backward, edited[1])
+
+
+def _is_on_gpu(node: Node) -> bool:
+    """Return True if the first tensor in a node's value is on a GPU."""
+    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    return bool(tensors) and tensors[0].device.type != "cpu"
 
 
 def _round_once(graph: Graph) -> None:
@@ -274,7 +280,7 @@ class _Uses(NamedTuple):
 
 
 def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
-    """Sort the readers of a matrix and of its transposes. Blocks along its rows are (1, columns)."""
+    """Sort readers of a matrix and of its transposes, whose blocks are (1, columns) and (rows_of_columns, columns)."""
     uses = _Uses([], [], [], [])
     for user in node.users:
         of_transposed = list(user.users) if user.target in TRANSPOSED else []
@@ -327,7 +333,7 @@ def _merge(graph: Graph, node: Node) -> None:
 
 
 def _matrices(node: Node) -> tuple[list[Node], bool]:
-    """Return a tensor's views with two axes and its last one, and True if nothing else reads the tensor.
+    """Return a tensor's two-axis views with the same last axis, and True if nothing else reads the tensor.
 
     A tensor with two axes is its own view, and ``_uses`` finds its other readers.
     """

@@ -16,7 +16,7 @@ Memory = Literal["off", "free", "fp8", "input", "tiled"]
 Attention = Literal["off", "input"]
 Checkpoints = Literal["keep", "replace"]
 Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
-MEMORY: tuple[str, ...] = get_args(Memory)  # memory levels, each with at most the saved bytes of the level before
+MEMORY: tuple[str, ...] = get_args(Memory)  # memory levels, usually from most to fewest saved bytes
 ATTENTION: tuple[str, ...] = get_args(Attention)
 CHECKPOINTS: tuple[str, ...] = get_args(Checkpoints)
 GEMM: tuple[str, ...] = get_args(Recipe)  # families/float8/recipes.py defines them
@@ -59,11 +59,11 @@ class FusionPolicy:
             be saved. If you set ``torch._functorch.config.activation_memory_budget``, it takes precedence.
         dropout: replace active dropouts after linear layers, and after pointwise functions of their results, with
             ``fused::dropout_add``. Backward then needs only a seed, not a mask of a byte per element. Compared to plain
-            torch.compile the distribution is equal, but other elements are dropped; ``torch.manual_seed`` works as
+            torch.compile the distribution is equal, but different elements are dropped; ``torch.manual_seed`` works as
             before. Inductor's ``fallback_random`` or ``align_random_eager`` disables it.
-        strict: if an MLP site is not fused or a pass fails, raise ``UnfusedError`` at compile time with each reason.
-            If False, the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not count. A model
-            with linear layers but without a site also raises (``docs/policies.md``, Strict).
+        strict: if an MLP site is not fused, raise ``UnfusedError`` at compile time with each reason; if a pass fails,
+            raise its error. If False, the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not
+            count. A model with linear layers but without a site also raises (``docs/policies.md``, Strict).
         exclude: modules not to fuse, as shell patterns for their paths in the model, e.g. ``("encoder.*",)``.
         gemm: the precision of the linear layers of fused MLPs (``docs/fp8.md``), including ``nn.FusedMLP``. ``"bf16"``
             is the model's dtype. ``"fp8"`` is float8_e4m3fn with a scale per block of 128, in all three GEMMs of a
@@ -77,13 +77,13 @@ class FusionPolicy:
             ``"off"`` leaves the choice to PyTorch's partitioner. A mapping from module patterns to levels selects
             linear layers, or all linear layers of a module; "off" is the default.
         checkpoints: whether levels take the place of activation checkpoints (``docs/checkpoints.md``). Inside a
-            checkpoint a level saves nothing. ``"keep"`` changes no checkpoint. ``"replace"`` drops each checkpoint that
-            contains an MLP or attention with a level; only ``memory="off"`` and ``attention="off"`` are not levels.
+            checkpoint a level has no effect. ``"keep"`` changes no checkpoint. ``"replace"`` drops each checkpoint that
+            contains an MLP or attention with a level. "free" is a level, except for MLPs that a mapping does not name.
             Calls that the checkpoint's own policy must save or must recompute stay marked. A mapping from module
             patterns to these values drops the checkpoints of calls in these modules only; "keep" is the default.
         offload: move the tensors that a training step saves for backward to the host's memory, at every level
             (``docs/offload.md``). A mapping from module patterns to True and False selects the modules that compute the
-            tensors; False is the default. Needs torch 2.13. ``tfo.plan`` chooses modules whose copies take no time.
+            tensors; False is the default. Needs torch 2.13. ``tfo.plan`` chooses modules for the link's bandwidth.
     """
 
     memory: Level | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
@@ -292,7 +292,7 @@ def names_module(pattern: str, modules: Collection[str]) -> bool:
     return any(fnmatchcase(path, p) for path in modules for p in (pattern, pattern.removesuffix(".*")))
 
 
-# Fields whose patterns may match other modules than MLPs, and the names of these modules in notes:
+# Fields whose patterns may match modules other than MLPs, and the names of these modules in notes:
 _FIELDS_BESIDE_MLPS = {"attention": "attention", "checkpoints": "checkpoint", "offload": "module"}
 
 
@@ -360,10 +360,10 @@ def alike(items: Iterable[_T], key: Callable[[_T], object]) -> Iterable[list[_T]
 
 
 class UnfusedError(RuntimeError):
-    """Under ``FusionPolicy(strict=True)`` an MLP site was not fused, or a model has no site. The message says why.
+    """Under ``strict=True``, an MLP is not fused, a model has no site, or a part of the policy has no effect.
 
-    Dynamo raises ``torch._dynamo.exc.BackendCompilerFailed`` with this error as ``inner_exception``. If a model has
-    several graphs but no site, this error is raised directly, at the end of the first call.
+    Dynamo raises ``torch._dynamo.exc.BackendCompilerFailed`` with this error as ``inner_exception``. If the error is
+    about a model of several graphs as a whole, it is raised directly, at the end of the first call.
     """
 
 

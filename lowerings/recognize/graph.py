@@ -35,7 +35,7 @@ def _words(text: str) -> frozenset[str]:
 
 CASTS = _words("to type type_as float double half bfloat16 _to_copy")
 COPIES = _words("contiguous clone alias")
-DROPOUTS = _words("dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d")
+DROPOUTS = _words("dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d")
 PIECES = _words("chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind unsafe_chunk unsafe_split")
 RESHAPES = _words("view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view")
 VIEWS = (
@@ -148,8 +148,10 @@ class Call:
     """One node's call.
 
     Attributes:
-        name: torch's plain name of the function; "" for functions that the tables above do not have.
-        args, kwargs: the arguments, for pointwise functions without ``inplace`` and the first two by position.
+        name: torch's plain name of the function; "" for functions that the tables above do not have, except methods
+            and aten operators.
+        args, kwargs: the arguments. For pointwise functions and dropouts, ``inplace`` is removed, and ``input`` and
+            ``other`` are positional.
         inplace: True for in-place calls of PyTorch, which write their first argument.
         gemm: the positions of a GEMM's data arguments; None for other calls.
         is_registered_gemm: True for a GEMM of ``gemm_registry``, which writes no argument.
@@ -461,7 +463,7 @@ class GraphAnalysis:
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
         self.region: dict[Node, int] = {}  # equal for nodes with the same grad mode, autocast, inference mode and hooks
-        self._made_in: dict[Node, int] = {}  # the region that created the node's tensor, perhaps at an earlier node
+        self._made_in: dict[Node, int] = {}  # region of the call that created the node's tensor
         self.inference: set[Node] = set()  # computed in inference mode
         self.state: dict[Node, int] = {}
         self.follows_gemm: dict[Node, bool] = {}  # True if the value depends on a GEMM's result
@@ -546,7 +548,7 @@ class GraphAnalysis:
         return call.gemm == (0,) or not all(self.follows_gemm[a] for a in sides) or len(sides) < 2
 
     def custom(self, node: Node) -> Node | None:
-        """Return the ``torch.autograd.Function`` call whose first result is the node; None for GEMMs and others."""
+        """Return the ``torch.autograd.Function`` call whose first result is the node, unless the call is a GEMM."""
         if self.calls[node].name != "getitem" or node.args[1] != 0 or not isinstance(node.args[0], Node):
             return None
         return node.args[0] if node.args[0].target is _CUSTOM and self.calls[node.args[0]].gemm is None else None
@@ -648,7 +650,7 @@ def inline_bodies(
 ) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]]:
     """Copy a graph for analysis, with the bodies of higher-order operators in place of their calls.
 
-    A second call of a body remains a call. A call with several bodies also remains. Their results become
+    A second call of a body remains a call. A call with several bodies also remains, with the bodies' results as
     additional arguments.
 
     Args:

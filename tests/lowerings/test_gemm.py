@@ -119,7 +119,7 @@ def test_layers_of_the_same_size_share_a_trace(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.codegen_is_slow
 def test_biases_stay_within_float8_rounding_under_autocast() -> None:
-    """Inductor's C++ fuses two loops of different order: they quantize a gradient along rows and along columns."""
+    """Inductor's C++ backend fuses two loops of different order, which quantize a gradient in rows and in columns."""
     module, x = gelu_mlp(), torch.randn(128, HIDDEN)
     with torch.autocast("cpu", torch.bfloat16):
         got, exact = step(compiled(module, gemm="fp8", strict=True), module, x), step(module, module, x)
@@ -226,7 +226,7 @@ def test_patterns_select_gemm_recipes() -> None:
 
 
 def adapted() -> nn.Module:
-    """A layer with LoRA: the adapter's weights are too narrow for float8, the layer's own weight is not."""
+    """A layer with LoRA: the adapter's weights are too narrow for float8, but the layer's own weight is not."""
     base, a, b, out = (nn.Linear(*s) for s in ((HIDDEN, FFN), (HIDDEN, 8), (8, FFN), (FFN, HIDDEN)))
     return harness.Net(lambda s, x: s.out(F.gelu(s.base(x) + 2 * s.b(s.a(x)))), base=base, a=a, b=b, out=out)
 
@@ -332,7 +332,7 @@ def test_called_operators_multiply_in_float8() -> None:
     torch.testing.assert_close(got, step(model, model, x), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.codegen_is_slow
+@pytest.mark.codegen_is_slow("lowered")
 @pytest.mark.parametrize("tokens", ((21,), (3, 7)))
 def test_packed_gradients_are_quantized_in_rows(tokens: tuple[int, ...]) -> None:
     """Gate and up share a weight, so their packed gradients share a scale. Generated code equals eager mode."""

@@ -272,6 +272,7 @@ WRITTEN: dict[str, tuple[Case, str]] = {
         "checkpoint writes",
     ),
     "by numpy": (between(lambda h, u: h.numpy().__setitem__(0, 1.0)), "setitem.* writes"),
+    "by a dropout": (between(lambda h, u: F.dropout3d(h[None, None, None], inplace=True)), "dropout3d writes" + BEFORE),
     "by an embedding's renormalization": (
         between(lambda h, u: F.embedding(torch.arange(4), h, max_norm=0.1)),
         "embedding writes",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class LevelRow:
     """A whole step with every MLP at one memory level."""
 
-    level: str  # one of ``setup.LEVELS`` or ``pieces.CHECKPOINTS``
+    level: str  # one of ``setup.LEVELS`` or ``pieces.CHECKPOINTS``, or "eager mode"
     peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
     seconds: float  # the least time of forward and backward
     reserved: int  # about how many bytes PyTorch reserves, for the optimizer's step if it needs more
@@ -66,7 +66,7 @@ class Plan:
         gradients: bytes of gradients.
         optimizer_state: bytes of optimizer state.
         saved: bytes saved for backward, without parameters.
-        transient: bytes at ``step_peak`` in addition to ``saved``, parameters and optimizer state.
+        transient: bytes at ``step_peak`` that are neither ``saved`` nor alive throughout forward and backward.
         seconds: the least time of forward and backward on this GPU (roofline).
         off_seconds: ``seconds`` with ``memory="off"``, at which checkpoints stay, even if that step does not fit.
         policy: the policy to compile with.
@@ -193,9 +193,9 @@ def most(largest: Largest) -> str:
 
 
 def cost(plan: Plan) -> str:
-    """Format the time that the levels cost: '+1.2 % beside "off"'."""
+    """Format the time that the levels cost: '+1.2 % relative to "off"'."""
     changed = change(plan.off_seconds, plan.seconds)
-    return f'as with "{plan.baseline}"' if changed == "same" else f'{changed} beside "{plan.baseline}"'
+    return f'as with "{plan.baseline}"' if changed == "same" else f'{changed} relative to "{plan.baseline}"'
 
 
 def chosen(plan: Plan) -> str:
@@ -231,7 +231,7 @@ def level_rows(plan: Plan) -> list[tuple[str, ...]]:
 def largest_rows(largest: Largest) -> list[tuple[str, ...]]:
     """List the largest size at each level, its peak and its time."""
     off = next((row.size for row in largest.rows if row.level == "off"), 0)
-    columns = ("every MLP at", f"{largest.dimension}, at most", "beside off", "peak", "least time", "for each")
+    columns = ("every MLP at", f"{largest.dimension}, at most", "relative to off", "peak", "least time", "for each")
     rows: list[tuple[str, ...]] = [columns]
     for row in largest.rows:
         if row.size:
@@ -248,7 +248,7 @@ def notes(plan: Plan) -> Iterator[str]:
     kind = "with" if plan.setup.expandable_segments else "without"
     yield (
         f"Reserved: what PyTorch's pools hold, and {margin:.0%} for fragmentation, {kind} expandable segments. The "
-        "CUDA context, NCCL and libraries take 0.6 to 1.3 GB beside it."
+        "CUDA context, NCCL and libraries take another 0.6 to 1.3 GB."
     )
     if plan.optimizer_state:
         yield f"The first step lacks {size(plan.optimizer_state)} of optimizer state: if it fits, later ones may not."
@@ -287,7 +287,7 @@ def sections(plan: Plan) -> Iterator[Section]:
             ("moved to the host, and back", size(moving.nbytes)),
             ("pinned host memory for each rank", size(moving.host_bytes)),
             ("calls wait for copies", duration(moving.waiting)),
-            ("a link with 20 % less", change(plan.seconds, moving.slower)),
+            ("a link with 20 % less bandwidth", change(plan.seconds, moving.slower)),
         ]
         note = "not run on a GPU; measure the link while all ranks copy"
         yield Section("Saved tensors on the host", [("", ""), *rows], note)

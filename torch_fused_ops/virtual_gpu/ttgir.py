@@ -209,7 +209,7 @@ def evaluate(
         The accesses, and the number of evaluated programs: fewer than requested if they take many paths.
 
     Raises:
-        NotAnalyzed: control flow depends on data, or there is a while loop or a function that is not inlined.
+        NotAnalyzed: control flow depends on data, or the kernel has an unsupported operation, such as a while loop.
     """
     with torch.device("cpu"):
         try:
@@ -249,7 +249,7 @@ def evaluate_launch(text: str, integers: Mapping[str, int], grid: Grid) -> tuple
 
 _MAX_ELEMENTS = 1 << 18  # in launches with at most this many elements, all programs are evaluated
 _FEW_PROGRAMS = 12  # number of programs evaluated in a larger launch
-_FEW_PATHS = 8  # number of paths evaluated at each end, if programs take more
+_FEW_PATHS = 8  # of more than 16 paths, only the first 8 and the last 8 are evaluated
 
 
 class _Evaluation:
