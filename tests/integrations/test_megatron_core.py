@@ -213,7 +213,7 @@ def dense(rank: int, ranks: int, folder: Path) -> None:
 
 
 def keeps(rank: int, ranks: int, folder: Path) -> None:
-    """Check the row of docs/integrations.md. In eager mode: Megatron's MLP unfused and fused, and our MLP."""
+    """Check the page's row: the bytes that eager mode saves with Megatron's MLP, unfused and fused, and with ours."""
     import test_tools
 
     saved_bytes = []

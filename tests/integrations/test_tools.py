@@ -141,7 +141,7 @@ def test_trainer_with_checkpoints(kwargs: dict[str, bool] | None, tmp_path: Path
 
 
 @without_code
-def test_trainer_without_it_is_told(tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_trainer_reports_that_nothing_was_fused(tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("accelerate")
     from torch_fused_ops.integrations.transformers import FusionCallback
 

@@ -95,7 +95,7 @@ WITHOUT_COMPLAINT = {
     "beside a checkpoint without": lambda s, x: mlp(s, checkpoint(lambda x: normed(s, x), x, use_reentrant=False)),
     "an operator of ours": lambda s, x: s.down(FF.bias_gelu(s.up(x))),
     "a module of ours": lambda s, x: s.head(s.fused(s.head(x))),
-    "what is no mlp": lambda s, x: s.down(F.silu(s.up(x)) * F.softmax(s.up(x), -1).cumsum(-1)),
+    "not an mlp": lambda s, x: s.down(F.silu(s.up(x)) * F.softmax(s.up(x), -1).cumsum(-1)),
     "no linear layer": lambda s, x: F.gelu(x) * 2,
     "a head alone": lambda s, x: s.head(F.gelu(x)),
 }
