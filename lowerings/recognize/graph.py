@@ -172,7 +172,7 @@ class Call:
         self.gemm = GEMMS.get(self.name)
         if self.name in CONVOLUTIONS:
             self.gemm = (0,) if _is_pointwise(self.args) else None
-        elif not self.name and _is_other_gemm(node.target):
+        elif self.gemm is None and _is_other_gemm(node.target):
             self.gemm = (0, 1)
         target = compat.traced_function(node.target) or node.target
         self.is_registered_gemm = not self.name and gemm_registry.is_known(target)

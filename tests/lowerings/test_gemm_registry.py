@@ -19,6 +19,7 @@ from torch_fused_ops import FusionPolicy
 from torch_fused_ops.graphs import gemm_registry
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings import passes
+from torch_fused_ops.lowerings.recognize.graph import Call
 
 D, H, TOKENS = 16, 64, 32
 
@@ -164,6 +165,14 @@ def test_a_registered_operator_alone() -> None:
     tfo.register_gemm(torch.ops.torch_fused_ops_tests.opaque)
     (site,) = tfo.explain(fn, *args).sites
     assert site.op == "fused::bias_act"
+
+
+def test_atens_other_gemms_are_gemms() -> None:
+    """Dynamo's graphs call torch's function, and exported graphs call aten's overload."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    for target in (torch._scaled_mm, torch.ops.aten._scaled_mm, torch.ops.aten._scaled_mm.default):
+        assert Call(graph.call_function(target, (x, x))).gemm == (0, 1)
 
 
 def test_functions_may_overwrite_only_their_own_tensors() -> None:
