@@ -420,6 +420,16 @@ def has_offload_operators() -> bool:
 # ---- Inductor's IR -------------------------------------------------------------------------------
 
 
+def keeps_loops_it_tried() -> bool:
+    """Return True if the scheduler leaves a node's loops reordered after an attempt to fuse it with another node.
+
+    This pair then gets a higher score than the pair of node and GEMM, which would otherwise be fused first.
+    """
+    from torch._inductor import scheduler
+
+    return not hasattr(scheduler, "_LoopMutationTracker")
+
+
 @contextlib.contextmanager
 def concat_node() -> Iterator[None]:
     """Allow ``ir.ConcatKernel.create`` inside the lowering of an operator other than aten.cat.

@@ -8,6 +8,7 @@ the summands. GPUs have blocks in eager kernels only (``kernels/compiled.py``).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -21,14 +22,14 @@ from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops.declaration import DATA, PointwiseOperator, Signature, pointwise_operators
 from torch_fused_ops.lowerings import compat, programs  # as modules, which may still be importing
+from torch_fused_ops.lowerings.partition import VIEWS
 
 if TYPE_CHECKING:
     from torch_fused_ops.lowerings.programs import Box, Index
 
 aten = torch.ops.aten
 
-# Key of a node's meta: rows per block of its loops. Eager GPU kernels that sum a bias gradient set it, too.
-ROWS_PER_BLOCK_KEY = "fused_rows_of_a_block"
+ROWS_PER_BLOCK_KEY = "fused_rows_of_a_block"  # key of a node's meta: rows per block of its loops (split_reductions.py)
 # For calls on a CPU with a bias gradient. SiLU, relu2 and SwiGLU, 1024², take 0.6 to 1.0 times the time without
 # fusion; with 2 rows 0.85 to 1.3 times, with 8 rows 0.9 to 1.4 times.
 _CPU_ROWS_PER_BLOCK = 4
@@ -81,6 +82,14 @@ def rows_in_blocks(box: Box) -> Box:
     return box if block is None else lowerings[aten.view.default](box, [FloorDiv(sympy_product(rows), block), block, n])
 
 
+def _leaves_blocks(node: torch.fx.Node) -> bool:
+    """Return True if a node without blocks reads a result of this node, which has blocks."""
+    through = (*VIEWS, operator.getitem)
+    return any(
+        _leaves_blocks(user) if user.target in through else ROWS_PER_BLOCK_KEY not in user.meta for user in node.users
+    )
+
+
 def sum_rows(box: Box, dtype: torch.dtype) -> Box:
     if _rows_of_a_block() is not None:
         box = lowerings[aten.sum.dim_IntList](box, [1])
@@ -130,7 +139,7 @@ def _over_blocks(op: PointwiseOperator, signature: Signature, lowering: Callable
         blocks = [FloorDiv(sympy_product(rows), block), block]
         lowered = lowering(*(viewed(a, kind, blocks) for a, kind in zip(args, kinds, strict=False)))
         boxes = lowered if isinstance(lowered, tuple) else (lowered,)
-        for box in filter(None, boxes):
+        for box in filter(None, boxes) if _leaves_blocks(node) else ():
             box.realize()  # a GEMM would copy nested views of an unrealized box
         views = tuple(viewed(box, kind, rows) for box, kind in zip(boxes, signature.results, strict=True))
         return views if isinstance(lowered, tuple) else views[0]

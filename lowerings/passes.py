@@ -333,7 +333,7 @@ class Partitioner(Pass, CustomPartitionerFn):
 
 
 class PostGradPass(Pass, CustomGraphPass):
-    """Join sums that tiles split. Attention's heads share their mask in backward."""
+    """Split sums over rows into sums of blocks. Attention's heads share their mask in backward."""
 
     name, allows_several = "post-grad pass", True
 
@@ -342,8 +342,8 @@ class PostGradPass(Pass, CustomGraphPass):
         if policy is None:
             return
         _guarded(self, policy, functools.partial(attention.share_masks, graph))
-        if not switches.is_without("split_reductions"):
-            _guarded(self, policy, functools.partial(split_reductions.join, graph))
+        if inductor_config.split_reductions and not switches.is_without("split_reductions"):
+            _guarded(self, policy, functools.partial(split_reductions.rewrite, graph))
 
 
 class SchedulerPass(Pass, compat.SchedulerPass):

@@ -1,34 +1,92 @@
-"""Join the sums over rows that ``memory="tiled"`` splits, in the post-grad pass: a bias's gradients from all tiles.
+"""Split reductions, in the post-grad pass: compute a bias's gradient without reading the summands from memory again.
 
-Inductor would fuse a chain of additions with the sums and their inputs, so that every tile's hidden layer stays in
-memory for this kernel (a GELU MLP with biases, 65536×4096→16384 in bf16, in eight tiles: 7000 MiB). One sum over a
-tensor with a row for each tile reads only the tiles' results.
+The bias of a linear layer before an activation gets the gradient Σ d over the rows, where d is the activation's
+gradient. If the columns alone are too few to occupy a GPU, Inductor sums blocks of rows, and reads d again after
+another kernel has written it: 2 more bytes for each 16-bit element. Inductor's scheduler would fuse the two kernels if
+their loops matched. The sum loops over (blocks, columns, rows). Loops of d over (blocks, rows, columns) can be put into
+that order, but loops over (rows, columns) cannot.
+
+This pass therefore writes the sum as sums of blocks and a sum of their results, and marks the activation's nodes with
+the number of rows per block. The lowerings of marked nodes loop over blocks (``operators.py``), and sum packed
+gradients themselves. Inductor still chooses the fusions: if d is computed in a GEMM's epilogue, the sums are two
+separate kernels, the same as without this pass. An activation before an active dropout does not change, because the
+dropout's kernel computes its gradient in the same loops.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Sequence
-from typing import Any, cast
+from collections.abc import Container, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
-from torch_fused_ops.declaration import pointwise_operators
+from torch_fused_ops.declaration import DATA, PointwiseOperator, pointwise_operators
 from torch_fused_ops.graphs.modules import insert_call
+from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import VIEWS
 
-aten = torch.ops.aten
+aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
 
-def join(graph: Graph) -> None:
-    """Replace each chain of additions of a bias's gradients, from several tiles or uses, with one sum."""
-    operators = {op.backward.overload for op in pointwise_operators()}
+# With fewer rows per block, the sums of the blocks, written and read as 4 bytes each, are a large part of the traffic.
+_FEWEST_ROWS = 32
+
+
+def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None:
+    """Return the rows per block for a sum over a matrix's rows; None if the pass should not split it.
+
+    Inductor's block size may leave a remainder. The result is the nearest divisor of ``rows``; None if it is below 32.
+    Inductor does not split if there are at least 64 columns per multiprocessor (``Reduction.num_splits`` in
+    torch/_inductor/ir.py, 2.11 to 2.15): 8448 on an H100 or H200. Such a sum loops over (columns, rows), and d fuses
+    with it unchanged.
+    """
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch._inductor.virtualized import V
+
+    if device.type != "cuda" or rows <= _FEWEST_ROWS:
+        return None
+    if columns >= 64 * DeviceProperties.create(device).multi_processor_count:
+        return None
+    blocks = V.choices.reduction_split_factor(device, rows, columns, inner_reduction=False)
+    preferred = rows / max(blocks, 1)
+    divisor = min((n for n in range(1, int(2 * preferred)) if rows % n == 0), key=lambda n: abs(n - preferred))
+    return divisor if blocks > 1 and divisor >= _FEWEST_ROWS else None
+
+
+class _Edit(NamedTuple):
+    marked: list[Node]
+    sums: list[Node]
+    rows_per_block: int
+
+
+def rewrite(graph: Graph) -> int:
+    """Split sums over the rows of activations' gradients into sums of blocks. Return the number of activations."""
+    from torch_fused_ops.lowerings.operators import ROWS_PER_BLOCK_KEY  # not earlier: it imports Inductor's lowerings
+
+    operators = {op.backward.overload: op for op in pointwise_operators()}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        _join(graph, node, operators)
+        _gather(graph, node, operators)
+    if compat.keeps_loops_it_tried() and (inductor_config.max_autotune or inductor_config.max_autotune_gemm):
+        return 0  # Inductor would no longer compute d in the epilogue of its own GEMMs
+    edits = [edit for node in graph.nodes if node.target in operators and (edit := _prepare_edit(node, operators))]
+    for marked, sums, rows in edits:
+        for node in marked:
+            node.meta[ROWS_PER_BLOCK_KEY] = rows
+        for total in sums:
+            _sum_blocks(graph, total, rows)
+    return len(edits)
 
 
-def _join(graph: Graph, total: Node, operators: Container[Any]) -> None:
+def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
+    """Add a bias's gradients from several tiles or uses in one sum, over a tensor with a row for each gradient.
+
+    Inductor would fuse a chain of additions with the sums and their inputs, so that every tile's hidden layer stays in
+    memory for this kernel (a GELU MLP with biases, 65536×4096→16384 in bf16, in eight tiles: 7000 MiB).
+    """
     value = total.meta["val"]
     if value.ndim != 1 or value.device.type != "cuda" or any(user.target is aten.add.Tensor for user in total.users):
         return
@@ -63,3 +121,76 @@ def _is_bias_gradient(node: Node, operators: Container[Any]) -> bool:
         sums += node.target is aten.sum.dim_IntList
         node = cast(Node, node.args[0])
     return sums == 1 and node.target in operators
+
+
+def _prepare_edit(node: Node, operators: Mapping[Any, PointwiseOperator]) -> _Edit | None:
+    """Return the edit for a backward call if its gradients are summed per column, not per row; otherwise None.
+
+    If these gradients are packed, the call is changed here to compute the sums itself.
+    """
+    kinds, grad = operators[node.target].signatures[1].results, cast(Node, node.args[0])
+    value = grad.meta["val"]
+    rows, columns = value.numel() // max(value.shape[-1], 1), value.shape[-1]
+    gradients = [(kinds[cast(int, user.args[1])], user) for user in node.users if user.users]
+    requested = {kind for kind, _ in gradients}
+    sums = [total for kind, d in gradients if kind in DATA for total in _sums(d)]
+    # The loop that computes d also computes sums along rows.
+    if not (sums or "per_column" in requested) or "per_row" in requested or not isinstance(rows * columns, int):
+        return None
+    packed_sums = sums if "packed" in kinds else []
+    block = rows_of_a_block(rows, columns, value.device)
+    if block is None or (packed_sums and node.args[1 + kinds.index("per_column")] is not None):
+        return None
+    while grad.target in (*VIEWS, operator.getitem):
+        grad = cast(Node, grad.args[0])
+    if grad.target is fused.dropout_add_backward.default:
+        return None  # the dropout's loops go over rows, and would be another kernel
+    data = cast(Node, node.args[1])
+    recomputed = [user for user in data.users if user.target is operators[node.target].forward.overload]
+    if packed_sums:
+        _sum_in_operator(node.graph, node, kinds.index("per_column"), packed_sums)
+    return _Edit([node, *recomputed], [] if packed_sums else sums, block)
+
+
+def _sum_in_operator(graph: Graph, node: Node, bias: int, sums: Sequence[Node]) -> None:
+    """Have an operator sum its packed gradients, as for a bias of zeros. A sum cannot read the two halves as one."""
+    grad, *arguments, mask = node.args
+    value = cast(Node, arguments[0]).meta["val"]
+    with graph.inserting_before(node):
+        zeros = graph.call_function(aten.full.default, ([value.shape[-1]], 0.0))
+    zeros.kwargs, zeros.meta = {"dtype": value.dtype, "device": value.device}, {"val": value.new_zeros(value.shape[-1])}
+    arguments[bias] = zeros
+    node.args = (grad, *arguments, [is_set or i == bias for i, is_set in enumerate(cast(Sequence[bool], mask))])
+    for total in sums:
+        with graph.inserting_before(total):
+            summed = graph.call_function(operator.getitem, (node, bias))
+            summed.meta = {**total.meta, "val": zeros.meta["val"]}
+            shaped = insert_call(graph, aten.reshape.default, summed, list(total.meta["val"].shape), like=total)
+        total.replace_all_uses_with(shaped)
+        graph.erase_node(total)
+
+
+def _sums(d: Node) -> list[Node]:
+    """Return the sums over all rows of d."""
+    sums, value = [], d.meta["val"]
+    for user in d.users:
+        if user.target in VIEWS and user.meta["val"].shape[-1] == value.shape[-1]:
+            sums += _sums(user)
+        elif user.target is aten.sum.dim_IntList and "dtype" not in user.kwargs:
+            axes = cast(Sequence[int], user.args[1])
+            if sorted(axis % value.ndim for axis in axes) == list(range(value.ndim - 1)):
+                sums.append(user)
+    return sums
+
+
+def _sum_blocks(graph: Graph, total: Node, rows: int) -> None:
+    d, value, call = cast(Node, total.args[0]), total.meta["val"], partial(insert_call, graph, like=total)
+    with graph.inserting_before(total):
+        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+        blocks = call(aten.reshape.default, d, [-1, rows, d.meta["val"].shape[-1]])
+        parts = call(aten.sum.dim_IntList, blocks, [1], dtype=wide)
+        summed = call(aten.sum.dim_IntList, parts, [0])
+        rounded = call(prims.convert_element_type.default, summed, value.dtype)
+        result = call(aten.reshape.default, rounded, list(value.shape))
+    total.replace_all_uses_with(result)
+    graph.erase_node(total)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from harness import cases, meta, step_of
+from harness import meta, step_of
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.cpp import CppVecOverrides
@@ -134,11 +134,14 @@ FP8: dict[str, Make] = {
 }
 
 
-# By default one case of each loop over blocks of rows runs. Without vector instructions gcc takes a sixth of the time.
-SMOKE = [("bias_glu, interleaved", False), ("bias_glu, swapped, bf16", False)]
+# One variant runs by default, the others under -m slow. Without vector instructions gcc takes a sixth of the time.
+VARIANTS = [(name, vectors) for vectors in (False, True) for name in CASES]
+SMOKE = ("bias_glu, interleaved", False)
 
 
-@pytest.mark.parametrize(("name", "vectors"), cases(CASES, (False, True), default=lambda *case: case in SMOKE))
+@pytest.mark.parametrize(
+    ("name", "vectors"), [SMOKE, *(pytest.param(*v, marks=pytest.mark.slow) for v in VARIANTS if v != SMOKE)]
+)
 def test_compiled_equals_eager(name: str, vectors: bool) -> None:
     fn, args = CASES[name]()
     with inductor_config.patch({"cpp.simdlen": None if vectors else 1}):

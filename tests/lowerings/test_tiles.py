@@ -351,29 +351,3 @@ def test_a_users_budget_takes_precedence() -> None:
     with functorch_config.patch(activation_memory_budget=0.5):
         (site,) = sites(SwiGLU(), torch.randn(50, HIDDEN))
     assert site.tiles == 0 and site.tiles_kind is None
-
-
-# Sums of bias gradients of two tiles, in which only the first has no other addend.
-ADDED: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
-    lambda s, t, v: s + t,
-    lambda s, t, v: (v + 1.5) + s + t,
-    lambda s, t, v: torch.add(s, t, alpha=3) + s,
-    lambda s, t, v: s + v + t,
-]
-
-
-def test_sums_of_tiles_are_joined() -> None:
-    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
-
-    def program(v: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
-        def gradient(t: Tensor) -> Tensor:
-            d: Tensor = torch.ops.fused.bias_act_backward(t, t, None, None, "gelu", [True, False, False])[0]
-            return d.sum(0)
-
-        return [added(gradient(x + i), gradient(y - i), v) for i, added in enumerate(ADDED)]
-
-    args = torch.randn(48), torch.randn(64, 48), torch.randn(64, 48)
-    paper = virtual_gpu.compile_on_paper(program, *args, training=False, config=tfo.compile_options(FusionPolicy()))
-    assert str(paper.inference.graph.graph).count("aten.cat.default") == 1
-    actual, _ = virtual_gpu.interpret_step(paper, args)
-    torch.testing.assert_close(list(actual), program(*args), rtol=1e-4, atol=1e-4)

@@ -49,12 +49,14 @@ def test_values() -> None:
         assert all(part in message for part in switches.PARTS)
 
 
-@pytest.mark.parametrize("part", ["buffer_reuse", "split_reductions"])
-def test_parts_of_compiled_code_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    """The variable turns a part off, and so does Inductor's setting for buffer reuse."""
+@pytest.mark.parametrize(
+    ("part", "setting"), [("buffer_reuse", "inplace_buffers"), ("split_reductions", "split_reductions")]
+)
+def test_parts_of_compiled_code_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, part: str, setting: str) -> None:
+    """The variable and Inductor's setting both turn a part off."""
     calls: list[str] = []
     monkeypatch.setattr(buffer_reuse, "allow_reuse", lambda nodes: calls.append("buffer_reuse"))
-    monkeypatch.setattr(split_reductions, "join", lambda graph: calls.append("split_reductions"))
+    monkeypatch.setattr(split_reductions, "rewrite", lambda graph: calls.append("split_reductions"))
 
     def ran() -> list[str]:
         calls.clear()
@@ -65,8 +67,8 @@ def test_parts_of_compiled_code_can_be_turned_off(monkeypatch: pytest.MonkeyPatc
     parts = ["split_reductions", "buffer_reuse"]
     others = [name for name in parts if name != part]
     assert ran() == parts
-    with inductor_config.patch({"inplace_buffers": False}):
-        assert ran() == ["split_reductions"]
+    with inductor_config.patch({setting: False}):
+        assert ran() == others
     before = passes.identity()
     monkeypatch.setattr(switches, "WITHOUT", (part,))
     assert ran() == others and passes.identity() == f"{before}-{part}"
