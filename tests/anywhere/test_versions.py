@@ -20,7 +20,6 @@ SOURCES = sorted(Path(lowerings.__file__).parent.rglob("*.py"))
 PROBED = {
     "torch._C",  # names of aten's functions, read with getattr
     "torch._dynamo.convert_frame.compile_lock",  # torch 2.11
-    "torch._inductor.config.cuda_backend",
     "torch._inductor.config.pre_grad_pass_timing",  # torch 2.13
     "torch._inductor.custom_graph_pass.CustomSchedulerPass",  # torch 2.13
     "torch._inductor.scheduler.FusedSchedulerNode",
