@@ -2,16 +2,16 @@
 
 An expression is a polynomial with float coefficients over *atoms*. An atom is a variable, or a function applied to such
 polynomials. This form alone settles operand order, association and distribution. Rewriting every function into a few
-functions settles the other differences: ``tanh``, ``silu``, ``x / (1 + exp(-x))``, ``exp(x) / (1 + exp(x))`` all become
-``sigmoid``; ``abs``, ``clamp``, ``leaky_relu``, ``hardswish``, … become ``relu``; ``exp(a)·exp(b)`` becomes
+functions settles most other differences: ``tanh``, ``silu``, ``x / (1 + exp(-x))``, ``exp(x) / (1 + exp(x))`` are all
+written with ``sigmoid``; ``abs``, ``clamp``, ``leaky_relu``, ``hardswish``, … with ``relu``; ``exp(a)·exp(b)`` becomes
 ``exp(a + b)``.
 
 Equal forms prove equal functions, with constants to a relative 1e-6. Unequal forms prove nothing: a missing identity
 costs a fusion, but never causes a wrong result.
 
 Why not sympy: it leaves ``sqrt(2/pi)`` symbolic inside a function's argument and compares constants exactly. It needs
-28 ms to bring NewGELU to exponentials and expand it, and 9 ms for the clamped GLU of gpt-oss. The whole proof takes
-0.05 and 0.9 ms here (one core, cold caches).
+38 ms to bring NewGELU to exponentials and expand it, and 13 ms for the clamped GLU of gpt-oss. Here the whole proof
+takes 0.1 and 5 ms (one core, once the forms of the activations are computed).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Algebra:
         return {tuple(sorted([*powers.items(), (e, 1)])): 1.0}
 
     def _square_relus(self, powers: dict[int, int]) -> dict[int, int]:
-        """Replace x·relu(x) by relu(x)². The derivative of the square is 0 at the kink, for any derivative of relu.
+        """Replace x·relu(x) with relu(x)². The derivative of the square is 0 at the kink, for any derivative of relu.
 
         At NaN it is NaN, unless the gradients of all factors are masked.
         """
@@ -300,9 +300,9 @@ class Algebra:
         return self.mul(self._atom("relu", self.mul(p, 1 / lead), self.lift(kink), self.lift(at_nan)), lead)
 
     def _never_negative(self, p: Poly, kink: float, at_nan: float) -> Poly:
-        """Return p = relu(p) for p ≥ 0. If p is relu(q), the derivatives at q = 0 and at NaN are products of both.
+        """Return relu(p) for p ≥ 0, which is p. If relu(q) is a factor of p, multiply the derivatives of both relus.
 
-        All other such p have NaN as derivative at NaN, also if it is multiplied by 0.
+        The derivative of any other such p at NaN is NaN, even multiplied by 0.
         """
         ((m, c),) = p.items()
         relus = [(atom, k) for atom, k in m if self.atoms[atom][0] == "relu"]
@@ -336,7 +336,7 @@ class Algebra:
 
     def derivative(self, p: Poly, variable: Poly) -> Poly:
         """Return dp/dvariable, for functions that are differentiable everywhere."""
-        slopes: dict[int, Poly] = {}  # the derivative of each atom, after the atoms in its arguments
+        slopes: dict[int, Poly] = {}  # the derivative of each atom; the atoms in its arguments come first
         for atom in sorted(self._inside(p)):
             slopes[atom] = self._slope(atom, variable, slopes)
         return self._chain(p, slopes)
@@ -522,6 +522,7 @@ RULES: dict[str, Rule] = {
     "leaky_relu": lambda a, input, negative_slope=0.01: a.sub(
         a.relu(input, at_nan=0.0), a.mul(a.relu(a.mul(input, -1.0), 1.0), negative_slope)
     ),
+    "rrelu": _rrelu,
     "elu": _elu,
     "celu": lambda a, input, alpha=1.0: _elu(a, input, alpha, input_scale=1 / alpha),
     "selu": lambda a, input: _elu(a, input, 1.6732632423543772, 1.0507009873554805),
@@ -538,7 +539,6 @@ RULES: dict[str, Rule] = {
     "where": _unprovable("a mask or a comparison (where) in it"),
     "masked_fill": _unprovable("a mask (masked_fill) in it"),
     "prelu": _unprovable("learnable parameters (prelu) in it"),
-    "rrelu": _rrelu,
     "threshold": _unprovable("a threshold in it"),
     **dict.fromkeys(
         ("floor", "ceil", "round", "trunc", "frac", "sign", "fmod", "remainder"), _unprovable("rounding in it")
@@ -578,31 +578,35 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
 
     lost: list[float] = []  # see _lost
     for name, args, kwargs in steps:
-        arguments = list(map(value_of, args))
+        arguments, keywords = list(map(value_of, args)), {k: value_of(v) for k, v in kwargs}
         try:
-            value = RULES[name](algebra, *arguments, **{k: value_of(v) for k, v in kwargs})
+            value = RULES[name](algebra, *arguments, **keywords)
         except TypeError as e:
-            raise Unprovable(f"{name} is called in a way that is not read") from e
+            raise Unprovable(f"a call of {name} with arguments that its rule does not accept") from e
         except (ValueError, ArithmeticError) as e:
             raise Unprovable(f"{name} of constants beyond float64's range in it") from e
-        before = [lost[a.i] if isinstance(a, Ref) and a.kind == "value" else 0.0 for a in args]
-        lost.append(_lost(name, arguments, value, before))
+        factor = keywords.pop("alpha", keywords.pop("value", 1.0))
+        read = (*args, *(v for _, v in kwargs))
+        before = [lost[a.i] if isinstance(a, Ref) and a.kind == "value" else 0.0 for a in read]
+        lost.append(_lost(name, [*arguments, *keywords.values()], value, before, factor))
         values.append(value)
     algebra.lost = lost
     return values
 
 
-def _lost(name: str, args: Sequence[Any], value: Poly, before: Sequence[float]) -> float:
-    """Return the largest term that vanished in a sum so far, scaled by later steps. Its rounding may be the result.
+def _lost(name: str, args: Sequence[Any], value: Poly, before: Sequence[float], factor: Any = 1.0) -> float:
+    """Return the largest term that vanished in a sum so far, scaled by later steps.
 
+    If it is larger than the result, the result may be its rounding error.
     ``(x + 2**23·1.5) - 2**23·1.5`` rounds x to integers, ``c = 4097·x; c - (c - x)`` to half its digits, and
     ``x·1e-45·1e45`` is 0. In the algebra all three are x.
 
     Args:
         name, args, value: the step's function, arguments and result.
         before: the largest vanished term of each argument.
+        factor: ``alpha`` of a sum, or ``value`` of addcmul.
     """
-    if name not in LINEAR:
+    if name not in LINEAR and name != "addcmul":
         return max(before, default=0.0)
     terms = [Algebra.lift(p) if isinstance(p, (dict, int, float)) else {} for p in args]
     if name in ("mul", "div"):
@@ -611,5 +615,14 @@ def _lost(name: str, args: Sequence[Any], value: Poly, before: Sequence[float]) 
         p, q = (max(map(abs, p.values()), default=0.0) for p in terms[:2])
         scaled = (before[0] * q, before[1] * p) if name == "mul" else (before[0] / q if q else 0.0, before[1])
         return max(scaled)
+    if not isinstance(factor, (int, float)) or not 1e-6 < abs(factor) < 1e6:
+        return math.inf
+    scale = max(abs(factor), 1.0)
+    if name == "addcmul":  # a term that its product cancels is in its first argument
+        terms, factors = terms[:1], terms[1:]
+        scale *= math.prod(max([1.0, *map(abs, p.values())]) for p in factors)
+    elif factor != 1.0:
+        position = 0 if name == "rsub" else 1
+        terms[position] = {m: c * factor for m, c in terms[position].items()}
     vanished = [abs(c) for p in terms for m, c in p.items() if abs(value.get(m, 0.0)) < abs(c) / 8]
-    return max([*before, *vanished])
+    return max([*(n * scale for n in before), *vanished])

@@ -780,6 +780,21 @@ def test_canceling_large_terms_is_detected():
     assert rounds(("add", 100.0), ("sub", 100.0), ("mul", 100.0))
     a = symbolic.Algebra()
     x = a.variable("x")
+    first, second = (symbolic.Ref("value", i) for i in range(2))
+    canceled = [("add", (X0, large), ()), ("addcmul", (first,), (("tensor1", -large), ("tensor2", 1.0)))]
+    remainder = [("add", (1.0, X0), (("alpha", 0.01),)), ("sub", (first, 1.0), ())]  # 0.01·x, and the rounding of 1
+    for calls in (
+        canceled,
+        [*canceled, ("addcmul", (X0, 1.0), (("tensor2", second),))],
+        [*remainder, ("add", (0.0, second), (("alpha", 100.0),))],
+        [*remainder, ("addcmul", (0.0, second, 100.0), ())],
+        [("add", (0.0, X0), (("alpha", 1e-45),)), ("add", (0.0, first), (("alpha", 1e45),))],
+    ):
+        values = symbolic.evaluate(a, calls, [x])
+        assert a.rounds(len(values) - 1, values[-1])
+    for call in (("addcmul", (X0, X0, 0.5), (("value", 2.0),)), ("add", (0.0, X0), (("alpha", 0.01),))):
+        (value,) = symbolic.evaluate(a, [call], [x])
+        assert not a.rounds(0, value)
     for factor, inexact in ((1.702, False), (1.702 * (1 + 5e-7), True)):
         a.sigmoid(a.mul(x, 1.702))
         a.sigmoid(a.mul(x, factor))
@@ -790,7 +805,7 @@ def test_canceling_large_terms_is_detected():
 def test_calls_without_a_rule_are_unprovable():
     a = symbolic.Algebra()
     calls = {
-        ("relu", (X0, 1.0, 2.0)): "in a way that is not read",
+        ("relu", (X0, 1.0, 2.0)): "arguments that its rule does not accept",
         ("celu", (X0, 0.0)): "beyond float64's range",
         ("sin", (1.0,)): "sin of a constant",
         ("softplus", (X0, 1.0, 5.0)): "with the threshold 5.0",
