@@ -2,13 +2,13 @@
 
 Inductor writes a loop's result over an input that has no later reader. It counts other loops of the same kernel as
 later readers (``SchedulerNode.decide_inplace_update``). A kernel that recomputes an activation and also computes its
-gradients, from the same inputs, therefore allocates a buffer for each result: three tensors of a GLU's hidden layer at
-a step's peak. But if no loop needs a reduction of the same kernel, the kernel has one body, which loads every input
-before it stores. A loop that writes at the index at which it reads an input can then reuse the input's buffer.
+gradients, from the same inputs, therefore allocates a buffer for each result: for a GLU, three of the hidden layer's
+size, at a step's peak. But if no loop needs a reduction of the same kernel, the kernel has one body, which loads every
+input before it stores. A loop that writes at the index at which it reads an input can then reuse the input's buffer.
 
-This pass assigns each such input to one loop, and orders the input's other readers before this loop. Inductor checks
-everything else, as for any kernel: later readers, inputs of the graph (backward may reuse donated ones only), sizes,
-layouts, streams.
+This pass assigns each such input to one loop, and declares the input's other readers ancestors of this loop. Inductor
+checks everything else, as for any kernel: later readers, inputs of the graph (backward may reuse donated ones only),
+sizes, layouts, streams.
 
 Inductor never considers two kinds of results. The pass makes them views of the input, just as the parts of a
 concatenation are views of the whole, so that Inductor tracks how long the memory is in use:
@@ -50,7 +50,7 @@ class _Kernel(NamedTuple):
     loops: Sequence[Loop]
     names: set[str]  # names of its loops
     before: set[str]  # names of the loops that must run first
-    read: dict[str, Any]  # the buffers that it reads, by name, except pinned ones
+    read: dict[str, Any]  # its inputs by name: buffers that it does not write, except pinned ones
     narrowest: int  # bytes of the smallest element that it reads or writes
 
     def readers(self, name: str) -> list[User]:
@@ -150,9 +150,9 @@ def _assign_buffers(kernel: _Kernel) -> dict[str, Loop]:
 def _can_reuse(kernel: _Kernel, name: str, loop: Loop) -> bool:
     """Return True if a loop may reuse a buffer, and needs memory.
 
-    The buffer must not have later readers. The loop reads it, and so may other loops of this kernel, each at the index
-    at which that loop writes, and without reducing it. The loop's result must have the same dtype. Another kernel must
-    read the result: otherwise the result does not need memory.
+    The buffer must not have later readers. The loop must read it. Each loop of this kernel that reads it must read at
+    the index at which this reader writes, without reducing it. The loop's result must have the same dtype. Another
+    kernel must read the result, or the graph return it: otherwise the result does not need memory.
     """
     buffer, readers, outputs = kernel.read[name], kernel.readers(name), loop.get_outputs()
     return (
@@ -258,7 +258,7 @@ def _concatenation(node: Any) -> Any:
 
 
 def _written_at(loop: Any, result: Any) -> tuple[Any, Any] | None:
-    """Return the index at which a loop writes a result, and the loop's sizes; None if the index is not known."""
+    """Return the index at which a loop writes a result, and the loop's sizes; None if unknown or not aligned."""
     (output,) = loop.get_outputs()
     start = 0 if output.node is result else output.node.get_output_spec().view.get_layout().offset
     writes = [dep for dep in loop.read_writes.writes if dep.name == output.get_name()]
@@ -285,9 +285,9 @@ def _fills_same_memory(node: Any, result: Any) -> bool:
 
 
 def _generate_behind_a_barrier(generate: Callable[..., None], has_views: bool, *args: Any) -> None:
-    """Generate a loop's code. If the kernel overwrites its inputs, put a barrier before the stores.
+    """Generate a loop's code. If the kernel has two axes and overwrites inputs, put a barrier before the stores.
 
-    Inductor adds the same barrier before a value that is stored once for many loads (triton#1615).
+    Inductor puts the same barrier before it stores a broadcast value over an input (triton#1615).
 
     Args:
         generate: ``SchedulerNode.codegen`` of the loop.

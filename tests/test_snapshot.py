@@ -1,4 +1,4 @@
-"""Memory snapshots: reading PyTorch's files, their kinds of memory, and the files that plans write."""
+"""Memory snapshots: reading PyTorch's files, kinds of memory, and advice."""
 
 import json
 import os
@@ -312,7 +312,7 @@ def test_live_bytes_equal_a_naive_count(sizes: list[int], random: Any) -> None:
 
 
 def test_the_viewer_reads_recordings(tmp_path: Path) -> None:
-    """The helper above writes PyTorch's format."""
+    """``Recording`` writes PyTorch's format."""
     recording = Recording()
     failed_step(recording)
     data = recording.data()

@@ -92,12 +92,12 @@ def dropout_rule(mesh, rank):
             leaf(mesh, numbers(12), [Shard(0) if places == [Shard(1)] else Replicate()]),
         )
         key = DTensor.from_local(s, mesh, [Replicate()], run_check=False)
-        y = fused.dropout_add(x, b, r, key, P)
+        y = counted({}, fused.dropout_add, x, b, r, key, P)
         assert list(y.placements) == places
         local = fused.dropout_add(x.to_local(), b.to_local(), r.to_local(), s, P)
         assert torch.equal(y.to_local(), local)
         g = leaf(mesh, numbers(8, 12), places).detach()
-        d_x, d_b, d_r = torch.autograd.grad(y, (x, b, r), g)
+        d_x, d_b, d_r = counted({}, torch.autograd.grad, y, (x, b, r), g)
         scaled_mask = fused.dropout_add(torch.ones_like(x.to_local()), None, None, s, P)
         assert torch.equal(d_x.to_local(), g.to_local() * scaled_mask) and torch.equal(
             d_r.full_tensor(), g.full_tensor()

@@ -30,9 +30,9 @@ class LinearFc1Interface(Protocol):
 
 
 class LinearFc1Builder(Protocol):
-    """A builder of a linear. It gets all arguments of ``ColumnParallelLinear`` or ``RowParallelLinear`` by name.
+    """A builder of a linear. It gets arguments of ``ColumnParallelLinear`` or ``RowParallelLinear``.
 
-    It gets name and pg_collection only if the MLP has them.
+    The sizes are positional. It gets name and pg_collection only if the MLP has them.
     """
 
     def __call__(self, input_size: int, output_size: int, /, *args: Any, **arguments: Any) -> LinearFc1Interface: ...
@@ -79,13 +79,13 @@ class MLP(nn.Module):
 
     Args:
         config: an ``MLPConfig``, or any object with ``hidden_size`` and possibly other attributes of ``MLPConfig``.
-        submodules: builders of the linears; by default the linears of ``torch_fused_ops.nn``.
+        submodules: builders of the MLP's children; by default the linears of ``torch_fused_ops.nn``.
         is_expert: True for a mixture's expert. It needs ``ffn_hidden_size``, and a config that does not shard experts.
         input_size: size of the input; by default ``config.hidden_size``.
         ffn_hidden_size: size between the linears; by default ``config.ffn_hidden_size``.
         tp_group: the processes that shard the weights (``distributed.tensor_parallel``). Each has rows of fc1's weight
             (gate rows and up rows if gated) and columns of fc2's weight, as plain parameters, sliced from one process's
-            initial weights. Every rank returns the complete output; with ``config.sequence_parallel``, for its tokens.
+            initial weights. Every rank returns the complete output; with ``config.sequence_parallel``, only its tokens.
         name, is_mtp_layer: accepted because Megatron's ``TransformerLayer`` passes them. The linears get the name.
         pg_collection: Megatron's ``ProcessGroupCollection``. Its ``tp`` is the default tp_group. The linears also get
             the collection.
@@ -199,7 +199,7 @@ class MLP(nn.Module):
         level = self._memory
         by_fsdp = hasattr(fc1, "set_requires_gradient_sync")
         if level == "input" and not (untouched(fc1) or by_fsdp):
-            level = "free"  # a hook may do something else when backward calls it
+            level = "free"  # when backward calls fc1 again, a hook may act differently
 
         def first(x: Tensor) -> Tensor:
             h: Tensor
@@ -283,6 +283,6 @@ def _from_megatron(name: str | None, child: str, pg_collection: Any) -> dict[str
 
 def _check_expert(config: Any, ffn_hidden_size: int | None) -> None:
     if ffn_hidden_size is None:
-        raise ValueError("ffn_hidden_size=None is not accepted for an expert: the config's is for dense MLPs")
+        raise ValueError("ffn_hidden_size=None is not accepted for an expert: the config's value is for dense MLPs")
     if (blocks := getattr(config, "moe_mlp_glu_interleave_size", None)) is not None:
         raise ValueError(f"moe_mlp_glu_interleave_size={blocks!r} is not accepted: reorder fc1's rows to [gate; up]")

@@ -51,7 +51,7 @@ _PHASES = (
     (PARAMETERS, r":(from_pretrained|load_state_dict|_apply|to|cuda|to_empty|__init__|reset_parameters)$"),
 )
 _LIBRARY = re.compile(r"/torch/|/torchinductor_|<|\.(cpp|cu|h|c)$|^\?*$|/(accelerate|torch_fused_ops|triton)/")
-_BYTES_FOR_BYTE = 24  # a loaded snapshot takes 9 to 15 bytes for each byte of its file (Python 3.11)
+_BYTES_FOR_BYTE = 24  # a loaded snapshot takes 7 to 15 bytes for each byte of its file (Python 3.11)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -95,7 +95,9 @@ def _bounded(nbytes: int) -> Iterator[None]:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Load a snapshot without running code from the file. Takes at most 24 times the file's size, and 256 MiB.
+    """Load a snapshot without running code from the file.
+
+    On Linux, it may take 24 times the file's size and 256 MiB of memory, not more.
 
     ``read_snapshot`` took 76 s of processor time and 3.4 GiB for a file of 504 MB with 6.3 million events.
 
@@ -124,7 +126,7 @@ class Block(NamedTuple):
 
     nbytes: int  # requested
     start: int  # -1: before the trace
-    end: int  # the number of events: not freed
+    end: int  # length of the trace: not freed
     frames: Sequence[Mapping[str, Any]] = ()
     category: str = ""
 
@@ -303,7 +305,7 @@ def read_snapshot(
 
     Args:
         path: a file that ``torch.cuda.memory._dump_snapshot`` or ``Plan.to_snapshot`` wrote.
-        saved: the model's saved tensors, ``explain(model, …).saved``. Blocks of equal size are taken to be these.
+        saved: the model's saved tensors, ``explain(model, …).saved``, matched with saved activations by size.
         parameters: bytes of each of the model's parameters.
         plan: a file of ``Plan.to_json`` or ``Plan.to_snapshot``, to compare.
 

@@ -38,8 +38,8 @@ class Event:
         graph: "forward", "backward" or "inference".
         call: the name of the kernel or operator: "triton_poi_fused_gelu_0", "addmm".
         live: the most bytes alive between the end of the previous call and the end of this call.
-        after: bytes alive after the call, without tensors that are not read later.
-        waiting: bytes of `after` that nothing reads any more; Inductor reuses their memory for a later result.
+        after: bytes alive after the call, once tensors without later readers are freed.
+        waiting: bytes of `after` that are not read again; Inductor reuses their memory for a later result.
         nbytes: bytes that the call reads and writes (`Launch.bytes_moved`).
         flop: FLOP of GEMMs and attention, counted by `work.flop_of_bf16`.
         modules: see `Launch.modules`.
@@ -72,7 +72,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Stored:
-    """Memory that a forward graph computes and saves for backward, and that backward frees. Calls are numbered.
+    """Memory that a forward graph computes and saves for backward, and that backward frees.
+
+    The attributes after ``saved`` are numbers of calls.
 
     Attributes:
         nbytes: size in bytes.
@@ -120,7 +122,7 @@ class Timeline:
         """Return the bytes that the caching allocator's pool holds beyond the peak of live bytes between two calls.
 
         A tensor gets the smallest free piece that is large enough, or new memory. Adjacent free pieces are merged. A
-        piece that is too small for all later tensors stays unused: deleted bf16 logits cannot hold float32 copies.
+        piece that is too small for all later tensors stays unused, such as the piece of deleted bf16 logits.
         A tensor allocated earlier counts only if it is freed between the two calls.
         """
         pool = Pool()
@@ -310,7 +312,7 @@ def timeline_of(
             Gradients flow back along the links.
         device: the type of the device whose memory is counted.
         launched: called for each launch of a generated kernel with the graph, the kernel's name and its arguments.
-        units: for each graph, the layer to record for its calls. If it is None or missing: each call's own modules.
+        units: for each graph, the layer to record for its calls. With None or no ``units``, calls keep their modules.
         shared: maps (graph, input) to a name. Inputs with the same name are one tensor with one gradient.
         retained: each (graph, result) that the caller holds to the end although a later graph reads it.
 
@@ -560,7 +562,7 @@ class Memory(Storages):
             uses, starts = self.uses.get(number, []), self.starts.get(graph, len(events))
             before, after = [i for i in uses if i < ends], [i for i in uses if i >= starts]
             if number in freed and before and after:
-                written = self.written.get(number, before[0])  # earlier uses are of a tensor whose memory it reuses
+                written = self.written.get(number, before[0])  # before, the memory held another tensor
                 ready = next((i for i in before if i > written and events[i].flop), before[-1] + 1)
                 yield Stored(self.log[number][2], saved, ready, ends, starts, after[0])
 
@@ -634,7 +636,7 @@ class Memory(Storages):
         return tuple(replace(event, waiting=nbytes) for event, nbytes in zip(self.events, waiting, strict=False))
 
     def born(self, gradients: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """Map each gradient's number to its storage's allocating call and bytes. Shared storages count once."""
+        """Map each gradient's index to (call that allocated its storage, bytes). Shared storages count once."""
         births: dict[int, tuple[int, int]] = {}
         counted: set[int] = set()
         for j, gradient in enumerate(gradients):
