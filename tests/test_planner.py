@@ -324,19 +324,6 @@ def test_choice_is_within_2_percent_of_the_best(seed: int, equal: bool) -> None:
         assert limit == low or (greedy_choice is not None and greedy_choice.summary.seconds <= 1.02 * fastest), limit
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("units", [7, 20])
-def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
-    candidates = search.candidates(random_step(units, 1, equal), LEVELS)
-    peaks = sorted({candidate.summary.peak for candidate in candidates})
-    chosen = [search.best(candidates, limit) for limit in peaks]
-    seconds = [candidate.summary.seconds for candidate in chosen if candidate is not None]
-    assert len(seconds) == len(peaks) and seconds == sorted(seconds, reverse=True)
-    assert search.best(candidates, peaks[0] - 1) is None
-    assert all(choice is not None and choice.summary.peak <= limit for choice, limit in zip(chosen, peaks, strict=True))
-
-
 @pytest.mark.parametrize("short", [0, 3, 10, 1000])
 def test_chosen_mixed_levels_were_compiled(short: int) -> None:
     """Compiled peaks of mixed levels exceed the estimates by ``short`` bytes. At most two mixtures are compiled."""

@@ -36,13 +36,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "MLP of a name": lambda: MLP(MLPConfig(8, add_bias_linear=False, activation_func="relu2")),
 }
 
-LOADS = """
-import sys, torch
-for module, x, expected in torch.load(sys.argv[1], weights_only=False):
-    torch.testing.assert_close(module(x), expected)
-print(len(sys.argv))
-"""
-
 
 def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
@@ -72,14 +65,6 @@ def test_modules_are_copied_pickled_and_saved(name: str) -> None:
         twin.load_state_dict(through_a_file(module.state_dict(), True))
         first(twin(x)).sum().backward()  # copies can be trained
         torch.testing.assert_close(first(twin(x)), expected, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_modules_load_without_an_import_of_the_package(tmp_path: Path) -> None:
-    x = torch.randn(3, 8)
-    modules = [make().eval() for make in MODULES.values()]
-    torch.save([(m, x, m(x)) for m in modules], tmp_path / "modules.pt")
-    quietly("-c", LOADS, tmp_path / "modules.pt")
 
 
 def test_policies_reports_and_configs_are_copied() -> None:

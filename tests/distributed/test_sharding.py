@@ -52,7 +52,7 @@ def dropout(mesh, rank):
             x, r = leaf(mesh, numbers(8, 12), places), leaf(mesh, 100 * numbers(8, 12), residual_places)
             b = leaf(mesh, numbers(12), [Replicate()]) if has_bias else None
             torch.manual_seed(5)
-            y = functional.bias_dropout_add(x, b, r, P)
+            y = counted({}, functional.bias_dropout_add, x, b, r, P)
             assert y.shape == (8, 12) and y.placements[0] == (Shard(1) if name == "last" else places[0]), name
             full_y = y.full_tensor()
             is_kept = (full_y - r.full_tensor()).abs() > 1e-3
@@ -78,40 +78,6 @@ def dropout(mesh, rank):
     assert set((y.full_tensor() / (2 * numbers(4, 6))).flatten().tolist()) <= {0.0, 2.0}
     x = leaf(mesh, numbers(8, 12), [Shard(0)])
     assert torch.equal(functional.bias_dropout_add(x, None, None, P, False).full_tensor(), x.full_tensor())
-
-
-def dropout_rule(mesh, rank):
-    """fused::dropout_add on DTensors draws each shard's mask from that rank's seed."""
-    fused = torch.ops.fused
-    seed = torch.tensor([99])
-    own_seed = functional.shard_seed(seed, rank)
-    for places, s in (([Shard(0)], own_seed), ([Shard(1)], own_seed), ([Replicate()], seed)):
-        x, r, b = (
-            leaf(mesh, numbers(8, 12), places),
-            leaf(mesh, numbers(8, 12), places),
-            leaf(mesh, numbers(12), [Shard(0) if places == [Shard(1)] else Replicate()]),
-        )
-        key = DTensor.from_local(s, mesh, [Replicate()], run_check=False)
-        y = counted({}, fused.dropout_add, x, b, r, key, P)
-        assert list(y.placements) == places
-        local = fused.dropout_add(x.to_local(), b.to_local(), r.to_local(), s, P)
-        assert torch.equal(y.to_local(), local)
-        g = leaf(mesh, numbers(8, 12), places).detach()
-        d_x, d_b, d_r = counted({}, torch.autograd.grad, y, (x, b, r), g)
-        scaled_mask = fused.dropout_add(torch.ones_like(x.to_local()), None, None, s, P)
-        assert torch.equal(d_x.to_local(), g.to_local() * scaled_mask) and torch.equal(
-            d_r.full_tensor(), g.full_tensor()
-        )
-        gathered = d_x.full_tensor()
-        torch.testing.assert_close(d_b.full_tensor(), gathered.sum(0))
-        if places[0].is_shard():
-            mask = (gathered != 0).chunk(2, places[0].dim)
-            assert not torch.equal(*mask)
-    x = leaf(mesh, numbers(2, 4, 6), [Shard(1)])
-    key = DTensor.from_local(own_seed, mesh, [Replicate()], run_check=False)
-    assert fused.dropout_add(x, None, None, key, P).placements == (Shard(1),)
-    bare = fused.dropout_add(leaf(mesh, numbers(2, 4), [Shard(0)]), None, None, key, 0.0)
-    assert torch.equal(bare.full_tensor(), numbers(2, 4))
 
 
 def placed(mesh, tensors, placements):
@@ -372,7 +338,7 @@ def on_1d_mesh(fn):
 
 
 GROUPS = {
-    "two": [on_1d_mesh(fn) for fn in (dropout, dropout_rule, activations, softmax, compiled_activations)],
+    "two": [on_1d_mesh(fn) for fn in (dropout, activations, softmax, compiled_activations)],
     "float8": [on_1d_mesh(fn) for fn in (float8_layers, float8_tensor_parallel)],
 }
 

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torch_fused_ops.distributed import load, save
 from torch_fused_ops.nn import MLP, ColumnParallelLinear, FusedMLP, MLPConfig, RowParallelLinear
@@ -177,28 +176,6 @@ def odds(rank, ranks, folder):
     assert column(x[:, :4])[0].shape == (4, 2) and row(column(x[:, :4])[0])[1] is None
 
 
-def selective_checkpointing(rank, ranks, folder):
-    """A tensor that a policy saves is not recomputed, so its collective does not run twice."""
-
-    def policy(save):
-        def choose(ctx, op, *args, **kwargs):
-            saved = any(name in str(op) for name in save)
-            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return lambda: create_selective_checkpoint_contexts(choose)
-
-    unsharded, mlp, x = build(config()), build(config(), dist.group.WORLD), tokens(4, HIDDEN)
-    output(unsharded, x).square().sum().backward()
-    for saves, reductions in ((("fused.", "c10d"), 1), (("fused.",), 2)):
-        mlp.zero_grad()
-        with CommDebugMode() as comm:
-            y = checkpoint(lambda x: output(mlp, x), x, use_reentrant=False, context_fn=policy(saves))
-            y.square().sum().backward()
-        assert comm.get_total_counts() <= reductions
-        for (_, p, spec), unsharded_p in zip(parts(mlp), unsharded.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, cut(unsharded_p.grad, spec, rank, ranks))
-
-
 def saves_and_sends_as_computed(rank, ranks, folder):
     """Saved bytes, collectives and GEMMs equal ``mlp_figures``."""
 
@@ -329,7 +306,7 @@ def wrapped(rank, ranks, folder):
 
 GROUPS = {
     "two": [training, pytorch_styles, odds, wrapped],
-    "two more": [flags, selective_checkpointing, saves_and_sends_as_computed, traced],
+    "two more": [flags, saves_and_sends_as_computed, traced],
     "four": [two_dimensions, odds, training, data_parallel],
     "many": [flags, saves_and_sends_as_computed, compiled],
 }

@@ -205,14 +205,6 @@ def test_wrappers_for_data_parallel_leave_names_of_modules_as_they_are(wrapper: 
         dist.destroy_process_group()
 
 
-def test_peft_s_names_of_modules_are_its_model_s() -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(stack(), peft.LoraConfig(target_modules=r"layers\.\d\.0", r=2))
-    (first, second) = names_when_compiled(model)
-    assert {first, second} <= {name for name, _ in model.named_modules()}
-    assert (first, second) == ("base_model.model.layers.0", "base_model.model.layers.1")
-
-
 def names_when_compiled(model: nn.Module) -> list[str]:
     with tfo.record() as report, torch.no_grad():
         torch.compile(model, backend="fused")(torch.randn(4, 8))
