@@ -119,7 +119,7 @@ def test_a_llama_block() -> None:
     for name in ("gate", "up"):
         row = row_of(saved, f"layers.0,1.mlp.{name}")
         assert (row.count, row.nbytes) == (LAYERS, LAYERS * 2 * TOKENS * HIDDEN * HALF)
-        assert (row.shape, row.dtype) == ((2, TOKENS, HIDDEN), "bfloat16")
+        assert (row.shape, row.dtype) == ((2 * TOKENS, HIDDEN), "bfloat16")  # the GEMM's result, not a view of it
         assert ("glu_backward", "layers.0,1.mlp") in row.read_by
         assert ("weight gradient", "layers.0,1.mlp.down") in row.read_by, "backward recomputes the activation from it"
         assert {'memory="fp8"', 'memory="input"'} <= set(row.removed_by) and not row.refused
