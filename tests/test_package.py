@@ -64,6 +64,7 @@ assert torch.compiler.config.cache_key_tag.count("torch_fused_ops") == 1
     python("-c", program)
 
 
+@pytest.mark.slow
 def test_clone_as_current_folder_imports_all_parts() -> None:
     """The clone's parts, links inside its package, are found before an installed copy. Lowerings have one name."""
     if not (ROOT / "lowerings").is_dir():

@@ -97,7 +97,7 @@ def check(name: str, args: tuple[Any, ...], run: Callable[..., Any] | None = Non
         assert_close(actual, exact.double(), gradient=True, absolute=8 * torch.finfo(finest).eps * size)
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("case", RESULTS)
 def test_results_for_every_number_of_rows(case: str) -> None:
     name, arguments = RESULTS[case]

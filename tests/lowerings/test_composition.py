@@ -276,7 +276,7 @@ def test_bodies_of_higher_order_operators_are_fused(name: str, training: bool) -
 # ---- DDP -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes, parts", [(4.3, 3), (1000, 2)])  # the first bucket always has 1 MiB
 def test_mlps_that_ddp_cuts_are_sites_that_are_not_fused(megabytes: float, parts: int) -> None:
     """DDPOptimizer splits a graph when a bucket is full. No backend sees all of an MLP that is split."""

@@ -94,6 +94,7 @@ def test_masks_are_bitwise_equal() -> None:
         assert all(map(torch.equal, torch.compile(fn, dynamic=dynamic)(x), fn(x)))
 
 
+@pytest.mark.slow
 def test_cpus_draw_once_for_four_elements() -> None:
     """The generator computes in 64-bit words. Only its result is int32, for four elements."""
     draw, use = cpp(lambda x: fused.dropout_add(x, None, None, SEED, 0.3), leaf(8, 64, dtype=BF16, grad=False))

@@ -65,18 +65,6 @@ def test_summands_are_not_read_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "kernels", "nbytes"), [({}, 3, 10.06), (None, 2, 6.06)])
-def test_an_operators_own_bias_is_summed_in_its_kernel(config: Any, kernels: int, nbytes: float) -> None:
-    """Without the pass, the sum reads the formula's inputs again."""
-    x, bias = (torch.empty(s, dtype=BF16, device="meta", requires_grad=True) for s in ((TOKENS, 3072), (3072,)))
-    config = tfo.compile_options(tfo.FusionPolicy(strict=True)) if config is None else config
-    act = lambda x, b: fused.bias_act(x, b, None, "gelu")  # noqa: E731
-    graph = virtual_gpu.compile_on_paper(act, x, bias, config=config).backward
-    assert len(graph.kernels) == kernels
-    assert graph.bytes_moved / (TOKENS * 3072) == pytest.approx(nbytes, abs=0.01)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["off", "free"])
 @pytest.mark.parametrize("model", [GELU, SwiGLU])
 def test_gradients_stay_in_gemm_epilogues(model: Callable[[int], nn.Module], memory: str) -> None:

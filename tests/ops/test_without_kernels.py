@@ -36,6 +36,7 @@ print([name for name in files if re.search(r"torch_fused_ops/(kernels/|families/
 """
 
 
+@pytest.mark.slow
 def test_plain_torch_alone_runs() -> None:
     assert python("-c", PROGRAM, TORCH_FUSED_OPS_WITHOUT="kernels") == "[]\n"
 

@@ -68,6 +68,7 @@ def test_cpu_autocast_and_devices_become_the_gpus() -> None:
     assert {n.meta["val"].device.type for n in products} == {"cuda"}
 
 
+@pytest.mark.slow
 def test_graphs_from_a_gpu_and_the_cpu_compile_alike() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

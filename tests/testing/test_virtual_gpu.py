@@ -222,6 +222,7 @@ def test_shape_functions_follow_the_gpus_rules():
     assert paper.inference is not None
 
 
+@pytest.mark.slow
 def test_constants_indexing_embedding_and_dropout_compile():
     table = nn.Embedding(1000, 256, device="meta")
 
