@@ -518,6 +518,18 @@ def test_caller_may_modify_arguments_that_pytorch_does_not_save(level: str) -> N
     assert max_relative_error(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
 
 
+def test_backward_reads_values_through_its_own_views() -> None:
+    graph, aten = torch.fx.Graph(), torch.ops.aten
+    x, w, tangent = map(graph.placeholder, ("primals_1", "primals_2", "tangents_1"))
+    doubled = graph.call_function(aten.mul.Tensor, (x, 2.0))
+    result = graph.call_function(aten.mm.default, (doubled, w))
+    transposed = graph.call_function(aten.permute.default, (doubled, [1, 0]))
+    gradient = graph.call_function(aten.mm.default, (transposed, tangent))
+    graph.output((result, gradient))
+    read, in_memory = partition._read_by_backward(graph, 1)
+    assert doubled in read and doubled in in_memory and transposed not in read
+
+
 def packed_tanh(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     h = s.up(x)
     return F.linear(torch.tanh(h[..., :32]) * h[..., 32:], s.down.weight[:, :32]), h
