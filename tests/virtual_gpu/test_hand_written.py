@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -343,11 +344,14 @@ def test_hand_written_kernels_have_the_expected_findings(name: str) -> None:
     assert text in str(audit) and bool(audit.notes) == (bool(text) and not kinds), str(audit)
 
 
-def test_audits_name_unwritten_bytes_and_invalid_arguments() -> None:
+def test_audits_name_unwritten_bytes_and_invalid_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     audit = virtual_gpu.audit(only_the_first, meta(N), meta(N), N, grid=(4,), B=1024, gpu=virtual_gpu.H100)
     assert audit.findings[0].evidence == (
         "no program writes 12,288 of the first 16,384 bytes; the first of them is byte 4,096"
     )
+    # Triton's cache does not take the audit's unfinished kernel for the whole kernel.
+    assert virtual_gpu.assemble(only_the_first, virtual_gpu.H100, meta(N), meta(N), N, B=1024).instructions
     options: dict[str, Any] = {"grid": (4,), "B": 1024, "gpu": virtual_gpu.H100}
     with pytest.raises(ValueError, match="zeroed: got 'z', expected names of tensors among x, y"):
         virtual_gpu.audit(only_the_first, meta(N), meta(N), N, zeroed=["z"], **options)

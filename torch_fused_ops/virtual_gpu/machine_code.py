@@ -119,25 +119,28 @@ def compile_to_ttgir(kernel: Kernel, gpu: GPU, configuration: Configuration) -> 
     """Return a kernel's TTGIR in one configuration: Triton's last form with tensors and layouts."""
 
     def stop_after_ttgir(*arguments: Any) -> Any:
-        """Triton's hook: return strings for its cache's key, or change the stages in ``arguments``."""
+        """Triton's hook: return strings for its caches' keys, or change the stages in ``arguments``."""
         if not arguments:
-            return "stop_after_ttgir", "stop_after_ttgir"
+            return "", ""
         stages = arguments[1]
         for name in [*stages][2:]:
             stages[name] = lambda module, metadata: metadata.update(name="", shared=0) or ""
 
     runtime = import_triton("triton.knobs").runtime
     with mock.patch.object(runtime, "add_stages_inspection_hook", stop_after_ttgir):
-        text: str = _compiled(kernel, gpu, configuration).asm["ttgir"]
+        text: str = _compiled(kernel, gpu, configuration, "ttgir").asm["ttgir"]
     return text
 
 
-def _compiled(kernel: Kernel, gpu: GPU, configuration: Configuration) -> Any:
+def _compiled(kernel: Kernel, gpu: GPU, configuration: Configuration, cached_as: str = "") -> Any:
+    """Compile a kernel. ``cached_as`` is added to its key in Triton's cache, which ignores hooks before Triton 3.7."""
     triton = import_triton()
     values = {**kernel.constants, **configuration.block}
     values = {name: value for name, value in values.items() if name in kernel.signature}
     ASTSource = import_triton("triton.compiler").ASTSource
     source = ASTSource(fn=kernel.jit, signature=dict(kernel.signature), constexprs=values, attrs=dict(kernel.attrs))
+    digest = source.hash() + cached_as
+    source.hash = lambda: digest
     options = {**kernel.options, "num_warps": configuration.num_warps}
     if configuration.num_stages is not None:
         options["num_stages"] = configuration.num_stages
