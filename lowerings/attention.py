@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops.graphs.modules import module_stack
-from torch_fused_ops.lowerings.partition import base, is_gemm, is_linear, op_types
+from torch_fused_ops.lowerings.partition import base, is_gemm, is_linear, is_pointwise, op_types
 from torch_fused_ops.lowerings.saved_tensors import readers
 
 aten, fused = torch.ops.aten, torch.ops.fused
@@ -148,4 +148,4 @@ def _moves(node: Node) -> bool:
 
 
 def _is_pointwise(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is fused.dropout_add.default
+    return is_pointwise(node) or node.target is fused.dropout_add.default

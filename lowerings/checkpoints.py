@@ -21,13 +21,8 @@ from torch_fused_ops.graphs.modules import is_of_activation, module_stack
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.memory_levels import (
-    OPERATOR,
-    Edit,
-    are_checkpointed,
-    attention_with_level,
-    requested_level,
-)
+from torch_fused_ops.lowerings.memory_levels import Edit, are_checkpointed, attention_with_level, requested_level
+from torch_fused_ops.lowerings.partition import OPERATOR
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, modules_of_site
 
 log = logging.getLogger("torch_fused_ops")

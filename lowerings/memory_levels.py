@@ -34,11 +34,10 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops.declaration import PointwiseOperator, pointwise_operators
 from torch_fused_ops.graphs.modules import innermost, is_of_activation, marked_clamp, module_stack
 from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.lowerings import attention, compat, offload
-from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
+from torch_fused_ops.lowerings.partition import OPERATOR, Graphs, base, is_gemm, is_linear
 from torch_fused_ops.lowerings.saved_tensors import (
     DATA,
     SAME_ELEMENTS,
@@ -56,7 +55,6 @@ log = logging.getLogger("torch_fused_ops")
 
 aten, fused = torch.ops.aten, torch.ops.fused
 
-OPERATOR: dict[Any, PointwiseOperator] = {op.forward.overload: op for op in pointwise_operators()}
 _T = TypeVar("_T")
 _LEVEL = "torch_fused_ops_memory"  # key of meta["custom"], which tracing copies: the level that an operator requests
 

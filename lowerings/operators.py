@@ -2,7 +2,8 @@
 
 ``programs.py`` turns a formula into a pointwise node. This file adds packed data, the gradients of biases and scales,
 and sums over rows in two steps: over the rows of each block, then over the blocks. Inductor fuses the first step with
-the summands. GPUs have blocks in eager kernels only (``kernels/compiled.py``).
+the summands. ``split_reductions.py`` chooses the blocks of compiled GPU code, ``kernels/compiled.py`` those of eager
+kernels.
 """
 
 from __future__ import annotations

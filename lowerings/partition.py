@@ -41,7 +41,7 @@ from torch._functorch.partitioners import get_default_op_list, min_cut_remateria
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops.declaration import OPERATORS, pointwise_operators
+from torch_fused_ops.declaration import OPERATORS, PointwiseOperator, pointwise_operators
 from torch_fused_ops.graphs.gemm_registry import is_known
 from torch_fused_ops.graphs.modules import is_of_activation
 from torch_fused_ops.lowerings import compat
@@ -52,6 +52,7 @@ aten = torch.ops.aten
 
 op_types = functools.cache(get_default_op_list)  # a call takes 0.4 ms, and passes need the list for every node
 
+OPERATOR: dict[Any, PointwiseOperator] = {op.forward.overload: op for op in pointwise_operators()}
 # A family extends these three tables when its lowerings are imported.
 # Operators that the partitioner may recompute without a GEMM, and whose inputs need not be in memory. (If it did not
 # know the backward operators, an activation's input would be saved besides the values that it is computed from.)
@@ -75,9 +76,15 @@ def is_gemm(node: Node) -> bool:
     return is_linear(node) or getattr(node.target, "overloadpacket", None) in _BATCHED_GEMMS
 
 
+def is_pointwise(node: Node) -> bool:
+    """Return True for a pointwise call of PyTorch."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def allow_recomputation() -> None:
     """Have the partitioner treat the fused operators as pointwise operators, which are cheap to recompute."""
     compat.allow_recomputation(getattr(torch.ops.fused, name) for name in RECOMPUTABLE)
+    op_types.cache_clear()  # the list may have been read before
 
 
 def budgeted(graph: Graph) -> bool:
@@ -283,23 +290,17 @@ def _inputs_of_activations(graph: Graph, backward: set[Node]) -> list[Node]:
     Memory levels replace saved inputs. Without this rule, the partitioner may save a GEMM's result instead of its sum
     with a bias.
     """
-    operators = {op.forward.overload for op in pointwise_operators()}
-
-    def is_pointwise(node: Node) -> bool:
-        return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-    @functools.cache
-    def is_available(node: Node) -> bool:
-        is_read = node.op == "placeholder" or any(user in backward for user in node.users)
-        return is_read or (is_pointwise(node) and all(map(is_available, node.all_input_nodes)))
-
     inputs: dict[Node, None] = {}
+    available: set[Node] = set()  # values that backward reads, and values that follow from these
     for node in graph.nodes:
-        if (is_of_activation(node) or node.target in operators) and node not in backward:
+        is_read = node.op == "placeholder" or any(user in backward for user in node.users)
+        if is_read or (is_pointwise(node) and available.issuperset(node.all_input_nodes)):
+            available.add(node)
+        if (is_of_activation(node) or node.target in OPERATOR) and node not in backward:
             for source in node.all_input_nodes:
                 while (source := base(source)).target is torch.ops.prims.convert_element_type.default:
                     source = source.all_input_nodes[0]
-                follows = all(map(is_available, source.all_input_nodes))
+                follows = available.issuperset(source.all_input_nodes)
                 if not follows and not is_of_activation(source) and is_pointwise(source):
                     inputs[source] = None
     return list(filter(_can_be_saved, inputs))

@@ -92,6 +92,12 @@ def argument(s: Any, x: Tensor) -> Tensor:
     return y + x
 
 
+def viewed_sum(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The caller gets a view of a sum with x. PyTorch saves only functions of the sum."""
+    h = s.data @ s.up.weight.t() + x
+    return s.down(torch.sin(h)), h.mT
+
+
 WRITTEN = {
     fn.__name__: fn
     for fn in (centered, counted, weighted, state_alone, first_weight, pointwise, before, viewed, argument)
@@ -122,7 +128,7 @@ def step(model: nn.Module, fn: Callable[..., Any] | None = None) -> dict[str, Te
     """Run a step on a copy of the model, called through ``fn(model, x)``. Return its gradients and buffers by name."""
     model = copy.deepcopy(model)
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).to(next(model.parameters())).requires_grad_()
-    input = x.mean(-1, keepdim=True) if getattr(model, "body", None) is argument else x
+    input = x.mean(-1, keepdim=True) if getattr(model, "body", None) in (argument, viewed_sum) else x
     (model(input) if fn is None else fn(model, input)).square().sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert x.grad is not None
@@ -501,33 +507,26 @@ def test_caller_may_modify_arguments(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["off", "free"])
 def test_caller_may_modify_arguments_that_pytorch_does_not_save(level: str) -> None:
-    """The row is added to a GEMM's result, of which the caller gets a view. PyTorch saves only functions of the sum."""
-
-    def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
-        row = x[:1, :1] * 1.0
-        y, _ = model(x.detach(), row) if fn is None else fn(model, x.detach(), row)
-        with torch.no_grad():
-            row += 1.0
-        return y  # type: ignore[no-any-return]
-
-    def body(s: Any, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        h = x @ s.up.weight.t() + row[0]
-        return s.down(torch.sin(h)), h.mT
-
-    fused, model = interpreted(FusionPolicy(memory=level), exact=True), net(body)
-    assert max_relative_error(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
+    fused, model = interpreted(FusionPolicy(memory=level), exact=True), net(viewed_sum, data=torch.randn(8, WIDTH))
+    expected, actual = (step(model, writing(lambda x, others: [x], fn)) for fn in (None, fused))
+    assert max_relative_error(expected, actual) < 1e-5
 
 
 def test_backward_reads_values_through_its_own_views() -> None:
+    """The activation's input follows from the first product, through more calls than Python can nest."""
     graph, aten = torch.fx.Graph(), torch.ops.aten
     x, w, tangent = map(graph.placeholder, ("primals_1", "primals_2", "tangents_1"))
-    doubled = graph.call_function(aten.mul.Tensor, (x, 2.0))
-    result = graph.call_function(aten.mm.default, (doubled, w))
-    transposed = graph.call_function(aten.permute.default, (doubled, [1, 0]))
+    h = product = graph.call_function(aten.mm.default, (x, w))
+    for _ in range(2000):
+        h = graph.call_function(aten.add.Tensor, (h, 1.0))
+    result = graph.call_function(torch.ops.fused.bias_act.default, (h, None, None, "gelu"))
+    transposed = graph.call_function(aten.permute.default, (product, [1, 0]))
     gradient = graph.call_function(aten.mm.default, (transposed, tangent))
     graph.output((result, gradient))
     read, in_memory = partition._read_by_backward(graph, 1)
-    assert doubled in read and doubled in in_memory and transposed not in read
+    assert product in read and product in in_memory and transposed not in read
+    assert partition._inputs_of_activations(graph, {transposed, gradient}) == []
+    assert partition._inputs_of_activations(graph, set()) == [h]
 
 
 def packed_tanh(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ BF16 = torch.bfloat16
 fused = torch.ops.fused
 TOKENS = 8192
 
-
 GELU = harness.named("GELU", harness.GeluMLP, 64)
 SwiGLU = harness.named("SwiGLU", harness.SwiGLU, 64, linear=nn.Linear)
 
