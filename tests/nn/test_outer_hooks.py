@@ -15,7 +15,6 @@ from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig
 ROWS, WIDTH, FFN = 64, 8, 128
 LEVELS = ("off", "free", "fp8", "input")
 
-
 MODULES = {
     "FusedMLP": lambda memory: FusedMLP(WIDTH, FFN, memory=memory),
     "gated": lambda memory: FusedMLP(WIDTH, FFN, "silu", gated=True, memory=memory),

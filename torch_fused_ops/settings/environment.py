@@ -40,7 +40,7 @@ def _policy() -> FusionPolicy | None:
 
 
 POLICY = _policy()
-# Popped, so that child processes do not write to the same file. Other ranks would, too.
+# Popped, so that child processes do not write to the same file. Only rank 0 writes it.
 REPORT = os.environ.pop(REPORT_NAME, "") if os.environ.get("RANK", "0") == "0" else ""
 
 

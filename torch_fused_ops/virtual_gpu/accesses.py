@@ -155,7 +155,7 @@ class _Storage:
                 continue
             memory = self.memory[argument]
             elements = math.prod(memory.shape)
-            # All elements of a small result. Of a large result, more elements than the stores can write.
+            # Examine a small result completely, and more elements of a large result than the stores can write.
             examined = min(elements, max(1 << 20, 2 * len(stores.address)))
             addresses = memory.addresses(self.unit, examined)
             missing = torch.unique(addresses[~torch.isin(addresses, stores.address)]) - memory.offset
