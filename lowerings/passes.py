@@ -52,7 +52,7 @@ from torch_fused_ops.lowerings import (
     split_reductions,
 )
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules, policy_or_default
-from torch_fused_ops.settings import environment, switches
+from torch_fused_ops.settings import switches
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -241,8 +241,6 @@ class PreGradPass(Pass, CustomGraphPass):
             explicit=self.policy is not None,
             in_checkpoint=checkpoint is Kind.IN_CHECKPOINT,
         )
-        if torch.cuda.is_initialized():
-            environment.remind()
 
 
 # By compilation of a forward and its backward.

@@ -14,7 +14,6 @@ from harness import BUILTIN, raises
 
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import compat, partition, saved_tensors
-from torch_fused_ops.settings import environment
 from torch_fused_ops.testing import check as runner
 from torch_fused_ops.testing.samples import OPERATORS
 from torch_fused_ops.tools import cli
@@ -141,43 +140,6 @@ def test_check_reports_failures(monkeypatch, capsys):
     assert main(["check"]) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out and "1 failures" in out and "glu[some sample]: forward error 7 ulp, allowed 1 ulp" in out
-
-
-def test_gpus_are_recorded_after_check_passes(monkeypatch, tmp_path, capsys, caplog, inductor):
-    """Before that, the first compilation on a GPU in each process logs the command."""
-    from torch_fused_ops.lowerings import passes
-
-    setup = f"Some GPU, driver 12080, torch {torch.__version__}, Triton "
-    zeros, failures = torch.zeros, ["one"]
-    row = runner.Row("glu", torch.bfloat16, samples=3, failures=failures)
-    monkeypatch.setattr(runner, "check", lambda device, quick, progress: [row])
-    monkeypatch.setattr(torch, "zeros", lambda *args, device="cpu", **kwargs: zeros(*args, **kwargs))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    def output():
-        caplog.clear()
-        environment.remind.cache_clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_initialized", lambda: True)
-            for _ in range(2):
-                passes.PreGradPass(tfo.FusionPolicy())(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)).graph)
-        return [r.getMessage() for r in caplog.records if "torch_fused_ops check" in r.getMessage()]
-
-    (line,) = output()
-    assert f"not checked yet on {setup}" in line and "minutes" in line
-    assert main(["check", "--device", "cuda"]) == 1
-    assert environment.checked_gpus() == []
-    failures.clear()
-    assert [main(["check", "--device", "cuda"]) for _ in range(2)] == [0, 0]
-    assert len(environment.checked_gpus()) == 1 and output() == []
-    capsys.readouterr()
-    main(["info"])
-    line = rf"^checked +{re.escape(setup)}.*, torch_fused_ops {re.escape(tfo.__version__)}$"
-    assert re.search(line, capsys.readouterr().out, re.M)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000)
-    assert len(output()) == 1
 
 
 @pytest.mark.parametrize(

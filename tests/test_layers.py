@@ -74,7 +74,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # replace_mlps finds sites as reports do; nn.MLP takes Megatron's functions and checkpoints.
     "nn": (("nn",), (*WORDS, "operators", "float8", "names", "distributed", "plug-in", "reports")),
     "tools": (
-        ("planner", "integrations", "tools", "benchmarks.variants"),
+        ("planner", "tools", "benchmarks.variants"),
         (*WORDS, "levels", "virtual_gpu", "plug-in", "reports"),
     ),
     "torch_fused_ops": (("torch_fused_ops",), (*WORDS, "operators", "names", "plug-in", "reports", "tools")),

@@ -200,7 +200,6 @@ UNBOUNDED = {
     "torch_fused_ops.lowerings.operators._elements": "the declared operators",
     "torch_fused_ops.lowerings.passes.source_hash": "no argument",
     "torch_fused_ops.lowerings.recognize.graph._torch_functions": "no argument",
-    "torch_fused_ops.settings.environment.remind": "no argument",
     "torch_fused_ops.virtual_gpu.interpreter._libdevice_functions": "no argument",
     "torch_fused_ops.virtual_gpu.compile._register_patterns": "no argument",
     "torch_fused_ops.virtual_gpu.kernels._load": "kernels that were assembled on paper, each a file anyway",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import logging
 import os
 import pkgutil
@@ -22,7 +23,6 @@ import torch_fused_ops as tfo
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.graphs.capture import said
 from torch_fused_ops.settings import environment
-from torch_fused_ops.settings.environment import version_of
 from torch_fused_ops.tools.arguments import PLAN, described, parse
 from torch_fused_ops.virtual_gpu import gpus
 
@@ -40,6 +40,11 @@ def _usage_errors(*kinds: type[Exception]) -> Iterator[None]:
         raise _UsageError(described(e)) from None
 
 
+def _version_of(package: str) -> str:
+    """Return a package's version, or "" if it is not installed."""
+    return getattr(importlib.import_module(package), "__version__", "?") if importlib.util.find_spec(package) else ""
+
+
 def _works() -> Iterator[tuple[str, str]]:
     """Yield each feature that needs more than torch, and "yes" or the missing requirement."""
     from torch_fused_ops.lowerings import compat
@@ -49,8 +54,9 @@ def _works() -> Iterator[tuple[str, str]]:
     compiler = next(filter(shutil.which, candidates), None)
     missing = f"no C++ compiler was found ({', '.join(candidates)}): install g++, or set CXX"
     yield "torch.compile on CPUs", f"yes, with {compiler}" if compiler else missing
-    gpu, triton = torch.cuda.is_available(), version_of("triton")
-    yield "torch.compile on GPUs", ("yes" if triton else "Triton is missing") if gpu else "no GPU is visible"
+    gpu, triton = torch.cuda.is_available(), _version_of("triton")
+    tested = "yes; python -m torch_fused_ops check tests this GPU" if triton else "Triton is missing"
+    yield "torch.compile on GPUs", tested if gpu else "no GPU is visible"
     device = torch.device("cuda" if gpu else "cpu")
     slow = "" if gpu else ", in the model's dtype: correct, but slower than bf16"
     for recipe, (scaling, _) in RECIPES.items():
@@ -75,7 +81,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
-    faults = compat.faults({package: version_of(package) for package in ("torch", "triton")})
+    faults = compat.faults({package: _version_of(package) for package in ("torch", "triton")})
     devices = [f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"]
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
@@ -84,9 +90,8 @@ def _info(arguments: argparse.Namespace) -> int:
         ("torch_fused_ops", [f"{tfo.__version__} in {Path(tfo.__file__).parent}"]),
         ("python", [f"{platform.python_version()} on {platform.platform()}"]),
         ("torch", [f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, HIP {torch.version.hip or 'none'}"]),
-        *((package, [version_of(package) or "not installed"]) for package in ("triton", "numpy")),
+        *((package, [_version_of(package) or "not installed"]) for package in ("triton", "numpy")),
         ("devices", devices),
-        ("checked", environment.checked_gpus() or ["no GPU yet: python -m torch_fused_ops check"]),
         ("turned off", [", ".join(switches.WITHOUT) or f"nothing; {switches.NAME} takes {', '.join(switches.PARTS)}"]),
         ("eager kernels", [compiled.status()]),
         ("backend 'fused'", [backend]),
@@ -122,8 +127,6 @@ def _check(arguments: argparse.Namespace) -> int:
     for failure in failures:
         print(f"  {failure}")
     print(f"eager kernels: {compiled.status()}")
-    if device.startswith("cuda") and not failures:
-        environment.note_checked(device)
     return 1 if failures else 0
 
 
