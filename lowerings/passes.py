@@ -37,7 +37,7 @@ from torch_fused_ops import activations
 from torch_fused_ops._version import __version__
 from torch_fused_ops.graphs import fusion_events, gemm_registry
 from torch_fused_ops.graphs.capture import captured_graphs
-from torch_fused_ops.graphs.listing import AttentionSite, listed
+from torch_fused_ops.graphs.listing import AttentionSite, site_lines
 from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.graphs.reasons import Kind, Reason
 from torch_fused_ops.lowerings import (
@@ -232,7 +232,8 @@ class PreGradPass(Pass, CustomGraphPass):
             log.info("%s: %s%s", site.source, site.op or f"not fused: {site.reason}", level)
         missed = [site for site in sites if site.is_missed]
         if policy.strict and missed:
-            raise UnfusedError(f"strict=True and these MLPs were not fused as the policy asks:\n{listed(missed)}")
+            lines = ("strict=True and these MLPs were not fused as the policy asks:", *site_lines(missed))
+            raise UnfusedError("\n".join(lines))
         strict.check(
             graph,
             sites,

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule
 from torch_fused_ops.graphs import fusion_events
 from torch_fused_ops.graphs.capture import title_of
 from torch_fused_ops.graphs.gemm_registry import name_of
-from torch_fused_ops.graphs.listing import AttentionSite, grouped, merged_attention, unread_lines
+from torch_fused_ops.graphs.listing import AttentionSite, merged_attention, site_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.lowerings import compat
@@ -178,7 +178,7 @@ class _Model:
         if not self.has_sites and linears + opaque > 1:
             between = f"{linears} linear layers" + (f" and {opaque} opaque calls" if opaque else "")
             where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site cannot span graphs"
-            unread = "\n".join(("", *unread_lines(grouped(self.unread)))) if self.policy.strict else ""
+            unread = "\n".join(("", *site_lines(self.unread))) if self.policy.strict else ""
             text = f"no MLP was found between {between}, in {where}. {_EXPLAIN}{unread}"
             if self.policy.strict:
                 return text

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
-from torch_fused_ops.graphs.listing import grouped, listed, unread_lines
+from torch_fused_ops.graphs.listing import site_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.nn import FusedMLP
 
@@ -124,7 +124,8 @@ def test_an_error_has_the_rows_of_explain() -> None:
     sites = tfo.explain(Body(unfused), torch.randn(4, 8)).sites
     with pytest.raises(BackendCompilerFailed) as info:
         torch.compile(Body(unfused), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
-    assert str(info.value.inner_exception).endswith(f"were not fused as the policy asks:\n{listed(sites)}")
+    lines = ("strict=True and these MLPs were not fused as the policy asks:", *site_lines(sites))
+    assert str(info.value.inner_exception) == "\n".join(lines)
 
 
 @pytest.mark.covering(every=3)
@@ -136,7 +137,7 @@ def test_linear_layers_and_no_site_are_an_error(name: str) -> None:
     error = getattr(info.value, "inner_exception", info.value)
     assert isinstance(error, tfo.UnfusedError) and "no MLP was found between" in str(error)
     unread = tfo.explain(Body(WITHOUT_SITE[name]), torch.randn(4, 8)).unread
-    assert str(error).endswith("\n".join(unread_lines(grouped(unread))))  # as explain prints them
+    assert str(error).endswith("\n".join(site_lines(unread)))  # as explain prints them
     torch.compile(Body(WITHOUT_SITE[name]), backend="fused")(torch.randn(4, 8))  # without strict
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind
+from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, Kind
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import alike, joined_paths, without_numbers
 
@@ -60,19 +60,16 @@ def explained(*parts: str | Kind) -> Iterator[str]:
         yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-def unread_lines(groups: Sequence[Group]) -> list[str]:
-    """Return lines on the activations that are not sites: their places and hints."""
+def site_lines(sites: Iterable[Site]) -> list[str]:
+    """Return lines on each group of sites: the operator and the place, then the reason and the advice."""
     lines: list[str] = []
-    for text, group in unread_text(groups):
-        lines += [f"{text} ({group.source})", *explained(*group.sites[0].refusals)]
+    for group in grouped(sites):
+        site = group.sites[0]
+        names = site.activation or ", ".join(dict.fromkeys(site.spelling))
+        head = f"{site.op or 'not fused'}: {names} ({group.source}), read by {read_by(site)}"
+        lines += textwrap.wrap(head, WIDTH, subsequent_indent="    ")
+        lines += explained(reason_text(site), *site.refusals)
     return lines
-
-
-def unread_text(groups: Sequence[Group]) -> list[tuple[str, Group]]:
-    """Return texts on activations that are not sites: "gelu is not a site: no GEMM reads it, but layer_norm"."""
-    return [
-        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is not a site: {bare_reason(g.sites[0])}", g) for g in groups
-    ]
 
 
 def reason_text(site: Site) -> str:
@@ -89,38 +86,6 @@ def reason_text(site: Site) -> str:
     if site.tiles_reason:
         return f"{reason}; not tiled: {site.tiles_reason}"
     return f"{reason}; in {site.tiles} tiles" if site.tiles else reason
-
-
-def bare_reason(site: Site) -> str:
-    """Return the reason without "not an MLP: ", for places under a heading that says so."""
-    return reason_text(site).removeprefix(NOT_AN_MLP)
-
-
-def listed(sites: Iterable[Site]) -> str:
-    """Return the table of these sites that a report prints."""
-    return sites_table(grouped(sites))
-
-
-def sites_table(groups: Sequence[Group]) -> str:
-    """Return a table with a row for each group: its operator, place and reason."""
-    header = ("operator", "activation", "source", "read by", "reason")
-    rows = [header]
-    for group in groups:
-        site = group.sites[0]
-        said = "\n".join((reason_text(site), *(f"→ {kind.advice}" for kind in site.refusals)))
-        rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), said))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    indent = sum(widths) + 2 * len(widths)
-    lines = []
-    for row in rows:
-        first = "".join(f"{cell:<{width}}  " for cell, width in zip(row[:4], widths, strict=True))
-        for part in row[4].split("\n"):
-            wrapped = textwrap.wrap(part, max(50, WIDTH - indent), break_long_words=False, break_on_hyphens=False)
-            for line in wrapped or [""]:
-                lines.append(first + line)
-                first = " " * indent
-    lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from torch_fused_ops.graphs import listing
 from torch_fused_ops.graphs.fusion_events import unobserved
-from torch_fused_ops.graphs.listing import AttentionSite, grouped, merged_attention, sites_table, unread_lines
+from torch_fused_ops.graphs.listing import AttentionSite, grouped, merged_attention, site_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy
@@ -125,11 +125,10 @@ class Report:
             return saved([c for c in self._captures if c.policy.attention != "off"], H200, compare=False)
 
     def __repr__(self) -> str:
-        sites = grouped(self.sites)
-        parts = [sites_table(sites), "", self.summary] if sites else [self.summary]
+        parts = [*site_lines(self.sites), "", self.summary] if self.sites else [self.summary]
         if all(site.op is None and site.activation == DROPOUT for site in self.sites):
             parts.append(self.nothing)
-        parts += unread_lines(grouped(self.unread))
+        parts += site_lines(self.unread)
         parts += [f'attention="input": {size(site.nbytes)} less saved by {site.text}' for site in self.attention]
         if self.breaks:
             parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
@@ -199,6 +198,6 @@ class Report:
             fused=[group for group in groups if group.sites[0].op],
             missed=[group for group in groups if not group.sites[0].op and group.sites[0].is_mlp],
             others=[group for group in groups if not group.sites[0].is_mlp],
-            unread=listing.unread_text(grouped(self.unread)),
+            unread=grouped(self.unread),
             breaks=list(Counter(self.breaks).items()),
         )
