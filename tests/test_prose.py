@@ -58,7 +58,9 @@ def paragraphs(path: Path) -> Iterator[str]:
         text = re.sub(r"\]\([^)]*\)|\*(?! )|[>\[\]]", "", re.sub(r"`[^`]*`", "code", text))
         yield from re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) |^\|[-|: ]+$|\|", text, flags=re.M)
         return
-    yield from (part for block in re.findall(r'^\s*"""(.*?)"""', text, re.S | re.M) for part in block.split("\n\n"))
+    yield from (
+        part for block in re.findall(r'^\s*"""(?=\S)(.*?)"""', text, re.S | re.M) for part in block.split("\n\n")
+    )
     for block in re.findall(r"^ *#(?!.*----).*(?:\n *#.*)*", text, re.M):
         yield re.sub(r"^ *#+", "", block, flags=re.M)
     yield from re.findall(r"\S.*  # (?!type:|noqa|fmt:)(.+)$", text, re.M)
