@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fused_ops import distributed
@@ -162,6 +163,34 @@ def test_keys_have_no_names_of_wrappers(wrapper: str, one_process: None, tmp_pat
             assert torch.equal(a, b)
             states = (optimizer.state[p]["momentum_buffer"] for optimizer, p in zip(optimizers, (a, b), strict=True))
             assert torch.equal(*states)
+
+
+def test_gathered_parameters_are_loaded(one_process: None, tmp_path: Path) -> None:
+    """After a forward pass without backward, FSDP2's root has gathered parameters in place of its shards."""
+    for make in (of_linears, lambda: build(config(params_dtype=torch.float32))):
+        written, read = make(), make()
+        for p in read.parameters():
+            torch.nn.init.zeros_(p)
+        for model in (written, read):
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        distributed.save(tmp_path, written)
+        with torch.no_grad():
+            read(torch.ones(1, 2 if make is of_linears else HIDDEN))
+        distributed.load(tmp_path, read)
+        for a, b in zip(written.state_dict().values(), read.state_dict().values(), strict=True):
+            assert torch.equal(local(a), local(b))
+
+
+def test_integer_optimizer_state_is_loaded(tmp_path: Path) -> None:
+    models = [of_linears(), of_linears(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    for steps, optimizer in zip((5, 1), optimizers, strict=True):
+        for p in optimizer.param_groups[0]["params"]:
+            optimizer.state[p] = {"step": steps, "sum": torch.full_like(p, steps)}
+    distributed.save(tmp_path, models[0], optimizers[0])
+    distributed.load(tmp_path, models[1], optimizers[1])
+    for state in optimizers[1].state.values():
+        assert state["step"] == 5 and (state["sum"] == 5).all()
 
 
 def test_fsdp1_is_refused(one_process: None, tmp_path: Path) -> None:

@@ -4,15 +4,13 @@ tests/integrations/test_megatron_core.py runs Megatron itself.
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import types
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -129,147 +127,69 @@ def test_checkpoints_in_megatrons_format_load(tmp_path: Path) -> None:
         assert torch.equal(p, written[prefix + name][layer])
 
 
-@dataclass
-class Sharded:
-    """Megatron's documented ``ShardedTensor.from_rank_offsets``, in numbers of elements."""
+class Entry(NamedTuple):
+    """Megatron's entry for a tensor: the arguments that decide its place, and whether it is split into gate and up."""
 
-    key: str
-    data: torch.Tensor
-    local_shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    axis_fragmentations: tuple[int, ...]
-    replica_id: Any
-    prepend_axis_num: int
-
-    @classmethod
-    def from_rank_offsets(
-        cls, key: str, data: torch.Tensor, *places: tuple[int, int, int], replica_id: Any, prepend_axis_num: int
-    ) -> Sharded:
-        box = (1,) * prepend_axis_num + tuple(data.shape)
-        offset, fragments = [0] * len(box), [1] * len(box)
-        for axis, place, count in places:
-            assert place in range(count) and fragments[axis] == 1
-            offset[axis], fragments[axis] = place * box[axis], count
-        global_shape = tuple(n * count for n, count in zip(box, fragments, strict=True))
-        return cls(
-            key, data, tuple(data.shape), global_shape, tuple(offset), tuple(fragments), replica_id, prepend_axis_num
-        )
-
-
-@dataclass
-class Factory:
-    key: str
-    data: torch.Tensor
-    build_fn: Any
-    merge_fn: Any
-    replica_id: Any
-
-    def build(self) -> list[Sharded]:
-        shards: list[Sharded] = self.build_fn(self.key, self.data, self.replica_id, None)
-        return shards
-
-
-@dataclass
-class Object:
-    key: str
-    data: Any
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    replica_id: Any
+    data: torch.Tensor | None
+    axis: int | None
+    offsets: tuple[Any, ...]
+    groups: tuple[Any, ...]
+    is_split: tuple[bool, ...] = ()
 
 
 @pytest.fixture
 def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"ShardedTensor": Sharded, "ShardedTensorFactory": Factory, "ShardedObject": Object}
-    for name in ("megatron", "megatron.core", "megatron.core.dist_checkpointing"):
+    """Stand in for the functions of Megatron core that make its entries."""
+
+    def make_sharded_tensors_for_checkpoint(
+        state: dict[str, Any], prefix: str, axes: dict[str, int], offsets: Any, *, tp_group: Any, dp_cp_group: Any
+    ) -> dict[str, Entry]:
+        groups = tp_group, dp_cp_group
+        return {prefix + name: Entry(t, axes.get(name), offsets, groups) for name, t in state.items()}
+
+    def sharded_state_dict_default(child: Any, prefix: str, offsets: Any, metadata: Any) -> Any:
+        return child.sharded_state_dict(prefix, offsets, metadata)
+
+    def apply_swiglu_sharded_factory(entry: Entry, offsets: Any, separate_keys: bool) -> Entry:
+        return entry._replace(is_split=(True, separate_keys))
+
+    modules = {
+        "utils": [make_sharded_tensors_for_checkpoint, sharded_state_dict_default],
+        "mlp": [apply_swiglu_sharded_factory],
+    }
+    for name in ("megatron", "megatron.core", "megatron.core.transformer"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    for name in ("megatron.core.dist_checkpointing", "megatron.core.dist_checkpointing.mapping"):
+    for name, functions in modules.items():
         module = types.ModuleType(name)
-        vars(module).update(names)
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-def written_by(states: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Return (tensors that these ranks write, writes per extra state). Assert that no element is written twice."""
-    tensors: dict[str, torch.Tensor] = {}
-    written: dict[str, torch.Tensor] = {}
-    objects: dict[str, int] = {}
-    for entry in (entry for state in states for entry in state.values()):
-        for piece in entry.build() if isinstance(entry, Factory) else [entry]:
-            main = all(i == 0 for i in piece.replica_id)
-            if isinstance(piece, Object):
-                name = f"{piece.key} {piece.global_offset} of {piece.global_shape}"
-                objects[name] = objects.get(name, 0) + main
-                continue
-            tensor = tensors.setdefault(piece.key, torch.full(piece.global_shape, math.nan))
-            times = written.setdefault(piece.key, torch.zeros(piece.global_shape))
-            assert tensor.shape == piece.global_shape
-            if main:
-                box = (1,) * piece.prepend_axis_num + piece.local_shape
-                box_slices = tuple(slice(i, i + n) for i, n in zip(piece.global_offset, box, strict=True))
-                tensor[box_slices] = piece.data.detach()
-                times[box_slices] += 1
-    assert all(bool((times <= 1).all()) for times in written.values())
-    return tensors, objects
-
-
-def shard_of(module: Any, ranks: int, rank: int) -> Any:
-    """Return a rank's shards of a module."""
-    sharded = copy.deepcopy(module)
-    for linear in (sharded.linear_fc1, sharded.linear_fc2):
-        for name, p in list(linear.named_parameters()):
-            spec = linear.shard_specs[name]
-            if spec.axis is not None:
-                groups = p.detach().chunk(spec.groups, spec.axis)
-                shard = torch.cat([piece.chunk(ranks, spec.axis)[rank] for piece in groups], spec.axis)
-                setattr(linear, name, torch.nn.Parameter(shard.contiguous()))
-        linear.parallel = SimpleNamespace(size=ranks, rank=rank)
-    return sharded
+        vars(module).update({fn.__name__: fn for fn in functions})
+        monkeypatch.setitem(sys.modules, f"megatron.core.transformer.{name}", module)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("separate_keys", [False, True])
-@pytest.mark.parametrize("offsets", [(), ((0, 2, 5),)], ids=["alone", "layers"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sharded_entries_of_an_mlp_cover_it_once(
-    megatron: None, gated: bool, separate_keys: bool, offsets: Any, ranks: int
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_megatron_makes_the_entries_of_an_mlp(
+    megatron: None, gated: bool, separate_keys: bool, is_sharded: bool
 ) -> None:
-    mlp = MLP(config(gated_linear_unit=gated))
-    shards = [shard_of(mlp, ranks, rank) for rank in range(ranks)]
-    states = [
-        module.sharded_state_dict(
-            "mlp.", offsets, {"dp_cp_group": group(2, dp), "singleton_local_shards": separate_keys}
-        )
-        for module in shards
-        for dp in range(2)
-    ]
-    actual, objects = written_by(states)
-    expected = {f"mlp.{name}": p.detach() for name, p in mlp.named_parameters()}
-    if gated and separate_keys:
-        for name in ("weight", "bias"):
-            key = f"mlp.linear_fc1.{name}"
-            expected[f"{key}_w"], expected[f"{key}_v"] = expected.pop(key).chunk(2)
-    assert actual.keys() == expected.keys()
-    for key, t in actual.items():
-        assert torch.equal(t[2] if offsets else t, expected[key])
-        assert not offsets or (t.shape[0] == 5 and t[[0, 1, 3, 4]].isnan().all())
-    place = "(2,) of (5,)" if offsets else "(0,) of (1,)"
-    assert objects == {f"mlp.linear_fc{i}._extra_state {place}": 1 for i in (1, 2)}
-    for module, state in zip(shards, states[::2], strict=True):
-        parameters = dict(module.named_parameters())
-        for key, entry in state.items():
-            if isinstance(entry, Object):
-                continue
-            assert entry.data is parameters[key.removeprefix("mlp.")]  # Megatron's optimizers look states up by data
-            if isinstance(entry, Factory):
-                assert torch.equal(entry.merge_fn([piece.data for piece in entry.build()]), entry.data)
+    mlp, offsets, replicas = MLP(config(gated_linear_unit=gated)), ((0, 2, 5),), group(2, 0)
+    ranks = group(2, 1) if is_sharded else None
+    for linear in (mlp.linear_fc1, mlp.linear_fc2):
+        linear.parallel = SimpleNamespace(group=ranks) if is_sharded else None
+    metadata = {"dp_cp_group": replicas, "singleton_local_shards": separate_keys}
+    state = mlp.sharded_state_dict("mlp.", offsets, metadata)
+    axes = {"linear_fc1.weight": 0, "linear_fc1.bias": 0, "linear_fc2.weight": 1}
+    for name, p in mlp.named_parameters():
+        entry = state.pop(f"mlp.{name}")
+        is_split = (True, separate_keys) if gated and "fc1" in name else ()
+        assert entry == (p, axes.get(name), offsets, (ranks, replicas), is_split)
+        assert entry.data is p  # Megatron's optimizers look states up by data
+    assert state == {f"mlp.linear_fc{i}._extra_state": (None, None, offsets, (ranks, replicas), ()) for i in (1, 2)}
 
 
 def test_unsupported_state_is_rejected(megatron: None) -> None:
     metadata = {"dp_cp_group": group(1, 0)}
     entry = MLP(config()).linear_fc1.sharded_state_dict("", (), metadata)["weight"]
-    with pytest.raises(TypeError, match=r"original_sh_ten of type .*Sharded is not accepted"):
+    with pytest.raises(TypeError, match=r"original_sh_ten of type .*Entry is not accepted"):
         distributed.apply_swiglu_sharded_factory(entry, ())
 
     class Theirs(torch.nn.Module):

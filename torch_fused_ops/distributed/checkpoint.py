@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as _read
 from torch.distributed.checkpoint.state_dict_saver import save as _write
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from torch_fused_ops.distributed.shard_spec import ShardSpec
 from torch_fused_ops.graphs.modules import WRAPPED
@@ -37,10 +37,10 @@ Offsets = tuple[tuple[int, int, int], ...]
 
 
 class Box(NamedTuple):
-    """Consecutive rows along the sharded axis: from ``start`` in a rank's data, and ``offset`` in the whole tensor."""
+    """The rows from ``start`` to ``stop`` of a rank's data, and their ``offset`` in the whole tensor."""
 
     start: int
-    length: int
+    stop: int
     offset: tuple[int, ...]
 
 
@@ -49,26 +49,24 @@ class ShardedTensor(Tensor):
 
     Attributes:
         key: the tensor's name in the checkpoint.
-        local: this rank's data.
-        boxes: the places of ``local`` in the whole tensor.
-        axis: the sharded axis of ``local``. The checkpoint may have more axes in front.
-        rows: rows of the rank's shard along ``axis``. If FSDP shards this shard, ``local`` has fewer rows.
+        source: the parameter or optimizer state, or this rank's shard of it; a DTensor if FSDP2 shards it.
+        boxes: the places of ``local`` in the whole tensor. The checkpoint may have more axes in front.
     """
 
     key: str
-    local: Tensor
+    source: Tensor
     boxes: Sequence[Box]
-    axis: int
-    rows: int
 
     @staticmethod
-    def __new__(
-        cls, key: str, size: Sequence[int], local: Tensor, boxes: Sequence[Box], axis: int = 0, rows: int = 1
-    ) -> ShardedTensor:
-        tensor: ShardedTensor = Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype, device=local.device)
-        tensor.key, tensor.local = key, local
-        tensor.boxes, tensor.axis, tensor.rows = boxes, axis, rows
+    def __new__(cls, key: str, size: Sequence[int], source: Tensor, boxes: Sequence[Box]) -> ShardedTensor:
+        tensor: ShardedTensor = Tensor._make_wrapper_subclass(cls, size, dtype=source.dtype, device=source.device)
+        tensor.key, tensor.source, tensor.boxes = key, source.detach(), boxes
         return tensor
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's data."""
+        return self.source.to_local() if isinstance(self.source, DTensor) else self.source
 
     @classmethod
     def of_parameter(
@@ -80,23 +78,19 @@ class ShardedTensor(Tensor):
         offsets: Offsets = (),
     ) -> ShardedTensor:
         """Wrap a parameter that the ranks of ``parallel`` shard."""
-        axis, local = spec.axis if spec else None, parameter.detach()
-        shape, start = local.shape, (0,) * local.ndim
-        if isinstance(local, DTensor):
-            placements = local.placements
-            if not all(type(p) in (Shard, Replicate) for p in placements):
-                raise ValueError(f"a DTensor placed as {placements} is not accepted: it must come from FSDP")
-            _, start = compute_local_shape_and_global_offset(shape, local.device_mesh, placements)
-            local = local.to_local()
+        axis, local, start = spec.axis if spec else None, parameter, [0] * parameter.ndim
+        if isinstance(parameter, DTensor):
+            if not all(type(p) in (Shard, Replicate) for p in parameter.placements):
+                raise ValueError(f"a DTensor placed as {parameter.placements} is not accepted: it must come from FSDP")
+            local, start = parameter.to_local(), [*parameter.__create_chunk_list__()[0].offsets]
         in_front = sorted(offsets)
-        size = [n for _, _, n in in_front] + [*shape]
-        offset = [place for _, place, _ in in_front] + [*start]
+        size = [*(n for _, _, n in in_front), *parameter.shape]
+        offset = [*(place for _, place, _ in in_front), *start]
         if parallel is not None and axis is not None:
-            offset[axis - local.ndim] += parallel.rank * shape[axis]
-            size[axis - local.ndim] *= parallel.size
-        rows, length = (t.shape[axis or 0] if t.ndim else 1 for t in (parameter, local))
-        boxes = (Box(0, length, tuple(offset)),) if local.numel() else ()
-        return cls(key, size, local, boxes, axis or 0, rows)
+            offset[axis - parameter.ndim] += parallel.rank * parameter.shape[axis]
+            size[axis - parameter.ndim] *= parallel.size
+        boxes = (Box(0, local.shape[0] if local.ndim else 1, tuple(offset)),) if local.numel() else ()
+        return cls(key, size, parameter, boxes)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -109,10 +103,10 @@ class ShardedTensor(Tensor):
 
     def _views(self) -> Iterator[tuple[torch.Size, Tensor]]:
         """Yield (offset in the whole tensor, view of the data) for each box."""
-        in_front = (None,) * (self.ndim - self.local.ndim)
-        for start, length, offset in self.boxes:
-            view = self.local.narrow(self.axis, start, length) if self.local.ndim else self.local
-            yield torch.Size(offset), view[in_front]
+        local = self.local
+        for start, stop, offset in self.boxes:
+            view = local[start:stop] if local.ndim else local
+            yield torch.Size(offset), view[(None,) * (self.ndim - local.ndim)]
 
     # The protocol of torch.distributed.checkpoint.
 
@@ -158,24 +152,23 @@ def apply_swiglu_sharded_factory(
             "accepted: it must be a torch_fused_ops.distributed.checkpoint.ShardedTensor. Megatron's function of this "
             "name accepts Megatron's tensors"
         )
-    packed = original_sh_ten
-    axis = len(sharded_offsets) + packed.axis
-    half = packed.rows // 2  # rows of gate in this rank's shard
-    size = list(packed.shape)
+    packed, axis = original_sh_ten, len(sharded_offsets)
+    rows = packed.source.shape[0]  # of this rank's [gate; up]. If FSDP2 shards it, ``local`` has fewer
+    half, size = rows // 2, list(packed.shape)
     up_start = size[axis] // 2  # the first row of up in the whole tensor
     if singleton_local_shards:
-        size[axis], up_start = size[axis] // 2, 0
-    suffixes = ("_w", "_v") if singleton_local_shards else ("", "")
-    boxes: dict[str, list[Box]] = {packed.key + suffix: [] for suffix in suffixes}
-    for i, suffix in enumerate(suffixes):
-        for start, length, offset in packed.boxes:
-            rank, first = divmod(offset[axis], packed.rows)
-            low, high = max(first, i * half), min(first + length, (i + 1) * half)
+        size[axis], up_start = up_start, 0
+    keys = [packed.key + suffix for suffix in (("_w", "_v") if singleton_local_shards else ("", ""))]
+    boxes: dict[str, list[Box]] = {key: [] for key in keys}
+    for i, key in enumerate(keys):
+        for start, stop, offset in packed.boxes:
+            rank, first = divmod(offset[axis], rows)
+            low, high = max(first, i * half), min(first + stop - start, (i + 1) * half)
             if low < high:
                 place = list(offset)
                 place[axis] = i * up_start + rank * half + low - i * half
-                boxes[packed.key + suffix].append(Box(start + low - first, high - low, tuple(place)))
-    return {key: ShardedTensor(key, size, packed.local, of_key, packed.axis) for key, of_key in boxes.items()}
+                boxes[key].append(Box(start + low - first, start + high - first, tuple(place)))
+    return {key: ShardedTensor(key, size, packed.source, of_key) for key, of_key in boxes.items()}
 
 
 def sharded_state_dict(
@@ -194,6 +187,8 @@ def sharded_state_dict(
             f"{prefix.removesuffix('.') or 'model'} of type FullyShardedDataParallel is not accepted: its parameters "
             "are flat. Use fully_shard (FSDP2), or get_model_state_dict of torch.distributed.checkpoint.state_dict"
         )
+    for hook in module._state_dict_pre_hooks.values():  # FSDP2's puts shards in place of gathered parameters
+        hook(module, prefix, False)
     state: dict[str, Any] = {}
     if hasattr(type(module), "sharded_state_dict"):  # not hasattr(module, …): wrappers forward attributes
         return {**module.sharded_state_dict(prefix, sharded_offsets, metadata)}  # type: ignore[operator]
@@ -219,7 +214,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save a model that the group's processes shard, and its optimizer unless that is None, in a folder."""
-    _write(_checkpoint_state(model, optimizer)[0], checkpoint_id=checkpoint_id, process_group=process_group)
+    _write(_checkpoint_state(model, optimizer), checkpoint_id=checkpoint_id, process_group=process_group)
 
 
 def load(
@@ -235,38 +230,38 @@ def load(
         CheckpointException: PyTorch raises it if a tensor is missing or has another size (nothing is loaded then), or
             if a file is missing or unreadable.
     """
-    state, of_optimizer = _checkpoint_state(model, optimizer)
+    state = _checkpoint_state(model, optimizer)
     _read(state, checkpoint_id=checkpoint_id, process_group=process_group)
     if optimizer is not None:
-        of_optimizer["param_groups"] = state["optimizer"]["param_groups"]
-        set_optimizer_state_dict(model, optimizer, of_optimizer)
+        loaded = tree_map_only(ShardedTensor, lambda t: t.source, state["optimizer"])
+        set_optimizer_state_dict(model, optimizer, loaded)
 
 
-def _checkpoint_state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state as a checkpoint has it, and the optimizer's state by parameter names, in the same memory.
+def _checkpoint_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return the state as a checkpoint has it. Its tensors share memory with the model and the optimizer.
 
     Optimizer tensors are sharded like their parameter. Before an optimizer's first step, PyTorch initializes its state
     with a step on zero gradients, which counts as a step (torch 2.11 to 2.15).
     """
     parameters = sharded_state_dict(model)
     if optimizer is None:
-        return {"model": parameters}, {}
+        return {"model": parameters}
     of_optimizer: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     state = {
         name: {kind: _shard_like(f"{name}.{kind}", t, parameters.get(name)) for kind, t in values.items()}
         for name, values in of_optimizer["state"].items()
     }
-    return {"model": parameters, "optimizer": {**of_optimizer, "state": state}}, of_optimizer
+    return {"model": parameters, "optimizer": {**of_optimizer, "state": state}}
 
 
 def _shard_like(key: str, value: Any, parameter: Any) -> Any:
     """Return the checkpoint's entry for one value of a parameter's optimizer state, sharded like the parameter."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
-    local = (value.to_local() if isinstance(value, DTensor) else value).detach()
-    if local.shape != parameter.local.shape:
+    sharded = ShardedTensor(key, parameter.shape, value, parameter.boxes)
+    if sharded.local.shape != parameter.local.shape:
         raise ValueError(
-            f"{key} has shape {tuple(local.shape)}, which is not accepted: it must have its parameter's shape, "
+            f"{key} has shape {tuple(sharded.local.shape)}, which is not accepted: it must have its parameter's shape, "
             f"{tuple(parameter.local.shape)}"
         )
-    return ShardedTensor(key, parameter.shape, local, parameter.boxes, parameter.axis)
+    return sharded

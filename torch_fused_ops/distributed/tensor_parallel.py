@@ -41,7 +41,7 @@ class TensorParallel:
         available = {"cpu", accelerator.type if accelerator is not None else "cpu"}
         kinds = [device.type for device in group._device_types if device.type in available]
         self.meshes = {kind: DeviceMesh.from_group(group, kind) for kind in kinds}
-        self.size, self.rank = group.size(), group.rank()
+        self.group, self.size, self.rank = group, group.size(), group.rank()
         self.sequence_parallel = sequence_parallel
         self._outside: Any = Shard(0) if sequence_parallel else Replicate()
 

@@ -257,21 +257,21 @@ class MLP(nn.Module):
         from torch_fused_ops.distributed import megatron_checkpoint
         from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
 
-        is_megatron = megatron_checkpoint.is_megatron_call(metadata)
-        state_of = megatron_checkpoint.child_state if is_megatron else sharded_state_dict
-        separate_keys = bool((metadata or {}).get("singleton_local_shards", False))
-        if not is_megatron:
+        if megatron_checkpoint.is_megatron_call(metadata):
+            state_of, split = megatron_checkpoint.functions()
+        else:
             megatron_checkpoint.check_linears(self)
+            state_of, split = sharded_state_dict, apply_swiglu_sharded_factory
+        separate_keys = bool((metadata or {}).get("singleton_local_shards", False))
         state: dict[str, Any] = {}
         for name, module in self.named_children():
-            is_packed = name == "linear_fc1" and self._activation.gated
-            for key, shard in state_of(module, f"{prefix}{name}.", sharded_offsets, metadata).items():
-                if not (is_packed and key.endswith((".weight", ".bias"))):
-                    state[key] = shard
-                elif is_megatron:
-                    state[key] = megatron_checkpoint.gate_and_up_factory(shard, separate_keys)
-                else:
-                    state |= apply_swiglu_sharded_factory(shard, sharded_offsets, separate_keys)
+            entries = state_of(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            for key, entry in entries.items():
+                if not (name == "linear_fc1" and self._activation.gated and key.endswith((".weight", ".bias"))):
+                    state[key] = entry
+                    continue
+                parts = split(entry, sharded_offsets, separate_keys)
+                state |= parts if isinstance(parts, dict) else {key: parts}
         return state
 
 
