@@ -95,7 +95,7 @@ def operators() -> str:
             lines.append(f"* `{schema}`: {_first_line(getattr(reference, name))}")
     lines += [
         "",
-        "`torch.ops.fused` also has derivatives, viewless tensors, and the parts of float8 storage and GEMMs.",
+        "`torch.ops.fused` also has derivatives, and the parts of float8 storage and GEMMs.",
     ]
     lines += ["A `_backward` takes the gradient, forward's arguments, and a list of the requested gradients."]
     lines += [

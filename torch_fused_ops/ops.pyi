@@ -118,9 +118,6 @@ def linear_fp8(
     dtype: ScalarType | None = None,
     recipe: str = "fp8",
 ) -> Tensor: ...
-def make_viewless(
-    input: Tensor,
-) -> Tensor: ...
 def quantize(
     input: Tensor,
     rows: int,

@@ -57,7 +57,7 @@ def fused_calls(graph: torch.fx.Graph) -> list[str]:
     return [str(n.target) for n in graph.nodes if n.op == "call_function" and "fused." in str(n.target)]
 
 
-PLAIN = {f"fused.{name}.default" for name in (*OPERATORS, "make_viewless")}
+PLAIN = {f"fused.{name}.default" for name in OPERATORS}
 
 
 @pytest.mark.covering(every=8)

@@ -39,24 +39,14 @@ _AUTOGRAD_KEYS = (
 library = torch.library.Library("fused", "FRAGMENT")
 
 
-COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # overload -> its entry in ``decompositions()``
+COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # operators that ``define`` has defined
 
 
-def define(
-    name: str, schema: str, kernel: Callable[..., Any], decomposition: Callable[..., Any] | None = None
-) -> torch._ops.OpOverload:
-    """Define ``fused::name`` in terms of other operators, as CompositeImplicitAutograd.
-
-    Args:
-        name, schema: the operator's name and schema.
-        kernel: calls the other operators.
-        decomposition: the function in the table of ``decompositions()``; None if that is ``kernel``.
-    """
+def define(name: str, schema: str, kernel: Callable[..., Any]) -> None:
+    """Define ``fused::name`` as CompositeImplicitAutograd. ``kernel`` calls other operators."""
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, kernel, "CompositeImplicitAutograd")
-    overload: torch._ops.OpOverload = getattr(torch.ops.fused, name).default
-    COMPOSITES[overload] = decomposition or kernel
-    return overload
+    COMPOSITES[getattr(torch.ops.fused, name).default] = kernel
 
 
 # Without a kernel for nested tensors, torch's error suggests that the operator is missing. The check says it better.

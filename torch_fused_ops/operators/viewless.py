@@ -1,14 +1,13 @@
-"""Define ``fused::make_viewless``, an identity whose result shares memory with its argument but is not a view.
-
-It is CompositeImplicitAutograd over ``aten._unsafe_view``, which every transform, mode and compiler supports. Eager
-calls use ``detach`` instead. ``_unsafe_view`` gives its result a separate version counter, so autograd would not notice
-that an in-place write to the result changes tensors saved from the source, and gradients would be silently wrong.
-``detach`` shares memory *and* counter without a base, so autograd raises, as it does for views. (Compiled code would
-need an autograd.Function to do this, and AOTAutograd does not cache graphs that contain one.)
+"""Return aliases that are not views, under Megatron-LM's names (``megatron.core.utils``).
 
 A view references its base, and thereby the base's autograd graph, even after ``tensor.data`` was set to a small tensor.
-Pipeline-parallel schedules free activations in this way, so their tensors must not be views. Names and signatures
-follow ``megatron.core.utils`` in Megatron-LM.
+Pipeline-parallel schedules free activations in this way, so their tensors must not be views.
+
+Under transforms, modes and compilers an alias is ``aten._unsafe_view``, which they support. Eager calls use ``detach``
+instead. ``_unsafe_view`` gives its result a separate version counter, so autograd would not notice that an in-place
+write to the result changes tensors saved from the source, and gradients would be silently wrong. ``detach`` shares
+memory *and* counter without a base, so autograd raises, as it does for views. (Compiled code would need an
+autograd.Function to do this, and AOTAutograd does not cache graphs that contain one.)
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-
-from torch_fused_ops.operators.autograd import define, library
 
 
 class _Alias(torch.autograd.Function):
@@ -37,52 +34,29 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _make_viewless(input: Tensor) -> Tensor:
+def _alias_in_graph(input: Tensor) -> Tensor:
+    """Return an alias whose gradient is input's gradient."""
     is_eager = (  # no transform, mode, subclass or compiler would record the detach
-        not in_transform()
+        not torch.compiler.is_dynamo_compiling()
+        and not in_transform()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._dispatch_keys(input).has(torch._C.DispatchKey.Python)
         and not torch._is_functional_tensor(input)
     )
-    return _Alias.apply(input) if is_eager else decomposition(input)  # type: ignore[no-untyped-call]
-
-
-def decomposition(input: Tensor) -> Tensor:
-    """Return the operator's result in aten, for transforms, modes and compilers."""
+    if is_eager:
+        return _Alias.apply(input)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.aten._unsafe_view(input, input.shape)  # type: ignore[no-any-return]
-
-
-_OP = define("make_viewless", "(Tensor input) -> Tensor", _make_viewless, decomposition)
-# Without a rule vmap loops over the examples and warns.
-torch.library.register_vmap("fused::make_viewless", lambda _, dims, input: (_OP(input), dims[0]), lib=library)
-
-
-# ---- Megatron-LM's names --------------------------------------------------------------------------------------------
-
-# Dynamo cannot call requires_grad_() on an intermediate tensor, so a new leaf depends on a tensor that requires grad.
-_ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
-
-
-class _Leaf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        return None, None
 
 
 def _alias(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
     if not requires_grad:
         return inp.detach()
-    out: Tensor = torch.ops.fused.make_viewless(inp) if keep_graph else inp.detach()
+    out = _alias_in_graph(inp) if keep_graph else inp.detach()
     if out.requires_grad or (keep_graph and not torch.is_grad_enabled()):
         return out
-    if torch.compiler.is_dynamo_compiling():
-        return _Leaf.apply(out, _ANCHOR)  # type: ignore[no-any-return, no-untyped-call]
-    # torch.func transforms do not allow requires_grad_(), and do not need it.
-    return out if torch._C._functorch.peek_interpreter_stack() is not None else out.requires_grad_()
+    # Dynamo creates no leaves inside a graph. torch.func transforms do not allow requires_grad_(), and do not need it.
+    is_traced = torch.compiler.is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    return out if is_traced else out.requires_grad_()
 
 
 def _check(inp: Any, requires_grad: bool) -> None:
@@ -116,10 +90,9 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     Two exceptions: under ``torch.no_grad()`` a result with ``keep_graph=True`` never requires a gradient, and inside a
     ``torch.func`` transform only the differentiated tensors do.
 
-    ``torch.compile`` does not break the graph. Compiled, a new leaf requires a gradient and ends backward, but is not a
-    leaf and has no ``.grad``, since Dynamo creates no leaves inside a graph. Two limits: a compiled function that
-    only makes its argument viewless and returns it gets a view from Inductor; and a new leaf inside a compiled
-    ``torch.func.jvp`` or ``vmap`` raises, like every autograd.Function in these transforms.
+    ``torch.compile`` does not break the graph. Dynamo creates no leaves inside a graph, so compiled, a new leaf is cut
+    off instead, and does not require a gradient. A compiled function that only makes its argument viewless and returns
+    it gets a view from Inductor.
 
     The result shares inp's version counter, as views do: autograd raises if backward needs a tensor that was modified
     through inp or the result. Under ``torch.func``, forward-mode AD, dispatch modes and ``torch.compile``, a result in
