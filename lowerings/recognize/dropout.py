@@ -32,7 +32,7 @@ from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 
-from .graph import DROPOUTS, FREE, Call, GraphAnalysis, inline_bodies, label, tensor, write_call
+from .graph import DROPOUTS, FREE, Call, GraphAnalysis, inline_bodies, label, names_of, tensor, write_call
 from .rewrite import Edit
 from .subgraph import check_in_place_call
 from .values import check_plain, check_rounding, is_contiguous, value_of
@@ -64,7 +64,7 @@ def find(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Dropout]:
             source = call.args[0]
             assert isinstance(source, Node)
             if states[node] == FREE:
-                names = ", ".join(dict.fromkeys(label(analysis.origin(a)) for a in node.all_input_nodes))
+                names = names_of(map(analysis.origin, node.all_input_nodes))
                 text = f"it reads {names}, not a linear layer's result or a pointwise function of one"
                 raise Rejection(Kind.OTHER_DROPOUT, text)
             _examine(analysis, policy, site, source)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._logging import warning_once
 from torch.fx import Node
 
 from torch_fused_ops.declaration import PointwiseOperator
@@ -182,17 +183,12 @@ def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = F
 def fuse(analysis: GraphAnalysis, recipes: dict[Node, str]) -> list[Edit]:
     """Return the edits that replace linear layers by ``fused::linear_fp8``, each with its recipe."""
     if any(target_device(value_of(node).device).type == "cpu" for node in recipes):
-        _warn_of_cpu()
+        warning_once(
+            log,
+            "float8 GEMMs on a CPU are correct, but slower than GEMMs in the model's dtype: the float8 numbers are "
+            "converted to it first (docs/fp8.md)",
+        )
     return [(node, partial(_insert, analysis, node, recipe), {node}) for node, recipe in recipes.items()]
-
-
-@lru_cache(maxsize=1)
-def _warn_of_cpu() -> None:
-    """Warn once in a process."""
-    log.warning(
-        "float8 GEMMs on a CPU are correct, but slower than GEMMs in the model's dtype: the float8 numbers are "
-        "converted to it first (docs/fp8.md)"
-    )
 
 
 def _insert(analysis: GraphAnalysis, node: Node, recipe: str) -> Node:

@@ -76,11 +76,8 @@ _PLAIN_NAMES = {
     **{"iadd": "add", "isub": "sub", "imul": "mul", "ipow": "pow", "__rsub__": "rsub", "pos": "positive"},
     **{"multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs", "clip": "clamp"},
     **{"_grouped_mm": "grouped_mm", "concat": "cat", "concatenate": "cat"},
-    **{"special_expit": "sigmoid", "expit": "sigmoid", "log_sigmoid": "logsigmoid", "special_exp2": "exp2"},
+    **{"expit": "sigmoid", "log_sigmoid": "logsigmoid", "fix": "trunc", "sgn": "sign", "arctan2": "atan2"},
     **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
-    **{"special_ndtr": "ndtr", "special_log_ndtr": "log_ndtr", "special_i0": "i0", "special_sinc": "sinc"},
-    **{"special_round": "round", "special_xlogy": "xlogy", "fix": "trunc", "sgn": "sign", "arctan2": "atan2"},
-    **{"special_erf": "erf", "special_erfc": "erfc", "special_expm1": "expm1", "special_log1p": "log1p"},
 }
 _INPLACE_BUILTINS = _words("iadd isub imul itruediv ipow imatmul iand ior setitem __setitem__")
 
@@ -119,19 +116,15 @@ def _target_name(node: Node) -> str:
     if node.op != "call_function":
         return ""
     if isinstance(target, torch._ops.OpOverload):
-        return str(target._opname) if target.namespace in ("aten", "_c10d_functional", "c10d_functional") else ""
+        has_name = target.namespace in ("aten", "_c10d_functional", "c10d_functional")
+        return target._opname.removeprefix("special_") if has_name else ""
     name = re.sub(r"^prim[ _]", "", getattr(target, "__name__", ""))
     return _torch_functions().get(target) or (name if name in PLUMBING or name in REGIONS else "")
 
 
 def _is_other_gemm(target: object) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name
-    elif isinstance(target, torch._ops.OpOverloadPacket):
-        name = target._qualified_op_name
-    else:
-        is_torchs = str(getattr(target, "__module__", None)).startswith("torch")
-        name = getattr(target, "__name__", "") if is_torchs else ""
+    is_torchs = str(getattr(target, "__module__", None)).startswith("torch")
+    name = gemm_registry.name_of(target) or (getattr(target, "__name__", "") if is_torchs else "")
     return _OTHER_GEMM.search(name.rsplit("::", 1)[-1]) is not None
 
 
@@ -294,6 +287,11 @@ def label(node: Node) -> str:
     return target if isinstance(target, str) else str(getattr(target, "__name__", target)).removesuffix(".default")
 
 
+def names_of(nodes: Iterable[Node]) -> str:
+    """Return the nodes' labels, without repeats."""
+    return ", ".join(dict.fromkeys(map(label, nodes))) or "nothing"
+
+
 def _nodes(argument: Any) -> list[Node]:
     """Return the nodes in an argument, also inside lists, tuples and dictionaries."""
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Node)]
@@ -418,12 +416,11 @@ class Modes:
         self.grad: bool | None = _grad_mode(graph)
         self.entered: list[tuple[Node, str]] = []  # blocks of autocast and inference mode
         self.hooks = ""
-        self._regions: dict[Any, int] = {}
-        self.region = self._region()
 
-    def _region(self) -> int:
-        state = (self.grad, self.hooks, tuple(arguments for _, arguments in self.entered))
-        return self._regions.setdefault(state, len(self._regions))
+    @property
+    def region(self) -> tuple[object, ...]:
+        """The active modes, which are equal for calls that they do not separate."""
+        return self.grad, self.hooks, *(arguments for _, arguments in self.entered)
 
     def switch(self, name: str, node: Node) -> None:
         """Apply a call of ``REGIONS``."""
@@ -435,7 +432,6 @@ class Modes:
             self.hooks = "" if name.endswith("_enable") else node.name
         else:
             self.grad = bool(node.args[0]) if node.args and isinstance(node.args[0], bool) else None
-        self.region = self._region()
 
 
 def _grad_mode(graph: Graph) -> bool | None:
@@ -462,9 +458,8 @@ class GraphAnalysis:
         """``known``: calls that are already read; ``bodies``: analyses of bodies of higher-order operators."""
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
-        self.region: dict[Node, int] = {}  # equal for nodes with the same grad mode, autocast, inference mode and hooks
-        self._made_in: dict[Node, int] = {}  # region of the call that created the node's tensor
-        self.inference: set[Node] = set()  # computed in inference mode
+        self.region: dict[Node, tuple[object, ...]] = {}  # the grad mode, autocast, inference mode and hooks of a call
+        self._made_in: dict[Node, tuple[object, ...]] = {}  # region of the call that created the node's tensor
         self.state: dict[Node, int] = {}
         self.follows_gemm: dict[Node, bool] = {}  # True if the value depends on a GEMM's result
         self._origins: dict[Node, Node] = {}
@@ -472,7 +467,6 @@ class GraphAnalysis:
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
         self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes whose values are in it
         self._merged: dict[int, int] = {}  # storages that are one storage when the graph runs
-        inference = 0
         modes = Modes(graph)
         for i, node in enumerate(graph.nodes):
             call = self.calls[node] = known[node] if node in known else Call(node)
@@ -480,9 +474,6 @@ class GraphAnalysis:
                 self._read_custom(node, call)
             if call.name in REGIONS:
                 modes.switch(call.name, node)
-            inference += (call.name == "_enter_inference_mode") - (call.name == "_exit_inference_mode")
-            if inference:
-                self.inference.add(node)
             self.index[node], self.region[node] = i, modes.region
             returned = self._returned_argument(node, call)
             self._made_in[node] = modes.region if returned is None else self._made_in[returned]
@@ -579,6 +570,10 @@ class GraphAnalysis:
         """
         made_in = (self._made_in[node], *(self.region[writer] for writer in self.writers(node, before=node)))
         return all(region == self.region[node] for region in made_in)
+
+    def is_inference(self, node: Node) -> bool:
+        """Return True if the node is computed in inference mode."""
+        return any(str(mode).startswith("_enter_inference_mode") for mode in self.region[node])
 
     def concat_inputs(self, node: Node) -> list[Node]:
         """Return the tensors that the node concatenates along their last axis; [] for other calls."""

@@ -22,7 +22,7 @@ from torch_fused_ops.policy import enclosing_modules
 from . import dropout
 from .canonical import Canonical
 from .gemms import Called, Linears
-from .graph import NONLINEAR, GraphAnalysis, label, reachable
+from .graph import NONLINEAR, GraphAnalysis, label, names_of, reachable
 from .per_row_scale import RowScale
 from .rewrite import operator_of
 from .subgraph import Subgraph, readers, results
@@ -112,10 +112,6 @@ def dropout_site(analysis: GraphAnalysis, site: dropout.Dropout) -> Site:
     if site.reason is not None:
         return Site(None, DROPOUT, **_rejected(site.reason), **fields)
     return Site(dropout.OPERATOR, DROPOUT, reason="backward recomputes its mask from a seed", **fields)
-
-
-def names_of(nodes: list[Node]) -> str:
-    return ", ".join(dict.fromkeys(map(label, nodes))) or "nothing"
 
 
 def _float8(linears: Linears | None) -> dict[str, Any]:

@@ -356,7 +356,7 @@ def _check_values(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
             raise Rejection(Kind.DEVICES, f"it is computed on {device} and on {output.device}")
     for node in subgraph.inputs:
         value = value_of(node)
-        if analysis.origin(node) in analysis.inference and subgraph.output not in analysis.inference:
+        if analysis.is_inference(analysis.origin(node)) and not analysis.is_inference(subgraph.output):
             text = f"the result of {label(analysis.origin(node))}, from inference mode, cannot be saved for backward"
             raise Rejection(Kind.INFERENCE_MODE, text)
         if not (value.ndim and same_shape(node, subgraph.output)):

@@ -27,7 +27,7 @@ from torch_fused_ops.graphs.modules import is_parameter
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.settings import tiles
 
-from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, label, reachable, record, write_call
+from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, label, names_of, reachable, record, write_call
 from .rewrite import Edit, insert
 from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
@@ -131,8 +131,7 @@ def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
 def _last(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
     users = list(readers(analysis, subgraph.output))
     if len(users) != 1:
-        names = ", ".join(dict.fromkeys(map(label, users)))
-        raise Rejection(Kind.TILE_READER, f"{len(users)} calls read the hidden layer: {names}")
+        raise Rejection(Kind.TILE_READER, f"{len(users)} calls read the hidden layer: {names_of(users)}")
     return users[0]
 
 

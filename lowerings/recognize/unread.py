@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 from torch.fx import Graph, Node
 
+from torch_fused_ops.graphs.gemm_registry import name_of
 from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import compat
@@ -25,11 +26,12 @@ from .graph import (
     function_bodies,
     inline_bodies,
     label,
+    names_of,
     reachable,
     tensor,
     tensor_positions,
 )
-from .report import Candidate, calls_of, names_of, site_of
+from .report import Candidate, calls_of, site_of
 from .subgraph import find_sites, readers
 from .symbolic import RULES
 
@@ -118,9 +120,8 @@ def _opaque_name(node: Node, call: Call) -> str:
         return ""
     if isinstance(target, type) and not isinstance(node.meta.get("example_value"), torch.Tensor):
         return ""  # a constructor's object, such as torchao's configurations, is not a tensor
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-        namespace, _, name = packet._qualified_op_name.partition("::")
+    namespace, separator, name = (name_of(target) or "").partition("::")
+    if separator:
         return "" if namespace in _KNOWN else f"torch.ops.{namespace}.{name}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         inner = [inner for body in function_bodies(node)[:1] for inner in body.graph.nodes]

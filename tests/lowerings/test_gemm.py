@@ -395,7 +395,7 @@ def test_gemms_with_computed_weights_are_not_linear_layers() -> None:
 
 
 def test_float8_on_a_cpu_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    gemms._warn_of_cpu.cache_clear()
+    gemms.warning_once.cache_clear()
     for _ in range(2):
         harness.captured(SwiGLU(), torch.randn(4, HIDDEN), edit=lambda gm: rewrite(gm.graph, FusionPolicy(gemm="fp8")))
     levels = [r.levelname for r in caplog.records if "float8 GEMMs on a CPU are correct, but slower" in r.message]
