@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_fused_ops.graphs.listing import explained
 from torch_fused_ops.graphs.reasons import Kind, Reason
 
 if TYPE_CHECKING:
@@ -22,6 +24,16 @@ class Break:
     source: str = ""  # "file.py:line in function"; "" if Dynamo recorded no location
     location: str = ""  # "/full/path/file.py:line", or ""
     code: str = ""  # the text of this line, or ""
+
+
+def break_lines(breaks: Iterable[Break]) -> list[str]:
+    """Return lines on graph breaks: the place and its code, then the reason and the advice."""
+    lines: list[str] = []
+    for graph_break, times in Counter(breaks).items():
+        where = f"{graph_break.source or 'somewhere in the model'}{f' ×{times}' if times > 1 else ''}"
+        lines.append(f"{where}: {graph_break.code}" if graph_break.code else where)
+        lines += explained(graph_break.reason, graph_break.kind)
+    return lines
 
 
 def break_of(gm: GraphModule) -> Break | None:

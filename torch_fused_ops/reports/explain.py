@@ -39,10 +39,16 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     from torch_fused_ops import lowerings
 
     lowerings.require()
+    from torch_fused_ops.lowerings import recognize
+
     report = Report((), 0, policies=(policy,), title=name_of(model))
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        add_graph(report, gm, policy)
+        report.graphs += 1
+        report._captures.append(capture(gm, policy))
+        report.sites += tuple(sites_of(gm, policy))
+        report.unread += not_sites(recognize.unread(gm.graph), report.sites)
+        report.breaks += tuple(filter(None, [break_of(gm)]))
         return gm.forward
 
     breaks_before = reasons_noted()
@@ -52,15 +58,3 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     graph = report._captures[-1].graph if report._captures else None
     report.notes += tuple(beside_loss(graph.gm)) if graph is not None else ()
     return report
-
-
-def add_graph(report: Report, gm: GraphModule, policy: FusionPolicy) -> None:
-    """Add a captured graph to a report: its sites under the policy, and the graph break that ends it."""
-    from torch_fused_ops.lowerings import recognize
-
-    report.graphs += 1
-    report._captures.append(capture(gm, policy))
-    report.sites += tuple(sites_of(gm, policy))
-    report.unread += not_sites(recognize.unread(gm.graph), report.sites)
-    if (graph_break := break_of(gm)) is not None:
-        report.breaks += (graph_break,)

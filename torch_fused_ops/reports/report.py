@@ -18,11 +18,11 @@ from torch_fused_ops.graphs.listing import AttentionSite, grouped, merged_attent
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.breaks import Break
+from torch_fused_ops.reports.breaks import Break, break_lines
 from torch_fused_ops.reports.captures import Capture
 from torch_fused_ops.reports.page import template
 from torch_fused_ops.reports.saved import Saved, saved
-from torch_fused_ops.reports.text import breaks_text, size
+from torch_fused_ops.reports.text import size
 from torch_fused_ops.settings.environment import writable
 
 NOTHING_CAPTURED = "Dynamo captured no graph of the model"
@@ -131,7 +131,7 @@ class Report:
         parts += site_lines(self.unread)
         parts += [f'attention="input": {size(site.nbytes)} less saved by {site.text}' for site in self.attention]
         if self.breaks:
-            parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
+            parts += [f"note: {self.broken}:", *break_lines(self.breaks)]
         if "saved" in vars(self):
             parts += ["", str(self.saved)]
         return "\n".join(parts)

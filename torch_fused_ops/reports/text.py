@@ -1,25 +1,8 @@
-"""Format graph breaks, bytes and tables as text."""
+"""Format bytes, changes and tables as text."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from torch_fused_ops.graphs.listing import explained
-
-if TYPE_CHECKING:
-    from torch_fused_ops.reports.breaks import Break
-
-
-def breaks_text(breaks: Sequence[Break]) -> str:
-    """Format the locations and reasons of graph breaks; "" without breaks."""
-    lines: list[str] = []
-    for graph_break, times in Counter(breaks).items():
-        where = f"{graph_break.source or 'somewhere in the model'}{f' ×{times}' if times > 1 else ''}"
-        lines.append(f"{where}: {graph_break.code}" if graph_break.code else where)
-        lines += explained(graph_break.reason, graph_break.kind)
-    return "\n".join(lines)
 
 
 def size(nbytes: float, scale: float | None = None) -> str:
