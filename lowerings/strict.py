@@ -57,14 +57,12 @@ def check(
             policy matches nothing, or a level has no effect.
     """
     call = compat.compiled_call()
-    if call is None:  # a graph of torch.export, which is whole, or of a compilation without a device
-        exported = _Model(policy, explicit, None, graph)
-        exported.add(graph, sites, modules, in_checkpoint)
-        return exported.judge() if policy.strict else None
-    model = _model_of(call)
-    if model is None:
-        call.at_its_end.append(model := _Model(policy, explicit, call.function, graph))
+    model = _model_of(call) or _Model(policy, explicit, call and call.function, graph)
     model.add(graph, sites, modules, in_checkpoint)
+    if call is None:  # a graph of torch.export, which is whole, or of a compilation without a device
+        return model.judge() if policy.strict else None
+    if model not in call.at_its_end:
+        call.at_its_end.append(model)
     ended = compat.why_it_ended(graph)
     model.graphs += ended is not None
     model.is_new |= _is_first(call.code, policy)
@@ -77,14 +75,13 @@ def check(
 
 def add_attention(policy: FusionPolicy, sites: Sequence[AttentionSite]) -> None:
     """Record the attention in a joint graph for which the policy requests a level."""
-    call = compat.compiled_call()
-    model = None if call is None else _model_of(call)
+    model = _model_of(compat.compiled_call())
     if model is not None and model.policy == policy:
         model.attention = [*(model.attention or ()), *sites]
 
 
-def _model_of(call: compat.CompiledCall) -> _Model | None:
-    return next((callback for callback in call.at_its_end if isinstance(callback, _Model)), None)
+def _model_of(call: compat.CompiledCall | None) -> _Model | None:
+    return next((callback for callback in (call.at_its_end if call else ()) if isinstance(callback, _Model)), None)
 
 
 def _judged() -> weakref.WeakSet[Any]:
@@ -178,7 +175,7 @@ class _Model:
         if not self.has_sites and linears + opaque > 1:
             between = f"{linears} linear layers" + (f" and {opaque} opaque calls" if opaque else "")
             where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site cannot span graphs"
-            unread = "\n".join(("", *site_lines(self.unread))) if self.policy.strict else ""
+            unread = "\n".join(("", *site_lines(self.unread)))
             text = f"no MLP was found between {between}, in {where}. {_EXPLAIN}{unread}"
             if self.policy.strict:
                 return text
@@ -208,19 +205,15 @@ class _Model:
             notes.append(f"{places}: {first.level}; {first.refusals[-1].hint}")
         trains = any(site.memory for site in self.sites)
         if policy.checkpoints != "keep" and trains and not self.has_checkpoint:
-            notes.append(f"{_setting(policy, 'checkpoints')} has no effect: no graph has a checkpoint. {_OUTSIDE}")
-        notes += [
-            f"attention='input' has no effect on {s.text}"
-            for s in merged_attention(attention or ())
-            if s.kind is not None
-        ]
-        return notes
+            notes.append(
+                f"{_setting(policy, 'checkpoints')} has no effect: no graph has a checkpoint. torch.compile does not "
+                "capture a checkpoint around compiled code, or one written as a torch.autograd.Function"
+            )
+        without = (site for site in merged_attention(attention or ()) if site.kind is not None)
+        return [*notes, *(f"attention='input' has no effect on {site.text}" for site in without)]
 
 
 _EXPLAIN = "torch_fused_ops.explain(model, *args) lists every site"
-_OUTSIDE = (
-    "torch.compile does not capture a checkpoint around compiled code, or one written as a torch.autograd.Function"
-)
 
 
 def _setting(policy: FusionPolicy, name: str) -> str:

@@ -15,7 +15,7 @@ from harness import Net, Stack, raises
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops.activations import register_activation
-from torch_fused_ops.graphs.listing import grouped
+from torch_fused_ops.graphs.listing import merged_sites
 from torch_fused_ops.graphs.modules import module_path
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import Site
@@ -116,15 +116,15 @@ def test_text_groups_equal_sites_of_several_layers():
         site(f"h.{i}.mlp", "no") for i in range(0, 12, 2)
     ]
     report = Report(tuple(sites))
-    sources = [group.source for group in grouped(report.sites)]
+    sources = [site.source for site in merged_sites(report.sites)]
     assert sources == ["model.py:12 in h.0…31.mlp ×32", "model.py:12 in h.1,3.mlp ×2", "model.py:12 in h.0…10.mlp ×6"]
     assert [line for line in str(report).splitlines() if "×32" in line] and len(str(report).splitlines()) == 8
     assert len(json.loads(report.to_json())["sites"]) == 40
 
 
 def test_sites_without_a_module_have_their_source():
-    (group,) = grouped([Site(None, None, "unknown", "why", ())])
-    assert (group.source, group.modules) == ("unknown", "")
+    (site,) = merged_sites([Site(None, None, "unknown", "why", ())])
+    assert site.source == "unknown"
 
 
 def test_long_reasons_are_wrapped_and_do_not_start_with_a_minus():
@@ -212,7 +212,7 @@ def test_html_has_the_source_line_and_hint_of_unfused_sites(tmp_path):
     model = Stack(nn.Sequential(nn.Linear(8, 16), Odd(), nn.Linear(16, 8)) for _ in range(3))
     text, _ = read(explain(model, torch.randn(4, 8)).to_html(tmp_path / "report.html"))
     assert "<pre>return F.tanhshrink(x) * (1 &lt; 2)</pre>" in text
-    assert "test_explain.py:" in text and "3 times" in text and "layers.0…2" in text
+    assert "test_explain.py:" in text and "layers.0…2 ×3" in text
     assert text.count('<p class="hint">') == 1 and "register_activation" in text
 
 

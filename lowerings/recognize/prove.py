@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from torch_fused_ops import activations
-from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind, Reason
+from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason
 
 from .graph import read
 from .symbolic import MAX_NAMES, TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
@@ -222,4 +222,4 @@ def _explain_mismatch(algebra: Algebra, expression: Poly, steps: tuple[Step, ...
             candidates.append((max(abs(c / t - 1) for c, t in mismatches), f"{text} is like {name}, but has {values}"))
     if candidates and min(candidates)[0] < 0.5:
         return _rejected(Kind.NEAR, min(candidates)[1])
-    return _rejected(Kind.UNKNOWN, f"{_short(text)} is not a supported activation{CAN_BE_ADDED}")
+    return _rejected(Kind.UNKNOWN, f"{_short(text)} is not a supported activation")

@@ -28,7 +28,7 @@ Case = Callable[
     ..., Any
 ]  # called with results of linear layers h, u (4, 16) and p (4, 32), a weight w (8, 16) and an input m (4, 16)
 
-NO_ACTIVATION = r"is not a supported activation( \(register_activation can add it\))?$"
+NO_ACTIVATION = "is not a supported activation$"
 NO_GATE = "is not a supported gated activation$"
 ANOTHER = "another tensor takes part: "
 MASK = "a mask takes part: "

@@ -6,46 +6,28 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, Kind
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import alike, joined_paths, without_numbers
 
 WIDTH = 120
 
 
-@dataclass(frozen=True)
-class Group:
-    """Sites that differ only in their layer's number, in graph order."""
-
-    sites: tuple[Site, ...]
-
-    @property
-    def where(self) -> str:
-        """Return the place that all sites share: "file.py:line"."""
-        return self.sites[0].source.partition(" in ")[0]
-
-    @cached_property
-    def modules(self) -> str:
-        """Return the modules of all sites as one path: "layers.0…31.mlp"."""
-        return joined_paths(site.source.partition(" in ")[2] for site in self.sites)
-
-    @property
-    def source(self) -> str:
-        """Return ``where`` and ``modules`` like a Site's source, with the number of sites if there are several."""
-        source = f"{self.where} in {self.modules}" if self.modules else self.where
-        return f"{source} ×{len(self.sites)}" if len(self.sites) > 1 else source
-
-
-def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
-    """Group sites that differ only in their layer's number, in the order of each group's first site."""
+def merged_sites(sites: Iterable[Site]) -> list[Site]:
+    """Merge sites that differ only in their layer's number: "model.py:12 in layers.0…31.mlp ×32". Keep their order."""
 
     def key(site: Site) -> object:
         where, _, path = site.source.partition(" in ")
         return site.op, site.activation, reason_text(site), site.users, where, without_numbers(path)
 
-    return tuple(Group(tuple(group)) for group in alike(sites, key))
+    merged = []
+    for group in alike(sites, key):
+        where, inside, _ = group[0].source.partition(" in ")
+        path = joined_paths(site.source.partition(" in ")[2] for site in group)
+        times = f" ×{len(group)}" if len(group) > 1 else ""
+        merged.append(replace(group[0], source=f"{where}{inside}{path}{times}"))
+    return merged
 
 
 def read_by(site: Site) -> str:
@@ -63,19 +45,17 @@ def explained(*parts: str | Kind) -> Iterator[str]:
 def site_lines(sites: Iterable[Site]) -> list[str]:
     """Return lines on each group of sites: the operator and the place, then the reason and the advice."""
     lines: list[str] = []
-    for group in grouped(sites):
-        site = group.sites[0]
+    for site in merged_sites(sites):
         names = site.activation or ", ".join(dict.fromkeys(site.spelling))
-        head = f"{site.op or 'not fused'}: {names} ({group.source}), read by {read_by(site)}"
+        head = f"{site.op or 'not fused'}: {names} ({site.source}), read by {read_by(site)}"
         lines += textwrap.wrap(head, WIDTH, subsequent_indent="    ")
         lines += explained(reason_text(site), *site.refusals)
     return lines
 
 
 def reason_text(site: Site) -> str:
-    """Return the reason for reports: without the part that a hint repeats, and not beginning with a bullet."""
-    reason = site.reason.removesuffix(CAN_BE_ADDED)
-    reason = f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
+    """Return the reason for reports, with the effects of the policy, and not beginning with a bullet."""
+    reason = f"the value {site.reason}" if site.reason.startswith(("-", "−", "*", "+")) else site.reason
     if site.gemm:
         reason += "; its linear layers are in float8" + (", except " if site.gemm_reason else "")
     elif site.gemm_reason:

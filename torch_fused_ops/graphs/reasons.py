@@ -11,7 +11,6 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 NOT_AN_MLP = "not an MLP: "  # prefix of reasons for sites that ``strict`` never counts
-CAN_BE_ADDED = " (register_activation can add it)"  # suffix of a text; reports that show the hint remove it
 
 
 class Category(Enum):

@@ -14,7 +14,7 @@ import torch
 
 from torch_fused_ops.graphs import listing
 from torch_fused_ops.graphs.fusion_events import unobserved
-from torch_fused_ops.graphs.listing import AttentionSite, grouped, merged_attention, site_lines
+from torch_fused_ops.graphs.listing import AttentionSite, merged_attention, merged_sites, site_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy
@@ -188,16 +188,16 @@ class Report:
 
     def _page(self) -> str:
         """Render ``page.html``. Text from the model is escaped."""
-        groups, mlps = grouped(self.sites), [site for site in self.sites if site.is_mlp]
+        sites, mlps = merged_sites(self.sites), [site for site in self.sites if site.is_mlp]
         return template("reports/page.html", vars(listing)).render(
             report=self,
             mlps=len(mlps),
             saved=vars(self).get("saved"),
             mlps_fused=sum(site.op is not None for site in mlps),
             torch_version=torch.__version__.partition("+")[0],
-            fused=[group for group in groups if group.sites[0].op],
-            missed=[group for group in groups if not group.sites[0].op and group.sites[0].is_mlp],
-            others=[group for group in groups if not group.sites[0].is_mlp],
-            unread=grouped(self.unread),
+            fused=[site for site in sites if site.op],
+            missed=[site for site in sites if not site.op and site.is_mlp],
+            others=[site for site in sites if not site.is_mlp],
+            unread=merged_sites(self.unread),
             breaks=list(Counter(self.breaks).items()),
         )
