@@ -10,6 +10,7 @@ if __name__ != "torch_fused_ops.lowerings":
         "(`pip install -e .`)"
     )
 
+import warnings
 from importlib import import_module
 from threading import get_ident
 from typing import Any
@@ -63,7 +64,7 @@ def _turn_off(why: str) -> None:
     global _off
     if why and not _off:
         _off = why
-        internals.warn(f"{off()} The operators still work; torch.compile fuses no MLPs.")
+        warnings.warn(f"{off()} The operators still work; torch.compile fuses no MLPs.", stacklevel=2)
 
 
 def off() -> str:
@@ -80,9 +81,10 @@ def load_passes() -> Any:
         _checked = True
         _check()
         if not _off and internals.is_newer(torch.__version__):
-            internals.warn(
+            warnings.warn(
                 f"torch_fused_ops on torch {torch.__version__}: {internals.tested()}. It has all that is needed; "
-                "please report errors."
+                "please report errors.",
+                stacklevel=2,
             )
     return import_module(f"{__name__}.{'disabled' if _off else 'passes'}")
 

@@ -18,10 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.graphs.modules import is_of_activation, module_stack
-from torch_fused_ops.graphs.reasons import Kind, Rejection
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.memory_levels import Edit, are_checkpointed, attention_with_level, requested_level
+from torch_fused_ops.lowerings.memory_levels import are_checkpointed, attention_with_level, requested_level
 from torch_fused_ops.lowerings.partition import OPERATOR
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, modules_of_site
 
@@ -75,22 +75,15 @@ def _with_level(graph: Graph, policy: FusionPolicy) -> Iterator[Node]:
         yield from (linear for linear in linears if policy.replaces_checkpoints(_modules(linear)))
 
 
-def rejected_attention(graph: Graph, policy: FusionPolicy) -> list[Edit]:
-    """Return an edit for each attention whose level has no effect inside a checkpoint. Applying it raises a Rejection.
+def attention_inside(graph: Graph, policy: FusionPolicy) -> dict[str, set[Node]]:
+    """Return the linear layers of each attention whose level has no effect inside a checkpoint, by its module.
 
     Args:
         graph: the joint graph, after ``drop``. Partitioning hides attention that may draw random numbers.
         policy: the fusion policy.
     """
-
-    def reject() -> None:
-        raise Rejection(Kind.IN_CHECKPOINT, "it is inside a checkpoint")
-
-    sites = [(site, linears) for site, linears in attention_with_level(graph, policy) if are_checkpointed(linears)]
-    edits = {
-        site.module: Edit("attention='input'", site.module or "the model", reject, linears) for site, linears in sites
-    }
-    return list(edits.values())  # one for attention and its gradient
+    sites = attention_with_level(graph, policy)  # a module has two: attention and its gradient
+    return {site.module: linears for site, linears in sites if are_checkpointed(linears)}
 
 
 def _modules(node: Node) -> set[str]:

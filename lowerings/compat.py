@@ -393,13 +393,6 @@ def static_inputs(graph: torch.fx.Graph, arguments: Iterable[int]) -> list[int]:
     return positions
 
 
-def nbytes(t: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements. Symbolic sizes count by their hints."""
-    numel: int | torch.SymInt = t.numel()
-    hint = numel.node.hint if isinstance(numel, torch.SymInt) else numel
-    return int(hint or 0) * t.element_size()
-
-
 def converts_to_fp8(device: torch.device) -> bool:
     """Return True if generated code can convert to float8_e4m3fn: Triton from sm_89 on and on AMD, C++ always."""
     if device.type != "cuda" or torch.version.hip:

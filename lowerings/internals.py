@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import warnings
 
 TESTED = ((2, 11), (2, 15))
 """The first and the last torch version on which the whole test suite has passed."""
@@ -112,13 +111,3 @@ def tested() -> str:
     """Return the tested torch versions, for messages."""
     first, last = (".".join(map(str, version)) for version in TESTED)
     return f"tested with torch {first} to {last}"
-
-
-def warn(message: str) -> None:
-    """Issue each message once, as a UserWarning."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, UserWarning, stacklevel=3)
-
-
-_warned: set[str] = set()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import math
 import operator
@@ -40,15 +41,14 @@ from torch_fused_ops.lowerings import attention, compat, offload
 from torch_fused_ops.lowerings.partition import OPERATOR, Graphs, base, is_gemm, is_linear
 from torch_fused_ops.lowerings.saved_tensors import (
     DATA,
-    SAME_ELEMENTS,
     SavedTensors,
     by_memory,
-    has_same_elements,
+    nbytes,
     readers,
     views_and_readers,
 )
 from torch_fused_ops.operators import reference
-from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.settings import tiles
 
 log = logging.getLogger("torch_fused_ops")
@@ -133,8 +133,8 @@ def _repeats_a_smaller_tensor(recomputation: Recomputation) -> bool:
     """Return True if a recomputation reads one tensor, which has fewer bytes than the result. Sizes do not count."""
     *_, result = recomputation.calls
     read = {source for call in recomputation.calls for source in call.all_input_nodes}.difference(recomputation.calls)
-    tensors = [node.meta["val"] for node in read if isinstance(node.meta.get("val"), torch.Tensor)]
-    return len(tensors) == 1 and compat.nbytes(tensors[0]) < compat.nbytes(result.meta["val"])
+    tensors = [node for node in read if isinstance(node.meta.get("val"), torch.Tensor)]
+    return len(tensors) == 1 and nbytes(tensors[0]) < nbytes(result)
 
 
 def _may_be_replaced(pair: SavedTensors, node: Node) -> bool:
@@ -167,6 +167,11 @@ class Recomputation(NamedTuple):
     to_save: tuple[Node, ...] = ()
     to_copy: tuple[Node, ...] = ()
 
+    @classmethod
+    def union(cls, parts: Iterable[Recomputation]) -> Recomputation:
+        """Return a recomputation with the calls and values of all parts."""
+        return cls(*(tuple(dict.fromkeys(itertools.chain(*field))) for field in zip(*parts, strict=True)))
+
 
 class _Planner:
     """Plans how backward recomputes one saved tensor from values that backward has, or that can be saved for it.
@@ -184,6 +189,7 @@ class _Planner:
     def __init__(self, pair: SavedTensors, node: Node, *, gemms: bool) -> None:
         self.pair, self.node, self.gemms = pair, node, gemms
         self.remaining = [saved for saved in pair.saved() if saved is not node]
+        self._available = pair.available_without(node)
         self._near = self._find_near()
         self._plans: dict[tuple[Node, str], Recomputation | Rejection] = {}
 
@@ -200,12 +206,11 @@ class _Planner:
 
     def bytes_added(self, recomputation: Recomputation) -> int:
         """Return the bytes of memory that a recomputation adds to the other saved tensors."""
-        copied = sum(compat.nbytes(node.meta["val"]) for node in recomputation.to_copy)
-        return copied + self.pair.cost(recomputation.to_save, alongside=self.remaining)
+        return self.pair.cost(recomputation.to_save, self.remaining, recomputation.to_copy)
 
     def _obtain(self, value: Node, role: str) -> Recomputation | Rejection:
         """Return how backward gets a value, or why it cannot."""
-        if value is not self.node and value in self.pair.in_backward:
+        if value in self._available:
             return Recomputation()
         if (value, role) not in self._plans:
             self._plans[value, role] = self._choose(value, role)
@@ -237,9 +242,7 @@ class _Planner:
             if isinstance(part, Rejection):
                 return part
             parts.append(part)
-        united = Recomputation(
-            *(tuple(dict.fromkeys(n for nodes in field for n in nodes)) for field in zip(*parts, strict=True))
-        )
+        united = Recomputation.union(parts)
         return too_many if len(united.calls) >= MAX_CALLS else united._replace(calls=(*united.calls, call))
 
     def _save(self, value: Node, role: str) -> Recomputation | Rejection:
@@ -272,8 +275,7 @@ class _Planner:
         near, pending = set[tuple[Node, str]](), deque([(self.node, "")])
         while pending and len(near) < _MAX_SEARCHED:
             call, role = pending.popleft()
-            is_known = call is not self.node and call in self.pair.in_backward
-            if not is_known and (call, role) not in near and self._is_repeatable(call, role):
+            if call not in self._available and (call, role) not in near and self._is_repeatable(call, role):
                 near.add((call, role))
                 pending += [(n, role or self._operand_role(call, n)) for n in call.all_input_nodes]
         return near
@@ -300,29 +302,26 @@ def _is_recomputable(node: Node) -> bool:
     return torch.Tag.pointwise in tags or target in _RECOMPUTABLE or is_view
 
 
-_RECOMPUTABLE = SAME_ELEMENTS.union(
-    OPERATOR,
-    {aten.index.Tensor, aten.gather.default, aten.index_select.default, aten.cat.default},
-    {fused.dropout_add.default},  # its mask is a function of a seed
-    {fused.quantize.default},  # takes one pass over the weight
-)
+_RECOMPUTABLE = {
+    *OPERATOR,
+    *(aten.index.Tensor, aten.gather.default, aten.index_select.default, aten.cat.default),
+    fused.dropout_add.default,  # its mask is a function of a seed
+    fused.quantize.default,  # takes one pass over the weight
+}
 
 
 def _replace(pair: SavedTensors, node: Node, recomputation: Recomputation) -> None:
     """Recompute a saved tensor in backward, and save the values that the recomputation needs."""
-    needed = [n for n in recomputation.to_save if n not in pair.in_backward]
-    copied = {pair.copied(n): n for n in recomputation.to_copy if n not in pair.in_backward}
-    pair.save_instead(node, [*needed, *copied])
-    for copy_of_value, value in copied.items():
-        pair.in_backward[value] = pair.in_backward[copy_of_value]
-    first = pair.first_reader(node)
-    copies: dict[Node, Node] = {}
-    with pair.backward.inserting_before(first):
-        for call in (c for c in recomputation.calls if c is node or c not in pair.in_backward):
-            copies[call] = pair.backward.node_copy(call, lambda n: copies.get(n) or pair.in_backward[n])
-            copies[call].meta["autograd_backward"] = True
-    pair.replace_in_backward(node, copies.pop(node))
-    pair.in_backward.update(copies)
+    available = pair.available_without(node)
+    needed = {n: n for n in recomputation.to_save if n not in available}
+    needed |= {n: pair.copied(n) for n in recomputation.to_copy if n not in available}
+    available |= zip(needed, pair.save_instead(node, list(needed.values())), strict=True)
+    with pair.backward.inserting_before(pair.first_reader(node)):
+        for call in (c for c in recomputation.calls if c not in available):
+            available[call] = pair.backward.node_copy(call, available.__getitem__)
+            available[call].meta["autograd_backward"] = True
+    pair.replace_in_backward(node, available[node])
+    pair.in_backward |= available
 
 
 # ---- below "free" --------------------------------------------------------------------------------
@@ -333,8 +332,7 @@ def apply_levels(
     policy: FusionPolicy,
     outputs: int,
     static_inputs: Sequence[int],
-    on_edit: Callable[[Edit, int, Reason | None], None] = lambda *_: None,
-    rejected: Iterable[Edit] = (),
+    on_attention: Callable[[str, Collection[Node], int, Reason | None], None] = lambda *_: None,
 ) -> Graphs:
     """Return copies of both graphs that save less for backward, at the policy's memory levels below "free".
 
@@ -343,18 +341,19 @@ def apply_levels(
         policy: the fusion policy with the memory levels.
         outputs: number of forward's results that belong to the user. The tensors saved for backward follow them.
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
-        on_edit: called for each edit, with the number of bytes freed, and the reason if it has no effect.
-        rejected: edits for values inside checkpoints.
+        on_attention: called for each attention outside of checkpoints for which the policy requests a level, with its
+            module, its linear layers, the number of bytes freed, and the reason if the level has no effect.
     """
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
     seen = set[Node]()
-    for edit in rejected:
-        _apply(edit, pair, policy, on_edit)
     for node in filter(_activation_inputs, list(forward.nodes)):
-        _apply(_mlp_edit(pair, policy, node, seen), pair, policy, on_edit)
+        _apply_to_mlp(pair, policy, node, seen)
     for site, linears in list(attention_with_level(forward, policy)):
-        _apply(_attention_edit(pair, site, linears), pair, policy, on_edit)
+        if not are_checkpointed(linears):
+            nodes = [node for node in pair.saved() if node in site.values and _may_be_replaced(pair, node)]
+            edit = functools.partial(_recompute_with_gemms, pair, nodes, linears)
+            on_attention(site.module, linears, *_apply(pair, edit, "attention='input'", site.module or "the model"))
     _save_copies_of_biases(pair)
     offload.move_to_host(pair, policy)
     return _finish(graphs, pair)
@@ -371,44 +370,17 @@ def _save_copies_of_biases(pair: SavedTensors) -> None:
             pair.replace_in_backward(node, *pair.save_instead(node, [pair.copied(node)]))
 
 
-def _apply(
-    edit: Edit | None,
-    pair: SavedTensors,
-    policy: FusionPolicy,
-    on_edit: Callable[[Edit, int, Reason | None], None],
-) -> None:
-    """Apply an edit, if there is one, and report its effect."""
-    if edit is None:
-        return
+def _apply(pair: SavedTensors, edit: Callable[[], Any], setting: str, place: str) -> tuple[int, Reason | None]:
+    """Edit the graphs, and log the effect. Return the number of bytes freed, and the reason if there is no effect."""
     before = pair.cost(pair.saved())
     try:
-        edit.apply()
-        bytes_freed = before - pair.cost(pair.saved())
-        log.info("%s: %s, %d bytes less saved", edit.place, edit.setting, bytes_freed)
-        on_edit(edit, bytes_freed, None)
+        edit()
     except Rejection as rejection:
-        reason = rejection.reason
-        log.info("%s: %s has no effect: %s. %s", edit.place, edit.setting, rejection, reason.kind.hint)
-        on_edit(edit, 0, reason)
-        if policy.strict and edit.linears:
-            text = f"strict=True and {edit.setting} has no effect on {edit.place}: {reason}. {reason.kind.hint}"
-            raise UnfusedError(text) from rejection
-
-
-class Edit(NamedTuple):
-    """An edit that the policy requests.
-
-    Attributes:
-        setting: the policy's field and value, for the log.
-        place: the tensors or the module, for the log.
-        apply: edits the graphs, or raises a Rejection.
-        linears: attention's linear layers with this level; () for an MLP. Under ``strict`` they must have an effect.
-    """
-
-    setting: str
-    place: str
-    apply: Callable[[], None]
-    linears: Collection[Node] = ()
+        log.info("%s: %s has no effect: %s. %s", place, setting, rejection, rejection.reason.kind.hint)
+        return 0, rejection.reason
+    bytes_freed = before - pair.cost(pair.saved())
+    log.info("%s: %s, %d bytes less saved", place, setting, bytes_freed)
+    return bytes_freed, None
 
 
 def _finish(graphs: Graphs, pair: SavedTensors) -> Graphs:
@@ -432,8 +404,8 @@ def _parts(pair: SavedTensors) -> Iterator[Node]:
             yield from nodes
 
 
-def _mlp_edit(pair: SavedTensors, policy: FusionPolicy, node: Node, seen: set[Node]) -> Edit | None:
-    """Return the edit at the policy's memory level for the saved tensors that an activation reads, or None.
+def _apply_to_mlp(pair: SavedTensors, policy: FusionPolicy, node: Node, seen: set[Node]) -> None:
+    """Apply the policy's memory level to the saved tensors that an activation reads.
 
     Args:
         pair: the graphs, after the edits for earlier operators.
@@ -445,36 +417,23 @@ def _mlp_edit(pair: SavedTensors, policy: FusionPolicy, node: Node, seen: set[No
     if tiles.requested_tiles(level) is not None:  # the pre-grad pass could not tile this MLP
         level = "input"
     if level not in _EDITS:
-        return None
+        return
     sources = dict.fromkeys(map(pair.saved_source, _activation_inputs(node)))
     nodes = [source for source in sources if source is not None and source not in seen]
     seen.update(nodes)
-    place = f"{', '.join(n.name for n in nodes)} in {innermost(node)}"
-    return Edit(f"memory={level!r}", place, functools.partial(_EDITS[level], pair, nodes)) if nodes else None
+    if nodes:
+        place = f"{', '.join(n.name for n in nodes)} in {innermost(node)}"
+        _apply(pair, functools.partial(_EDITS[level], pair, nodes), f"memory={level!r}", place)
 
 
 def _activation_inputs(node: Node) -> list[Any]:
     """Return the inputs of an MLP's activation that a node reads; [] for other nodes.
 
     The node is an operator, or a call of an activation that is not replaced, since a setting requires eager's rounding.
-    Such a call may read a part of a saved tensor, so the bases of its inputs are also returned.
     """
     if node.target in OPERATOR:
         return [node.args[i] for i in DATA[node.target]]
-    inputs = [a for a in node.all_input_nodes if not is_of_activation(a)] if is_of_activation(node) else []
-    for view in inputs:  # grows
-        if base(view) is not view:
-            inputs.append(view.all_input_nodes[0])
-    return inputs
-
-
-def _attention_edit(pair: SavedTensors, site: attention.Attention, linears: Collection[Node]) -> Edit | None:
-    """Return the edit for one attention of the graph, or None inside a checkpoint."""
-    if are_checkpointed(linears):
-        return None
-    nodes = [node for node in pair.saved() if node in site.values and _may_be_replaced(pair, node)]
-    edit = functools.partial(_recompute_with_gemms, pair, nodes, linears)
-    return Edit("attention='input'", site.module or "the model", edit, linears)
+    return [a for a in node.all_input_nodes if not is_of_activation(a)] if is_of_activation(node) else []
 
 
 def are_checkpointed(nodes: Iterable[Node]) -> bool:
@@ -543,15 +502,13 @@ def _save_fp8(pair: SavedTensors, node: Node) -> Node:
 
 def _clamps(node: Node) -> Iterator[float]:
     """Yield the clamps of all activations that read a saved tensor, through views and casts, if they are numbers."""
-    for user in node.users:
+    for user in readers(node):
         op = OPERATOR.get(user.target)
         clamp = marked_clamp(user)
         if op is not None and "clamp" in op.scalars:
             clamp = dict(zip(op.scalars, op.with_defaults(user.args)[len(op.tensors) :], strict=True))["clamp"]
         if isinstance(clamp, int | float):
             yield clamp
-        if has_same_elements(user):  # two activations may share a cast
-            yield from _clamps(user)
 
 
 def _store_fp8(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
@@ -604,12 +561,11 @@ def _recompute_with_gemms(pair: SavedTensors, nodes: Sequence[Node], linears: Co
     plans = _apply_to_each(plan, nodes)
     if not plans:
         raise Rejection(Kind.NOTHING_SAVED, "no saved tensor can be recomputed by its linear layers alone")
-    if not any(is_gemm(call) for plan in plans.values() for call in plan.calls):
+    every = Recomputation.union(plans.values())
+    if not any(map(is_gemm, every.calls)):
         raise _record_rejection(Rejection(Kind.NO_GEMM, "it is not the result of a GEMM"), plans)
     remaining = [node for node in pair.saved() if node not in plans]
-    copied = {node for plan in plans.values() for node in plan.to_copy}
-    added = pair.cost((node for plan in plans.values() for node in plan.to_save), alongside=remaining)
-    added += sum(compat.nbytes(node.meta["val"]) for node in copied)
+    added = pair.cost(every.to_save, remaining, every.to_copy)
     if added >= pair.cost(plans, alongside=remaining):
         text = f"cannot recompute: its inputs take {added} bytes and are not saved otherwise"
         raise _record_rejection(Rejection(Kind.COSTS_MORE, text), plans)

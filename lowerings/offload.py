@@ -145,11 +145,11 @@ def _move(pair: SavedTensors, memory: Node, views: Sequence[Node], gemms: Mappin
         if not is_contiguous:
             inverse = [order.index(axis) for axis in range(len(order))]
             result = call(pair.backward, "unpacked", aten.permute.default, ready, inverse)
-        copied = {source: result}
+        available = {**pair.in_backward, source: result}
         for view in calls:
-            copied[view] = pair.backward.node_copy(view, lambda node: copied.get(node) or pair.in_backward[node])
+            available[view] = pair.backward.node_copy(view, available.__getitem__)
     for view in views:
-        pair.replace_in_backward(view, copied[view], reloaded=True)
+        pair.replace_in_backward(view, available[view], reloaded=True)
     module = innermost(memory)
     kind = (without_numbers(module), tuple(map(str, value.shape)), value.dtype, memory.target)
     return _Copies(module, kind, host, reload, begins, gemms[first])
@@ -169,16 +169,14 @@ def _calls_between(pair: SavedTensors, source: Node, views: Iterable[Node]) -> l
     Raises:
         Rejection: they read a size that is not saved.
     """
-    calls: dict[Node, None] = {}
-    for view in views:
-        chain: list[Node] = []
-        while view is not source:
-            chain.append(view)
-            view = view.all_input_nodes[0]
-        calls.update(dict.fromkeys(reversed(chain)))
-    if any(size not in pair.in_backward for call in calls for size in call.all_input_nodes[1:]):
+    between = set[Node]()
+    for node in views:
+        while node is not source:
+            between.add(node)
+            node = node.all_input_nodes[0]
+    if any(size not in pair.in_backward for call in between for size in call.all_input_nodes[1:]):
         raise Rejection(Kind.STAYS_BY_FORM, "a size of its views is not saved")
-    return list(calls)
+    return [node for node in pair.forward.nodes if node in between]
 
 
 def _readers(memory: Node) -> Iterator[Node]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -32,6 +32,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch.fx import Node
 
 from torch_fused_ops import activations
 from torch_fused_ops._version import __version__
@@ -39,7 +40,7 @@ from torch_fused_ops.graphs import fusion_events, gemm_registry
 from torch_fused_ops.graphs.capture import captured_graphs
 from torch_fused_ops.graphs.listing import AttentionSite, site_lines
 from torch_fused_ops.graphs.modules import module_stack
-from torch_fused_ops.graphs.reasons import Kind, Reason
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.lowerings import (
     attention,
     buffer_reuse,
@@ -285,20 +286,23 @@ class Partitioner(Pass, CustomPartitionerFn):
         if policy is None:
             return partition.partition_like_pytorch(gm, joint_inputs, **kwargs)
         has_precedence = not partition.budgeted(gm.graph)  # otherwise the user's budget has precedence
-        free = policy.memory != "off" and has_precedence
-        applies_levels = free and (policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes)))
-        applies_levels = applies_levels or (has_precedence and policy.offload is not False)
+        free = has_precedence and policy.memory != "off"
         has_attention = has_precedence and policy.attention != "off"
+        is_below_free = policy.memory != "free" or any(map(memory_levels.requested_level, gm.graph.nodes))
+        offloads = has_precedence and policy.offload is not False
         attention_sites, outer = list[AttentionSite](), checkpoints.around_call()
-        rejected: list[memory_levels.Edit] = []
 
-        def on_edit(edit: memory_levels.Edit, nbytes: int, reason: Reason | None) -> None:
-            if edit.linears:
-                if outer is not None:
-                    nbytes, reason = 0, Reason(outer, "it is inside a checkpoint")
-                modules = tuple(sorted(enclosing_modules(path for n in edit.linears for path in module_stack(n))))
-                text, kind = ("", None) if reason is None else (f"{reason}. {reason.kind.hint}", reason.kind)
-                attention_sites.append(AttentionSite(edit.place, nbytes, text, 1, modules, len(edit.linears), kind))
+        def on_attention(module: str, linears: Collection[Node], nbytes: int, reason: Reason | None) -> None:
+            place = module or "the model"
+            text = "" if reason is None else f"{reason}. {reason.kind.hint}"
+            if reason is not None and policy.strict:
+                raise UnfusedError(f"strict=True and attention='input' has no effect on {place}: {text}")
+            if outer is not None:
+                nbytes, reason = 0, Reason(outer, "it is inside a checkpoint")
+                text = f"{reason}. {outer.hint}"
+            modules = tuple(sorted(enclosing_modules(path for n in linears for path in module_stack(n))))
+            kind = None if reason is None else reason.kind
+            attention_sites.append(AttentionSite(place, nbytes, text, 1, modules, len(linears), kind))
 
         outputs = kwargs["num_fwd_outputs"]
         static = compat.static_inputs(gm.graph, kwargs.get("static_lifetime_input_indices") or ())
@@ -307,7 +311,10 @@ class Partitioner(Pass, CustomPartitionerFn):
         def run_min_cut() -> partition.Graphs:
             if has_precedence:
                 checkpoints.drop(gm.graph, policy)
-                rejected.extend(checkpoints.rejected_attention(gm.graph, policy))
+                rejection = Rejection(Kind.IN_CHECKPOINT, "it is inside a checkpoint")
+                for module, linears in checkpoints.attention_inside(gm.graph, policy).items():
+                    log.info("%s: attention='input' has no effect: %s", module or "the model", rejection)
+                    on_attention(module, linears, 0, rejection.reason)
             graphs = partition.partition(gm, joint_inputs, free=free, **kwargs)
             saved_tensors.SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static).check()
             return graphs
@@ -317,14 +324,12 @@ class Partitioner(Pass, CustomPartitionerFn):
         graphs = _guarded(self, policy, run_min_cut)
         if graphs is None:  # recompute only values that PyTorch would recompute
             return partition.partition_like_pytorch(gm, joint_inputs, budget=1, **kwargs)
-        edits: list[Callable[[partition.Graphs], partition.Graphs]] = [merged]
-        if applies_levels or has_attention:
-            edits.insert(
-                0, lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static, on_edit, rejected)
-            )
+        edits: list[Callable[[partition.Graphs], partition.Graphs]] = []
         if free:
-            edits.insert(0, lambda graphs: memory_levels.recompute_linear_inputs(graphs, outputs, static))
-        for edit in edits:
+            edits.append(lambda graphs: memory_levels.recompute_linear_inputs(graphs, outputs, static))
+        if (free and is_below_free) or has_attention or offloads:
+            edits.append(lambda graphs: memory_levels.apply_levels(graphs, policy, outputs, static, on_attention))
+        for edit in (*edits, merged):
             graphs = _guarded(self, policy, functools.partial(edit, graphs)) or graphs
         if has_attention:
             self.on_attention(policy, attention_sites)

@@ -21,7 +21,6 @@ from torch.fx.node import map_arg
 
 from torch_fused_ops.declaration import pointwise_operators
 from torch_fused_ops.graphs.modules import is_of_activation
-from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import base, op_types, overwritten_inputs, with_dependents
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -32,25 +31,6 @@ DATA: dict[Any, tuple[int, ...]] = {
     for op in pointwise_operators()
     for first, signature in enumerate((op.forward, op.backward))
 }
-
-# Calls that only view or cast a tensor.
-SAME_ELEMENTS = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.expand.default,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    prims.convert_element_type.default,
-}
-
 
 # PyTorch's mark for a tensor that an autograd.Function stores as an attribute of its ctx.
 _UNCHECKED = "saved_tensor_with_no_vc_check"
@@ -111,8 +91,12 @@ class SavedTensors:
         """Return the saved tensor with ``node``'s elements; None if not saved, or if it is an input or a result."""
         user, saved = self.returned()[: self.num_outputs], self.saved()
         while isinstance(node, Node) and node not in saved:
-            node = node.args[0] if node.target in SAME_ELEMENTS else None
+            node = node.all_input_nodes[0] if has_same_elements(node) else None
         return node if isinstance(node, Node) and node.op != "placeholder" and node not in user else None
+
+    def available_without(self, node: Node) -> dict[Node, Node]:
+        """Return the pairs of ``in_backward`` without those of a saved tensor: itself, and the source of a copy."""
+        return {value: pair for value, pair in self.in_backward.items() if pair is not self.in_backward[node]}
 
     def first_reader(self, node: Node) -> Node:
         """Return the first node in backward that reads ``node``, a saved tensor."""
@@ -125,14 +109,15 @@ class SavedTensors:
         source = base(node)
         return source in self.caller_owned or source in self.static
 
-    def cost(self, nodes: Iterable[Node], alongside: Iterable[Node] = ()) -> int:
-        """Return the bytes of memory that saving these values takes; 0 for parameters and buffers.
+    def cost(self, nodes: Iterable[Node], alongside: Iterable[Node] = (), copied: Iterable[Node] = ()) -> int:
+        """Return the bytes of memory that saving these values, and copies of ``copied``, takes.
 
-        A saved view needs its whole base. Memory is not counted if the saved values ``alongside`` need it as well.
+        A saved view needs its whole base. Parameters and buffers take none, nor does memory that the saved values
+        ``alongside`` need as well.
         """
         storages = dict.fromkeys(map(base, nodes))
         free = {*map(base, alongside), *self.static} if storages else ()
-        return sum(nbytes(node) for node in storages if node not in free)
+        return sum(nbytes(node) for node in storages if node not in free) + sum(map(nbytes, copied))
 
     def can_shrink(self, nodes: Sequence[Node]) -> bool:
         """Return True if copies of these saved views of one base take less memory than the base.
@@ -200,19 +185,19 @@ class SavedTensors:
 
     def replace_in_backward(self, old: Node, result: Node, *, rounded: bool = False, reloaded: bool = False) -> None:
         """Have backward read ``result`` instead of ``old``, which is no longer saved."""
-        placeholder = self.in_backward.pop(old)
+        placeholder = self.in_backward[old]
         placeholder.replace_all_uses_with(result)
         self.backward.erase_node(placeholder)
         self.substitutes.add(result)
         if reloaded:
             self.reloaded.add(result)
-            self.in_backward |= {value: result for value, node in self.in_backward.items() if node is placeholder}
+        # If a copy is saved, its source is paired with the same placeholder.
+        pairs = {value: result if node is placeholder else node for value, node in self.in_backward.items()}
         if rounded:
             self.rounded.add(result)
             changed = with_dependents([result])  # values that backward recomputes from a rounded value
-            self.in_backward = {value: copied for value, copied in self.in_backward.items() if copied not in changed}
-        else:
-            self.in_backward[old] = result
+            pairs = {value: node for value, node in pairs.items() if node not in changed}
+        self.in_backward = pairs
 
     def put_unchecked_last(self) -> None:
         """Save the tensors that have no version check last: AOTAutograd counts them from the end."""
@@ -311,9 +296,12 @@ class SavedTensors:
 
 
 def nbytes(node: Node) -> int:
-    """Return the bytes of a value's elements; 0 if it is not a tensor."""
+    """Return the bytes of a value's elements; 0 if it is not a tensor. Symbolic sizes count by their hints."""
     value = node.meta.get("val")
-    return compat.nbytes(value) if isinstance(value, torch.Tensor) else 0
+    if not isinstance(value, torch.Tensor):
+        return 0
+    numel: int | torch.SymInt = value.numel()
+    return int((numel.node.hint if isinstance(numel, torch.SymInt) else numel) or 0) * value.element_size()
 
 
 def by_memory(nodes: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -356,7 +344,7 @@ def _described(node: Node) -> str:
 def views_and_readers(node: Node) -> Iterator[tuple[Node, Node]]:
     """Yield the readers of a tensor, through views and casts, each with the view that it reads."""
     for user in node.users:
-        if user.target in SAME_ELEMENTS:
+        if has_same_elements(user):
             yield from views_and_readers(user)
         else:
             yield node, user
@@ -369,7 +357,7 @@ def readers(node: Node) -> Iterator[Node]:
 
 def has_same_elements(node: Node) -> bool:
     """Return True if a call only views or casts a tensor."""
-    return node.target in SAME_ELEMENTS or base(node) is not node
+    return node.target is prims.convert_element_type.default or base(node) is not node
 
 
 def _other_arguments(node: Node) -> list[Node]:

@@ -232,7 +232,7 @@ WITH_A_CURE = {
     "AssertionError",
     "FileNotFoundError",
 }
-WARNINGS = {"warnings.warn", "internals.warn", "log.warning"}
+WARNINGS = {"warnings.warn", "log.warning"}
 LAST_NAMES = {name.rpartition(".")[2] for name in WITH_A_CURE | WARNINGS}
 INSIDE = {
     "torch_fused_ops/testing/check.py",  # output of `python -m torch_fused_ops check`

@@ -398,6 +398,16 @@ def test_a_weight_may_be_the_first_operand() -> None:
     assert not any(n.meta["val"].numel() == 8 * HIDDEN for n in saved)
 
 
+def test_a_saved_copy_is_not_recomputed_from_itself() -> None:
+    """A copy of a transposed result is saved. Its source has the same value, and backward has no other node for it."""
+
+    def transposed(s: Any, x: Tensor) -> Tensor:
+        return s.down(F.gelu(s.up(s.mix(x).t().contiguous())))  # type: ignore[no-any-return]
+
+    model = Net(transposed, mix=nn.Linear(WIDTH, 8), up=nn.Linear(8, HIDDEN), down=nn.Linear(HIDDEN, WIDTH))
+    assert gradient_error(model, interpreted(FusionPolicy(strict=True))) < 1e-5
+
+
 def test_parts_are_saved_as_copies() -> None:
     """Backward needs the queries only, a third of a packed GEMM's result."""
 

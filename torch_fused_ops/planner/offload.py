@@ -24,9 +24,9 @@ from torch_fused_ops.policy import enclosing_modules, without_numbers
 from torch_fused_ops.virtual_gpu.timeline import Copy, Stored, Timeline
 
 LATENCY = 20e-6  # seconds of a copy's launch and completion; assumed
-# How long a step may wait for copies, relative to its time; and the share of the tensors that may move without a wait.
-# Small shares need less of the host's memory, and are chosen if they suffice.
-CHOICES = ((0.0, 0.25), (0.0, 0.5), (0.0, 0.75), (0.0, 1.0), (0.02, 1.0), (0.1, 1.0), (math.inf, 1.0))
+# How long a step may wait for copies, relative to its time, and shares of the tensors that may then move. Small shares
+# need less of the host's memory, and are chosen if they suffice.
+CHOICES = {0.0: (0.25, 0.5, 0.75, 1.0), 0.02: (1.0,), 0.1: (1.0,), math.inf: (1.0,)}
 
 
 @dataclass(frozen=True)
@@ -110,18 +110,16 @@ class Schedule:
         modules: dict[str, list[Stored]] = {}
         for s in self.stored:
             modules.setdefault(s.saved.module, []).append(s)
-        total, by_budget = sum(self.seconds), dict[float, list[list[Stored]]]()
-        for budget, share in CHOICES:
-            if budget not in by_budget:
-                chosen = by_budget[budget] = list[list[Stored]]()
-                for group in modules.values():
-                    trial = [s for tensors in (*chosen, group) for s in tensors]
-                    fits = host_bytes(s.nbytes for s in trial) <= link.host_memory
-                    if fits and budget < math.inf:
-                        fits = self.waiting(in_order(self.moves(trial)), link.bandwidth) <= budget * total
-                    if fits:
-                        chosen.append(group)
-            yield tuple(s for group in by_budget[budget][: math.ceil(share * len(by_budget[budget]))] for s in group)
+        for budget, shares in CHOICES.items():
+            chosen: list[list[Stored]] = []
+            for group in modules.values():
+                trial = [s for tensors in (*chosen, group) for s in tensors]
+                waiting = self.waiting(in_order(self.moves(trial)), link.bandwidth)
+                fits = host_bytes(s.nbytes for s in trial) <= link.host_memory
+                if fits and waiting <= budget * sum(self.seconds):
+                    chosen.append(group)
+            for share in shares:
+                yield tuple(s for group in chosen[: math.ceil(share * len(chosen))] for s in group)
 
 
 def in_order(moves: Iterable[tuple[Copy, Copy]]) -> list[Copy]:
