@@ -25,8 +25,8 @@ All functions share these conventions:
   row, half the bytes of bfloat16. Results do not depend on ``memory``. With ``"fp8"`` gradients are exact at the stored
   values. A stored value's error is at most 2⁻⁴ of the value, or 2⁻¹⁰/448 of the row's largest value if that is larger
   (the latter is doubled on GPUs in eager mode, where scales are powers of two). A row with an infinity or a NaN has NaN
-  gradients. Bias and token_scale are saved exactly. Differentiating a backward pass raises; ``torch.func`` transforms
-  are exact, to any order.
+  gradients. Bias and token_scale are saved exactly. Backward with ``create_graph=True`` raises; ``torch.func``
+  transforms are exact, to any order.
 * ``layout`` of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``,
   ``"swapped"`` is ``[up | gate]``, as in ``F.glu``. The activation is applied to the *gate*.
 """
@@ -40,7 +40,7 @@ from torch import Tensor
 from typing_extensions import Unpack  # torch requires it; in typing from Python 3.11 on
 
 from torch_fused_ops import activations, families
-from torch_fused_ops.declaration import OPERATORS
+from torch_fused_ops.declaration import OPERATORS, between
 from torch_fused_ops.families.dropout.sharding import dropout_add_by_shards, shard_seed
 from torch_fused_ops.operators.viewless import MakeViewlessTensor, make_viewless_tensor
 
@@ -54,15 +54,11 @@ __all__ = [
     "bias_swiglu",
     "dropout_add",
     "geglu",
-    "gelu",
     "glu",
     "linear_fp8",
     "make_viewless_tensor",
-    "quick_gelu",
     "scaled_masked_softmax",
     "shard_seed",
-    "silu",
-    "squared_relu",
     "swiglu",
 ]
 
@@ -218,7 +214,7 @@ def bias_glu(
     return _call("bias_glu", input, bias, token_scale, activation, layout, up_offset, clamp, memory=memory)
 
 
-# ---- activations, with a bias or without -----------------------------------------------------------------------------
+# ---- activations -----------------------------------------------------------------------------------------------------
 
 
 def bias_gelu(
@@ -234,26 +230,6 @@ def bias_gelu(
     The negative tail is accurate; PyTorch's gelu loses it below x = -3. Other arguments are as in ``bias_act``.
     """
     return bias_act(input, bias, token_scale, activation=_gelu_name(approximate), memory=memory)
-
-
-def gelu(input: Tensor, approximate: str = "none", *, memory: str = "free") -> Tensor:
-    """``input · Φ(input)``, or its tanh form: ``torch.nn.functional.gelu`` with an accurate negative tail."""
-    return bias_act(input, activation=_gelu_name(approximate), memory=memory)
-
-
-def silu(input: Tensor, *, memory: str = "free") -> Tensor:
-    """``input · sigmoid(input)`` (arXiv:1702.03118), as ``torch.nn.functional.silu``."""
-    return bias_act(input, activation="silu", memory=memory)
-
-
-def quick_gelu(input: Tensor, *, memory: str = "free") -> Tensor:
-    """``input · sigmoid(1.702 input)`` (CLIP's GELU)."""
-    return bias_act(input, activation="quick_gelu", memory=memory)
-
-
-def squared_relu(input: Tensor, *, memory: str = "free") -> Tensor:
-    """``max(input, 0)²`` (Primer, arXiv:2109.08668)."""
-    return bias_act(input, activation="relu2", memory=memory)
 
 
 # ---- gated linear units ----------------------------------------------------------------------------------------------
@@ -365,8 +341,7 @@ def bias_dropout_add(
     _check("residual", residual, "Optional[Tensor]")
     _check("p", p, "float")
     _check("training", training, "bool")
-    if not 0 <= p <= 1:
-        raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
+    between("p", 0.0, 1.0).check(p)
     if not training or p == 0:
         if bias is None and residual is None:
             return x

@@ -304,7 +304,10 @@ ALL = {**TRANSFORMS, **GRAPHS}
 # ---- each transform --------------------------------------------------------------------------------------------------
 
 FP8 = ("memory=fp8", "glu, memory=fp8")
-TWICE = ("double backward", "batched double backward", "hessian by graph, vectorized", "vhp", "hvp")
+TWICE = (
+    *("double backward", "batched double backward", "hessian by graph, vectorized", "vhp", "hvp"),
+    "grad of a graph's backward",
+)
 REFUSED = RuntimeError, r"a second derivative through fused::\w+ with memory='fp8' is not accepted"
 RAISES: dict[tuple[str, str], tuple[type[Exception], str]] = dict.fromkeys(itertools.product(FP8, TWICE), REFUSED)
 # One operator of each kind: with a backward operator, float8, a seed, a mask or a view. Others use the same rules.

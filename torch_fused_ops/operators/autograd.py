@@ -169,14 +169,14 @@ class SavePolicy(NamedTuple):
         saved: (args, outputs) -> the (tensors, values) to save, which backward passes to ``arguments``.
         arguments: (tensors, values, output_mask) -> the backward operator's arguments between grad and output_mask, by
             default the saved tensors and then the saved values.
-        apply: ``apply`` of the autograd function that saves them; None means ``Differentiable``.
+        result: (output, saved tensors) -> the operator's result; None if that is the output.
     """
 
     saved: Callable[[tuple[Any, ...], Any], tuple[tuple[Tensor | None, ...], Any]]
     arguments: Callable[[tuple[Tensor | None, ...], Any, tuple[bool, ...]], tuple[Any, ...]] = (
         lambda tensors, values, output_mask: (*tensors, *values)
     )
-    apply: Callable[..., Any] | None = None
+    result: Callable[[Tensor, tuple[Tensor | None, ...]], Tensor] | None = None
 
 
 _profiler_enabled = torch._C._autograd._profiler_enabled  # a profile names only dispatched operators
@@ -200,7 +200,7 @@ class Differentiable(torch.autograd.Function):
         tensors, values = policy.saved(args, out)
         ctx.save_for_backward(*tensors)
         ctx.call = operator, policy, values, _is_cpu_next(keyset)
-        return out
+        return out if policy.result is None else policy.result(out, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -255,8 +255,7 @@ def register_pair(
             return in_torch(*args)
         if _requires_grad(args):
             args += defaults[len(args) :]  # the dispatcher drops trailing defaults
-            policy = save_policy(*args)
-            return (policy.apply or _apply)(keyset, operator, policy, *args)
+            return _apply(keyset, operator, save_policy(*args), *args)  # type: ignore[no-untyped-call]
         return _below(op, on_cpu, keyset, args)
 
     _install(op, kernel, in_torch)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.formulas import compute_dtype, load_fp8, store_fp8
-from torch_fused_ops.operators.autograd import Differentiable, SavePolicy, library
+from torch_fused_ops.operators.autograd import SavePolicy, library
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Maps "store" and "load" to one-pass GPU versions of ``store_fp8`` and ``load_fp8``; set by ``families/float8``."""
@@ -92,44 +92,6 @@ def _tagged(tag: str, value: Any) -> Iterator[None]:
         meta.update(before)
 
 
-class _DifferentiableOnce(Differentiable):
-    """An operator with a second, empty result that represents the unsaved exact values.
-
-    Gradients depend on this result, so differentiating them calls ``backward`` for it, which raises.
-
-    ``once_differentiable`` does not suffice: it raises in a node without inputs. ``torch.autograd.grad`` and sums over
-    several paths never reach that node, so second derivatives would silently be 0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        out = Differentiable.forward(ctx, *args)
-        if traceback.has_preserved_node_meta():
-            out = WITH_SAVED(out, [t for t in ctx.to_save if t is not None])
-        unsaved = out.new_empty(0)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*ctx.to_save, unsaved)
-        return out, unsaved
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if grads[-1] is not None:
-            operator = ctx.call[0].op.name()
-            raise RuntimeError(
-                f"a second derivative through {operator} with memory='fp8' is not accepted: it saves arguments in "
-                "float8, and rounding has no derivative; differentiate twice with memory='free', or by "
-                "torch.func"
-            )
-        gradients = Differentiable.backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return gradients
-        zero = ctx.saved_tensors[-1].sum()
-        return tuple(None if gradient is None else gradient + zero for gradient in gradients)
-
-
-_apply = super(torch.autograd.Function, _DifferentiableOnce).apply
-
-
 def policy(op: PointwiseOperator) -> SavePolicy:
     """Save the data in float8 with a scale per row, and the other arguments unchanged."""
     count, data = len(op.tensors), op.num_data
@@ -143,10 +105,21 @@ def policy(op: PointwiseOperator) -> SavePolicy:
         return (*stored, *tensors[data:]), (dtypes, args[count:])
 
     def arguments(tensors: tuple[Tensor | None, ...], values: Any, _: tuple[bool, ...]) -> Any:
+        if torch.is_grad_enabled():  # backward with create_graph=True: a second derivative would silently be 0
+            raise RuntimeError(
+                f"a second derivative through {op.forward.overload.name()} with memory='fp8' is not accepted: it saves "
+                "arguments in float8, and rounding has no derivative. With create_graph=True use memory='free', or "
+                "torch.func"
+            )
         dtypes, scalars = values
         stored: Any = zip(tensors[: 2 * data : 2], tensors[1 : 2 * data : 2], dtypes, strict=True)
         with _tagged("partitioner_tag", "must_be_in_backward"):  # else forward may load, and save loaded data
             loaded = [load(codes, scale, dtype) for codes, scale, dtype in stored]
         return *loaded, *tensors[2 * data : data + count], *scalars
 
-    return SavePolicy(saved, arguments, lambda *args: _apply(*args)[0])  # type: ignore[no-untyped-call]
+    def result(out: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        if traceback.has_preserved_node_meta():
+            return WITH_SAVED(out, [t for t in tensors if t is not None])  # type: ignore[no-any-return]
+        return out
+
+    return SavePolicy(saved, arguments, result)
