@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import python, raises
 
-from torch_fused_ops.declaration import OPERATORS, PointwiseOperator, above_zero, finite, one_of
+from torch_fused_ops.declaration import OPERATORS, PointwiseOperator, above_zero_or_none, finite, one_of
 
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 
@@ -163,8 +163,7 @@ def test_wrong_declarations_say_what_is_wrong(changed: dict[str, object], text: 
 def test_rules_name_the_argument_its_value_and_what_is_accepted() -> None:
     for rule, value, text in (
         (finite("gain"), float("nan"), "gain=nan is not accepted: it must be finite"),
-        (above_zero("clamp", optional=True), -1.0, "clamp=-1.0 is not accepted: it must be above 0, or None for no"),
-        (above_zero("cap"), 0.0, "cap=0.0 is not accepted: it must be above 0"),
+        (above_zero_or_none("clamp"), -1.0, "clamp=-1.0 is not accepted: it must be above 0, or None for no"),
         (one_of("layout", ("a", "b")), "c", "layout='c' is not known; accepted: a, b"),
     ):
         raises(ValueError, re.escape(textwrap.dedent(text)), rule.check, value)

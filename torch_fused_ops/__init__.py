@@ -177,7 +177,7 @@ def compile_options(
 _WHEN_LOADED = {
     "torch._inductor.lowering": "torch_fused_ops.lowerings",
     "torch.distributed.tensor": "torch_fused_ops.distributed.sharding",
-    "torch.utils.flop_counter": "torch_fused_ops.operators.flop_formulas",
+    "torch.utils.flop_counter": "torch_fused_ops.families.float8.flop_formulas",
 }
 
 

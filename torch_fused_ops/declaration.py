@@ -7,7 +7,7 @@
         scalars={"activation": "str", "up_offset": "float=0.0", "clamp": "float?=None"},
         value=formulas.glu_element,
         grads=formulas.glu_input_grads,
-        rules=(known_activation, finite("up_offset"), above_zero("clamp", optional=True)),
+        rules=(known_activation, finite("up_offset"), above_zero_or_none("clamp")),
     )
 
 Other modules derive everything else from the declaration: argument checks (``checks``), the operators in plain torch
@@ -126,9 +126,9 @@ def finite(name: str) -> Rule:
     return Rule(name, lambda value: None if math.isfinite(value) else refuse(name, value, "finite"))
 
 
-def above_zero(name: str, *, optional: bool = False) -> Rule:
-    """Return a rule that accepts None and numbers above 0. The message offers None if ``optional``."""
-    accepted = f"above 0, or None for no {name}" if optional else "above 0"
+def above_zero_or_none(name: str) -> Rule:
+    """Return a rule that accepts None and numbers above 0."""
+    accepted = f"above 0, or None for no {name}"
     return Rule(name, lambda value: None if value is None or value > 0 else refuse(name, value, accepted))
 
 

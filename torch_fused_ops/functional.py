@@ -65,7 +65,7 @@ __all__ = [
 families.register()
 
 
-_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 _NONE = type(None)
 _NUMBERS = (int, float, torch.SymFloat)
 # Types in PyTorch's schemas: the accepted values, for messages, and their types.
@@ -133,9 +133,9 @@ def _marked(operator: str, memory: object, args: tuple[Any, ...]) -> Any:
 
 def _gelu_name(approximate: str) -> str:
     _check("approximate", approximate, "str")
-    if approximate not in _GELU:
+    if approximate not in GELU:
         raise ValueError(f"approximate={approximate!r} is not known; accepted: 'none', 'tanh'")
-    return _GELU[approximate]
+    return GELU[approximate]
 
 
 # ---- the three operators ---------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> o
     pytest.importorskip("triton")
     from kernel_harness import Device
 
-    from torch_fused_ops.kernels import launching
+    from torch_fused_ops.families.float8 import kernels
 
     on = Device(request.param)
-    monkeypatch.setattr(launching, "launch", on.launch)
+    monkeypatch.setattr(kernels, "launch", on.launch)
     return on

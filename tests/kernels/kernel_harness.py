@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import virtual_gpu
-from torch_fused_ops.kernels import launching
+from torch_fused_ops.families.float8 import kernels
 from torch_fused_ops.testing import precision
 
 
@@ -17,7 +17,7 @@ class Device:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.really_launch = launching.launch
+        self.really_launch = kernels.launch
         self.launches: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def launch(
@@ -78,7 +78,7 @@ def assert_close(actual: Tensor, expected: Tensor, gradient: bool = False, absol
 
 
 class Launch(NamedTuple):
-    """A recorded call of ``launching.launch``."""
+    """A recorded call of ``kernels.launch``."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -91,7 +91,7 @@ class Launch(NamedTuple):
 def recorded(operator: Callable[..., Any], *args: Any) -> list[Launch]:
     """Return the launches of a call without executing them. Tensors may be "meta"."""
     launches: list[Launch] = []
-    with mock.patch.object(launching, "launch", lambda *call: launches.append(Launch(*call))):
+    with mock.patch.object(kernels, "launch", lambda *call: launches.append(Launch(*call))):
         operator(*args)
     return launches
 

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from torch_fused_ops.kernels import launching
+from torch_fused_ops.families.float8 import kernels
 
-SIZES, CONSTANTS = (3, 5), {"WIDTH": 16, "num_warps": 4, **launching.OPTIONS}
+SIZES, CONSTANTS = (3, 5), {"WIDTH": 16, "num_warps": 4, **kernels.OPTIONS}
 
 
 class Kernel:
@@ -39,7 +39,7 @@ def test_launches_run_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     kernel = Kernel(lambda *args, **options: launches.append((current[-1], args, options)))
     x = torch.ones(3)
-    launching.launch(kernel, (1, 2, 3), torch.device("cuda", 1), (x, None), SIZES, CONSTANTS)
+    kernels.launch(kernel, (1, 2, 3), torch.device("cuda", 1), (x, None), SIZES, CONSTANTS)
     assert launches == [(1, ((1, 2, 3), x, None, *SIZES), CONSTANTS)] and current == [0]
 
 
@@ -50,4 +50,4 @@ def test_errors_name_the_switch_for_kernels() -> None:
     with pytest.raises(
         RuntimeError, match=r"_kernel of torch_fused_ops .* cpu: ptxas: no\n.*TORCH_FUSED_OPS_WITHOUT=float8_kernels"
     ):
-        launching.launch(Kernel(fails), (1, 1, 1), torch.device("cpu"), (None,), SIZES, CONSTANTS)
+        kernels.launch(Kernel(fails), (1, 1, 1), torch.device("cpu"), (None,), SIZES, CONSTANTS)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from torch_fused_ops import functional
+from torch_fused_ops.families.float8 import flop_formulas
 from torch_fused_ops.families.float8.recipes import RECIPES
-from torch_fused_ops.operators import flop_formulas
 from torch_fused_ops.virtual_gpu import work
 
 M, N, K = 256, 128, 384

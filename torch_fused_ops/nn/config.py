@@ -63,7 +63,6 @@ _CALLABLES: dict[Any, str] = {
     megatron.squared_relu: "relu2",
     megatron.fast_gelu: "gelu_tanh",
 }
-_APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def activation_name(activation: Any, argument: str = "activation") -> str | None:
@@ -72,9 +71,9 @@ def activation_name(activation: Any, argument: str = "activation") -> str | None
         activations.get(activation, argument)  # raises ValueError if the name is unknown
         return activation
     if isinstance(activation, nn.GELU):
-        return _APPROXIMATE[activation.approximate]
+        return functional.GELU[activation.approximate]
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
-        return _APPROXIMATE.get(activation.keywords.get("approximate", "none"))
+        return functional.GELU.get(activation.keywords.get("approximate", "none"))
     try:
         return _CALLABLES.get(type(activation) if isinstance(activation, nn.Module) else activation)
     except TypeError:  # not hashable

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_fused_ops import activations, formulas
-from torch_fused_ops.declaration import PointwiseOperator, above_zero, finite, known_activation, one_of
+from torch_fused_ops.declaration import PointwiseOperator, above_zero_or_none, finite, known_activation, one_of
 from torch_fused_ops.formulas import LAYOUTS
 from torch_fused_ops.operators.registration import register_pointwise
 
 _GLU = {"up_offset": "float=0.0", "clamp": "float?=None"}
-_GLU_RULES = finite("up_offset"), above_zero("clamp", optional=True)
+_GLU_RULES = finite("up_offset"), above_zero_or_none("clamp")
 
 
 def _keeps_result(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> bool:

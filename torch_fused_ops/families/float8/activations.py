@@ -9,7 +9,17 @@ and for quantizing.
 from __future__ import annotations
 
 from torch_fused_ops import activations, formulas
-from torch_fused_ops.kernels.launching import libdevice, tl, triton
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+except ImportError as error:
+    raise ImportError(
+        "torch_fused_ops needs Triton to run its float8 operators on a GPU, and it cannot be imported. "
+        "Install it with: pip install triton numpy (GPU builds of PyTorch bring the Triton that fits "
+        "them). With TORCH_FUSED_OPS_WITHOUT=float8_kernels in the environment they run as plain PyTorch"
+    ) from error
 
 LOG2E = tl.constexpr(activations.LOG2E)
 GELU_TANH_SLOPE = tl.constexpr(activations.GELU_TANH_SLOPE)

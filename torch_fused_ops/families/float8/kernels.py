@@ -31,11 +31,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch_fused_ops import formulas
 from torch_fused_ops.declaration import OPERATORS, PointwiseOperator
 from torch_fused_ops.families.float8 import formulas as float8
-from torch_fused_ops.families.float8.activations import activate, clamp, clamp_above, input_grad, within
+from torch_fused_ops.families.float8.activations import activate, clamp, clamp_above, input_grad, tl, triton, within
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.formulas import FP8
-from torch_fused_ops.kernels import launching
-from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, tl, triton
 
 SIDE = tl.constexpr(BLOCK)
 STRIPS = tl.constexpr(8)
@@ -673,10 +671,41 @@ def _gradients(
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
+# The formulas' cost and accuracy depend on fused multiply-adds, which Triton 3.10 turns off by default.
+OPTIONS = {"enable_fp_fusion": True}
+INT32_MAX = 2**31 - 1
 _WARPS = 8  # 64 elements per thread: a strip is one load of 16 bytes per thread
 _REGISTERS = 128  # two programs fit a multiprocessor with 64 Ki registers
 _COLUMNS_AT_ONCE = 32768  # largest row that fits registers: 32 warps with 32 elements per thread
 _COLUMNS_OF_A_WARP, _COLUMNS_OF_A_PART = 1024, 2048
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    device: torch.device,
+    tensors: tuple[Tensor | None, ...],
+    integers: tuple[int | None, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Launch a kernel on the tensors' device, which may differ from the current one.
+
+    Args:
+        kernel: a kernel with arguments ``tensors``, ``integers``, ``constants``, in this order.
+        grid: the number of programs along each axis.
+        device: the tensors' device.
+        tensors, integers: the kernel's positional arguments.
+        constants: ``tl.constexpr`` arguments and Triton's options, by name.
+    """
+    with torch.accelerator.device_index(device.index):
+        try:
+            kernel[grid](*tensors, *integers, **constants)
+        except Exception as error:
+            raise RuntimeError(
+                f"the kernel {kernel.__name__} of torch_fused_ops cannot be compiled or launched on {device}: {error}\n"
+                "With TORCH_FUSED_OPS_WITHOUT=float8_kernels in the environment, float8 operators run as plain "
+                "PyTorch. Please report it."
+            ) from error
 
 
 def _ptx(device: torch.device) -> bool:
@@ -731,7 +760,7 @@ def _run_quantize(
     limited = ptx and _LIMITS_REGISTERS and rows is not None and rows_t is None and columns == BLOCK
     limit = {"maxnreg": 64} if limited else {}
     if r and c:
-        launching.launch(
+        launch(
             _quantize, (triton.cdiv(r, BLOCK) * triton.cdiv(c, BLOCK), 1, 1), input.device,
             (input, input_scales, _as(torch.uint8, values), scales, _as(torch.int32, values_t), scales_t),
             (r, c, triton.cdiv(c, BLOCK), *input.stride(), width, width_t // 4),
@@ -762,7 +791,7 @@ def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
     values = input.new_empty(input.shape, dtype=FP8)
     matrix_stride, row, column = input.stride() if input.ndim == 3 else (0, *input.stride())
     of_scales = scales.shape[-1], int(scales.shape[-1] > 1)  # a single block's rows share a scale
-    launching.launch(
+    launch(
         _quantize_turned, (triton.cdiv(c, BLOCK) * triton.cdiv(r, BLOCK), input.shape[:-2].numel(), 1), input.device,
         (input, scales.contiguous(), _as(torch.int32, values)),
         (c, r, triton.cdiv(r, BLOCK), matrix_stride, column, row, *of_scales, c // 4),
@@ -780,7 +809,7 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
     if rows == 1 and 0 < columns == c <= _COLUMNS_AT_ONCE and not turned:
         values, scales = input.new_empty((r, c), dtype=FP8), input.new_empty((1, r), dtype=torch.float32)
         if r:
-            launching.launch(
+            launch(
                 _quantize_rows, (r, 1, 1), input.device,
                 (input, _as(torch.uint8, values), scales), (c, *input.stride()),
                 {
@@ -820,7 +849,7 @@ def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
         return float8.dequantize(values, scales, rows, dtype)
     out = values.new_empty((r, c), dtype=dtype)
     if out.numel():
-        launching.launch(
+        launch(
             _dequantize_rows, (r, triton.cdiv(c, _COLUMNS_OF_A_PART), 1), values.device,
             (out, _as(torch.uint8, values.contiguous()), scales),
             (c, int(scales.shape[1] > 1)),  # a single block's rows share a scale
@@ -891,7 +920,7 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
     strides = [stride for t in (grad, gate, up) for stride in ((0, 0) if t is None else t.stride())]
     registers = {"maxnreg": _REGISTERS} if ptx and data[0].element_size() == 2 else {}
     dtypes = torch.uint8, torch.float32, torch.int32, torch.float32, torch.float32
-    launching.launch(
+    launch(
         _gradients, (padded // BLOCK * (c // BLOCK), 1, 1), grad.device,
         (grad, gate, up, *map(_as, dtypes, of_gate), *map(_as, dtypes, of_up), _as(torch.int32, result[0]), result[1]),
         (r, c // BLOCK, width, padded // BLOCK, *strides),

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
+from torch_fused_ops.declaration import Argument, Signature, arguments_of, one_of, refuse
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
 from torch_fused_ops.families.float8.sharding import multiples
@@ -37,7 +37,6 @@ from torch_fused_ops.formulas import FP8
 from torch_fused_ops.operators import fp8_store
 from torch_fused_ops.operators.autograd import Implementation, define, register
 from torch_fused_ops.operators.checks import refuse_dtype
-from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
 from torch_fused_ops.settings.switches import is_without
 
 GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,71 +59,65 @@ def _fake_product(a: Tensor, a_scales: Tensor, b: Tensor, *others: Any) -> Tenso
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def register_plain(signature: Signature, plain: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+def register_plain(
+    name: str,
+    doc: str,
+    arguments: tuple[Argument, ...],
+    results: tuple[str, ...],
+    plain: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> torch._ops.OpOverload:
     """Register an operator without a derivative. The function of the same name in ``kernels.py`` is its GPU kernel."""
 
     def kernel(*args: Any) -> Any:
         from torch_fused_ops.families.float8 import kernels  # not earlier: it needs Triton
 
-        return kernels.launch_of(signature.name)(*args)
+        return kernels.launch_of(name)(*args)
 
     on_gpu = plain if is_without("float8_kernels") else kernel
-    return register(Implementation(signature, plain, fake, plain, on_gpu))
+    return register(Implementation(Signature(name, arguments, results, doc), plain, fake, plain, on_gpu))
 
 
 def _register_product(
-    name: str,
-    doc: str,
-    scales: str,
-    others: dict[str, str],
-    plain: Callable[..., Any],
+    name: str, doc: str, scales: str, others: dict[str, str], plain: Callable[..., Any]
 ) -> torch._ops.OpOverload:
-    """Register a GEMM of quantized matrices, (a, a_{scales}, b, b_{scales}, others…, dtype), and its FLOP formula."""
+    """Register a GEMM of quantized matrices: (a, a_{scales}, b, b_{scales}, others…, dtype)."""
     data, of_data = "Tensor: data", "Tensor: scales"
     operands = {"a": data, f"a_{scales}": of_data, "b": data, f"b_{scales}": of_data}
-    arguments = arguments_of(**operands, **others, dtype="ScalarType")
-    op = register_plain(Signature(name, arguments, ("data",), doc), plain, _fake_product)
-    count(op, lambda a, a_scales, b, *others, **options: rows_times_columns(a, b))
-    return op
+    return register_plain(
+        name, doc, arguments_of(**operands, **others, dtype="ScalarType"), ("data",), plain, _fake_product
+    )
 
 
 _quantize = register_plain(
-    Signature(
-        "quantize",
-        arguments_of(input="Tensor: data", rows="int", columns=f"int={BLOCK}"),
-        ("data", "scales"),
-        "Quantize a matrix in blocks of (rows, columns).",
-    ),
+    "quantize",
+    "Quantize a matrix in blocks of (rows, columns).",
+    arguments_of(input="Tensor: data", rows="int", columns=f"int={BLOCK}"),
+    ("data", "scales"),
     float8.quantize,
     _fake_quantize,
 )
 _quantize_by = register_plain(
-    Signature(
-        "quantize_by",
-        arguments_of(input="Tensor: data", scales="Tensor: scales"),
-        ("data",),
-        "The values of quantize, in rows or in a single block, with scales that are known.",
-    ),
+    "quantize_by",
+    "The values of quantize, in rows or in a single block, with scales that are known.",
+    arguments_of(input="Tensor: data", scales="Tensor: scales"),
+    ("data",),
     float8.quantize_by,
     lambda input, scales: input.new_empty(input.shape, dtype=FP8),
 )
 _dequantize = register_plain(
-    Signature(
-        "dequantize",
-        arguments_of(values="Tensor: data", scales="Tensor: scales", rows="int", dtype="ScalarType"),
-        ("data",),
-        "The inverse of quantize, except for rounding.",
-    ),
+    "dequantize",
+    "The inverse of quantize, except for rounding.",
+    arguments_of(values="Tensor: data", scales="Tensor: scales", rows="int", dtype="ScalarType"),
+    ("data",),
     float8.dequantize,
     lambda values, scales, rows, dtype: values.new_empty(values.shape, dtype=dtype),
 )
 _requantize = register_plain(
-    Signature(
-        "requantize",
-        arguments_of(values="Tensor: data", scales="Tensor: scales"),
-        ("data", "scales"),
-        f"quantize(dequantize(values, scales, 1)ᵀ, {BLOCK}) in one pass; blocks of (1, {MX_BLOCK}) keep their shape.",
-    ),
+    "requantize",
+    f"quantize(dequantize(values, scales, 1)ᵀ, {BLOCK}) in one pass; blocks of (1, {MX_BLOCK}) keep their shape.",
+    arguments_of(values="Tensor: data", scales="Tensor: scales"),
+    ("data", "scales"),
     float8.requantize,
     lambda values, scales: _fake_quantize(values.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1))),
 )
@@ -135,7 +128,7 @@ _scaled_mm = _register_product(
     {"bias": "Tensor?: per_column", "rows": "int"},
     float8.product,
 )
-_scaled_mm_tiled = _register_product(
+_register_product(
     "scaled_mm_tiled",
     "scaled_mm in blocks of (1, 32), with 8-bit scales in tiles of 128 rows and 4 blocks, the layout of sm_100.",
     "tiles",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.declaration import DATA, PointwiseOperator, Signature, arguments_of
+from torch_fused_ops.declaration import DATA, PointwiseOperator, arguments_of
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.operators import register_plain
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
@@ -40,17 +40,6 @@ def _sums(gradient: Tensor) -> Tensor:
     rows = gradient.shape[0]
     wide = torch.nn.functional.pad(gradient.to(torch.float32), (0, 0, 0, float8.padded(rows) - rows))
     return wide.reshape(-1, BLOCK, gradient.shape[1]).sum(1)
-
-
-def _signature(op: PointwiseOperator) -> Signature:
-    """Return the signature of an operator's ``…_backward_quantized``, for calls without biases and scales."""
-    return Signature(
-        f"{op.name}_backward_quantized",
-        (*op.backward.arguments[: 1 + op.num_data], *op.required_scalars, *arguments_of(columns=f"int={BLOCK}")),
-        (*("data", "scales", "data", "scales", "sums") * op.num_data, "data", "scales"),
-        f"The results of quantize_both for each data gradient of {op.backward.name}, and its sums over each {BLOCK} "
-        f"rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}), or (1, {MX_BLOCK}).",
-    )
 
 
 def _quantized_backward(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
@@ -82,15 +71,21 @@ def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 register_plain(
-    Signature(
-        "quantize_both",
-        arguments_of(input="Tensor: data", columns=f"int={BLOCK}"),
-        ("data", "scales", "data", "scales"),
-        "quantize(input, 1, columns) and quantize(inputᵀ, 1, columns), in one pass.",
-    ),
+    "quantize_both",
+    "quantize(input, 1, columns) and quantize(inputᵀ, 1, columns), in one pass.",
+    arguments_of(input="Tensor: data", columns=f"int={BLOCK}"),
+    ("data", "scales", "data", "scales"),
     _quantize_both,
     _fake(_quantize_both),
 )
 for _op in FAMILY:
     _function = _quantized_backward(_op)
-    QUANTIZED[_op] = register_plain(_signature(_op), _function, _fake(_function))
+    QUANTIZED[_op] = register_plain(  # for calls without biases and scales
+        f"{_op.name}_backward_quantized",
+        f"The results of quantize_both for each data gradient of {_op.backward.name}, and its sums over each {BLOCK} "
+        f"rows; and {_op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}), or (1, {MX_BLOCK}).",
+        (*_op.backward.arguments[: 1 + _op.num_data], *_op.required_scalars, *arguments_of(columns=f"int={BLOCK}")),
+        (*("data", "scales", "data", "scales", "sums") * _op.num_data, "data", "scales"),
+        _function,
+        _fake(_function),
+    )
