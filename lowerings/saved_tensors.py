@@ -248,11 +248,14 @@ class SavedTensors:
                 self.in_backward.setdefault(source, node)
 
     def _is_same_call(self, node: Node, copied: Node) -> bool:
-        """Return True if ``copied``, a call in backward, is the same function of the same values as ``node``."""
+        """Return True if ``copied``, a call in backward, is the same function of the same values as ``node``.
+
+        A copy has the value of its source.
+        """
         if (node.op, node.target) != (copied.op, copied.target):
             return False
-        mapped = map_arg((node.args, node.kwargs), lambda value: self.in_backward.get(value, value))
-        return bool(mapped == (copied.args, copied.kwargs))
+        mapped = map_arg((node.args, node.kwargs), lambda value: _source(self.in_backward.get(value, value)))
+        return bool(mapped == map_arg((copied.args, copied.kwargs), _source))
 
     # ---- the invariant ----
 
@@ -293,6 +296,13 @@ class SavedTensors:
             reader = self.reader_of_rounding(node)
             if reader is not None:
                 raise UnsoundGraphs(f"{reader} reads {node}, which is rounded in backward")
+
+
+def _source(node: Node) -> Node:
+    """Return the value that a call copies, or the node."""
+    while node.target is aten.clone.default:
+        (node,) = node.all_input_nodes
+    return node
 
 
 def nbytes(node: Node) -> int:

@@ -279,10 +279,10 @@ def test_excluded_modules_do_not_change() -> None:
 class Bare(nn.Module):
     """Attention reads the graph's argument. With frozen projections, recomputation needs a copy of it."""
 
-    def __init__(self, frozen: bool = False) -> None:
+    def __init__(self, frozen: bool = False, kind: type[Attention] = Rotary) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.attention = Rotary().double()
+        self.attention = kind().double()
         self.scale = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))
         for layer in (self.attention.q, self.attention.k, self.attention.v):
             layer.requires_grad_(not frozen)
@@ -354,6 +354,18 @@ def test_returned_keys_stay_saved_and_queries_are_recomputed() -> None:
     (expected, _), (actual, saved) = results
     assert max(distances(actual, expected)) < 1e-14
     assert sum(t.ndim == 4 and t.numel() == x.numel() for t in saved) == 2, "the keys, and attention's result"
+
+
+def test_returned_keys_that_heads_share_are_recomputed() -> None:
+    """At "free" backward reads copies of keys and values, since the caller may write the returned keys."""
+    model, x = Returned(kind=GroupedQuery), inputs()
+    requested = [x, *model.parameters()]
+    call = fused(model, FusionPolicy(attention="input", strict=True))
+    (out, keys), saved = saved_by(lambda: call(x))
+    keys.data.zero_()
+    expected = torch.autograd.grad(model(x)[0].sum(), requested)
+    assert max(distances(torch.autograd.grad(out.sum(), requested), expected)) < 1e-14
+    assert sum(t.ndim == 4 for t in saved) == 1, "attention's result"
 
 
 class Dropped(Attention):

@@ -715,6 +715,17 @@ def test_unsound_graphs_are_rejected() -> None:
     SavedTensors(pair.forward, pair.backward, 1).check()
 
 
+def test_a_copy_and_its_source_change_together() -> None:
+    """If a saved copy is rounded, backward no longer has the exact value that it copies."""
+    pair = saved_tensors_of(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)))
+    hidden = next(n for n in pair.saved() if n.target is torch.ops.aten.addmm.default)
+    pair.replace_in_backward(hidden, *pair.save_instead(hidden, [pair.copied(hidden)]))
+    pair.check()
+    (copied,) = (n for n in pair.saved() if n.target is torch.ops.aten.clone.default)
+    pair.replace_in_backward(copied, *pair.save_instead(copied, [pair.copied(copied)]), rounded=True)
+    assert pair.in_backward.keys().isdisjoint({hidden, copied})
+
+
 def trace_pair(
     forward: Callable[..., Any], backward: Callable[..., Any], *shapes: Sequence[tuple[int, ...]]
 ) -> SavedTensors:
