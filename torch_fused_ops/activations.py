@@ -19,7 +19,8 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -94,20 +95,14 @@ class Activation:
 _for_derivatives: ContextVar[bool] = ContextVar("torch_fused_ops_for_derivatives", default=False)
 
 
-class spelled_for_derivatives:
-    """Use differentiable formulas inside the block, although no tensor shows that derivatives will be taken.
-
-    A class, because every eager call on a CPU enters it, and ``contextlib.contextmanager`` would add 1 µs.
-    """
-
-    def __init__(self, yes: bool) -> None:
-        self.yes = yes
-
-    def __enter__(self) -> None:
-        self.token = _for_derivatives.set(self.yes)
-
-    def __exit__(self, *_error: object) -> None:
-        _for_derivatives.reset(self.token)
+@contextmanager
+def spelled_for_derivatives(yes: bool) -> Iterator[None]:
+    """Use differentiable formulas inside the block, although no tensor shows that derivatives will be taken."""
+    token = _for_derivatives.set(yes)
+    try:
+        yield
+    finally:
+        _for_derivatives.reset(token)
 
 
 def _differentiated(x: Tensor) -> bool:

@@ -43,8 +43,7 @@ log = logging.getLogger("torch_fused_ops")
 
 FEWEST = 1 << 17
 """Elements of the smallest call that compiles at once on a CPU."""
-REPEATS = 1000  # small calls of an operator before one compiles; a kernel takes a third to a tenth of a formula's time
-KEY_REPEATS = 100  # after REPEATS small calls, every 100th call with the same key tries to compile
+REPEATS = 1000  # every 1,000th small call with the same key compiles; a kernel takes a third to a tenth of the time
 
 
 class Place(NamedTuple):
@@ -96,7 +95,7 @@ def status() -> str:
     loaded = len({*_KERNELS.values()} - {None})
     return (
         f"compiled by Inductor at the first call on a GPU; on a CPU at a call on {FEWEST:,} elements or more, and "
-        f"after {REPEATS:,} smaller calls at every {KEY_REPEATS}th with the same arguments; {loaded} loaded"
+        f"at every {REPEATS:,}th smaller call with the same arguments; {loaded} loaded"
     )
 
 
@@ -104,12 +103,10 @@ def kernel(signature: Signature, formula: Callable[..., Any], on_gpu: bool = Fal
     """Return an operator's kernel. It runs a compiled kernel, or ``formula`` if none is loaded for the call."""
     if not IS_SUPPORTED or switches.is_without("compiled_kernels"):
         return formula
-    identify, small_calls = identification(signature, on_gpu), itertools.count()
+    identify = identification(signature, on_gpu)
 
     def run(*args: Any) -> Any:
         first = args[0]
-        if not on_gpu and first.numel() < FEWEST and next(small_calls) < REPEATS:  # a key would take 3 µs
-            return formula(*args)
         key, tensors = identify(args)
         if key not in _KERNELS and _may_compile(first, tensors, key):
             _load(signature, key, len(args), tensors)
@@ -157,7 +154,7 @@ def _may_compile(first: Tensor, tensors: Sequence[Tensor], key: tuple[Any, ...])
         return False
     if device != "cpu":
         return not (device == "cuda" and torch.cuda.is_current_stream_capturing())
-    if first.numel() < FEWEST and next(_calls(key)) % KEY_REPEATS:
+    if first.numel() < FEWEST and next(_calls(key)) % REPEATS:
         return False
     return all(t.dtype != torch.float64 for t in tensors)
 

@@ -2,10 +2,7 @@
 
 from torch_fused_ops.nn.config import MLPConfig
 from torch_fused_ops.nn.fused_mlp import FusedMLP
-from torch_fused_ops.nn.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
+from torch_fused_ops.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_fused_ops.nn.mlp import (
     MLP,
     LinearFc1Builder,

@@ -26,16 +26,8 @@ from torch_fused_ops.declaration import Signature
 from torch_fused_ops.operators import batching
 
 # Autograd keys of single backends. The alias key "Autograd" remains free for kernels that users register.
-_AUTOGRAD_KEYS = (
-    "AutogradCPU",
-    "AutogradCUDA",
-    "AutogradXPU",
-    "AutogradMPS",
-    "AutogradMeta",
-    "AutogradHPU",
-    "AutogradXLA",
-    "AutogradPrivateUse1",
-)
+_BACKENDS = "CPU", "CUDA", "XPU", "MPS", "Meta", "HPU", "XLA", "PrivateUse1"
+_AUTOGRAD_KEYS = [f"Autograd{backend}" for backend in _BACKENDS]
 library = torch.library.Library("fused", "FRAGMENT")
 
 
