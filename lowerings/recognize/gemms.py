@@ -151,10 +151,9 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
         *_, n, k = weight.shape
         raise Rejection(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
     device = no_scaled_products(target_device(weight.device), scaling, grouped)
-    if device and grouped:
-        raise Rejection(Kind.GEMM_DEVICE, f"this device ({device}) does not support grouped float8 GEMMs")
     if device:
-        text = f"this device ({device}) does not support float8 GEMMs with a scale for each {scaling.noun}"
+        gemms = "grouped float8 GEMMs" if grouped else "float8 GEMMs"
+        text = f"this device ({device}) does not support {gemms} with a scale for each {scaling.noun}"
         raise Rejection(Kind.GEMM_DEVICE, text)
 
 

@@ -191,24 +191,19 @@ def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: 
     return None
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 160 else f"{text[:160]}…"
-
-
 def _explain_mismatch(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> Match:
     """Explain why no activation matches, and name a similar activation if there is one."""
-    if algebra.names(expression) > MAX_NAMES:  # the text doubles with every call of x·sin(x) on its own result
-        many = f"a formula of more than {MAX_NAMES} functions and variables"
-        if unary:
-            return _rejected(Kind.UNKNOWN, f"{many} is not a supported activation")
-        return _rejected(Kind.UNKNOWN_GATED, f"{many} is not a supported gated activation")
-    text = algebra.text(expression)
+    is_long = algebra.names(expression) > MAX_NAMES  # the text doubles with every call of x·sin(x) on its own result
+    text = f"a formula of more than {MAX_NAMES} functions and variables" if is_long else algebra.text(expression)
+    text = text if len(text) <= 160 else f"{text[:160]}…"
     if algebra.constant(expression) is not None:  # a gate on a state that starts as zeros
         return _rejected(Kind.CONSTANT, f"{NOT_AN_MLP}it is {text} everywhere")
     if unary and len(steps) == 1 and hasattr(torch.nn.functional, steps[0][0]):
         text = f"{steps[0][0]}(x) = {text}"
     if not unary:
-        return _rejected(Kind.UNKNOWN_GATED, f"{_short(text)} is not a supported gated activation")
+        return _rejected(Kind.UNKNOWN_GATED, f"{text} is not a supported gated activation")
+    if is_long:
+        return _rejected(Kind.UNKNOWN, f"{text} is not a supported activation")
     shape, constants = algebra.constants(expression)
     candidates: list[tuple[float, str]] = []
     for (name, i), form in forms.items():
@@ -222,4 +217,4 @@ def _explain_mismatch(algebra: Algebra, expression: Poly, steps: tuple[Step, ...
             candidates.append((max(abs(c / t - 1) for c, t in mismatches), f"{text} is like {name}, but has {values}"))
     if candidates and min(candidates)[0] < 0.5:
         return _rejected(Kind.NEAR, min(candidates)[1])
-    return _rejected(Kind.UNKNOWN, f"{_short(text)} is not a supported activation")
+    return _rejected(Kind.UNKNOWN, f"{text} is not a supported activation")

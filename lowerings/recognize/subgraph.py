@@ -493,21 +493,12 @@ def _saved_by_autograd(node: Node) -> set[Node]:
 
 
 def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    """Set ``packed`` if gate and up are views of one tensor in a supported layout; otherwise the operator reads both.
-
-    Raises:
-        Rejection: gate and up are cut on an axis other than the last.
-    """
+    """Set ``packed`` if gate and up are halves of one tensor's rows in a layout that ``bias_glu`` supports."""
     match = subgraph.match
     if match.up is None or subgraph.order is not None or match.gate_scale != 1:
         return
     gate, up = subgraph.inputs[match.gate], subgraph.inputs[match.up]
     of_gate, of_up = _views(analysis, gate), _views(analysis, up)
-    base_of_gate, base_of_up = (
-        next((view for view in views[1:] if tensor(view) is not None), None) for views in (of_gate, of_up)
-    )
-    if base_of_gate is not None and base_of_gate is base_of_up:
-        _check_axis(value_of(base_of_gate), value_of(gate), value_of(up))
     for base in (node for node in of_gate[1:] if node in of_up[1:] and tensor(node) is not None):
         layout = _layout(value_of(base), value_of(gate), value_of(up))
         cuts = {node for views in (of_gate, of_up) for node in views[: views.index(base)]}
@@ -529,15 +520,6 @@ def _views(analysis: GraphAnalysis, node: Node) -> list[Node]:
     while analysis.calls[views[-1]].name in _CUTS:
         views.append(views[-1].all_input_nodes[0])
     return [view for view in views if tensor(view) is None or analysis.storage(view) == analysis.storage(node)]
-
-
-def _check_axis(base: torch.Tensor, *parts: torch.Tensor) -> None:
-    """Reject parts that are cut on a single axis other than the last."""
-    if all(part.ndim == base.ndim for part in parts):
-        cut = {axis for part in parts for axis in range(base.ndim) if not equal(part.shape[axis], base.shape[axis])}
-        if len(cut) == 1 and cut != {base.ndim - 1}:
-            text = f"gate and up are cut on axis {cut.pop()} of {base.ndim}, not on the last"
-            raise Rejection(Kind.CUT_AXIS, text)
 
 
 def _layout(base: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> str:

@@ -292,7 +292,7 @@ def test_unsupported_experts_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gemms, "no_scaled_products", lambda device, scaling, grouped: "sm_89" if grouped else "")
     (site,) = sites(Experts(), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_DEVICE
-    assert "this device (sm_89) does not support grouped float8 GEMMs" in site.gemm_reason
+    assert "this device (sm_89) does not support grouped float8 GEMMs with a scale for each row" in site.gemm_reason
 
 
 # ---- models that call fused operators --------------------------------------------------------------------------------

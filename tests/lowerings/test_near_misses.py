@@ -32,7 +32,6 @@ NO_ACTIVATION = "is not a supported activation$"
 NO_GATE = "is not a supported gated activation$"
 ANOTHER = "another tensor takes part: "
 MASK = "a mask takes part: "
-NOT_LAST = "cut on axis {} of {}, not on the last".format
 BROADCAST, PARTS = "a broadcast changes the shape", "stands between the activation's parts"
 TWO_COMPUTED = "not an MLP: read by a GEMM of two computed tensors"
 
@@ -171,8 +170,6 @@ SHAPES: dict[str, tuple[Case, str]] = {
         lambda h, u, p, w, m: F.linear(torch.sigmoid(h[:, :4]).t() * h[:, :4], w[:, :4]),
         PARTS + "|order|transpos",
     ),
-    "vsplit": (packed(lambda p: swiglu(*p[:, :16].vsplit(2))), NOT_LAST(0, 2)),
-    "F.glu of rows": (packed(lambda p: F.glu(p[:, :16], 0)), NOT_LAST(0, 2)),
     "linear attention": (lambda h, u, p, w, m: F.relu(h) @ torch.softmax(u, -1).t(), TWO_COMPUTED),
     "a piece of an activation's result": (packed(lambda p: F.gelu(p).chunk(2, -1)[0] * torch.tanh(p[:, :16])), PARTS),
     "reshaped inside": (unary(lambda x: torch.sigmoid(x).view(2, 2, 16).view(4, 16) * x), PARTS),
@@ -346,6 +343,7 @@ FUSED: dict[tuple[str, str], dict[str, Case]] = {
         "overlapping halves": packed(lambda p: swiglu(p[:, :16], p[:, 1:17])),
         "steps of 3 and 2": lambda h, u, p, w, m: F.linear(swiglu(p[:, :16:3], p[:, 1:12:2]), w[:, :6]),
         "rows of two halves": packed(lambda p: swiglu(p[:2, :16], p[2:, :16])),
+        "vsplit": packed(lambda p: swiglu(*p[:, :16].vsplit(2))),
         "rows re-partitioned, interleaved": lambda h, u, p, w, m: F.linear(
             swiglu(*p.view(2, 2, 32).reshape(4, 1, 16, 2).unbind(-1)), w
         ),
@@ -368,6 +366,7 @@ FUSED: dict[tuple[str, str], dict[str, Case]] = {
     },
     ("glu", "sigmoid"): {
         "x·sigmoid(x.detach())": unary(lambda x: x * torch.sigmoid(x.detach())),
+        "F.glu of rows": packed(lambda p: F.glu(p[:, :16], 0)),
         "Swish with a learned slope": lambda h, u, p, w, m: F.linear(h * torch.sigmoid(w[0] * h), w),
     },
     ("bias_act", "gelu"): {

@@ -356,7 +356,6 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.NARROW_CAST: mlp(lambda h, u, m: F.gelu(h).bfloat16() * u),
     Kind.DTYPE: site_of(lambda x, w, d: torch.relu(x.int() @ w.int().t()) @ w.int()),
     Kind.BROADCAST: mlp(lambda h, u, m: F.silu(h) * u[:, :1]),
-    Kind.CUT_AXIS: mlp(lambda h, u, m: F.silu(h[:2]) * h[2:]),
     Kind.WRITTEN: mlp(lambda h, u, m: (lambda s: s * first(h, h.cumsum_(0)))(torch.sigmoid(h))),
     Kind.GRAPH_RESULT: site_of(lambda x, w, d: (lambda h: (F.linear(torch.tanh(h), d), h))(F.linear(x, w))),
     Kind.READ_AFTERWARDS: site_of(
