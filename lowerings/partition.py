@@ -237,19 +237,17 @@ def overwritten_inputs(graph: Graph, backward: Iterable[Node] = ()) -> dict[Node
 def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
     """Copy each input that forward writes and backward needs. Its readers read the copy. Return the copies."""
     copies: list[Node] = []
+    last = graph.find_nodes(op="placeholder")[-1]
     for node, readers in overwritten_inputs(graph, backward).items():
         if not isinstance(node.meta.get("val"), torch.Tensor) or with_dependents(readers).isdisjoint(backward):
             continue
-        with graph.inserting_after(node):
+        with graph.inserting_after(last):
             copied = graph.call_function(aten.clone.default, (node,))
         with torch.no_grad():
             copied.meta = {"val": node.meta["val"].clone(), "partitioner_tag": "is_forward", _COPY: True}
         for reader in readers:
             reader.replace_input_with(node, copied)
         copies.append(copied)
-    last = graph.find_nodes(op="placeholder")[-1]
-    for copied in copies:  # after all inputs
-        last.append(copied)
     return copies
 
 
@@ -387,11 +385,8 @@ def _recomputed_from(saved: Sequence[Node], graphs: Graphs) -> dict[Node, set[st
     forward, backward = ({node.name: node for node in module.graph.nodes} for module in graphs)
     recomputed: dict[Node, set[str]] = {}
     for source in saved:
-        names, pending = set[str](), [backward[source.name]] if source.name in backward else []
-        while pending:
-            copies = [user for user in pending.pop().users if user.name in forward and user.name not in names]
-            names.update(node.name for node in copies)
-            pending += copies
+        dependents = with_dependents([backward[source.name]]) if source.name in backward else ()
+        names = {node.name for node in dependents if node.name in forward} - {source.name}
         if names:
             recomputed[source] = names
     return recomputed

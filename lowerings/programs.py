@@ -9,7 +9,6 @@ with its neighbors like any pointwise node, and computes each step of the formul
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +17,12 @@ from torch import Tensor
 from torch._inductor import ir
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import lowerings
-from torch._inductor.ops_handler import DefaultHandler
+from torch._inductor.subgraph_lowering import TracingOpsHandler
 from torch._inductor.virtualized import OpsValue, V, ops
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fused_ops import activations
@@ -33,20 +34,6 @@ Value = Any  # a result of V.ops
 Load = Callable[[Index], Value]
 
 
-class _ValueId(int):
-    """The number of a value in an element function: an argument or a step's result."""
-
-
-class _Step(NamedTuple):
-    value_id: _ValueId
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def read(self) -> list[_ValueId]:
-        return [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, _ValueId)]
-
-
 class Program(NamedTuple):
     """One result of a traced element function: ``program(loads, index)``, one ``ops`` call for each step.
 
@@ -56,41 +43,23 @@ class Program(NamedTuple):
     """
 
     arguments: tuple[int, ...]
-    steps: tuple[_Step, ...]
-    result: _ValueId
+    code: GraphModule  # called with ``ops`` and the arguments
 
     @classmethod
-    def of(cls, result: _ValueId, steps: Sequence[_Step]) -> Program:
-        needed, needed_steps = {result}, []
-        for step in reversed(steps):
-            if step.value_id in needed:
-                needed.update(step.read())
-                needed_steps.append(step)
-        return cls(
-            tuple(sorted(needed - {step.value_id for step in needed_steps})), tuple(reversed(needed_steps)), result
-        )
+    def of(cls, steps: Graph, result: int) -> Program:
+        """Return the program of a result of traced steps."""
+        graph, values = Graph(), dict[Node, Node]()
+        results: Any = graph.graph_copy(steps, values)
+        graph.output(results[result])
+        graph.eliminate_dead_code()
+        _, *arguments = graph.find_nodes(op="placeholder")
+        read = tuple(i for i, argument in enumerate(arguments) if argument.users)
+        for argument in (argument for argument in arguments if not argument.users):
+            graph.erase_node(argument)
+        return cls(read, GraphModule({}, graph))
 
     def __call__(self, loads: Sequence[Load], index: Index) -> Value:
-        env = {value_id: loads[value_id](index) for value_id in self.arguments}
-
-        def read(a: Any) -> Any:
-            return env[a] if isinstance(a, _ValueId) else a
-
-        for step in self.steps:
-            function = getattr(ops, step.name)
-            env[step.value_id] = function(*map(read, step.args), **{k: read(v) for k, v in step.kwargs.items()})
-        return env[self.result]
-
-
-class _Recorder(DefaultHandler):
-    def __init__(self, arguments: int) -> None:
-        self.arguments = arguments
-        self.steps: list[_Step] = []
-
-    def _default(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _ValueId:
-        value_id = _ValueId(self.arguments + len(self.steps))
-        self.steps.append(_Step(value_id, name, args, kwargs))
-        return value_id
+        return self.code.forward(ops, *(loads[i](index) for i in self.arguments))
 
 
 class _Lower(torch.fx.Interpreter):
@@ -100,7 +69,7 @@ class _Lower(torch.fx.Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.device, self.dtype = device, dtype
 
-    def scalar(self, value: _ValueId, dtype: torch.dtype) -> Box:
+    def scalar(self, value: Value, dtype: torch.dtype) -> Box:
         return ir.TensorBox.create(
             ir.Pointwise(device=self.device, dtype=dtype, inner_fn=lambda _: OpsValue(value), ranges=[])
         )
@@ -121,9 +90,8 @@ def _data(box: Box) -> Any:
     return data
 
 
-def _evaluate(box: Box) -> _ValueId:
-    value_id: _ValueId = box.make_loader()([]).value
-    return value_id
+def _evaluate(box: Box) -> Value:
+    return box.make_loader()([]).value
 
 
 @functools.lru_cache(maxsize=1024)  # bounded because users' scalars are among the keys
@@ -155,44 +123,38 @@ def programs_of(
         examples = [torch.empty((), dtype=d, device=device) for d in dtypes]
         gm = make_fx(call, decomposition_table=select_decomp_table())(*examples)
     gm.graph.eliminate_dead_code()
-    recorder = _Recorder(len(dtypes))
-    with V.set_ops_handler(recorder):
+    tracer = Tracer()
+    tracer.graph = steps = Graph()
+    recorder = TracingOpsHandler(tracer, len(dtypes))
+    with V.set_ops_handler(recorder), preserve_node_meta(False):
         lower = _Lower(gm, device, dtype)
-        boxes = lower.run(*(lower.scalar(_ValueId(i), d) for i, d in enumerate(dtypes)))
-        results = [_evaluate(b) for b in boxes]
-    floating = all(d.is_floating_point for d in dtypes) and not any(s.name == "to_dtype" for s in recorder.steps)
-    steps = recorder.steps
-    if device_type == "cpu" and floating:
-        steps = _fused_multiply_adds(steps, results)
-        steps = _vectorized(steps) if dtype == torch.float32 else steps
-    return tuple(Program.of(result, steps) for result in results)
+        boxes = lower.run(*(lower.scalar(recorder.placeholder(i), d) for i, d in enumerate(dtypes)))
+        recorder.output(*map(_evaluate, boxes))
+    casts = steps.find_nodes(op="call_method", target="to_dtype")
+    if device_type == "cpu" and all(d.is_floating_point for d in dtypes) and not casts:
+        _fuse_multiply_adds(steps)
+        if dtype == torch.float32:
+            _vectorize(steps)
+    return tuple(Program.of(steps, i) for i in range(len(boxes)))
 
 
-def _fused_multiply_adds(steps: Sequence[_Step], results: Sequence[_ValueId]) -> list[_Step]:
+def _fuse_multiply_adds(steps: Graph) -> None:
     """Replace a·b + c of floats by one ``fma``. Inductor's flags forbid the C++ compiler to combine both operations."""
-    uses = Counter([*results, *(value_id for step in steps for value_id in step.read())])
-    products = {step.value_id: step.args for step in steps if step.name == "mul" and uses[step.value_id] == 1}
-
-    def fused(step: _Step) -> _Step:
-        for a, c in (step.args, step.args[::-1]) if step.name == "add" else ():
-            if isinstance(a, _ValueId) and a in products:
-                return _Step(step.value_id, "fma", (*products[a], c), {})
-        return step
-
-    return list(map(fused, steps))
+    for node in steps.find_nodes(op="call_method", target="add"):
+        handler, *terms = node.args
+        for a, c in (terms, terms[::-1]):
+            if isinstance(a, Node) and a.target == "mul" and len(a.users) == 1 and a is not c:
+                node.target, node.args = "fma", (handler, *a.args[1:], c)
+                break
 
 
-def _vectorized(steps: list[_Step]) -> list[_Step]:
+def _vectorize(steps: Graph) -> None:
     """Replace exp2 and clamping by a number with the faster operations of ``cpp_vectors``."""
     cpp_vectors.install()
-    numbers = {step.value_id for step in steps if step.name == "constant"}
-
-    def replaced(step: _Step) -> _Step:
-        if step.name == "exp2" or (step.name in ("maximum", "minimum") and step.args[1] in numbers):
-            return step._replace(name="inline_asm_elementwise", kwargs=cpp_vectors.keywords(step.name))
-        return step
-
-    return list(map(replaced, steps))
+    for node in steps.find_nodes(op="call_method"):
+        is_clamp = node.target in ("maximum", "minimum") and getattr(node.args[-1], "target", "") == "constant"
+        if node.target == "exp2" or is_clamp:
+            node.target, node.kwargs = "inline_asm_elementwise", cpp_vectors.keywords(node.target)
 
 
 activations._on_change.append(programs_of.cache_clear)  # an activation's name among the scalars may mean a new function

@@ -14,6 +14,7 @@ this file: on a GPU its exponential has base 2, like the hardware's instruction.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -48,19 +49,18 @@ def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: i
         return None
     shift = size[-1] - size[-2]
 
+    def number(expression: Any) -> Value:
+        return ops.index_expr(expression, torch.int64)
+
     def is_open(index: Index) -> Value:
         i, j = index[-2:]
         j = FloorDiv(j, group) * group if group > 1 else j
-        edges = (
-            (ops.ge, j + group - 1, None if left is None else i + shift - left),
-            (ops.le, j, None if right is None else i + shift + right),
-        )
-        sides = [
-            compare(*(ops.index_expr(e, torch.int64) for e in (key, edge)))
-            for compare, key, edge in edges
-            if edge is not None
-        ]
-        return sides[0] if len(sides) == 1 else ops.logical_and(*sides)
+        sides = []
+        if left is not None:
+            sides.append(ops.ge(number(j + group - 1), number(i + shift - left)))
+        if right is not None:
+            sides.append(ops.le(number(j), number(i + shift + right)))
+        return functools.reduce(ops.logical_and, sides)
 
     return is_open
 
