@@ -227,6 +227,13 @@ def test_register_notifies(monkeypatch):
         ("new", lambda x: None, None, ValueError, "fn is not accepted: .* it gave None"),
         ("new", lambda x: x.softmax(-1), None, ValueError, "fn is not accepted: it is not elementwise"),
         ("new", tanh_exp, lambda x: x.mean(), ValueError, "derivative is not accepted"),
+        (
+            "new",
+            torch.relu,
+            lambda x: x.clamp_(0, 1),
+            ValueError,
+            "derivative is not accepted: it writes to",
+        ),
     ],
 )
 def test_register_refuses(name, fn, derivative, error, message):

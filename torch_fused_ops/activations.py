@@ -455,12 +455,15 @@ def table_hash() -> str:
 def _check_elementwise(argument: str, fn: Function) -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.linspace(-3.0, 3.0, 12, dtype=dtype)
+        version = x._version
         try:
             y = fn(x)
         except Exception as error:
             raise ValueError(
                 f"{argument} is not accepted: for {dtype} (12,) it raised {type(error).__name__}: {error}"
             ) from error
+        if x._version != version:
+            raise ValueError(f"{argument} is not accepted: it writes to its argument, which may be a saved tensor")
         if isinstance(y, Tensor) and y.requires_grad:
             raise ValueError(f"{argument} is not accepted: it has parameters, which would get no gradient")
         if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != x.shape:
