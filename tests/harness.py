@@ -217,8 +217,7 @@ def on_gpu(operator: str) -> Callable[..., Any]:
         key, tensors = identify(args)
         graph, paper = _on_paper(signature, eager_kernels.with_defaults(signature, key, len(args)))
         outputs = interpreter._run(paper.inference, [*(symbol(tensors[0]) for symbol in graph.symbols), *tensors])
-        results = tuple(None if position is None else outputs[position] for position in graph.results)
-        return results if graph.is_tuple else results[0]
+        return tuple(outputs) if signature.is_backward else outputs[0]
 
     return run
 

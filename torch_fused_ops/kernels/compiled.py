@@ -244,16 +244,12 @@ class OperatorGraph(NamedTuple):
         examples: the placeholders' fake values.
         symbols: functions that compute the symbols from the call's first tensor.
         sums_block: the number of rows in a block of sums over rows; None without such sums.
-        results: for each of the operator's results its position among the graph's outputs, or None.
-        is_tuple: True if the operator returns a tuple.
     """
 
     module: torch.fx.GraphModule
     examples: list[Any]
     symbols: tuple[Callable[[Tensor], int], ...]
     sums_block: int | None
-    results: tuple[int | None, ...]
-    is_tuple: bool
 
 
 def _example(
@@ -324,15 +320,15 @@ def operator_graph(signature: Signature, key: tuple[Any, ...]) -> OperatorGraph:
     call = graph.call_function(signature.overload, tuple(nodes))
     if on_gpu and place.block > 1:
         call.meta[ROWS_PER_BLOCK_KEY] = place.block
-    is_tuple = isinstance(results, tuple)
-    present = [i for i, r in enumerate(results) if r is not None] if is_tuple else [0]
-    outputs = [graph.call_function(operator.getitem, (call, i)) for i in present] if is_tuple else [call]
+    outputs: list[Any] = [call]
+    if signature.is_backward:
+        getitem = functools.partial(graph.call_function, operator.getitem)
+        outputs = [None if result is None else getitem((call, i)) for i, result in enumerate(results)]
     graph.output(tuple(outputs))
-    positions = tuple(present.index(i) if i in present else None for i in range(len(results) if is_tuple else 1))
     module = torch.fx.GraphModule({}, graph)
-    sums = any(kind == "per_column" and i in present for i, kind in enumerate(signature.results))
+    sums = any(kind == "per_column" and out is not None for kind, out in zip(signature.results, outputs, strict=True))
     block = place.block if sums and place.columns else None
-    return OperatorGraph(module, examples, tuple(of for _, of in symbols), block, positions, is_tuple)
+    return OperatorGraph(module, examples, tuple(of for _, of in symbols), block)
 
 
 SETTINGS = {
@@ -365,17 +361,10 @@ def _compile(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
     graph = operator_graph(signature, key)
     with config.patch(SETTINGS), V.set_choices_handler(EagerChoices(graph.sums_block)), torch.no_grad():
         code: Any = compile_fx_inner(graph.module, graph.examples)
-    run, symbols, results = code.current_callable, graph.symbols, graph.results
+    run, symbols, is_backward = code.current_callable, graph.symbols, signature.is_backward
 
     def with_symbols(tensors: list[Tensor]) -> Any:
         return code.current_callable([*(of(tensors[0]) for of in symbols), *tensors])
 
     run = with_symbols if symbols else run
-    if not graph.is_tuple:
-        return lambda tensors: run(tensors)[0]
-
-    def backward(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
-        gradients = run(tensors)
-        return tuple([None if position is None else gradients[position] for position in results])
-
-    return backward
+    return lambda tensors: tuple(run(tensors)) if is_backward else run(tensors)[0]
