@@ -10,27 +10,12 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.utils._pytree import tree_map_only
 
 from torch_fused_ops.declaration import Signature
 
 _LEADING = ("data", "packed", "per_row", "scores")  # kinds of tensors that accept an extra leading axis
 _SHARED = ("per_column", "per_head", "mask")  # kinds of tensors that all examples may share
-
-
-def _by_leading_axis(op: torch._ops.OpOverload, kinds: list[str]) -> Callable[..., Any]:
-    """Return the rule (info, in_dims, *args) -> (outputs, out_dims) of an operator whose vectors are not batched."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        operands = list(args)
-        for i, (t, axis, kind) in enumerate(zip(args, in_dims, kinds, strict=False)):
-            if kind in _LEADING and t is not None:
-                operands[i] = t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
-        outputs = op(*operands)
-        if isinstance(outputs, Tensor):
-            return outputs, 0
-        return outputs, tuple(None if output is None else 0 for output in outputs)
-
-    return rule
 
 
 def kernel(op: torch._ops.OpOverload, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +28,15 @@ def kernel(op: torch._ops.OpOverload, signature: Signature, plain: Callable[...,
     other_kinds = {*kinds, *signature.results}.difference(("", *_LEADING, *_SHARED))
     vectors = [i for i, kind in enumerate(kinds) if kind in _SHARED]
     sums = [i for i, kind in enumerate(signature.results) if kind in _SHARED]
-    rule = _by_leading_axis(op, kinds)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        """Return (outputs, out_dims) for vectors that are not batched."""
+        operands = list(args)
+        for i, (t, axis, kind) in enumerate(zip(args, in_dims, kinds, strict=False)):
+            if kind in _LEADING and t is not None:
+                operands[i] = t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
+        outputs = op(*operands)
+        return outputs, tree_map_only(Tensor, lambda _: 0, outputs)
 
     def batched(*args: Any) -> Any:
         vectors_differ = any(args[i] is not None and is_batchedtensor(args[i]) for i in vectors)

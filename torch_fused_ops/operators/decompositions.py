@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from torch_fused_ops import activations
 from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED, checked
@@ -44,7 +46,5 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
 def _in_aten(plain: Callable[..., Any], differentiable: bool, *args: Any) -> Any:
     with activations.spelled_for_derivatives(differentiable):
         results = plain(*args)
-    all_results = results if isinstance(results, tuple) else (results,)
     # Operators return contiguous tensors, and never an argument.
-    outputs = [t if t is None else t.clone() if any(t is a for a in args) else t.contiguous() for t in all_results]
-    return tuple(outputs) if isinstance(results, tuple) else outputs[0]
+    return tree_map_only(Tensor, lambda t: t.clone() if any(t is a for a in args) else t.contiguous(), results)
