@@ -18,12 +18,7 @@ from torch_fused_ops import functional
 from torch_fused_ops.megatron import GeLUFunction as BiasGeLUFunction
 from torch_fused_ops.megatron import _bias_dropout_add_func, bias_gelu
 
-__all__ = [
-    "BiasGeLUFunction",
-    "bias_dropout",
-    "bias_new_gelu",
-    "new_gelu",
-]
+__all__ = ["BiasGeLUFunction", "bias_dropout", "bias_new_gelu", "new_gelu"]
 
 
 def new_gelu(inp: Tensor) -> Tensor:

@@ -45,10 +45,6 @@ class TensorParallel:
         self.sequence_parallel = sequence_parallel
         self._outside: Any = Shard(0) if sequence_parallel else Replicate()
 
-    def _any_mesh(self, t: Tensor) -> DeviceMesh:
-        """Return the mesh of t's device, or else any mesh: a parameter may be created on a device and moved later."""
-        return self.meshes.get(t.device.type) or next(iter(self.meshes.values()))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         return self  # the same processes shard a copied module
 
@@ -79,7 +75,8 @@ class TensorParallel:
         shape = [n // self.size if axis == spec.axis else n for axis, n in enumerate(parameter.shape)]
         if parameter.is_meta:
             return parameter.new_empty(shape)
-        mesh = self._any_mesh(parameter)
+        # A parameter may be created on a device without a mesh, and moved later.
+        mesh = self.meshes.get(parameter.device.type) or next(iter(self.meshes.values()))
         if spec.axis is None:
             shards = distribute_tensor(parameter, mesh, [Replicate()])
         else:

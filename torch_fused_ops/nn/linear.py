@@ -75,11 +75,6 @@ class ParallelLinear(nn.Module):
         """The shard spec of each parameter, by name."""
         raise NotImplementedError
 
-    @property
-    def _summed_by(self) -> TensorParallel | None:
-        """The processes that sum their results; None if results are complete."""
-        return self.parallel if self._splits_input else None
-
     def _initial_values(
         self, has_bias: bool, device: torch.device | None, dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
@@ -130,7 +125,7 @@ class ParallelLinear(nn.Module):
         ``entered``: x is from ``parallel.enter``.
         """
         bias: Tensor | None = self.bias
-        summed = self._summed_by
+        summed = self.parallel if self._splits_input else None  # the processes that sum their results
         if self.parallel is not None and summed is None and not entered:
             x = self.parallel.enter(x)
         if self.parallel is None and not self.skip_bias_add:

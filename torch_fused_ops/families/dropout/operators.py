@@ -8,10 +8,9 @@ Read from top to bottom: declaration → fake → saved for backward → registr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import Operator, Signature, arguments_of, between
@@ -54,16 +53,10 @@ def _fake(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Ten
     return (input if residual is None else residual).new_empty(input.shape)
 
 
-def _backward_fake(
-    grad: Tensor,
-    seed: Tensor,
-    p: float,
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    output_mask: Sequence[bool],
-) -> Grads2:
-    d_input = grad.new_empty(grad.shape, dtype=dtype) if output_mask[0] else None
-    return d_input, grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
+def _backward_fake(grad: Tensor, seed: Tensor, p: float, *others: Any) -> Grads2:
+    dtype, bias_dtype, mask = others
+    d_input = grad.new_empty(grad.shape, dtype=dtype) if mask[0] else None
+    return d_input, grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if mask[1] else None
 
 
 # ---- saved for backward ----------------------------------------------------------------------------------------------

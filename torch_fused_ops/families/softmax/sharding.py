@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch_fused_ops.distributed.sharding import RULES, Sharding
@@ -31,17 +30,10 @@ def _scaled_masked_softmax(input: Any, mask: Any, sink: Any, scale: float = 1.0,
     return [sharding(None), *map(sharding, _softmax_axes(input, *window))]
 
 
-def _scaled_masked_softmax_backward(
-    grad: Any,
-    output: Any,
-    scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    sink_dtype: Any,
-    output_mask: Sequence[bool],
-) -> list[Sharding]:
+def _scaled_masked_softmax_backward(grad: Any, output: Any, scale: float, *others: Any) -> list[Sharding]:
     from torch.distributed.tensor import Partial, Replicate, Shard
+
+    *window, _, output_mask = others
 
     def sharding(axis: int | None) -> Sharding:
         placement = Replicate() if axis is None else Shard(axis)
@@ -51,7 +43,7 @@ def _scaled_masked_softmax_backward(
         ]
         return results, [placement, placement]
 
-    return [sharding(None), *map(sharding, _softmax_axes(output, causal, window_left, window_right))]
+    return [sharding(None), *map(sharding, _softmax_axes(output, *window))]
 
 
 RULES["scaled_masked_softmax"] = _scaled_masked_softmax
