@@ -53,8 +53,8 @@ def _fake(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Ten
     return (input if residual is None else residual).new_empty(input.shape)
 
 
-def _backward_fake(grad: Tensor, seed: Tensor, p: float, *others: Any) -> Grads2:
-    dtype, bias_dtype, mask = others
+def _backward_fake(grad: Tensor, seed: Tensor, p: float, *values: Any) -> Grads2:
+    dtype, bias_dtype, mask = values
     d_input = grad.new_empty(grad.shape, dtype=dtype) if mask[0] else None
     return d_input, grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if mask[1] else None
 

@@ -18,6 +18,6 @@ def register() -> None:
     register_flop_formula([fused.scaled_mm, fused.scaled_mm_tiled, fused.scaled_grouped_mm])(_rows_times_columns)
 
 
-def _rows_times_columns(a: Sequence[int], a_scales: Any, b: Sequence[int], *others: Any, **options: Any) -> int:
+def _rows_times_columns(a: Sequence[int], a_scales: Any, b: Sequence[int], *args: Any, **options: Any) -> int:
     """Return 2 · t · n · k: each of a's t rows (k,) is multiplied by a matrix (n, k) of b, which may be a stack."""
     return 2 * a[0] * a[1] * b[-2]

@@ -30,10 +30,10 @@ def _scaled_masked_softmax(input: Any, mask: Any, sink: Any, scale: float = 1.0,
     return [sharding(None), *map(sharding, _softmax_axes(input, *window))]
 
 
-def _scaled_masked_softmax_backward(grad: Any, output: Any, scale: float, *others: Any) -> list[Sharding]:
+def _scaled_masked_softmax_backward(grad: Any, output: Any, scale: float, *values: Any) -> list[Sharding]:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    *window, _, output_mask = others
+    *window, _, output_mask = values
 
     def sharding(axis: int | None) -> Sharding:
         placement = Replicate() if axis is None else Shard(axis)
