@@ -15,6 +15,7 @@ without a schema is assumed to write every argument.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -84,7 +85,9 @@ def _sites_before_split(unsplit: GraphModule, policy: FusionPolicy) -> list[tupl
     if unsplit not in _unsplit_sites:
         reason = Reason(Kind.DDP_BUCKET, "a boundary of DDP's buckets lies in the MLP, and torch.compile splits there")
         _unsplit_sites[unsplit] = [
-            (call, site.refused(reason)) for call, site in _rewrite(unsplit.graph, policy, apply=False) if site.is_mlp
+            (call, dataclasses.replace(site, op=None, reason=str(reason), kind=reason.kind) if site.op else site)
+            for call, site in _rewrite(unsplit.graph, policy, apply=False)
+            if site.is_mlp
         ]
     return _unsplit_sites[unsplit]
 

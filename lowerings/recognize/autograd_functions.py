@@ -57,16 +57,12 @@ def _check_backward(
     variables = [algebra.variable(f"x{i}") for i in range(arguments)]
     grad = algebra.variable("grad")
     values = evaluate(algebra, forward, variables)
-
-    def value(ref: Ref) -> dict[tuple[tuple[int, int], ...], float]:
-        return (variables if ref.kind == "operand" else values)[ref.i]
-
     unused = [algebra.variable(f"grad{i}") for i in range(1, results)]
-    operands = [grad, *unused, *map(value, saved)]
+    operands = [grad, *unused, *(ref.of(variables, values) for ref in saved)]
     computed = evaluate(algebra, backward, operands)
     for variable, gradient in zip(variables, gradients, strict=True):
-        expected = algebra.mul(grad, algebra.derivative(value(result), variable))
+        expected = algebra.mul(grad, algebra.derivative(result.of(variables, values), variable))
         if gradient is None:
             raise Unprovable("a custom autograd.Function gives no gradient for an argument", Kind.CUSTOM_FUNCTION)
-        if not algebra.same((operands if gradient.kind == "operand" else computed)[gradient.i], expected):
+        if not algebra.same(gradient.of(operands, computed), expected):
             raise Unprovable("the backward of a custom autograd.Function is not its derivative", Kind.CUSTOM_FUNCTION)

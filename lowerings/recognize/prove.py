@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -60,7 +61,7 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
     forms = _table(table, kinks)[1]
     try:
         values = evaluate(algebra, steps, variables)
-        expression = (variables if result.kind == "operand" else values)[result.i]
+        expression = result.of(variables, values)
         rounds = result.kind == "value" and algebra.rounds(result.i, expression)
         if operands == 1:
             names = (name for (name, i), form in forms.items() if i == 0 and algebra.same(expression, form))
@@ -131,24 +132,22 @@ activations._on_change.append(_warn_of_unknown)
 
 def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:
     steps, result = _definition(name)
-    return evaluate(algebra, steps, [x])[result.i] if result.kind == "value" else x
+    return result.of([x], evaluate(algebra, steps, [x]))
 
 
-def _bounds(steps: tuple[Step, ...]) -> list[float | None]:
-    """Return all candidates for the operator's clamp: None, and the positive constants that the steps clamp to."""
-    bounds: list[float | None] = [None]
+def _constants(steps: tuple[Step, ...], *names: str) -> Iterator[tuple[str, float]]:
+    """Yield the finite arguments except 0 of these functions, each with its function."""
     for name, args, kwargs in steps:
-        if name in ("clamp", "clamp_max", "minimum", "hardtanh"):
-            for value in (*args, *(v for _, v in kwargs)):
-                if isinstance(value, (int, float)) and 0 < value < math.inf and float(value) not in bounds:
-                    bounds.append(float(value))
-    return bounds
+        for value in (*args, *(v for _, v in kwargs)) if name in names else ():
+            if isinstance(value, (int, float)) and 0 < abs(value) < math.inf:
+                yield name, float(value)
 
 
 def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms) -> Match | None:
     """Match act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset), with either operand as the gate."""
     variables = [algebra.variable(name) for name in NAMES]
-    for clamp in _bounds(steps):
+    bounds = (bound for _, bound in _constants(steps, "clamp", "clamp_max", "minimum", "hardtanh") if bound > 0)
+    for clamp in dict.fromkeys((None, *bounds)):
         for name, gate in forms:
             act, up = forms[name, gate], variables[1 - gate]
             if clamp is not None:
@@ -161,16 +160,6 @@ def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: F
     return None
 
 
-def _factors(steps: tuple[Step, ...]) -> list[float]:
-    """Return all candidates for a scale inside an activation: the constants except 1 that the steps multiply by."""
-    factors: list[float] = []
-    for name, args, _ in steps:
-        for value in args if name in ("mul", "div") else ():
-            if isinstance(value, (int, float)) and 0 < abs(value) < math.inf:
-                factors.append(float(value) if name == "mul" else 1 / value)
-    return [factor for factor in dict.fromkeys(factors) if factor != 1]
-
-
 def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, operands: int) -> Match | None:
     """Match scale · act(gate_scale · gate) · up, with the multipliers of muP and Falcon-H1.
 
@@ -178,15 +167,16 @@ def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: 
     of quick_gelu, whose constant is 1.702.
     """
     variables = [algebra.variable(name) for name in NAMES]
-    factors = _factors(steps)
+    constants = _constants(steps, "mul", "div")
+    factors = dict.fromkeys((1.0, *(value if name == "mul" else 1 / value for name, value in constants)))
     for (name, gate), form in forms.items():
         up = 1 - gate if operands == 2 else None
         if gate >= operands:
             continue
-        for inside in (1.0, *factors):
+        for inside in factors:
             act = form if inside == 1 else _applied(algebra, name, algebra.mul(variables[gate], inside))
             scale = algebra.ratio(expression, act if up is None else algebra.mul(act, variables[up]))
-            if scale and (inside == 1 or any(math.isclose(scale, f, rel_tol=TOLERANCE) for f in (1.0, *factors))):
+            if scale and (inside == 1 or any(math.isclose(scale, f, rel_tol=TOLERANCE) for f in factors)):
                 return Match(name, gate, up, gate_scale=inside, scale=1.0 if abs(scale - 1) < TOLERANCE else scale)
     return None
 

@@ -72,11 +72,11 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
         for call in dict.fromkeys(canonical.originals.get(call, call) for call in calls)
     ]
     fields = _source(subgraph.output if subgraph and subgraph.factors else node, candidate.gemms[0])
-    fields |= {"users": tuple(map(label, users)), "spelling": tuple(names)}
+    fields |= {"users": tuple(map(label, users)), "spelling": tuple(names), "memory": candidate.memory}
+    fields |= _float8(candidate.linears)
     if subgraph is None:
         assert rejection is not None
-        fields |= _rejected(rejection) | _float8(candidate.linears) | {"memory": candidate.memory}
-        return Site(None, candidate.activation, **fields)
+        return Site(None, candidate.activation, **fields, **_rejected(rejection))
     match = subgraph.match
     proof = f"proved from {', '.join(names)}"
     factors = [f"{factor:.7g}" for factor in (match.scale, match.gate_scale)]
@@ -94,7 +94,6 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
         fields["tiles"] = candidate.tiling.count
     elif candidate.tiling:
         fields |= {"tiles": 1, "tiles_reason": str(candidate.tiling), "tiles_kind": candidate.tiling.kind}
-    fields |= _float8(candidate.linears) | {"memory": candidate.memory}
     return Site(f"fused::{operator_of(subgraph)}", match.activation, reason=proof, **fields)
 
 

@@ -560,6 +560,10 @@ class Ref(NamedTuple):
     kind: str
     i: int
 
+    def of(self, operands: Sequence[Poly], values: Sequence[Poly]) -> Poly:
+        """Return the value, of the expression's operands and its steps' values."""
+        return (operands if self.kind == "operand" else values)[self.i]
+
 
 def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) -> list[Poly]:
     """Compute every step's value.
@@ -572,9 +576,7 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
         raise Unprovable(f"more than {MAX_STEPS} calls")
 
     def value_of(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return (operands if argument.kind == "operand" else values)[argument.i]
-        return argument
+        return argument.of(operands, values) if isinstance(argument, Ref) else argument
 
     lost: list[float] = []  # see _lost
     for name, args, kwargs in steps:

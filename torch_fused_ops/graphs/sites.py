@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from torch_fused_ops.graphs.reasons import Kind, Reason
+from torch_fused_ops.graphs.reasons import Kind
 
 DROPOUT = "dropout"  # the ``activation`` of a site that is a dropout
 
@@ -56,12 +56,6 @@ class Site:
     tiles_kind: Kind | None = None
     memory: str = ""
     memory_kind: Kind | None = None
-
-    def refused(self, reason: Reason | None) -> Site:
-        """Return the site as not fused for this reason; unchanged if the reason is None or the site is not fused."""
-        if self.op is None or reason is None:
-            return self
-        return replace(self, op=None, reason=str(reason), kind=reason.kind, excluded_by=reason.excluded_by)
 
     @property
     def is_mlp(self) -> bool:

@@ -183,13 +183,8 @@ class Report:
             ValueError: path cannot be written.
         """
         path = writable(f"path={str(path)!r}", path)
-        path.write_text(self._page(), encoding="utf-8")
-        return path
-
-    def _page(self) -> str:
-        """Render ``page.html``. Text from the model is escaped."""
         sites, mlps = merged_sites(self.sites), [site for site in self.sites if site.is_mlp]
-        return template("reports/page.html", vars(listing)).render(
+        page = template("reports/page.html", vars(listing)).render(
             report=self,
             mlps=len(mlps),
             saved=vars(self).get("saved"),
@@ -201,3 +196,5 @@ class Report:
             unread=merged_sites(self.unread),
             breaks=list(Counter(self.breaks).items()),
         )
+        path.write_text(page, encoding="utf-8")
+        return path
