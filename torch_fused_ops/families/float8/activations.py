@@ -21,6 +21,8 @@ except ImportError as error:
         "them). With TORCH_FUSED_OPS_WITHOUT=float8_kernels in the environment they run as plain PyTorch"
     ) from error
 
+__all__ = ["activate", "clamp", "clamp_above", "input_grad", "tl", "triton", "within"]  # ``kernels`` imports these
+
 LOG2E = tl.constexpr(activations.LOG2E)
 GELU_TANH_SLOPE = tl.constexpr(activations.GELU_TANH_SLOPE)
 GELU_TANH_CUBIC = tl.constexpr(activations.GELU_TANH_CUBIC)
