@@ -145,17 +145,39 @@ class ParallelLinear(nn.Module):
         A packed parameter's shard is one piece, which ``apply_swiglu_sharded_factory`` splits into gate and up. With
         metadata["dp_cp_group"], the result is for Megatron's ``dist_checkpointing``.
         """
-        from torch_fused_ops.distributed import megatron_checkpoint
+        if metadata is not None and "dp_cp_group" in metadata:
+            return self._megatron_state(prefix, sharded_offsets, metadata["dp_cp_group"])
         from torch_fused_ops.distributed.checkpoint import ShardedTensor
 
-        if megatron_checkpoint.is_megatron_call(metadata):
-            return megatron_checkpoint.linear_state(self, prefix, sharded_offsets, metadata)
         return {
             f"{prefix}{name}": ShardedTensor.of_parameter(
                 f"{prefix}{name}", parameter, self.shard_specs[name], self.parallel, sharded_offsets
             )
             for name, parameter in self.named_parameters(recurse=False)
         }
+
+    def _megatron_state(self, prefix: str, offsets: Offsets, dp_cp_group: Any) -> dict[str, Any]:
+        """Return the state as Megatron's ``ColumnParallelLinear`` does (0.16, and its main branch of August 2026).
+
+        Megatron's optimizers find a parameter's state by the parameter object, so an entry's ``data`` is the parameter.
+        ``_extra_state`` is the place of TransformerEngine's fp8 state; ours is None.
+        """
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+        from torch.distributed.tensor import DTensor
+
+        state: dict[str, Any] = dict(self.named_parameters(recurse=False))
+        for name, parameter in state.items():
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{prefix}{name} is a DTensor, which Megatron's checkpoints do not support: use distributed.save"
+                )
+        axes = {name: self.shard_specs[name].axis for name in state if self.shard_specs[name].axis is not None}
+        group = None if self.parallel is None else self.parallel.group
+        state["_extra_state"] = None
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, axes, offsets, tp_group=group, dp_cp_group=dp_cp_group
+        )
+        return sharded
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Ignore the ``_extra_state`` of Megatron's checkpoints."""

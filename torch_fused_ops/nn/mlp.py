@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -254,14 +255,16 @@ class MLP(nn.Module):
         Raises:
             ValueError: a linear comes from Megatron, and metadata has no dp_cp_group.
         """
-        from torch_fused_ops.distributed import megatron_checkpoint
-        from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
-
-        if megatron_checkpoint.is_megatron_call(metadata):
-            state_of, split = megatron_checkpoint.functions()
+        state_of: Callable[..., dict[str, Any]]
+        split: Callable[..., Any]
+        if metadata is not None and "dp_cp_group" in metadata:  # one of Megatron's layers made the call
+            from megatron.core.transformer.mlp import apply_swiglu_sharded_factory as split
+            from megatron.core.transformer.utils import sharded_state_dict_default as state_of
         else:
-            megatron_checkpoint.check_linears(self)
-            state_of, split = sharded_state_dict, apply_swiglu_sharded_factory
+            from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory as split
+            from torch_fused_ops.distributed.checkpoint import sharded_state_dict as state_of
+
+            _check_linears(self)
         separate_keys = bool((metadata or {}).get("singleton_local_shards", False))
         state: dict[str, Any] = {}
         for name, module in self.named_children():
@@ -273,6 +276,16 @@ class MLP(nn.Module):
                 parts = split(entry, sharded_offsets, separate_keys)
                 state |= parts if isinstance(parts, dict) else {key: parts}
         return state
+
+
+def _check_linears(mlp: MLP) -> None:
+    """Raise ValueError for a linear of Megatron: ``torch.distributed.checkpoint`` does not support its tensors."""
+    for name, child in mlp.named_children():
+        if not hasattr(child, "shard_specs") and hasattr(child, "sharded_state_dict"):
+            raise ValueError(
+                f"metadata without dp_cp_group is not accepted with {name} of type {type(child).__name__}, a linear of "
+                "Megatron: dp_cp_group must be the process group that holds the same parameters"
+            )
 
 
 def _from_megatron(name: str | None, child: str, pg_collection: Any) -> dict[str, Any]:
