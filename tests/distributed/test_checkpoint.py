@@ -181,6 +181,11 @@ def test_gathered_parameters_are_loaded(one_process: None, tmp_path: Path) -> No
             assert torch.equal(local(a), local(b))
 
 
+def test_megatron_gets_no_dtensors(one_process: None) -> None:
+    linear = fully_shard(build(config()).linear_fc1, mesh=init_device_mesh("cpu", (1,)))
+    raises(ValueError, "fc1.weight is a DTensor", linear.sharded_state_dict, "fc1.", (), {"dp_cp_group": None})
+
+
 def test_integer_optimizer_state_is_loaded(tmp_path: Path) -> None:
     models = [of_linears(), of_linears(1)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]

@@ -162,7 +162,6 @@ class ParallelLinear(nn.Module):
         Megatron's optimizers find a parameter's state by the parameter object, so an entry's ``data`` is the parameter.
         ``_extra_state`` is the place of TransformerEngine's fp8 state; ours is None.
         """
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
         from torch.distributed.tensor import DTensor
 
         state: dict[str, Any] = dict(self.named_parameters(recurse=False))
@@ -171,6 +170,8 @@ class ParallelLinear(nn.Module):
                 raise ValueError(
                     f"{prefix}{name} is a DTensor, which Megatron's checkpoints do not support: use distributed.save"
                 )
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
         axes = {name: self.shard_specs[name].axis for name in state if self.shard_specs[name].axis is not None}
         group = None if self.parallel is None else self.parallel.group
         state["_extra_state"] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch_fused_ops.policy import FusionPolicy, enclosing_modules, unmatched
 from torch_fused_ops.reports.explain import explain
 
 
+@dataclass(frozen=True)
 class Replacements:
     """The modules that ``replace_mlps`` compiled.
 
@@ -21,8 +23,7 @@ class Replacements:
         replaced: the compiled modules, by their paths in the model.
     """
 
-    def __init__(self, replaced: dict[str, nn.Module]) -> None:
-        self.replaced = replaced
+    replaced: dict[str, nn.Module]
 
     def restore(self) -> None:
         """Undo the compilation. A second call has no effect."""
