@@ -74,7 +74,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "torch._inductor.subgraph_lowering": ("TracingOpsHandler",),
     "torch._inductor.utils": ("sympy_product",),
     "torch._inductor.virtualized": ("OpsValue", "V", "ops"),
-    "torch._logging": ("warning_once",),
+    "torch._logging._internal": ("warning_once",),
     "torch._ops": ("HigherOrderOperator", "OpOverload", "OpOverloadPacket"),
     "torch._subclasses": ("FakeTensor",),
     "torch._subclasses.fake_tensor": ("FakeTensorMode", "unset_fake_temporarily"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._logging import warning_once
+from torch._logging._internal import warning_once
 from torch.fx import Node
 
 from torch_fused_ops.declaration import PointwiseOperator

@@ -33,8 +33,6 @@ from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
 from .values import arguments_of, check_plain, equal, keeps_rows, producers, value_of
 
-MAX_CALLS = 64  # an MLP with adapters on three linear layers has 20
-
 
 @dataclass
 class Tiling:
@@ -123,8 +121,6 @@ def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
         while keeps_rows(analysis, source):
             source = source.all_input_nodes[0]
         sources.append(source)
-    if not sources:
-        raise Rejection(Kind.TILE_FORM, "no linear layer comes before it")
     return min(sources, key=analysis.index.__getitem__)
 
 
@@ -145,8 +141,6 @@ def _read(analysis: GraphAnalysis, mlp: Tiling) -> None:
         return [source for source in arguments.values() if source is not mlp.source]
 
     for node in reachable([mlp.last], sources):
-        if len(mlp.calls) == MAX_CALLS:
-            raise Rejection(Kind.TILE_FORM, f"more than {MAX_CALLS} calls separate its input from its result")
         mlp.calls.append(node)
     mlp.calls.sort(key=analysis.index.__getitem__)
     mlp.dead = {*mlp.calls, *passed, *mlp.subgraph.replaced}
@@ -207,8 +201,6 @@ def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
     """
     graph = mlp.source.graph
     inputs, results = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes
-    if not value_of(mlp.last).requires_grad:
-        return
     saved, biases = set[Node](), {bias for _, _, bias, _ in mlp.linears.values()}
     for node, (input, weight, *_) in mlp.linears.items():
         for operand, other in ((input, weight), (weight, input)):

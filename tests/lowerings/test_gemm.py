@@ -394,6 +394,14 @@ def test_gemms_with_computed_weights_are_not_linear_layers() -> None:
         assert site.gemm_kind in (None, Kind.GEMM_FORM)
 
 
+def test_gemms_with_another_tensor_per_row_are_not_linear_layers() -> None:
+    def fn(x: Tensor, b: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return F.linear(F.gelu(torch.addmm(b, x, w)), v)
+
+    (site,) = sites(fn, *(torch.randn(s) for s in ((4, HIDDEN), (4, FFN), (HIDDEN, FFN), (HIDDEN, FFN))))
+    assert site.gemm_kind is Kind.GEMM_FORM and site.gemm_reason == "addmm: addmm is not a linear layer"
+
+
 def test_float8_on_a_cpu_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     gemms.warning_once.cache_clear()
     for _ in range(2):

@@ -1,5 +1,6 @@
 """s·(a·W) = (s·a)·W: per-row scales that move in front of the GEMM, and the saved tensors and results of such steps."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from differential import compare
+from functions import within
 from harness import captured, distances, nbytes, normal, step_of
 from torch import Tensor
 
@@ -215,6 +217,7 @@ def written(x: Tensor, up: Tensor, down: Tensor, s: Tensor) -> Tensor:
 
 
 ORDER = torch.arange(5, -1, -1)
+half = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 STAYING: dict[str, Callable[..., Tensor]] = {
     "a factor for each column": lambda x, up, down, s: F.linear(hidden(x, up), down) * s[:1].expand(6, 8)[:, :8],
     "a vector": lambda x, up, down, s: F.linear(hidden(x, up), down) * down[:, 0],
@@ -232,6 +235,7 @@ STAYING: dict[str, Callable[..., Tensor]] = {
     "the product's result itself": squared,
     "weights that are written in between": written,
     "in place": after_gemm(lambda h, y, s: operator.imul(y, s)),
+    "in another autocast region": after_gemm(lambda h, y, s: within(half, torch.mul, y, s)),
 }
 
 

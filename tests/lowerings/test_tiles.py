@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from functions import within
 from harness import MLP, WITHOUT_BIAS, Net, cases, conv1d, of_halves, saving, step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -319,6 +320,8 @@ def test_mlps_that_cannot_be_tiled() -> None:
     check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[torch.arange(49, -1, -1)], down))
     check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up) + x.sum(-1, keepdim=True)), down))
     check_not_tiled(Kind.TILE_FORM, lambda x: linear(F.silu(linear(x, up)) * linear(x.flip(0), up), down))
+    half = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    check_not_tiled(Kind.REGION, lambda x: within(half, linear, F.gelu(linear(x, up)), down))
 
     def written(x: Tensor) -> Tensor:
         x = x * 2

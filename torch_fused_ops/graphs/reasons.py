@@ -185,9 +185,6 @@ class Kind(Enum):
         "Set torch._dynamo.config.optimize_ddp = False. Larger buckets do not help: the first one stays at 1 MiB.",
     )
 
-    def __repr__(self) -> str:
-        return str(self)  # a site's repr omits the value
-
     @property
     def row(self) -> str:
         """Return the address of its row in the docs: "docs/recognition.md#near"."""
