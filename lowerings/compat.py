@@ -13,6 +13,7 @@ import inspect
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -252,11 +253,8 @@ def split_from(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the frames of the Python stack, innermost first."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    """Return the frames of the Python stack, innermost first."""
+    return (frame for frame, _ in traceback.walk_stack(sys._getframe()))
 
 
 class CompiledCall(NamedTuple):
@@ -360,9 +358,7 @@ def has_memory_budget(node: torch.fx.Node) -> bool:
 
     PyTorch has two APIs: a mark in the node's metadata, and region_activation_memory_budget (torch ≥ 2.13).
     """
-    import torch.fx.traceback as traceback
-
-    region = getattr(traceback, "_get_memory_budget_annotation", lambda _: None)
+    region = getattr(torch.fx.traceback, "_get_memory_budget_annotation", lambda _: None)
     return "memory_budget" in node.meta or region(node) is not None
 
 

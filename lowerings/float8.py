@@ -9,9 +9,10 @@ or a norm. A tensor quantized along its columns is stored transposed. Inductor w
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -271,7 +272,7 @@ def _round_once(graph: Graph) -> None:
 
 
 class _Uses(NamedTuple):
-    """Readers of a matrix: quantizations along its rows and along its columns, sums of its columns, and others."""
+    """Readers of matrices: quantizations along their rows and along their columns, sums of columns, and others."""
 
     rows: list[Node]
     columns: list[Node]
@@ -279,10 +280,10 @@ class _Uses(NamedTuple):
     other_readers: list[Node]
 
 
-def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
-    """Sort readers of a matrix and of its transposes, whose blocks are (1, columns) and (rows_of_columns, columns)."""
+def _uses(matrices: Iterable[Node], rows_of_columns: int, columns: int) -> _Uses:
+    """Sort readers of matrices and their transposes, whose blocks are (1, columns) and (rows_of_columns, columns)."""
     uses = _Uses([], [], [], [])
-    for user in node.users:
+    for user in itertools.chain.from_iterable(matrix.users for matrix in matrices):
         of_transposed = list(user.users) if user.target in TRANSPOSED else []
         if _is_quantize(user, 1, columns):
             uses.rows.append(user)
@@ -300,7 +301,7 @@ def _is_quantize(node: Node, rows: Any, columns: int = BLOCK) -> bool:
     return node.target is fused.quantize.default and (*node.args[1:], BLOCK)[:2] == (rows, columns)
 
 
-def _replace_pair(graph: Graph, old: Sequence[Node], values: Node, scales: Node) -> None:
+def _replace_pair(old: Sequence[Node], values: Node, scales: Node) -> None:
     """Redirect users of ``quantize`` calls to these values and scales."""
     for node in old:
         for item in list(node.users):
@@ -321,30 +322,25 @@ def _merge(graph: Graph, node: Node) -> None:
     if not isinstance(node.meta["val"], torch.Tensor) or node.meta["val"].ndim != 2:
         return
     for width in (BLOCK, MX_BLOCK):
-        uses = _uses(node, 1, width)
+        uses = _uses([node], 1, width)
         if not (uses.rows and uses.columns) or (width == MX_BLOCK and not uses.sums):
             continue
         with graph.inserting_after(node):
             quantized = insert_call(graph, fused.quantize_both.default, node, width)
         with graph.inserting_after(quantized):
             parts = _results(graph, quantized)
-        _replace_pair(graph, uses.rows, *parts[:2])
-        _replace_pair(graph, uses.columns, *parts[2:])
+        _replace_pair(uses.rows, *parts[:2])
+        _replace_pair(uses.columns, *parts[2:])
 
 
-def _matrices(node: Node) -> tuple[list[Node], bool]:
-    """Return a tensor's two-axis views with the same last axis, and True if nothing else reads the tensor.
-
-    A tensor with two axes is its own view, and ``_uses`` finds its other readers.
-    """
-    matrices, has_other_readers = ([node], False) if node.meta["val"].ndim == 2 else ([], False)
+def _matrices(node: Node) -> list[Node]:
+    """Return a tensor's two-axis views with the same last axis. A tensor with two axes is its own view."""
+    shape = node.meta["val"].shape
+    matrices = [node] if len(shape) == 2 else []
     for user in node.users:
-        columns = node.meta["val"].shape[-1]
-        if user.target in VIEWS and user.meta["val"].ndim == 2 and user.meta["val"].shape[-1] == columns:
+        if user.target in VIEWS and user.meta["val"].ndim == 2 and user.meta["val"].shape[-1] == shape[-1]:
             matrices.append(user)
-        elif node.meta["val"].ndim != 2:
-            has_other_readers = True
-    return matrices, not has_other_readers
+    return matrices
 
 
 def _merge_gradients(graph: Graph, node: Node) -> None:
@@ -361,37 +357,40 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     if "activation" in op.scalars and args[len(tensors)] not in ACTIVATIONS:
         return
     items = {user.args[1]: user for user in node.users}
-    width = MX_BLOCK if any(_uses(m, 1, MX_BLOCK).columns for i in items for m in _matrices(items[i])[0]) else BLOCK
+    is_mx = any(_uses(_matrices(item), 1, MX_BLOCK).columns for item in items.values())
+    width, rows_of_columns = (MX_BLOCK, 1) if is_mx else (BLOCK, BLOCK)
     *rows, columns = shape = grad.meta["val"].shape
     in_tiles = all(isinstance(n, int) for n in shape) and math.prod(rows) % BLOCK == 0 and columns % BLOCK == 0
-    if width == MX_BLOCK and not in_tiles:  # the kernel for MX blocks supports only whole tiles
+    if is_mx and not in_tiles:  # the kernel for MX blocks supports only whole tiles
         return
     of_gradients = []
     for i in range(op.num_data):
-        matrices, is_only_matrix = _matrices(items[i]) if i in items else ([], False)
-        rows, columns, sums, readers = ([u for m in matrices for u in _uses(m, 1, width)[part]] for part in range(4))
-        if not (is_only_matrix and rows and columns) or any(u not in matrices for u in readers):
+        matrices = _matrices(items[i]) if i in items else []
+        uses = _uses(matrices, 1, width)
+        if not (uses.rows and uses.columns):
             return
-        of_gradients.append((rows, columns, sums))
+        other_readers = [*uses.other_readers, *(items[i].users if items[i] not in matrices else ())]
+        if any(reader not in matrices for reader in other_readers):
+            return
+        of_gradients.append(uses)
     results = [
         n
         for n in graph.find_nodes(op="call_function", target=op.forward.overload)
         if list(op.with_defaults(n.args)) == list(op.with_defaults(tuple(args)))
     ]
-    of_columns = 1 if width == MX_BLOCK else BLOCK
-    of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, of_columns, width).columns]
+    of_results = [_uses(_matrices(result), rows_of_columns, width).columns for result in results]
     with graph.inserting_before(node):
         flat = [insert_call(graph, aten.reshape.default, t, [-1, t.meta["val"].shape[-1]]) for t in (grad, *data)]
         fused_call = insert_call(graph, QUANTIZED[op], *flat, *args[len(tensors) :], width)
         fused_call.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         parts = _results(graph, fused_call)
-    for i, (rows, columns, sums) in enumerate(of_gradients):
+    for i, uses in enumerate(of_gradients):
         values, scales, values_t, scales_t, tiles = parts[RESULTS * i : RESULTS * (i + 1)]
-        _replace_pair(graph, rows, values, scales)
-        _replace_pair(graph, columns, values_t, scales_t)
-        for total in sums:
+        _replace_pair(uses.rows, values, scales)
+        _replace_pair(uses.columns, values_t, scales_t)
+        for total in uses.sums:
             with graph.inserting_before(total):
                 summed = insert_call(graph, aten.sum.dim_IntList, tiles, *total.args[1:])
                 summed = insert_call(graph, prims.convert_element_type.default, summed, total.meta["val"].dtype)
             total.replace_all_uses_with(summed)
-    _replace_pair(graph, of_result, *parts[-2:])
+    _replace_pair(list(itertools.chain(*of_results)), *parts[-2:])

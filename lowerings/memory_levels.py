@@ -102,10 +102,7 @@ def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequenc
     for node in pair.saved():
         recomputation = _plan_without_gemm(pair, node)
         if recomputation is not None:
-            before = pair.cost(pair.saved())
-            _replace(pair, node, recomputation)
-            bytes_freed = before - pair.cost(pair.saved())
-            log.info("%s: backward recomputes it from saved tensors, %d bytes less", node.name, bytes_freed)
+            _apply(pair, functools.partial(_replace, pair, node, recomputation), "memory='free'", node.name)
     return _finish(graphs, pair)
 
 

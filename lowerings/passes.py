@@ -89,14 +89,13 @@ def tag_caches() -> None:
     """
     import torch.compiler.config as compiler_config
 
+    global _tag
+    old, _tag = _tag, f"|{identity()}"
+
     def update(tag: str) -> str:
-        global _tag
-        new = f"|{identity()}"
-        return tag.replace(_tag, new) if _tag and _tag in tag else tag + new
+        return tag.replace(old, _tag) if old and old in tag else tag + _tag
 
     compat.update_everywhere(compiler_config, "cache_key_tag", update)
-    global _tag
-    _tag = f"|{identity()}"
     for tables in (activations, gemm_registry):
         if tag_caches not in tables._on_change:
             tables._on_change.append(tag_caches)
@@ -382,14 +381,14 @@ def _missing(policy: FusionPolicy) -> Iterator[str]:
         )
     if policy.offload is not False and offload.prevented():
         yield f"offload={policy.offload!r} has no effect: {offload.prevented()}"
-    effects: dict[type[Pass], str] = {
-        Partitioner: f"memory={policy.memory!r} has no effect",
-        SchedulerPass: "no kernel reuses a buffer",
-    }
-    for name, kind in SLOTS.items():
-        current = getattr(inductor_config, name)
-        if kind in effects and current is not None and not isinstance(current, Pass) and policy.memory != "off":
-            yield f"{effects[kind]}: {name} is {current!r}, and this slot holds only one pass"
+    requested = [name for name in ("memory", "attention", "offload") if getattr(policy, name) not in ("off", False)]
+    effects = [("custom_partitioner_fn", f"{name}={getattr(policy, name)!r} has no effect") for name in requested]
+    in_scheduler = {"memory": "no kernel reuses a buffer", "offload": "no copy overlaps a GEMM"}
+    effects += [("_post_fusion_custom_pass", in_scheduler[name]) for name in requested if name in in_scheduler]
+    for slot, effect in effects:
+        current = getattr(inductor_config, slot)
+        if current is not None and not isinstance(current, Pass):
+            yield f"{effect}: {slot} is {current!r}, and this slot holds only one pass"
 
 
 _graphs = 0  # number of graphs that the pre-grad pass has processed

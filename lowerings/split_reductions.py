@@ -16,22 +16,22 @@ dropout's kernel computes its gradient in the same loops.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import torch
 import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
-from torch_fused_ops.declaration import DATA, PointwiseOperator, pointwise_operators
+from torch_fused_ops.declaration import DATA, pointwise_operators
 from torch_fused_ops.graphs.modules import insert_call
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import VIEWS
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
-
+_OPERATORS = {op.backward.overload: op for op in pointwise_operators()}
 # With fewer rows per block, the sums of the blocks, written and read as 4 bytes each, are a large part of the traffic.
 _FEWEST_ROWS = 32
 
@@ -57,31 +57,16 @@ def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None
     return divisor if blocks > 1 and divisor >= _FEWEST_ROWS else None
 
 
-class _Edit(NamedTuple):
-    marked: list[Node]
-    sums: list[Node]
-    rows_per_block: int
-
-
 def rewrite(graph: Graph) -> int:
     """Split sums over the rows of activations' gradients into sums of blocks. Return the number of activations."""
-    from torch_fused_ops.lowerings.operators import ROWS_PER_BLOCK_KEY  # not earlier: it imports Inductor's lowerings
-
-    operators = {op.backward.overload: op for op in pointwise_operators()}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        _gather(graph, node, operators)
+        _gather(graph, node)
     if compat.keeps_loops_it_tried() and (inductor_config.max_autotune or inductor_config.max_autotune_gemm):
         return 0  # Inductor would no longer compute d in the epilogue of its own GEMMs
-    edits = [edit for node in graph.nodes if node.target in operators and (edit := _prepare_edit(node, operators))]
-    for marked, sums, rows in edits:
-        for node in marked:
-            node.meta[ROWS_PER_BLOCK_KEY] = rows
-        for total in sums:
-            _sum_blocks(graph, total, rows)
-    return len(edits)
+    return sum(_split(graph, node) for node in list(graph.nodes) if node.target in _OPERATORS)
 
 
-def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
+def _gather(graph: Graph, total: Node) -> None:
     """Add a bias's gradients from several tiles or uses in one sum, over a tensor with a row for each gradient.
 
     Inductor would fuse a chain of additions with the sums and their inputs, so that every tile's hidden layer stays in
@@ -92,7 +77,7 @@ def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
         return
     parts = _parts(total)
     matches = [(part.meta["val"].shape, part.meta["val"].dtype) == (value.shape, value.dtype) for part in parts]
-    if not all(matches) or not all(_is_bias_gradient(part, operators) for part in parts):
+    if not all(matches) or not all(map(_is_bias_gradient, parts)):
         return
     with graph.inserting_before(total):
         rows = [insert_call(graph, aten.reshape.default, part, [1, -1], like=total) for part in parts]
@@ -110,21 +95,24 @@ def _parts(total: Node) -> list[Node]:
     return [term for part in parts for term in (_parts(part) if len(part.users) == 1 else [part])]
 
 
-def _is_bias_gradient(node: Node, operators: Container[Any]) -> bool:
+def _is_bias_gradient(node: Node) -> bool:
     """Return True for a sum over the rows of an activation's gradient, also if it is reshaped."""
     through, sums = (*VIEWS, aten.sum.dim_IntList, operator.getitem), 0
     while node.target in through:
         sums += node.target is aten.sum.dim_IntList
         node = cast(Node, node.args[0])
-    return sums == 1 and node.target in operators
+    return sums == 1 and node.target in _OPERATORS
 
 
-def _prepare_edit(node: Node, operators: Mapping[Any, PointwiseOperator]) -> _Edit | None:
-    """Return the edit for a backward call if its gradients are summed per column, not per row; otherwise None.
+def _split(graph: Graph, node: Node) -> bool:
+    """Split the sums over the gradients of a backward call, if these are summed per column and not per row.
 
-    If these gradients are packed, the call is changed here to compute the sums itself.
+    If the gradients are packed, the call itself computes the sums. Return True if the graph has changed.
     """
-    kinds, grad = operators[node.target].signatures[1].results, cast(Node, node.args[0])
+    from torch_fused_ops.lowerings.operators import ROWS_PER_BLOCK_KEY  # not earlier: it imports Inductor's lowerings
+
+    op, grad = _OPERATORS[node.target], cast(Node, node.args[0])
+    kinds = op.backward.results
     value = grad.meta["val"]
     rows, columns = value.numel() // max(value.shape[-1], 1), value.shape[-1]
     gradients = [(kinds[cast(int, user.args[1])], user) for user in node.users if user.users]
@@ -132,20 +120,24 @@ def _prepare_edit(node: Node, operators: Mapping[Any, PointwiseOperator]) -> _Ed
     sums = [total for kind, d in gradients if kind in DATA for total in _sums(d)]
     # The loop that computes d also computes sums along rows.
     if not (sums or "per_column" in requested) or "per_row" in requested or not isinstance(rows * columns, int):
-        return None
-    packed_sums = sums if "packed" in kinds else []
+        return False
+    in_operator = bool(sums) and op.is_packed
     block = rows_of_a_block(rows, columns, value.device)
-    if block is None or (packed_sums and node.args[1 + kinds.index("per_column")] is not None):
-        return None
+    if block is None or (in_operator and node.args[1 + kinds.index("per_column")] is not None):
+        return False
     while grad.target in (*VIEWS, operator.getitem):
         grad = cast(Node, grad.args[0])
     if grad.target is fused.dropout_add_backward.default:
-        return None  # the dropout's loops go over rows, and would be another kernel
+        return False  # the dropout's loops go over rows, and would be another kernel
     data = cast(Node, node.args[1])
-    recomputed = [user for user in data.users if user.target is operators[node.target].forward.overload]
-    if packed_sums:
-        _sum_in_operator(node.graph, node, kinds.index("per_column"), packed_sums)
-    return _Edit([node, *recomputed], [] if packed_sums else sums, block)
+    for call in (node, *(user for user in data.users if user.target is op.forward.overload)):
+        call.meta[ROWS_PER_BLOCK_KEY] = block
+    if in_operator:
+        _sum_in_operator(graph, node, kinds.index("per_column"), sums)
+    else:
+        for total in sums:
+            _sum_blocks(graph, total, block)
+    return True
 
 
 def _sum_in_operator(graph: Graph, node: Node, bias: int, sums: Sequence[Node]) -> None:

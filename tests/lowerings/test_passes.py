@@ -346,6 +346,13 @@ def test_a_setting_that_disables_a_pass_warns_once_and_strict_raises(
     assert len(caplog.records) == 1
 
 
+def test_other_passes_disable_attention_and_offload() -> None:
+    with inductor_config.patch({name: value for name, (value, _) in TAKEN.items() if name != "use_pre_grad_passes"}):
+        messages = list(passes._missing(tfo.FusionPolicy(memory="off", attention="input", offload=True)))
+    effects = ["attention='input' has no effect", "offload=True has no effect", "no copy overlaps a GEMM"]
+    assert [message.partition(":")[0] for message in messages] == effects
+
+
 def test_caching_precompile_is_rejected() -> None:
     refused = r"torch\._dynamo\.config\.caching_precompile=True is not accepted: .* under any policy and backend"
     x, w, v = arguments()
