@@ -148,8 +148,10 @@ def _move(pair: SavedTensors, memory: Node, views: Sequence[Node], gemms: Mappin
         available = {**pair.in_backward, source: result}
         for view in calls:
             available[view] = pair.backward.node_copy(view, available.__getitem__)
+    pair.reloaded.add(result)
     for view in views:
-        pair.replace_in_backward(view, available[view], reloaded=True)
+        pair.replace_in_backward(view, available[view])
+    pair.in_backward.update((call, available[call]) for call in (source, *calls))
     module = innermost(memory)
     kind = (without_numbers(module), tuple(map(str, value.shape)), value.dtype, memory.target)
     return _Copies(module, kind, host, reload, begins, gemms[first])

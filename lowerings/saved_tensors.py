@@ -55,7 +55,7 @@ class SavedTensors:
         in_backward: maps a value of forward to the node that has the same value in backward.
         substitutes: backward's nodes that edits have put in place of saved values.
         rounded: the substitutes with a rounded value.
-        reloaded: the substitutes copied from the host.
+        reloaded: backward's nodes with values copied from the host.
         incoming: backward's inputs that are not saved: mainly gradients.
         gradients: the nodes that depend on ``incoming``. All other nodes are values of forward, saved or recomputed.
     """
@@ -183,14 +183,12 @@ class SavedTensors:
                 self.in_backward[node].meta.update(node.meta)
         return [self.in_backward[node] for node in new]
 
-    def replace_in_backward(self, old: Node, result: Node, *, rounded: bool = False, reloaded: bool = False) -> None:
+    def replace_in_backward(self, old: Node, result: Node, *, rounded: bool = False) -> None:
         """Have backward read ``result`` instead of ``old``, which is no longer saved."""
         placeholder = self.in_backward[old]
         placeholder.replace_all_uses_with(result)
         self.backward.erase_node(placeholder)
         self.substitutes.add(result)
-        if reloaded:
-            self.reloaded.add(result)
         # If a copy is saved, its source is paired with the same placeholder.
         pairs = {value: result if node is placeholder else node for value, node in self.in_backward.items()}
         if rounded:
