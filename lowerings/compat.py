@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import inspect
 import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -70,9 +69,6 @@ def faults(versions: dict[str, str]) -> list[Fault]:
     return [fault for fault in FAULTS if fault.first <= numbers[fault.package] <= fault.last]
 
 
-LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
-"""True if a slot can hold several passes (torch ≥ 2.13). Before, a slot holds one pass."""
-
 # The class of scheduler passes: torch ≥ 2.13.
 if TYPE_CHECKING:
     SchedulerPass = custom_graph_pass.CustomSchedulerPass
@@ -89,51 +85,29 @@ def on_other_streams(loop: Any, name: str) -> bool:
     return bool(hazard is not None and hazard(name, loop))
 
 
-class PassChain(CustomGraphPass):
-    """Several passes in a slot that holds one."""
+class Passes(tuple[Any, ...], CustomGraphPass):
+    """Several passes in a slot. Torch ≥ 2.13 accepts a tuple of passes; before, a slot holds one ``CustomGraphPass``.
 
-    def __init__(self, passes: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
-        self.passes = tuple(passes)
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        for graph_pass in self.passes:
-            graph_pass(graph)
-
-    def uuid(self) -> Any:
-        ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
-        # A pass without an identity disables the cache.
-        return None if any(i is None for i in ids) else hashlib.sha256(repr(ids).encode()).hexdigest()
-
-    def __deepcopy__(self, memo: Any) -> PassChain:
-        return self  # copies of the config must contain this object
-
-
-class PassTuple(tuple[Any, ...]):
-    """Several passes in a slot that holds several. Callable, for passes that call the slot's previous value."""
-
-    __slots__ = ()
+    It is callable also for other passes that call the slot's previous value.
+    """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for graph_pass in self:
             graph_pass(graph)
+
+    def uuid(self) -> Any:
+        ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self]
+        return None if None in ids else repr(ids)  # a pass without an identity disables the cache
+
+    def __deepcopy__(self, memo: Any) -> Passes:
+        return self  # copies of the config must contain this object
 
 
 def passes_in(slot: Any) -> tuple[Any, ...]:
     """Return the passes that a slot's value holds."""
     if slot is None:
         return ()
-    if isinstance(slot, PassChain):
-        return slot.passes
     return tuple(slot) if isinstance(slot, (list, tuple)) else (slot,)
-
-
-def slot_of(passes: Sequence[Any]) -> Any:
-    """Return a slot's value for ``passes``: a tuple, because the config module deep-copies lists and single objects."""
-    if not passes:
-        return None
-    if LISTS_OF_PASSES:
-        return PassTuple(passes)
-    return passes[0] if len(passes) == 1 else PassChain(passes)
 
 
 TIMING = "pre_grad_pass_timing"

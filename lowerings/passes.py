@@ -162,7 +162,7 @@ class Pass:
         passes = compat.passes_in(slot)
         if self in passes or (passes and not self.allows_several):
             return slot
-        return compat.slot_of((*passes, self)) if self.allows_several else self
+        return compat.Passes((*passes, self)) if self.allows_several else self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pass) and type(self) is type(other) and self.policy == other.policy
@@ -453,7 +453,7 @@ def _without(slot: Any, left_out: Callable[[Any], bool]) -> Any:
     """Return the slot's value without the passes for which ``left_out`` is true."""
     passes = compat.passes_in(slot)
     remaining = [graph_pass for graph_pass in passes if not left_out(graph_pass)]
-    return slot if len(remaining) == len(passes) else compat.slot_of(remaining)
+    return slot if len(remaining) == len(passes) else compat.Passes(remaining) if remaining else None
 
 
 # ---- public --------------------------------------------------------------------------------------

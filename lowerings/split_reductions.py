@@ -18,20 +18,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
-from torch_fused_ops.declaration import DATA, pointwise_operators
+from torch_fused_ops.declaration import DATA, PointwiseOperator, pointwise_operators
 from torch_fused_ops.graphs.modules import insert_call
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import VIEWS
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
-_OPERATORS = {op.backward.overload: op for op in pointwise_operators()}
+_OPERATORS: dict[Any, PointwiseOperator] = {op.backward.overload: op for op in pointwise_operators()}
 # With fewer rows per block, the sums of the blocks, written and read as 4 bytes each, are a large part of the traffic.
 _FEWEST_ROWS = 32
 
