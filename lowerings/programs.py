@@ -76,22 +76,12 @@ class _Lower(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Box:
         box = lowerings[target](*args, **kwargs) if target in lowerings else None
-        if not isinstance(box, ir.TensorBox) or not isinstance(_data(box), ir.Pointwise):
+        data = box.data.data if isinstance(box, ir.TensorBox) and isinstance(box.data, ir.StorageBox) else None
+        if not isinstance(data, ir.Pointwise):
             raise NotImplementedError(
                 f"{target} has no pointwise Inductor lowering: it cannot be part of an activation"
             )
-        return self.scalar(_evaluate(box), box.get_dtype())
-
-
-def _data(box: Box) -> Any:
-    data = box
-    while isinstance(data, (ir.TensorBox, ir.StorageBox)):
-        data = data.data
-    return data
-
-
-def _evaluate(box: Box) -> Value:
-    return box.make_loader()([]).value
+        return self.scalar(box.make_loader()([]).value, box.get_dtype())
 
 
 @functools.lru_cache(maxsize=1024)  # bounded because users' scalars are among the keys
@@ -129,7 +119,7 @@ def programs_of(
     with V.set_ops_handler(recorder), preserve_node_meta(False):
         lower = _Lower(gm, device, dtype)
         boxes = lower.run(*(lower.scalar(recorder.placeholder(i), d) for i, d in enumerate(dtypes)))
-        recorder.output(*map(_evaluate, boxes))
+        recorder.output(*(box.make_loader()([]).value for box in boxes))
     casts = steps.find_nodes(op="call_method", target="to_dtype")
     if device_type == "cpu" and all(d.is_floating_point for d in dtypes) and not casts:
         _fuse_multiply_adds(steps)
