@@ -25,7 +25,8 @@ from torch_fused_ops.graphs.gemm_registry import name_of
 from torch_fused_ops.graphs.listing import AttentionSite, merged_attention, site_lines
 from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
-from torch_fused_ops.lowerings import compat
+from torch_fused_ops.lowerings import compat, recognize
+from torch_fused_ops.lowerings.recognize.graph import CONVOLUTIONS, GraphAnalysis, function_bodies
 from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, joined_each, unmatched
 
@@ -131,9 +132,6 @@ class _Model:
         self.has_checkpoint |= in_checkpoint
         self.has_ours = self.has_ours or _has_ours(graph)
         if not self.has_sites:
-            from torch_fused_ops.lowerings import recognize
-            from torch_fused_ops.lowerings.recognize.graph import function_bodies
-
             # An autograd function counts as at most one linear layer. Its bodies, counted before, have several GEMMs.
             bodies = [body.graph for node in graph.nodes for body in function_bodies(node)]
             self.linears = max(0, self.linears - sum(map(_linears, bodies))) + _linears(graph)
@@ -223,8 +221,6 @@ def _setting(policy: FusionPolicy, name: str) -> str:
 
 def _linears(graph: Graph) -> int:
     """Return the number of GEMMs with weights in a graph, except convolutions."""
-    from torch_fused_ops.lowerings.recognize.graph import CONVOLUTIONS, GraphAnalysis
-
     analysis = GraphAnalysis(graph, {})
     return sum(analysis.weight_gemm(node) for node, call in analysis.calls.items() if call.name not in CONVOLUTIONS)
 

@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.graphs.modules import mark_activation
-from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason, Rejection, excluded
+from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason, Rejection
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.lowerings import compat
@@ -149,7 +149,7 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
                 text = f"{NOT_AN_MLP}read by a GEMM of two computed tensors, as in attention"
                 raise Rejection(Kind.COMPUTED_PRODUCT, text)
             if (pattern := policy.excluding(modules_of(node, users[0]))) is not None:
-                raise Rejection(*excluded(pattern))
+                raise Rejection(Kind.EXCLUDED, f"the policy excludes {pattern!r}", pattern)
             subgraph = match_site(analysis, node)
             if subgraph.output in by_output:  # two factors, or a factor and a GEMM, read the same activation
                 by_output[subgraph.output].factors += subgraph.factors

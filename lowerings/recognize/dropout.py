@@ -27,7 +27,7 @@ from torch._inductor import inductor_prims
 from torch.fx import Node
 
 from torch_fused_ops.graphs.modules import module_stack
-from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection, excluded
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
@@ -94,7 +94,7 @@ def _states(analysis: GraphAnalysis) -> Mapping[Node, int]:
 def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, source: Node) -> None:
     node, call, value = site.node, analysis.calls[site.node], value_of(site.node)
     if (pattern := policy.excluding(enclosing_modules(module_stack(node)))) is not None:
-        raise Rejection(*excluded(pattern))
+        raise Rejection(Kind.EXCLUDED, f"the policy excludes {pattern!r}", pattern)
     if not policy.dropout:
         raise Rejection(Kind.DROPOUT_POLICY, "the policy does not fuse dropouts (dropout=False)")
     if setting := compat.eager_random():

@@ -227,8 +227,3 @@ class Rejection(Exception):
 
     def __str__(self) -> str:
         return str(self.reason)
-
-
-def excluded(pattern: str) -> Reason:
-    """Return the reason for a module that a policy's ``exclude`` names."""
-    return Reason(Kind.EXCLUDED, f"the policy excludes {pattern!r}", pattern)
