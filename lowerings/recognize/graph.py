@@ -124,7 +124,7 @@ def _target_name(node: Node) -> str:
 
 def _is_other_gemm(target: object) -> bool:
     is_torchs = str(getattr(target, "__module__", None)).startswith("torch")
-    name: str = gemm_registry.name_of(target) or (getattr(target, "__name__", "") if is_torchs else "")
+    name = str(gemm_registry.name_of(target) or (getattr(target, "__name__", "") if is_torchs else ""))
     return _OTHER_GEMM.search(name.rsplit("::", 1)[-1]) is not None
 
 
