@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -255,8 +254,6 @@ class MLP(nn.Module):
         Raises:
             ValueError: a linear comes from Megatron, and metadata has no dp_cp_group.
         """
-        state_of: Callable[..., dict[str, Any]]
-        split: Callable[..., Any]
         if metadata is not None and "dp_cp_group" in metadata:  # one of Megatron's layers made the call
             from megatron.core.transformer.mlp import apply_swiglu_sharded_factory as split
             from megatron.core.transformer.utils import sharded_state_dict_default as state_of
