@@ -133,15 +133,9 @@ def _linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     """Compute x · weightᵀ + bias in the precision ``gemm``. Under autocast, x and weight are cast to its dtype."""
     if gemm == "bf16":
         return F.linear(x, weight, bias)
-    x, weight = _under_autocast(x, weight)
-    return functional.linear_fp8(x, weight, bias, recipe=gemm)
-
-
-def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts a GEMM's inputs: to its dtype, except float64."""
-    kind = tensors[0].device.type
+    kind = x.device.type
     available = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)  # torch 2.11's Dynamo cannot trace it
-    if not available or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    if available and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight))
+    return functional.linear_fp8(x, weight, bias, recipe=gemm)
