@@ -21,10 +21,12 @@ from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.lowerings.partition import base, is_gemm, is_linear, is_pointwise, op_types
 from torch_fused_ops.lowerings.saved_tensors import readers
 
-aten, fused = torch.ops.aten, torch.ops.fused
+aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
 # Calls that identify a softmax after PyTorch's decompositions.
 _SOFTMAX = {aten.exp.default, aten._softmax.default, fused.scaled_masked_softmax.default}
+# Calls, besides views, between a core and the linear layer that reads its result.
+_PASSED = {aten.clone.default, prims.convert_element_type.default, aten.mul.Tensor}
 _MAX_VALUES = 128  # values between linear layers and a core: norms, rotary embeddings and masks need about 60
 
 
@@ -135,16 +137,11 @@ def _values(linears: Iterable[Node], between: Iterable[Node]) -> set[Node]:
 def _projections(core: Node) -> Iterator[Node]:
     """Yield the linear layers that read a core's result, through views, casts and factors."""
     for user in core.users:
+        is_first_result = user.target is operator.getitem and user.args[1] == 0
         if is_linear(user):
             yield user
-        elif _moves(user) or user.target is aten.mul.Tensor:
+        elif is_first_result or user.target in _PASSED or op_types().is_view(user):
             yield from _projections(user)
-
-
-def _moves(node: Node) -> bool:
-    first = node.target is operator.getitem and bool(node.args[1] == 0)
-    copies = node.target in (aten.clone.default, torch.ops.prims.convert_element_type.default)
-    return first or copies or bool(op_types().is_view(node))
 
 
 def _is_pointwise(node: Node) -> bool:
