@@ -50,7 +50,7 @@ from torch_fused_ops.planner.pieces import CHECKPOINTS, checkpointed, divided, s
 from torch_fused_ops.planner.plan import LevelRow
 from torch_fused_ops.planner.setup import ACCEPTED, GPUS, Setup, bytes_of
 from torch_fused_ops.planner.static_memory import OPTIMIZERS, Resident, check_shards, optimizer_memory, resident_tensors
-from torch_fused_ops.planner.step import PlacedSegment, Segment, SegmentedStep, Step, compiled_timeline, cut
+from torch_fused_ops.planner.step import PlacedSegment, Segment, SegmentedStep, Step, cut, segmented_step
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports import snapshot
 from torch_fused_ops.reports.text import size
@@ -218,7 +218,7 @@ def test_segments_in_any_order_join_to_the_timeline(backward: str) -> None:
     step = Step({}, {"free": cut(timeline, fake_captured_model("a", "b", "c"), lambda call: 1.0)})
     summary = step.summary_at({})
     assert (summary.peak, summary.saved, summary.end, summary.seconds) == (timeline.peak, 40, 5, 12.0)
-    assert step.points({})[1:-1] == [event.live for event in events]
+    assert step.points(step.by_level["free"])[1:-1] == [event.live for event in events]
 
 
 def test_calls_that_run_early_do_not_begin_a_layer() -> None:
@@ -300,7 +300,7 @@ class Masked(nn.Module):
 def test_checkpoints_do_not_copy_masks_for_each_head() -> None:
     x, mask = torch.empty(1, 1024, 64, device="meta"), torch.empty(1, 1, 1024, 1024, device="meta", dtype=torch.bool)
     model = Net(lambda s, x, mask: s.layer(x, mask).mean(), layer=checkpoint_wrapper(Masked())).to("meta")
-    timeline = compiled_timeline(captured_model(model, (x, mask), {}), H100, FusionPolicy(memory="off"))
+    timeline = segmented_step(captured_model(model, (x, mask), {}), H100, FusionPolicy(memory="off")).timeline
     assert timeline.peak < 2.5 * 4 * 1024 * 1024  # the mask as bool and as float32; four heads take 16 MiB
 
 
@@ -427,7 +427,8 @@ def test_shards_equal_a_hand_calculation() -> None:
     groups = {"a": Group(4, 4), "b": Group(3, 3), "": Group(2, 2)}
     step = Step({}, {"free": parts}, FullyShard(2, groups))
     root, a, b = 4, 8, 6
-    assert step.points({}) == [
+    points = step.points(parts)
+    assert points == [
         10,
         *(10 + root + root, 11 + root + root, 11 + root + root),  # the root's copy; its flat buffer
         *(11 + root + root + a + a, 16 + root + a + a, 20 + root + a + a, 14 + root + a + a),
@@ -440,7 +441,7 @@ def test_shards_equal_a_hand_calculation() -> None:
         22,
     ]
     summary = step.summary_at({})
-    assert (summary.saved, summary.peak, summary.end) == (16 + root, max(step.points({})), 22)
+    assert (summary.saved, summary.peak, summary.end) == (16 + root, max(points), 22)
 
 
 def test_gradients_count_for_the_layer_that_allocates_them() -> None:
@@ -499,7 +500,7 @@ class Classifier(nn.Module):
 
 def divided_timeline(model: nn.Module, x: Tensor, compiled: str, **settings: Any) -> Timeline:
     captured = captured_model(model, (x,), {}, cross_entropy)
-    return compiled_timeline(divided(captured, H100, compiled, **settings), H100, FusionPolicy())
+    return segmented_step(divided(captured, H100, compiled, **settings), H100, FusionPolicy()).timeline
 
 
 @pytest.mark.covering(1)
@@ -533,9 +534,8 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     captured = divided(captured_model(model, (x,), {}, cross_entropy), H100, "layers")
     assert captured.pieces == ("layers.0", "", "layers.1", "", "layers.2", "", "(loss)")
     assert captured.eager == {1, 3, 5, 6}
-    timeline = compiled_timeline(captured, H100, FusionPolicy())
-    assert len(compiled) == 2 and len(timeline.gradients) == 13  # the first layer's input needs no gradient
-    parts, layers = cut(timeline, captured, lambda call: 0.0), [f"layers.{i}" for i in range(3)]
+    parts, layers = segmented_step(captured, H100, FusionPolicy()), [f"layers.{i}" for i in range(3)]
+    assert len(compiled) == 2 and len(parts.timeline.gradients) == 13  # the first layer's input needs no gradient
     assert [unit for graph, unit, _ in parts.pieces if graph == "forward"] == ["", *layers, "", "(loss)"]
     assert [unit for graph, unit, _ in parts.pieces if graph == "backward"] == ["(loss)", "", *layers[::-1], ""]
     assert sum(segment.gradients for *_, segment in parts.pieces) == sum(p.nbytes for p in model.parameters())
@@ -563,7 +563,7 @@ def test_deleted_logits_leave_a_hole() -> None:
             pool.free(key)
     assert (pool.most, pool.held) == (6, 7)
     pool.free(4)
-    assert pool.pieces[0] == [3, None]
+    assert pool.pieces[0] == (3, None)
     log = ((0, 1, 1), (5, 2, 2), (5, 3, 2), (6, 2, -2), (6, 1, -1), (7, 4, 2), (8, 5, 2), (9, 3, -2), (9, 6, 100))
     assert Timeline((), 0, 0, 0, {}, log).hole(5, 8) == 1
 
@@ -600,10 +600,10 @@ def test_ddp_buckets_and_accumulated_gradients_are_resident() -> None:
 def test_accumulated_gradients_are_freed_when_added() -> None:
     ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
     forward, backward = {"a": Segment((5,), 3)}, {"a": Segment((1,), 5, 0.0, 8)}
-    step = Step({}, {"free": SegmentedStep(10, pieces_in_order(forward, backward, ends[0], *ends[1], ends[2]))})
-    at_layer_end, at_step_end = (replace(step, accumulates=how).points({}) for how in ("layer", "step"))
+    parts = SegmentedStep(10, pieces_in_order(forward, backward, ends[0], *ends[1], ends[2]))
+    never, at_layer_end, at_step_end = (Step({}, {}, accumulates=how).points(parts) for how in ("", "layer", "step"))
     assert [b - a for a, b in zip(at_layer_end, at_step_end, strict=True)] == [0] * 6 + [8, 0]
-    assert step.points({})[-1] - at_step_end[-1] == 12
+    assert never[-1] - at_step_end[-1] == 12
 
 
 def test_settings_that_are_unknown_or_contradict_others_are_rejected() -> None:
@@ -940,7 +940,7 @@ def recompiled_peak(plan: tfo.Plan) -> int:
     """Compile the captured model again with the plan's policy, and return its peak."""
     planner = plan._planner
     parts = step_module.segmented_step(planner.captured, H100, plan.policy)
-    return planner.resident.nbytes + planner.step.with_single_step(parts).summary_at({}).peak
+    return planner.resident.nbytes + planner.step.summary_of(parts).peak
 
 
 @pytest.mark.slow
@@ -983,8 +983,7 @@ class Partly(nn.Module):
 
 def trained(captured: CapturedModel) -> frozenset[str]:
     """Return the parameters that get a gradient in the step, compiled or in eager mode."""
-    timeline = compiled_timeline(captured, H100, FusionPolicy())
-    return cut(timeline, captured, lambda call: 0.0).trained
+    return segmented_step(captured, H100, FusionPolicy()).trained
 
 
 def test_parameters_that_get_no_gradient_are_not_trained() -> None:
@@ -1014,8 +1013,7 @@ class Student(nn.Module):
 def resident(model: Callable[..., Any], *args: Any) -> tuple[Resident, int]:
     """Return the resident bytes of a step in eager mode, and the bytes alive before its first call."""
     captured = divided(captured_model(model, args, {}), H100, "none", loss="")
-    timeline = compiled_timeline(captured, H100, FusionPolicy())
-    parts = cut(timeline, captured, lambda call: 0.0)
+    parts = segmented_step(captured, H100, FusionPolicy())
     tensors = resident_tensors(model, captured.unit_of, parts.trained.__contains__, captured.unregistered)
     return Resident.of(tensors, Setup()), parts.entry
 

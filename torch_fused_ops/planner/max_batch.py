@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.graphs.capture import said
-from torch_fused_ops.planner.model import CapturedModel, muted
+from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.planner.setup import LEVELS, SettingError
 from torch_fused_ops.planner.step import Step, StepSummary, segmented_step
 from torch_fused_ops.virtual_gpu import GPU
@@ -108,7 +109,8 @@ def largest_sizes(
     def captured_at(size: int) -> CapturedModel | None:
         log.info("capturing: %s %d", dimension, size)
         try:
-            with muted("torch._subclasses.fake_tensor"):  # logs an error with its trace, then raises it
+            # It logs an error with its trace, and then raises it.
+            with mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
                 return capture(size)
         except Exception as error:  # from the model, whose positions, caches and masks have fixed sizes
             failed[size] = said(error)
@@ -118,12 +120,12 @@ def largest_sizes(
     def summary_at(level: str, size: int) -> StepSummary | None:
         """Summarize the step; None if the model fails."""
         if size == first:
-            return step.with_single_step(step.by_level[level]).summary_at({})
+            return step.summary_of(step.by_level[level])
         captured = captured_at(size)
         if captured is None:
             return None
         log.info('compiling: %s %d, every MLP at "%s"', dimension, size, level)
-        return step.with_single_step(segmented_step(captured, gpu, captured.policy_at(level))).summary_at({})
+        return step.summary_of(segmented_step(captured, gpu, captured.policy_at(level)))
 
     def peak_at(level: str, size: int) -> int | None:
         summary = summary_at(level, size)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -117,18 +116,6 @@ class CapturedModel:
 def returned(x: Tensor) -> Tensor:
     """Mark a result of the model in the captured graph: the calls after it compute the loss."""
     return x.view_as(x)
-
-
-@contextlib.contextmanager
-def muted(name: str) -> Iterator[None]:
-    """Inside the block, omit a logger's warnings and errors."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class _Captured(BaseException):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,12 +80,8 @@ def divided(
         written_by: dict[fx.Node, tuple[int, int]] = {}
         numbers = {node: j for j, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
         output = graph.graph.output_node()
-        inner = {node: n for n, (_, nodes) in enumerate(groups) for node in nodes}
-        for n, ((unit, autocast, training), nodes) in enumerate(groups):
-            read = dict.fromkeys(
-                x for node in nodes for x in node.all_input_nodes if inner.get(x) != n and x.op != "get_attr"
-            )
-            written = [x for x in nodes if any(inner.get(user) != n for user in x.users)]
+        for (unit, autocast, training), nodes in groups:
+            gm, read, written = _piece(graph, nodes)
             number = len(pieces)
             outside = compiled == "none" or (compiled == "layers" and unit not in captured.units)
             is_eager = loss == "eager" if unit == LOSS else outside
@@ -94,7 +90,6 @@ def divided(
             inputs = [numbers.get(x) for x in read]
             paths = tuple("" if j is None else source.paths[j] for j in inputs)
             lives = tuple(j is not None and program.inputs[j].is_parameter for j in inputs)
-            gm = _piece(graph, read, nodes, written)
             pieces.append(CapturedGraph(gm, lives, training, autocast, paths))
             units.append(None if compiled == "model" and unit != LOSS else unit)
             for j, (x, original) in enumerate(zip(read, inputs, strict=True)):
@@ -198,12 +193,7 @@ def _nodes_of_units(captured: CapturedModel, gm: fx.GraphModule) -> Iterator[lis
 
 def _wrap(gm: fx.GraphModule, nodes: list[fx.Node], name: str, context_fn: Callable[[], Any] | None) -> None:
     """Replace consecutive calls of a graph with a checkpoint whose body is these calls."""
-    inner = set(nodes)
-    read = dict.fromkeys(
-        x for node in nodes for x in node.all_input_nodes if x not in inner and x.op != "get_attr"
-    )  # fmt: skip
-    written = [x for x in nodes if not inner.issuperset(x.users)]
-    body = _piece(gm, read, nodes, written)
+    body, read, written = _piece(gm, nodes)
     if context_fn is not None:
         body.meta["_checkpoint_context_fn"] = context_fn
     setattr(gm, name, body)
@@ -216,7 +206,7 @@ def _wrap(gm: fx.GraphModule, nodes: list[fx.Node], name: str, context_fn: Calla
         for i, x in reversed(list(enumerate(written))):
             item = gm.graph.call_function(operator.getitem, (call, i))
             item.meta = dict(x.meta)
-            x.replace_all_uses_with(item, lambda user: user not in inner)
+            x.replace_all_uses_with(item, lambda user: user not in nodes)
     for node in reversed(nodes):
         gm.graph.erase_node(node)
 
@@ -235,10 +225,14 @@ def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:
     return max(dict.fromkeys(inner), key=inner.count) if inner and not unit else unit
 
 
-def _piece(
-    root: fx.GraphModule, read: Iterable[fx.Node], nodes: list[fx.Node], written: list[fx.Node]
-) -> fx.GraphModule:
-    """Copy nodes to a new graph, with ``read`` as its inputs and ``written`` as its results."""
+def _piece(root: fx.GraphModule, nodes: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    """Copy nodes to a new graph. Return it with the other nodes that they read, and the nodes that others read.
+
+    The first are the graph's inputs, and the second its results.
+    """
+    inner = set(nodes)
+    inputs = (x for node in nodes for x in node.all_input_nodes if x not in inner and x.op != "get_attr")
+    read, written = list(dict.fromkeys(inputs)), [x for x in nodes if not inner.issuperset(x.users)]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for x in read:
@@ -250,7 +244,7 @@ def _piece(
                 copies[x] = graph.node_copy(x)
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[x] for x in written))
-    return fx.GraphModule(root, graph)
+    return fx.GraphModule(root, graph), read, written
 
 
 def signature(gm: fx.GraphModule) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -157,7 +158,8 @@ def plan(
 
     def with_checkpoint(context_fn: Callable[[], Any] | None) -> SegmentedStep | None:
         try:
-            with models.muted("torch._higher_order_ops.wrap"):  # warns of writes in place, which these layers lack
+            # It warns of writes in place, which these layers lack.
+            with mock.patch.object(logging.getLogger("torch._higher_order_ops.wrap"), "disabled", True):
                 around_units = divide(checkpointed(captured, context_fn))
                 return segmented_step(around_units, described, ready.policy_at(OFF), compiled_pieces)
         except Exception:  # a layer that cannot be checkpointed, such as one that writes its argument
@@ -170,7 +172,7 @@ def plan(
     log.info("compiling %d rows", len(rows))
     for name, row in zip((*to_compile, *kinds), results_of(rows), strict=True):
         every[name] = row
-        peak = row.timeline.peak if row and row.timeline else 0
+        peak = row.timeline.peak if row else 0
         needs = f" needs {size(peak)} beyond parameters and optimizer state" if peak else ""
         log.info("%s%s; %d of %d rows, %.0f s", name, needs, len(every), len(rows), time.monotonic() - started)
     by_level = {level: row for level in to_compile if (row := every[level] or every["input"])}
@@ -178,13 +180,13 @@ def plan(
     if captured.has_checkpoints:
         levels_replace = 'The other rows have levels in their place: checkpoints="replace" (docs/checkpoints.md).'
         advice.append(f'The model has checkpoints, and the row "checkpoint" is the model as it is. {levels_replace}')
-    trained = next(iter(by_level.values())).trained.__contains__
-    tensors = resident_tensors(model, captured.unit_of, trained, captured.unregistered)
+    first = next(iter(by_level.values()))
+    tensors = resident_tensors(model, captured.unit_of, first.trained.__contains__, captured.unregistered)
     resident = Resident.of(tensors, setup, ready.group_of)
     ends = ("step" if compiled == "model" else "layer") if resident.accumulated else ""
     step = Step(mlps, by_level, resident.shards, ends, link)
     gradients = 0 if resident.accumulated else resident.gradients
-    resident = replace(resident, batch=max(step.entry, step.summary_at({}).end - gradients))
+    resident = replace(resident, batch=max(first.entry, step.summary_at({}).end - gradients))
     planner = _Planner(name_of(model), ready, step, resident, described, chosen_among, setup, with_checkpoints, advice)
     result = planner.within(limit)
     if maximum is None:
@@ -209,20 +211,20 @@ class _Planner:
     setup: Setup
     with_checkpoints: Mapping[str, SegmentedStep]  # by ``pieces.CHECKPOINTS``
     advice: Sequence[str]  # sentences that do not depend on the limit
-    _compiled: dict[FusionPolicy, Step] = field(default_factory=dict, init=False)
+    _compiled: dict[FusionPolicy, SegmentedStep] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def candidates(self) -> list[Candidate]:
         """The assignments of levels, the fastest first."""
         return search.candidates(self.step, self.levels)
 
-    def exact(self, chosen: Candidate) -> Step:
+    def exact(self, chosen: Candidate) -> SegmentedStep:
         """Return the step compiled as chosen. A step that was only estimated is compiled at the first call."""
         if not chosen.is_estimate:
-            return self.step.with_single_step(self.step.by_level[self.step.default(chosen.levels)])
+            return self.step.by_level[self.step.default(chosen.levels)]
         policy = self.policy(chosen)
         if policy not in self._compiled:
-            self._compiled[policy] = self.step.with_single_step(segmented_step(self.captured, self.gpu, policy))
+            self._compiled[policy] = segmented_step(self.captured, self.gpu, policy)
         return self._compiled[policy]
 
     def policy(self, chosen: Candidate) -> FusionPolicy:
@@ -232,7 +234,7 @@ class _Planner:
 
     def exact_pools(self, chosen: Candidate) -> int:
         """Return the bytes of PyTorch's pools, without resident bytes, in the step compiled at these levels."""
-        return self.exact(chosen).summary_at({}).pools
+        return self.step.summary_of(self.exact(chosen)).pools
 
     def held(self, summary: StepSummary) -> int:
         """Return the bytes of PyTorch's pools in a whole step: forward, backward and the optimizer's step."""
@@ -252,19 +254,17 @@ class _Planner:
         chosen = search.best(self.candidates, available, self.exact_pools)
         if chosen is not None and chosen.is_estimate:  # compare with uniform levels by compiled times
             plainer = search.best(uniform, available)
-            if plainer is not None and plainer.summary.seconds <= self.exact(chosen).summary_at({}).seconds:
+            if plainer is not None and plainer.summary.seconds <= step.summary_of(self.exact(chosen)).seconds:
                 chosen = plainer
         if chosen is None:
             least = resident.optimizer_peak - resident.nbytes  # saving more would only cost time
             groups = (self.candidates, uniform)
             lowest = (min(group, key=lambda c: max(c.summary.pools, least)) for group in groups)
             chosen = min(lowest, key=lambda candidate: max(self.exact_pools(candidate), least))
-        exact = self.exact(chosen)
-        summary = exact.summary_at({})
-        (compiled,) = exact.by_level.values()
-        assert compiled.timeline is not None
+        compiled = self.exact(chosen)
+        summary = step.summary_of(compiled)
         row = self.row("chosen", summary, limit)
-        plainest = step.with_single_step(step.by_level.get(OFF) or next(iter(step.by_level.values())))
+        plainest = step.by_level.get(OFF) or next(iter(step.by_level.values()))
         summaries = {level: candidate.summary for candidate in uniform for level in candidate.levels.values()}
         if not summaries:
             summaries["eager mode" if self.setup.compiled == "none" else step.base] = summary
@@ -272,7 +272,7 @@ class _Planner:
         if OFF in summaries:
             summaries[plainest_name] = summaries.pop(OFF)
         for kind, wrapped in self.with_checkpoints.items():
-            summaries[kind] = step.with_single_step(wrapped).summary_at({})
+            summaries[kind] = step.summary_of(wrapped)
         levels = [level for level in ("eager mode", *LEVELS, *CHECKPOINTS) if level in summaries]
         rows = tuple(self.row(level, summaries[level], limit) for level in levels)
         rivals = [row for row in rows if row.level in self.with_checkpoints]
@@ -292,7 +292,7 @@ class _Planner:
             saved=summary.saved,
             transient=summary.peak - summary.saved,
             seconds=summary.seconds,
-            off_seconds=plainest.summary_at({}).seconds,
+            off_seconds=step.summary_of(plainest).seconds,
             policy=self.policy(chosen),
             baseline=plainest_name,
             choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
@@ -300,20 +300,19 @@ class _Planner:
             missing=row.missing,
             help=(*self.advice, *self.help(summary, rivals, limit)),
             setup=self.setup,
-            offloaded=self.offloaded(exact),
-            curve=tuple(resident.nbytes + point for point in exact.points({})),
-            off_curve=tuple(resident.nbytes + point for point in plainest.points({})),
+            offloaded=self.offloaded(compiled),
+            curve=tuple(resident.nbytes + point for point in step.points(compiled)),
+            off_curve=tuple(resident.nbytes + point for point in step.points(plainest)),
             _planner=self,
             _snapshot=functools.partial(snapshot_of, compiled.timeline, self.captured.unread, resident),
         )
 
-    def offloaded(self, step: Step) -> Offloaded | None:
+    def offloaded(self, compiled: SegmentedStep) -> Offloaded | None:
         """Return the bytes and costs of a compiled step's copies; None if it has no copies."""
-        ((compiled,), link) = step.by_level.values(), step.link
-        copies = compiled.schedule.copies
+        copies, link = compiled.schedule.copies, self.step.link
         if not copies or link is None:
             return None
-        slower = replace(step, link=replace(link, bandwidth=0.8 * link.bandwidth)).summary_at({}).seconds
+        slower = replace(self.step, link=replace(link, bandwidth=0.8 * link.bandwidth)).summary_of(compiled).seconds
         sizes = [copy.nbytes for copy in copies[: len(copies) // 2]]  # the others copy back
         waiting = compiled.schedule.waiting(copies, link.bandwidth)
         return Offloaded(link.bandwidth, sum(sizes), host_bytes(sizes), waiting, slower)

@@ -10,7 +10,6 @@ buffer that waits for reuse by Inductor counts for the later segment.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 from collections import Counter
@@ -50,7 +49,7 @@ class SegmentedStep:
     entry: int  # bytes alive before the step: its arguments
     pieces: tuple[PlacedSegment, ...]  # in execution order: for each graph, before, in and after the units
     trained: frozenset[str] = frozenset()  # paths of the parameters that get a gradient
-    timeline: Timeline | None = None  # the step before it is split
+    timeline: Timeline = field(default_factory=lambda: Timeline((), 0, 0, 0))  # the step before it is split
     schedule: Schedule = field(default_factory=Schedule)
 
     @cached_property
@@ -70,18 +69,10 @@ class Step:
     accumulates: str = ""
     link: Link | None = None  # to the host; None if nothing may move there
 
-    def segment(self, graph: str, unit: str, level: str) -> Segment:
-        """Return a unit's segment at a level; an empty one if it has none. ``graph`` is "forward" or "backward"."""
-        return self.by_level[level].segments.get((graph, unit), Segment())
-
     @property
     def base(self) -> str:
         """The default level of a unit: "free" if it was compiled, else the plainest compiled level."""
         return "free" if "free" in self.by_level else next(iter(self.by_level))
-
-    def with_single_step(self, step: SegmentedStep) -> Step:
-        """Return a copy that contains only this compiled step, so that ``summary_at({})`` summarizes it."""
-        return replace(self, by_level={"free": step})
 
     def default(self, levels: Mapping[str, str]) -> str:
         """Return the level outside the units with MLPs: these units' only level, or ``base`` if they have several."""
@@ -93,12 +84,8 @@ class Step:
         default = self.default(levels)
         for graph, unit, segment in self.by_level[default].pieces:
             level = levels.get(unit, default)
-            yield graph, unit, segment if level == default else self.segment(graph, unit, level)
-
-    @property
-    def entry(self) -> int:
-        """Bytes alive before the step: its arguments."""
-        return next(iter(self.by_level.values())).entry
+            segments = self.by_level[level].segments
+            yield graph, unit, segment if level == default else segments.get((graph, unit), Segment())
 
     def sharded(self, pieces: Iterable[PlacedSegment], each_call: bool = False) -> Iterator[PlacedSegment]:
         """Yield the segments with FSDP2's bytes if the model is sharded, else with accumulated gradients freed."""
@@ -118,11 +105,11 @@ class Step:
             levels: the levels.
             offload: saved tensors of the step at the default level that move to the host.
         """
-        schedule, pieces = self.by_level[self.default(levels)].schedule, self.pieces(levels)
-        moves = schedule.moves(offload)
+        at_default, pieces = self.by_level[self.default(levels)], self.pieces(levels)
+        schedule, moves = at_default.schedule, at_default.schedule.moves(offload)
         copies = in_order(moves) or schedule.copies
         seconds = schedule.waiting(copies, self.link.bandwidth) if self.link and copies else 0.0
-        live = peak = saved = main = self.entry
+        live = peak = saved = main = at_default.entry
         gather = 0
         for graph, _, segment in self.sharded(moved(pieces, moves) if moves else pieces):
             peak, main = max(peak, live + segment.peak), max(main, live + segment.main_pool)
@@ -133,10 +120,14 @@ class Step:
         reduced = self.shards.reduce_pool if self.shards else 0
         return StepSummary(peak, saved, live, seconds, main + gather + reduced)
 
-    def points(self, levels: Mapping[str, str]) -> list[int]:
-        """Return the bytes alive before the step, at each call, and after the step."""
-        live, points = self.entry, [self.entry]
-        for _, _, segment in self.sharded(self.pieces(levels), each_call=True):
+    def summary_of(self, step: SegmentedStep) -> StepSummary:
+        """Summarize a compiled step."""
+        return replace(self, by_level={"free": step}).summary_at({})
+
+    def points(self, step: SegmentedStep) -> list[int]:
+        """Return the bytes alive before a compiled step, at each call, and after the step."""
+        live, points = step.entry, [step.entry]
+        for _, _, segment in self.sharded(step.pieces, each_call=True):
             points += [live + point for point in segment.points]
             live += segment.net
         return [*points, live]
@@ -145,10 +136,10 @@ class Step:
 # ---- compiled and cut ------------------------------------------------------------------------------------------------
 
 
-def compiled_timeline(
+def segmented_step(
     model: CapturedModel, gpu: GPU, policy: FusionPolicy, known: dict[object, Compiled] | None = None
-) -> Timeline:
-    """Compile a captured model's graphs under a policy, and join their live-bytes timelines.
+) -> SegmentedStep:
+    """Compile a captured model's graphs under a policy, join their live-bytes timelines, and split the step.
 
     Args:
         model: the model.
@@ -178,53 +169,16 @@ def compiled_timeline(
             compiled_as = (graph.parameters, graph.autocast, graph.training, is_eager, moving)
             key = (calls, *compiled_as, replace(piece_policy, offload=False))
         if key not in known:
-            capture = Capture(graph, piece_policy)
-            with _without_collection():
+            capture, collects = Capture(graph, piece_policy), gc.isenabled()
+            gc.disable()  # collecting garbage takes a tenth of a compilation's time
+            try:
                 known[key] = EagerGraph(graph, gpu) if is_eager else on_paper(capture, gpu, piece_policy)
+            finally:
+                if collects:
+                    gc.enable()
         programs.append(known[key])
     if not any(isinstance(program, EagerGraph) or program.backward for program in programs):
         raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
-    return timeline_of(programs, model.links, units=model.pieces, shared=model.shared, retained=model.retained)
-
-
-def alike_at(model: CapturedModel, gpu: GPU, *levels: str) -> bool:
-    """Return True if fusion gives equal graphs at these levels, as "input" and "tiled" do if no MLP is tiled."""
-    policies = map(model.policy_at, levels)
-    graphs = [[signature(fused_graph(Capture(g, p), gpu, p).gm) for g in model.graphs] for p in policies]
-    return all(at_level == graphs[0] for at_level in graphs)
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Inside the block, the garbage collector does not run: it takes a tenth of a compilation's time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def segmented_step(
-    model: CapturedModel,
-    gpu: GPU,
-    policy: FusionPolicy,
-    known: dict[object, Compiled] | None = None,
-) -> SegmentedStep:
-    """Compile a captured model with a policy, and split its step into segments.
-
-    Args:
-        model: the model.
-        gpu: the target device.
-        policy: the policy.
-        known: see ``compiled_timeline``.
-    """
-    return cut(compiled_timeline(model, gpu, policy, known), model, clock(gpu))
-
-
-def clock(gpu: GPU) -> Callable[[Event], float]:
-    """Return a function for a call's least time."""
     rates = roofline.estimated_rates(gpu)
     assert rates is not None
 
@@ -233,7 +187,15 @@ def clock(gpu: GPU) -> Callable[[Event], float]:
             return 0.0
         return rates.seconds([roofline.Work(call.flop, call.nbytes)])
 
-    return seconds
+    timeline = timeline_of(programs, model.links, units=model.pieces, shared=model.shared, retained=model.retained)
+    return cut(timeline, model, seconds)
+
+
+def alike_at(model: CapturedModel, gpu: GPU, *levels: str) -> bool:
+    """Return True if fusion gives equal graphs at these levels, as "input" and "tiled" do if no MLP is tiled."""
+    policies = map(model.policy_at, levels)
+    graphs = [[signature(fused_graph(Capture(g, p), gpu, p).gm) for g in model.graphs] for p in policies]
+    return all(at_level == graphs[0] for at_level in graphs)
 
 
 AFTER_UNITS = "(after units)"  # never a module's name

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .accesses import Memory, faults
+from .accesses import Fault, Memory, faults
 from .gpus import GPU, H200, by_name
 from .kernels import Configuration, Kernel, launch_grid, load
 from .machine_code import compile_to_ttgir, specialized
@@ -64,10 +64,6 @@ class Audit:
             lines += [f"    {same[0].where}", f"    {same[0].evidence}"]
         lines += ["", "not analyzed:", *(f"    {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
-
-    def print(self) -> None:
-        """Print the findings."""
-        print(self)
 
     def to_json(self) -> str:
         """Convert to JSON: "gpu", "kernels", "configurations", "ok", "findings", "notes"."""
@@ -138,10 +134,43 @@ def audit(
         launches = _launches(paper_or_kernel, gpu)
     else:
         launches = iter([_hand_written(paper_or_kernel, args, gpu, grid, zeroed, constexprs)])
-    auditor = _Auditor(gpu)
+    findings: list[Finding] = []
+    notes: Counter[str] = Counter()
+    seen: set[Any] = set()  # identical launches are examined once
+    texts: dict[Any, list[str]] = {}  # kernel -> TTGIR in each configuration
     for launch in launches:
-        auditor.launch(launch)
-    return auditor.result()
+        kernel = launch.kernel
+        source = kernel.jit.src.replace(kernel.jit.__name__, "kernel")
+        key = source, repr((kernel.signature, kernel.constants, kernel.attrs))
+        if (launched := (*key, repr((launch.memory, launch.integers)))) in seen:
+            continue
+        seen.add(launched)
+        if key not in texts:
+            texts[key] = [compile_to_ttgir(kernel, gpu, configuration) for configuration in kernel.configurations]
+        for text, configuration in zip(texts[key], kernel.configurations, strict=True):
+            blocks = [f"{name} {size}" for name, size in configuration.block.items()]
+            described = ", ".join([*blocks, f"{configuration.num_warps} warps"])
+            found = _faults(launch, launch.grid(configuration, gpu), text, notes)
+            findings += [Finding(launch.name, described, *fault) for fault in found]
+    counted = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in notes.items())
+    return Audit(gpu.name, len(texts), sum(map(len, texts.values())), tuple(findings), counted)
+
+
+def _faults(launch: _Launch, grid: Grid, text: str, notes: Counter[str]) -> Iterator[Fault]:
+    """Evaluate the addresses of a launch in one configuration. Yield its faults, and count what is not analyzed."""
+    try:
+        accesses, complete = evaluate_launch(text, launch.integers, grid) if math.prod(grid.sizes) else ([], True)
+    except NotAnalyzed as reason:
+        notes[f"{launch.name}: {reason}"] += 1
+        return
+    unknown = [("address", access.name) for access in accesses if not access.argument]
+    unknown += [("mask", access.name) for access in accesses if access.argument and not access.mask_known]
+    for what, name in dict.fromkeys(unknown):
+        notes[f"{launch.name}: the {what} of {name} depends on data or on an operation not evaluated"] += 1
+    distinct: dict[tuple[str, str], str] = {}  # an access in a loop is reported once
+    for kind, where, evidence in faults(accesses, launch.memory, grid, complete, launch.zeroed):
+        distinct.setdefault((kind, where), evidence)
+    yield from ((*place, evidence) for place, evidence in distinct.items())
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -204,59 +233,3 @@ def _configurations(
         )
         for settings in configurations
     )
-
-
-# ---- the audit -------------------------------------------------------------------------------------------------------
-
-
-class _Auditor:
-    """Collects the findings of one audit. Identical launches are examined once."""
-
-    def __init__(self, gpu: GPU) -> None:
-        self.gpu = gpu
-        self.findings: list[Finding] = []
-        self.notes: Counter[str] = Counter()
-        self.seen: set[Any] = set()
-        self.texts: dict[Any, list[str]] = {}  # kernel -> TTGIR in each configuration
-
-    def result(self) -> Audit:
-        """Return the audit of all launches so far."""
-        configurations = sum(map(len, self.texts.values()))
-        notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
-        return Audit(self.gpu.name, len(self.texts), configurations, tuple(self.findings), notes)
-
-    def launch(self, launch: _Launch) -> None:
-        """Examine one launch in all configurations."""
-        kernel = launch.kernel
-        text = kernel.jit.src.replace(kernel.jit.__name__, "kernel")
-        key = text, repr((kernel.signature, kernel.constants, kernel.attrs))
-        if (launched := (*key, repr((launch.memory, launch.integers)))) in self.seen:
-            return
-        self.seen.add(launched)
-        if key not in self.texts:
-            self.texts[key] = [compile_to_ttgir(kernel, self.gpu, c) for c in kernel.configurations]
-        for text, configuration in zip(self.texts[key], kernel.configurations, strict=True):
-            self.addresses(launch, configuration, text)
-
-    def add(self, launch: _Launch, configuration: Configuration, kind: str, where: str, evidence: str) -> None:
-        blocks = [f"{name} {size}" for name, size in configuration.block.items()]
-        blocks_and_warps = ", ".join([*blocks, f"{configuration.num_warps} warps"])
-        self.findings.append(Finding(launch.name, blocks_and_warps, kind, where, evidence))
-
-    def addresses(self, launch: _Launch, configuration: Configuration, text: str) -> None:
-        """Evaluate the addresses of a launch in one configuration, and add the faults."""
-        grid = launch.grid(configuration, self.gpu)
-        try:
-            accesses, complete = evaluate_launch(text, launch.integers, grid) if math.prod(grid.sizes) else ([], True)
-        except NotAnalyzed as reason:
-            self.notes[f"{launch.name}: {reason}"] += 1
-            return
-        for name in {access.name for access in accesses if not access.argument}:
-            self.notes[f"{launch.name}: the address of {name} depends on data or on an operation not evaluated"] += 1
-        for name in {access.name for access in accesses if access.argument and not access.mask_known}:
-            self.notes[f"{launch.name}: the mask of {name} depends on data or on an operation not evaluated"] += 1
-        distinct: dict[tuple[str, str], str] = {}  # an access in a loop is reported once
-        for kind, where, evidence in faults(accesses, launch.memory, grid, complete, launch.zeroed):
-            distinct.setdefault((kind, where), evidence)
-        for (kind, where), evidence in distinct.items():
-            self.add(launch, configuration, kind, where, evidence)

@@ -19,7 +19,7 @@ from torch_fused_ops.kernels.compiled import OperatorGraph
 
 from . import emulation
 from .captured import CapturedGraph, concrete
-from .generated import graph_input, is_number, is_tensor, modules_of, read_code, saved_tensor
+from .generated import graph_input, modules_of, read_code, saved_tensor
 from .gpus import GPU, H200, by_name
 from .results import GeneratedGraph, Launch, SavedTensor
 from .timeline import PaperCompilation
@@ -307,10 +307,13 @@ class _Paper:
         outputs = forward.graph.output_node().args[0][self.results :]
         parameters = (parameter for parameter, _ in self.arguments)
         origins = dict(zip(forward.graph.find_nodes(op="placeholder"), parameters, strict=False))
-        shares = storage_shares(node for node in outputs if is_tensor(node, "cuda"))
+        values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in outputs]
+        on_gpu = [isinstance(value, Tensor) and value.device.type == "cuda" for value in values]
+        shares = storage_shares(itertools.compress(outputs, on_gpu))
         self.saved = tuple(saved_tensor(node, origins, nbytes) for node, nbytes in shares.items())
         # AOTAutograd passes saved values by position, and moves sizes, forward's last outputs, to the front.
-        numbers = sorted(range(len(outputs)), key=lambda i: not is_number(outputs[i]))
+        numeric = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+        numbers = sorted(range(len(outputs)), key=lambda i: not isinstance(values[i], numeric))
         inputs = (node.name for node in backward.graph.find_nodes(op="placeholder"))
         self.saved_outputs = {name: self.results + i for name, i in zip(inputs, numbers, strict=False)}
         return forward, backward
@@ -331,7 +334,7 @@ class _Paper:
             self.tangents = _differentiable_results()
         scheduled: list[Launch] = []
         inputs = [
-            value if emulation.is_host_copy(node) else emulation.on_gpu(V.fake_mode, value)
+            value if emulation.is_host_copy(node) else emulation.moved("cuda", value)
             for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
         ]
         with contextlib.ExitStack() as stack:
@@ -384,12 +387,7 @@ def _register_patterns() -> None:
     from torch._inductor import config
     from torch._inductor.fx_passes import joint_graph, post_grad
 
-    slots = (
-        "joint_custom_pre_pass",
-        "joint_custom_post_pass",
-        "post_grad_custom_pre_pass",
-        "post_grad_custom_post_pass",
-    )
+    slots = [f"{graph}_custom_{when}_pass" for graph in ("joint", "post_grad") for when in ("pre", "post")]
     graph = fx.Graph()
     graph.output(())
     nothing = fx.GraphModule(nn.Module(), graph)

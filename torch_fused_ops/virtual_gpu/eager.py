@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,20 +20,11 @@ from .compile import emulated
 from .generated import graph_input
 from .gpus import GPU
 from .results import GraphInput, Launch
-from .timeline import Memory, Program
+from .timeline import Memory
 from .work import flop_of_bf16, is_view
 
 
-@dataclass
-class EagerRun:
-    """State from an eager graph's forward for its backward."""
-
-    edges: list[Any] = field(default_factory=list)  # per result: its gradient edge; None if not differentiable
-    starts: list[GraphInput | None] = field(default_factory=list)  # descriptions; None if not differentiable
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # gradients of inputs by number
-
-
-class EagerGraph(Program):
+class EagerGraph:
     """A captured graph to run in eager mode on a described GPU."""
 
     def __init__(self, captured: CapturedGraph, gpu: GPU) -> None:
@@ -47,35 +37,39 @@ class EagerGraph(Program):
             self.gm, self.examples, parameters = concrete(captured, self.mode)
         self.inputs: tuple[GraphInput, ...] = tuple(map(graph_input, self.examples, parameters))
 
-    def forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], EagerRun]:
-        """Run the graph. Return its results as meta tensors, and the state for backward. Empties ``inputs``."""
-        run = EagerRun()
+    def run_forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+        """Run the graph (``timeline.Part``). Results are meta tensors."""
+        starts: dict[int, tuple[Any, GraphInput]] = {}  # differentiable result -> its gradient edge and description
+        gradients: dict[int, Tensor] = {}  # input -> its gradient
         with self._running(memory, "forward"):
-            entered = [self._as_fake_input(run, i, x) for i, x in enumerate(inputs)]
+            entered = [self._as_fake_input(gradients, i, x) for i, x in enumerate(inputs)]
             inputs.clear()
             results = list(tree_leaves(Checkpointing(self.gm).boxed_run(entered)))
-            for result in results:
-                differentiable = isinstance(result, Tensor) and result.requires_grad
-                run.edges.append(torch.autograd.graph.get_gradient_edge(result) if differentiable else None)
-                run.starts.append(graph_input(result, is_parameter=False) if differentiable else None)
+            for i, result in enumerate(results):
+                if isinstance(result, Tensor) and result.requires_grad:
+                    edge = torch.autograd.graph.get_gradient_edge(result)
+                    starts[i] = edge, graph_input(result, is_parameter=False)
             memory.finish()
-        return [_on_meta(result) for result in results], run
+        return [_on_meta(result) for result in results], (starts, gradients)
 
-    def backward(self, memory: Memory, run: EagerRun, tangents: list[Tensor | None]) -> list[Tensor | None]:
-        """Run backward from the results' gradients. Return the inputs' gradients. Empties ``tangents``."""
+    def run_backward(self, memory: Memory, state: tuple[Any, ...], tangents: dict[int, Any]) -> list[Any]:
+        """Run backward (``timeline.Part``). Gradients are meta tensors."""
+        starts, gradients = state
         with self._running(memory, "backward"):
-            starts = [
-                (edge, self._fake(tangent))
-                for edge, tangent in zip(run.edges, tangents, strict=True)
-                if edge is not None and tangent is not None
-            ]
-            tangents.clear()
-            run.edges.clear()
-            if starts:
-                torch.autograd.backward([edge for edge, _ in starts], [tangent for _, tangent in starts])
+            edges, fakes = [], []
+            for i, (edge, spec) in starts.items():
+                tangent = tangents.pop(i) if i in tangents else memory.new(spec, counted=True)
+                if tangent is not None:
+                    edges.append(edge)
+                    fakes.append(self._fake(tangent))
+            tangent = edge = None
             starts.clear()
+            if edges:
+                torch.autograd.backward(edges, fakes)
+            edges.clear()
+            fakes.clear()
             memory.finish()
-        return [_on_meta(run.gradients.pop(i, None)) for i in range(len(self.inputs))]
+        return [_on_meta(gradients.pop(i, None)) for i in range(len(self.inputs))]
 
     @contextlib.contextmanager
     def _running(self, memory: Memory, kind: str) -> Iterator[None]:
@@ -90,8 +84,8 @@ class EagerGraph(Program):
         with _disable_current_modes(), torch.no_grad():
             return FakeTensor(self.mode, tensor, torch.device("cpu"))
 
-    def _as_fake_input(self, run: EagerRun, number: int, value: Any) -> Any:
-        """Convert an input to a fake tensor whose gradient goes to ``run``. Autograd does not reference the input."""
+    def _as_fake_input(self, gradients: dict[int, Tensor], number: int, value: Any) -> Any:
+        """Convert an input to a fake tensor whose gradient goes to ``gradients``. Autograd does not hold the input."""
         if not isinstance(value, Tensor):
             return value
         fake = self._fake(value)
@@ -99,13 +93,13 @@ class EagerGraph(Program):
             return fake
         with _disable_current_modes(), self.mode:
             anchor = torch.empty(0, requires_grad=True)
-            return _Enter.apply(anchor, fake, run, number)  # type: ignore[no-untyped-call]
+            return _Enter.apply(anchor, fake, gradients, number)  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, run: EagerRun, number: int) -> Tensor:
-        ctx.gradients, ctx.number = run.gradients, number
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, gradients: dict[int, Tensor], number: int) -> Tensor:
+        ctx.gradients, ctx.number = gradients, number
         return x.detach()
 
     @staticmethod

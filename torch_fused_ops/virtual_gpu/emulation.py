@@ -308,18 +308,10 @@ def patterns_traced_on_cpu() -> Iterator[None]:
             return default_partition(graph, inputs, **kwargs)
 
         traced = original(*args, partition_fn=partition, **settings)
-        return lambda *tensors: traced(*map(_on_cpu, tensors))
+        return lambda *tensors: traced(*map(functools.partial(moved, "cpu"), tensors))
 
     with patched_method(pattern_matcher, "aot_function", aot_function):
         yield
-
-
-def _on_cpu(value: Any) -> Any:
-    if not isinstance(value, torch._subclasses.FakeTensor):
-        return value
-    settings: dict[str, Any] = {"dtype": value.dtype, "requires_grad": value.requires_grad}
-    with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), device="cpu", **settings)
 
 
 def _getitem(tensor: Tensor, index: Any) -> Tensor:
@@ -360,12 +352,13 @@ def _move_constant(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
-def on_gpu(mode: Any, value: Any) -> Any:
-    """Convert a fake CPU tensor to a fake GPU tensor; return other values unchanged."""
-    if not isinstance(value, Tensor) or value.device.type != "cpu":
+def moved(device: str, value: Any) -> Any:
+    """Return a fake tensor like ``value`` on "cpu" or "cuda"; return values other than fake tensors unchanged."""
+    if not isinstance(value, torch._subclasses.FakeTensor) or value.device.type == device:
         return value
-    with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+    with value.fake_mode:
+        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return copy.requires_grad_() if value.requires_grad and device == "cpu" else copy
 
 
 def is_host_copy(node: fx.Node) -> bool:
@@ -388,7 +381,7 @@ def move_graph(gm: fx.GraphModule) -> None:
     inputs = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            node.meta["val"] = tree_map(functools.partial(on_gpu, V.fake_mode), node.meta.get("val"))
+            node.meta["val"] = tree_map(functools.partial(moved, "cuda"), node.meta.get("val"))
             inputs.append(node.meta["val"])
         node.args, node.kwargs = fx.node.map_aggregate(node.args, renamed), fx.node.map_aggregate(node.kwargs, renamed)
         node.meta.pop("tensor_meta", None)

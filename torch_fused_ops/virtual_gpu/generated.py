@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_fused_ops.graphs.modules import innermost, module_path
+from torch_fused_ops.graphs.modules import innermost
 
 from .captured import hint
 from .results import GeneratedKernel, GraphInput, Launch, SavedTensor
@@ -37,21 +37,12 @@ def modules_of(node: Any) -> tuple[str, ...]:
     for inner in node.get_nodes():
         written = getattr(inner.node, "origin_node", None)
         origins = getattr(inner.node, "origins", ())
-        paths = [_module_of(written)] if written is not None else []
-        modules.append(next(filter(None, [*paths, *map(_module_of, reversed(list(origins)))]), ""))
+        paths = [innermost(written)] if written is not None else []
+        modules.append(next(filter(None, [*paths, *map(innermost, reversed(list(origins)))]), ""))
     return tuple(filter(None, modules))
 
 
-def _module_of(node: fx.Node) -> str:
-    """Return the model path of the innermost module that a forward or backward node comes from; "" if unknown."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return module_path(list(stack.values())[-1][0]) if stack else ""
-
-
-def read_code(
-    marked_code: str,
-    scheduled: Sequence[Launch],
-) -> tuple[tuple[GeneratedKernel, ...], tuple[str, ...]]:
+def read_code(marked_code: str, scheduled: Sequence[Launch]) -> tuple[tuple[GeneratedKernel, ...], tuple[str, ...]]:
     """Read the kernels and the external calls of a generated module.
 
     The bytes of a scheduler node belong to the first kernel that is launched after the node's mark.
@@ -78,9 +69,7 @@ def read_code(
             extern.append(name)
         elif function.startswith(("torch.ops.", "aten.")):
             extern.append(function.removeprefix("torch.ops.").removesuffix(".default"))
-    kernels = []
-    for name, source in sources.items():
-        kernels.append(GeneratedKernel(name, source, nbytes[name], launches[name]))
+    kernels = (GeneratedKernel(name, source, nbytes[name], launches[name]) for name, source in sources.items())
     return tuple(kernels), tuple(extern)
 
 
@@ -96,24 +85,5 @@ def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool], nbytes: int) ->
     shape = tuple(hint(size) for size in value.shape)
     is_input = root.op == "placeholder"
     is_parameter = is_input and origins.get(root, False)
-    return SavedTensor(
-        node.name,
-        shape,
-        value.dtype,
-        nbytes,
-        is_parameter,
-        is_input and not is_parameter,
-        innermost(root),
-    )
-
-
-def is_number(node: Any) -> bool:
-    """Return True if a node is a size or another number."""
-    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), symbolic)
-
-
-def is_tensor(node: Any, device: str) -> bool:
-    """Return True if a node is a tensor on a device of this type."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, Tensor) and value.device.type == device
+    is_graph_input = is_input and not is_parameter
+    return SavedTensor(node.name, shape, value.dtype, nbytes, is_parameter, is_graph_input, innermost(root))

@@ -146,26 +146,34 @@ def _clear_device_caches() -> None:
 
 def _patches(gpu: GPU) -> dict[str, Any]:
     """Return replacements for torch's functions by dotted name while `gpu` is described."""
-    properties = gpu.properties()
 
     def answer(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
 
+    # Dynamo and Inductor query the device through CudaInterface, which has these functions of torch.cuda as attributes.
+    shared = {
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_properties": gpu.properties(),
+        "is_bf16_supported": True,
+        "synchronize": None,
+    }
+    cuda = {
+        **shared,
+        "is_available": True,
+        "is_initialized": False,
+        "get_device_capability": gpu.capability,
+        "get_device_name": gpu.name,
+        "is_current_stream_capturing": False,
+        "_lazy_init": None,
+        "set_rng_state": None,
+    }
+    interface = {**shared, "get_raw_stream": 0, "set_device": None, "exchange_device": 0, "maybe_exchange_device": 0}
     patches = {
-        "torch.cuda.is_available": answer(True),
-        "torch.cuda.is_initialized": answer(False),
-        "torch.cuda.device_count": answer(1),
-        "torch.cuda.current_device": answer(0),
-        "torch.cuda.get_device_properties": answer(properties),
-        "torch.cuda.get_device_capability": answer(gpu.capability),
-        "torch.cuda.get_device_name": answer(gpu.name),
-        "torch.cuda.is_bf16_supported": answer(True),
-        "torch.cuda.is_current_stream_capturing": answer(False),
-        "torch.cuda.synchronize": answer(None),
-        "torch.cuda._lazy_init": answer(None),
+        **{f"torch.cuda.{name}": answer(value) for name, value in cuda.items()},
+        **{f"torch._dynamo.device_interface.CudaInterface.{name}": answer(v) for name, v in interface.items()},
         # the compiler saves and restores the generator's state
         "torch.cuda.get_rng_state": lambda *args: torch.zeros(16, dtype=torch.uint8),
-        "torch.cuda.set_rng_state": answer(None),
         "torch._inductor.runtime.triton_helpers.set_driver_to_gpu": answer(None),
         "torch._subclasses.fake_tensor.init_gpu_context": answer(None),
         # torch's mode for machines without a device: fake tensors do not initialize it
@@ -174,37 +182,6 @@ def _patches(gpu: GPU) -> dict[str, Any]:
     if gpu.is_amd:
         patches |= {"torch.version.hip": "6.4.0", "torch.version.cuda": None}
     return patches
-
-
-def _device_interface(gpu: GPU) -> type:
-    """Subclass `torch._dynamo.device_interface.CudaInterface`, through which Dynamo and Inductor query `gpu`."""
-    from torch._dynamo.device_interface import CudaInterface
-
-    properties = gpu.properties()
-    capability = gpu.arch if gpu.is_amd else gpu.capability[0] * 10 + gpu.capability[1]
-
-    class Worker(CudaInterface.Worker):
-        get_device_properties = staticmethod(lambda device=None: properties)
-        current_device = staticmethod(lambda: 0)
-
-    functions: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "get_device_properties": lambda device=None: properties,
-        "get_compute_capability": lambda device=None: capability,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "synchronize": lambda device=None: None,
-        "get_raw_stream": lambda index=0: 0,
-        "set_device": lambda device: None,
-        "exchange_device": lambda device: 0,
-        "maybe_exchange_device": lambda device: 0,
-        "memory_allocated": lambda device=None: 0,
-        "is_bf16_supported": lambda including_emulation=False: True,
-        "is_triton_capable": lambda device=None: True,
-        "raise_if_triton_unavailable": lambda device=None: None,
-    }
-    members = {name: staticmethod(function) for name, function in functions.items()}
-    return type("PaperInterface", (CudaInterface,), {"Worker": Worker, **members})
 
 
 def _driver(gpu: GPU) -> Any:
@@ -243,10 +220,11 @@ def described(gpu: GPU) -> Iterator[None]:
             stack.callback(os.environ.pop, "TRITON_DEFAULT_FP_FUSION", None)
         stack.callback(_clear_device_caches)
         _clear_device_caches()
-        interface = _device_interface(gpu)
-        registered = {"cuda": interface, "cuda:0": interface}
-        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, registered))
-        stack.enter_context(mock.patch.dict(device_interface.caching_worker_device_properties))
+        interfaces, cuda = device_interface.device_interfaces, device_interface.CudaInterface
+        stack.enter_context(mock.patch.dict(interfaces, {"cuda": cuda, "cuda:0": cuda}))
+        stack.enter_context(mock.patch.dict(device_interface.caching_worker_current_devices, {"cuda": 0}))
+        worker_properties = {"cuda": [gpu.properties()]}
+        stack.enter_context(mock.patch.dict(device_interface.caching_worker_device_properties, worker_properties))
         for name, value in _patches(gpu).items():
             stack.enter_context(mock.patch(name, value))
         stack.callback(setattr, driver, "_active", active)

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -151,54 +151,48 @@ class Pool:
     """The caching allocator's pool for one stream, with expandable segments. It allocates by best fit."""
 
     def __init__(self) -> None:
-        self.pieces: list[list[int | None]] = []  # bytes, and the storage that uses the piece or None
+        self.pieces: list[tuple[int, int | None]] = []  # bytes, and the storage that uses the piece or None
         self.live = self.most = 0
 
     @property
     def held(self) -> int:
         """The total bytes of all pieces."""
-        return sum(nbytes or 0 for nbytes, _ in self.pieces)
+        return sum(nbytes for nbytes, _ in self.pieces)
 
     def allocate(self, key: int, nbytes: int) -> None:
         """Take the smallest free piece that is large enough, or extend the pool."""
-        free = [
-            (piece[0] or 0, i) for i, piece in enumerate(self.pieces) if piece[1] is None and (piece[0] or 0) >= nbytes
-        ]
-        if free:
-            nbytes_free, i = min(free)
-            self.pieces[i : i + 1] = [[nbytes, key], *([[nbytes_free - nbytes, None]] if nbytes_free > nbytes else [])]
-        else:
-            if self.pieces and self.pieces[-1][1] is None:
-                self.pieces.pop()
-            self.pieces.append([nbytes, key])
+        free = [(size, i) for i, (size, user) in enumerate(self.pieces) if user is None and size >= nbytes]
+        if not free and self.pieces and self.pieces[-1][1] is None:
+            self.pieces.pop()
+        size, i = min(free, default=(nbytes, len(self.pieces)))
+        self.pieces[i : i + 1] = [(nbytes, key), *([(size - nbytes, None)] if size > nbytes else [])]
         self.live += nbytes
         self.most = max(self.most, self.live)
 
     def free(self, key: int) -> None:
         """Free a storage's piece, and merge it with adjacent free pieces."""
-        i = next(i for i, piece in enumerate(self.pieces) if piece[1] == key)
-        self.live -= self.pieces[i][0] or 0
-        self.pieces[i][1] = None
-        for j in (i, i - 1):
-            if 0 <= j < len(self.pieces) - 1 and self.pieces[j][1] is None and self.pieces[j + 1][1] is None:
-                self.pieces[j : j + 2] = [[(self.pieces[j][0] or 0) + (self.pieces[j + 1][0] or 0), None]]
+        i = next(i for i, (_, user) in enumerate(self.pieces) if user == key)
+        self.live -= self.pieces[i][0]
+        first = i - (i > 0 and self.pieces[i - 1][1] is None)
+        end = i + 1 + (self.pieces[i + 1 : i + 2] != [] and self.pieces[i + 1][1] is None)
+        self.pieces[first:end] = [(sum(nbytes for nbytes, _ in self.pieces[first:end]), None)]
 
 
-class Program:
-    """A part of a step without a generated graph, which runs forward and backward itself: ``eager.EagerGraph``."""
+class Part(Protocol):
+    """A part of a step that runs on meta tensors: a compiled program, or an ``eager.EagerGraph``."""
 
-    inputs: tuple[GraphInput, ...]
+    @property
+    def inputs(self) -> tuple[GraphInput, ...]:
+        """The arguments."""
 
-    def forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], Any]:
-        """Run forward. Return the results and the state for backward. Empties ``inputs``.
+    def run_forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], Any]:
+        """Run forward. Return the results and the state for backward. Empties ``inputs``."""
 
-        The state's ``starts`` describe the results that backward can start from; None for each other result.
+    def run_backward(self, memory: Memory, state: Any, tangents: dict[int, Any]) -> list[Any]:
+        """Run backward, and return the inputs' gradients. Empties ``state`` and ``tangents``.
+
+        ``tangents`` maps each result that a later part reads to its gradient: None if that part returned none.
         """
-        raise NotImplementedError
-
-    def backward(self, memory: Memory, state: Any, tangents: list[Any]) -> list[Any]:
-        """Run backward from the results' gradients. Return the inputs' gradients. Empties ``tangents``."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -230,6 +224,11 @@ class PaperCompilation:
         return {name: graph for name, graph in named.items() if graph is not None}
 
     @property
+    def inputs(self) -> tuple[GraphInput, ...]:
+        """The arguments."""
+        return next(iter(self.graphs.values())).inputs
+
+    @property
     def bytes_moved(self) -> int:
         """Bytes read and written by all graphs together."""
         return sum(graph.bytes_moved for graph in self.graphs.values())
@@ -257,6 +256,25 @@ class PaperCompilation:
             for tensor in self.saved
             if (include_parameters or not tensor.is_parameter) and (include_inputs or not tensor.is_graph_input)
         )
+
+    def run_forward(self, memory: Memory, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Run forward on meta tensors (``Part``)."""
+        kind, graph = next(iter(self.graphs.items()))
+        outputs = _call(memory, graph, kind, inputs)
+        memory.save(self.saved, outputs[graph.results :])
+        return outputs[: graph.results], [None if number is None else outputs[number] for number in self.handed]
+
+    def run_backward(self, memory: Memory, state: list[Any], tangents: dict[int, Any]) -> list[Any]:
+        """Run backward on meta tensors (``Part``). Results without a gradient get zeros."""
+        if self.backward is None:
+            return []
+        positions = iter(self.tangents)
+        for j, (spec, number) in enumerate(zip(self.backward.inputs, self.handed, strict=True)):
+            if number is None:
+                tangent = tangents.pop(next(positions, -1), None)
+                state[j] = memory.new(spec, counted=True) if tangent is None else tangent
+                del tangent
+        return _call(memory, self.backward, "backward", state)
 
     def timeline(self) -> Timeline:
         """Compute the live-bytes timeline of forward and backward by running the generated wrapper on meta tensors.
@@ -295,7 +313,7 @@ def _mib(nbytes: int) -> str:
 
 
 def timeline_of(
-    papers: Sequence[PaperCompilation | Program],
+    parts: Sequence[Part],
     links: Mapping[tuple[int, int], tuple[int, int]] | None = None,
     *,
     device: str = "cuda",
@@ -307,7 +325,7 @@ def timeline_of(
     """Compute the timeline of a step with several graphs. Their backwards run in reverse order.
 
     Args:
-        papers: the step's parts in forward order: compiled graphs, and programs for eager mode.
+        parts: the step's graphs in forward order.
         links: maps (graph, input) to the (earlier graph, result) that is the same tensor. All four are indices.
             Gradients flow back along the links.
         device: the type of the device whose memory is counted.
@@ -324,90 +342,50 @@ def timeline_of(
     callers: list[Any] = []  # tensors that the caller holds: results that no later graph reads, and gradients
     results: dict[tuple[int, int], Any] = {}  # results that later graphs read
     saved: list[Any] = []
-    unlinked: dict[tuple[int, int], Any] = {}
-    named: dict[str, Any] = {}
-
-    def unit_of(i: int) -> tuple[str, ...] | None:
-        unit = units[i] if units else None
-        return None if unit is None else (unit,)
-
-    programs = [paper if isinstance(paper, Program) else paper.forward or paper.inference for paper in papers]
+    arguments: dict[object, Any] = {}  # by name, or by (graph, input)
+    modules = [unit if unit is None else (unit,) for unit in units or [None] * len(parts)]
     with memory:
-        for i, graph in enumerate(programs):
-            assert graph is not None
-            for j, spec in enumerate(graph.inputs):
-                if (i, j) not in links:
-                    name = shared.get((i, j), "")
-                    unlinked[i, j] = named[name] if name in named else memory.new(spec, counted=not spec.is_parameter)
-                    if name:
-                        named[name] = unlinked[i, j]
+        for i, part in enumerate(parts):
+            for j, spec in enumerate(part.inputs):
+                name = shared.get((i, j), (i, j))
+                if (i, j) not in links and name not in arguments:
+                    arguments[name] = memory.new(spec, counted=not spec.is_parameter)
         entry = memory.live
-        outputs: Any
-        gradients: Any
-        for i, (paper, graph) in enumerate(zip(papers, programs, strict=True)):
-            assert graph is not None
-            memory.modules = unit_of(i)
-            inputs = [results[links[i, j]] if (i, j) in links else unlinked[i, j] for j in range(len(graph.inputs))]
-            if isinstance(paper, Program):
-                outputs, run = paper.forward(memory, inputs)
-                saved.append(run)
-                count = len(outputs)
-            else:
-                assert isinstance(graph, GeneratedGraph)
-                outputs = _call(memory, graph, "forward" if paper.forward else "inference", inputs)
-                memory.save(paper.saved, outputs[graph.results :], i)
-                saved.append([None if j is None else outputs[j] for j in paper.handed])
-                count = graph.results
-            for j, output in enumerate(outputs[:count]):
+        for i, part in enumerate(parts):
+            memory.part, memory.modules = i, modules[i]
+            places = [(i, j) for j in range(len(part.inputs))]
+            inputs = [results[links[p]] if p in links else arguments[shared.get(p, p)] for p in places]
+            outputs, state = part.run_forward(memory, inputs)
+            saved.append(state)
+            for j, output in enumerate(outputs):
                 if (i, j) in last_reader:
                     results[i, j] = output
                 if (i, j) not in last_reader or (i, j) in retained:
                     callers.append(output)
-            outputs = output = run = None
+            outputs, output, state = [], None, None
             for result in [result for result in results if last_reader[result] <= i]:
                 del results[result]
         between = memory.live
         tangents: dict[tuple[int, int], Any] = {}
         born: dict[tuple[int, int], tuple[int, int]] = {}
-        known: set[str] = set()  # shared inputs that already have a gradient
-        for i, paper in reversed(list(enumerate(papers))):
-            graph, state = programs[i], saved.pop()
-            memory.modules = unit_of(i)
-            if isinstance(paper, Program):
-                starting = [
-                    tangents.pop((i, j), None) if spec is None or (i, j) in last_reader else memory.new(spec, True)
-                    for j, spec in enumerate(state.starts)
-                ]
-                gradients = paper.backward(memory, state, starting)
-            elif paper.backward is None:
-                continue
-            else:
-                inputs, positions = [], iter(paper.tangents)
-                for j, spec in enumerate(paper.backward.inputs):
-                    if paper.handed[j] is not None:
-                        inputs.append(state[j])
-                        continue
-                    tangent = tangents.pop((i, next(positions, -1)), None)
-                    inputs.append(memory.new(spec, counted=True) if tangent is None else tangent)
-                    del tangent
-                del state
-                memory.starts[i] = memory.now
-                gradients = _call(memory, paper.backward, "backward", inputs)
-            trained = {j for j, spec in enumerate(graph.inputs) if spec.is_parameter} if graph else set()
+        known: set[object] = set()  # inputs that already have a gradient
+        for i, part in reversed(list(enumerate(parts))):
+            memory.part, memory.modules, memory.starts[i] = i, modules[i], memory.now
+            linked = [j for k, j in last_reader if k == i]
+            gradients = part.run_backward(memory, saved.pop(), {j: tangents.pop((i, j), None) for j in linked})
             for j, birth in memory.born(gradients).items():
-                name = shared.get((i, j), "")
-                if name and name in known:  # it is added to the existing gradient
+                name = shared.get((i, j), (i, j))
+                if name in known:  # it is added to the existing gradient
                     gradients[j] = None
-                elif j in trained:
+                elif part.inputs[j].is_parameter:
                     born[i, j] = birth
-                if name:
-                    known.add(name)
+                known.add(name)
             for j, gradient in enumerate(gradients):
                 if (i, j) not in links:
                     callers.append(gradient)
                 elif links[i, j] not in tangents:  # otherwise it is added to the existing gradient
                     tangents[links[i, j]] = gradient
-            gradients = gradient = None
+            gradients, gradient = [], None
         end = memory.live
     events = memory.finished()
     copies = tuple(Copy(*copy) for copy in memory.copies.values())
@@ -434,15 +412,14 @@ class Storages(TorchDispatchMode):
     Attributes:
         live: bytes alive now.
         most: the largest number of bytes alive at once.
-        known: maps each live storage to the call (``now``) at which it was first seen.
+        log: (``now``, storage's number, bytes) for each storage; negative bytes if it is freed.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.most = 0
-        self.known: dict[int, int] = {}
-        self.numbers: dict[int, int] = {}  # each live storage's place in ``log``
-        self.log: list[tuple[int, int, int]] = []  # (now, storage, bytes); negative bytes for a free
+        self.numbers: dict[int, int] = {}  # live storage -> its number: its first place in ``log``
+        self.log: list[tuple[int, int, int]] = []
 
     @property
     def now(self) -> int:
@@ -460,21 +437,22 @@ class Storages(TorchDispatchMode):
         """Count a tensor's storage from now on, unless it is known. With ``counted=False``, its bytes count as 0."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self.known:
-            self.known[key] = self.now
+        if key not in self.numbers:
             nbytes = storage.nbytes() if counted else 0
             self.live += nbytes
             number = self.numbers[key] = len(self.log)  # a new storage may get a freed storage's identity
             self.log.append((self.now, number, nbytes))
             self.most = max(self.most, self.live)
-            weakref.finalize(storage, lambda: self.log.append((self.now, number, -nbytes)))
             weakref.finalize(storage, self._freed, key, nbytes)
         return tensor
 
     def _freed(self, key: int, nbytes: int) -> None:
-        self.known.pop(key, None)
-        self.numbers.pop(key, None)
+        self.log.append((self.now, self.numbers.pop(key), -nbytes))
         self.live -= nbytes
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage; -1 if the storage is unknown."""
+        return self.numbers.get(tensor.untyped_storage()._cdata, -1)
 
 
 class Memory(Storages):
@@ -484,14 +462,15 @@ class Memory(Storages):
         super().__init__()
         self.device, self.launched = device, launched
         self.events: list[Event] = []
-        self.touched: dict[int, int] = {}  # storage -> the last call that used it
+        # These dictionaries' keys are storages' numbers, except for ``starts``.
         self.reused: dict[int, int] = {}  # storage that will be reused -> the last call that used it
         self.waited: list[tuple[int, int, int]] = []  # (first call, last call, bytes) of memory that waited for reuse
-        self.uses: dict[int, list[int]] = {}  # storage's place in ``log`` -> the calls that use it
-        self.written: dict[int, int] = {}  # storage's place in ``log`` -> the last call of forward that writes it
-        self.copies: dict[int, list[int]] = {}  # copy's place in ``log`` -> fields of its ``Copy``
-        self.saved: dict[int, tuple[SavedTensor, int, int]] = {}  # place in ``log`` -> tensor, graph, end of forward
+        self.uses: dict[int, list[int]] = {}  # the calls that use a storage
+        self.written: dict[int, int] = {}  # the last call of forward that writes a storage
+        self.copies: dict[int, list[int]] = {}  # a copy's storage -> fields of its ``Copy``
+        self.saved: dict[int, tuple[SavedTensor, int, int]] = {}  # tensor, graph, end of forward
         self.starts: dict[int, int] = {}  # graph -> the first call of its backward
+        self.part = 0  # the graph that runs
         self.kind = ""
         self.scheduled: Sequence[Launch] = ()
         self.launch: Launch | None = None
@@ -534,26 +513,26 @@ class Memory(Storages):
         """Record a copy between the device and the host, or the call that waits for it."""
         self.note(f"ao.{name}")
         if name == "wait_tensor":
-            self.copies[self.numbers[tensor.untyped_storage()._cdata]][2] = self.now
+            self.copies[self.number_of(tensor)][2] = self.now
             return tensor
         with _disable_current_modes():  # on meta, the operator would allocate host memory
             result = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         self.add(result, counted=name == "reload")
-        self.copies[self.numbers[result.untyped_storage()._cdata]] = [result.nbytes, self.now, self.now]
+        self.copies[self.number_of(result)] = [result.nbytes, self.now, self.now]
         return result
 
-    def save(self, described: Sequence[SavedTensor], values: Sequence[Any], graph: int) -> None:
-        """Record the tensors that a forward graph saves for its backward."""
+    def save(self, described: Sequence[SavedTensor], values: Sequence[Any]) -> None:
+        """Record the tensors that the running graph saves for its backward."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         # The lengths differ if copies on the host are saved.
         pairs = zip(described, tensors, strict=True) if len(described) == len(tensors) else ()
         for saved, tensor in pairs:
-            number = self.numbers.get(tensor.untyped_storage()._cdata)
-            if number is not None and not saved.is_parameter and not saved.is_graph_input:
+            number = self.number_of(tensor)
+            if number >= 0 and not saved.is_parameter and not saved.is_graph_input:
                 for unit in filter(None, self.modules or ()):  # equal layers share a compilation and its paths
                     inner = saved.module.split(".")[unit.count(".") + 1 :]
                     saved = replace(saved, module=".".join((unit, *inner)))
-                self.saved.setdefault(number, (saved, graph, self.now))
+                self.saved.setdefault(number, (saved, self.part, self.now))
 
     def stored(self, events: Sequence[Event]) -> Iterator[Stored]:
         """Yield the memory that is saved for backward, and that backward reads and frees."""
@@ -604,12 +583,10 @@ class Memory(Storages):
         """Record that the current call reads these tensors, or, if not ``reads``, overwrites them completely."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                since = self.reused.pop(storage._cdata, None)
+                number = self.number_of(tensor)
+                since = self.reused.pop(number, None)
                 if since is not None and not reads:
-                    self.waited.append((since, self.now, storage.nbytes()))
-                self.touched[storage._cdata] = self.now
-                number = self.numbers.get(storage._cdata, -1)
+                    self.waited.append((since, self.now, tensor.untyped_storage().nbytes()))
                 uses = self.uses.setdefault(number, [])
                 if uses[-1:] != [self.now]:
                     uses.append(self.now)
@@ -618,13 +595,8 @@ class Memory(Storages):
 
     def reuse(self, tensor: Tensor) -> None:
         """Record that a result will reuse a tensor's memory. Only the next call may still read the tensor."""
-        key = tensor.untyped_storage()._cdata
-        self.reused[key] = self.touched.get(key, self.now)
-
-    def _freed(self, key: int, nbytes: int) -> None:
-        super()._freed(key, nbytes)
-        self.touched.pop(key, None)
-        self.reused.pop(key, None)
+        number = self.number_of(tensor)
+        self.reused[number] = self.uses.get(number, [self.now])[-1]
 
     def finished(self) -> tuple[Event, ...]:
         """Return all calls, with the bytes that wait for reuse after each."""
@@ -641,10 +613,9 @@ class Memory(Storages):
         counted: set[int] = set()
         for j, gradient in enumerate(gradients):
             if isinstance(gradient, Tensor):
-                storage = gradient.untyped_storage()
-                nbytes = 0 if storage._cdata in counted else storage.nbytes()
-                births[j] = self.known.get(storage._cdata, 0), nbytes
-                counted.add(storage._cdata)
+                number = self.number_of(gradient)
+                births[j] = self.log[number][0], 0 if number in counted else gradient.untyped_storage().nbytes()
+                counted.add(number)
         return births
 
     def finish(self) -> None:
