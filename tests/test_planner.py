@@ -257,8 +257,10 @@ CHECKPOINTED = [("GPT", "checkpoint"), ("Llama", "checkpoint, attention saved"),
 # A checkpoint around x, as in MLPs, changes the order of inputs.
 @pytest.mark.parametrize(("name", "kind"), [pytest.param(*CHECKPOINTED[0], marks=pytest.mark.slow), CHECKPOINTED[1]])
 def test_checkpoint_rows_compile_the_graph_of_a_checkpointed_model(name: str, kind: str) -> None:
-    plain, real = (captured_model(*made(name, with_kind), {}) for with_kind in ("", kind))
-    wrapped = checkpointed(plain, CHECKPOINTS[kind])
+    (model, args), real = made(name), captured_model(*made(name, kind), {})
+    with checkpointed(model, real.units, CHECKPOINTS[kind]):
+        wrapped = captured_model(model, args, {})
+    plain = captured_model(model, args, {})
     assert [signature(graph.gm) for graph in wrapped.graphs] == [signature(graph.gm) for graph in real.graphs]
     assert (
         (wrapped.units, wrapped.mlps) == (real.units, real.mlps) and real.has_checkpoints and not plain.has_checkpoints

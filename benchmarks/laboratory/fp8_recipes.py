@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import harness, models, variants, ways
 from torch_fused_ops.benchmarks.laboratory import on_paper, run_script
 from torch_fused_ops.families.float8.recipes import RECIPES
-from torch_fused_ops.virtual_gpu import H200, GeneratedGraph, PaperCompilation, compile_on_paper, roofline
-from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
+from torch_fused_ops.virtual_gpu import H200, GeneratedGraph, PaperCompilation, compile_on_paper
+from torch_fused_ops.virtual_gpu.work import BF16_FLOP, FLOAT8_FLOP
 
 RESULTS = harness.RESULTS / "fp8_recipes.json"
 TOKENS, WIDTH = 8192, 4096
@@ -68,34 +67,10 @@ OURS = tuple(name for name, (scaling, _) in RECIPES.items() if (9, 0) in scaling
 WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in variants.TORCHAO))
 
 
-def gemms(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
-    """Yield a graph's GEMMs, with True if a GEMM multiplies float8."""
-    for node in graph.graph.graph.nodes:
-        name = getattr(node.target, "__name__", "").removesuffix(".default")
-        if node.op == "call_function" and name in GEMMS:
-            yield node, "scaled" in name
-
-
-def bytes_without_gemms(graph: GeneratedGraph) -> int:
-    """Return the bytes that a graph moves, without its GEMMs."""
-    nbytes = graph.bytes_moved
-    for node, _ in gemms(graph):
-        nbytes -= roofline.nbytes_of_node(node)
-    return nbytes
-
-
 def kernels_without_gemms(graph: GeneratedGraph) -> int:
     """Count launches of generated kernels, and calls of our kernels, each of which is one launch."""
     calls = [name.rpartition(".")[2] for name in graph.extern]
     return sum(kernel.launches for kernel in graph.kernels) + sum(name not in GEMMS for name in calls)
-
-
-def flop(graph: GeneratedGraph) -> dict[str, int]:
-    """Return the GEMMs' FLOP by the dtype of their operands."""
-    total = {"bf16": 0, "fp8": 0}
-    for node, fp8 in gemms(graph):
-        total["fp8" if fp8 else "bf16"] += int(roofline.flops_of_node(node))
-    return total
 
 
 def compiled(mlp: str, way: str) -> PaperCompilation:
@@ -135,14 +110,19 @@ def figures(paper: PaperCompilation) -> dict[str, Any]:
     rates = on_paper.RATES
     result: dict[str, Any] = {"saved_bytes": paper.saved_bytes()}
     total = {"bf16": 0, "fp8": 0}
+    calls = paper.timeline().events
     for name, graph in paper.graphs.items():
+        gemms = [call for call in calls if call.graph == name and call.flop]
         result[name] = {
             "kernels": kernels_without_gemms(graph),
-            "products": sum(1 for _ in gemms(graph)),
-            "bytes": bytes_without_gemms(graph),
+            "products": len(gemms),
+            "bytes": graph.bytes_moved - sum(gemm.nbytes for gemm in gemms),
         }
-        for kind, flops_of_kind in flop(graph).items():
-            total[kind] += flops_of_kind
+        for gemm in gemms:
+            if "scaled" in gemm.call:
+                total["fp8"] += round(gemm.flop * FLOAT8_FLOP / BF16_FLOP)
+            else:
+                total["bf16"] += round(gemm.flop)
     nbytes = sum(result[name]["bytes"] for name in paper.graphs)
     result["flop"] = total
     result["seconds"] = total["bf16"] / rates.flop + total["fp8"] / FLOAT8_FLOP + nbytes / rates.nbytes

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch_fused_ops.benchmarks import harness, models
 from torch_fused_ops.benchmarks.laboratory import run_script
 from torch_fused_ops.policy import MEMORY, FusionPolicy
-from torch_fused_ops.virtual_gpu import H200, GeneratedGraph, compile_on_paper, roofline
+from torch_fused_ops.virtual_gpu import H200, PaperCompilation, compile_on_paper, roofline
 
 RESULTS = harness.RESULTS / "on_paper.json"
 BF16 = torch.bfloat16
@@ -48,14 +48,15 @@ def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
-def graph_cost(graph: GeneratedGraph) -> dict[str, Any]:
+def graph_cost(paper: PaperCompilation, name: str) -> dict[str, Any]:
     """Return figures for a graph's generated kernels, and for the whole graph."""
+    graph, calls = paper.graphs[name], [event for event in paper.timeline().events if event.graph == name]
     return {
         "kernels": sum(kernel.launches for kernel in graph.kernels),
         "library_calls": len(graph.extern),
         "bytes": graph.bytes_moved,
-        "flops": roofline.flops(graph),
-        "floor_us": round(1e6 * RATES.seconds(roofline.works_of(graph)), 2),
+        "flops": sum(call.flop for call in calls),
+        "floor_us": round(1e6 * RATES.seconds(roofline.Work(call.flop, call.nbytes) for call in calls), 2),
     }
 
 
@@ -140,7 +141,7 @@ def block_figures(name: str, ways: Sequence[str] = BLOCK_WAYS) -> dict[str, Any]
         with torch.device("meta"):
             module, inputs = BLOCKS[name]()
         paper = compile_on_paper(module.to(BF16).train(), *inputs, **settings(way))
-        graphs = {phase: graph_cost(getattr(paper, phase)) for phase in ("forward", "backward")}
+        graphs = {phase: graph_cost(paper, phase) for phase in ("forward", "backward")}
         by_way[way] = {**graphs, "saved_bytes": paper.saved_bytes()}
         print(f"{name}, {way}: {by_way[way]}", flush=True)
     return {"name": name, "ways": by_way}

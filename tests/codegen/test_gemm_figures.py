@@ -22,7 +22,7 @@ from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP
 from torch_fused_ops.benchmarks.models import SwiGLUMLP
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.recipes import RECIPES
-from torch_fused_ops.virtual_gpu.roofline import H200_RATES, works_of
+from torch_fused_ops.virtual_gpu.roofline import H200_RATES, Work
 
 pytest.importorskip("triton")
 
@@ -162,7 +162,7 @@ def test_the_page_has_the_counted_figures(model: str, policy: str) -> None:
     nbytes = counted["forward"]["bytes"], counted["backward"]["bytes"], counted["saved_bytes"]
     share = counted["seconds"] / plain["seconds"]
     assert page()[model, policy] == (*(round(n / MIB) for n in nbytes), round(share, 2))
-    works = [work for graph in paper.graphs.values() for work in works_of(graph)]
+    works = [Work(call.flop, call.nbytes) for call in paper.timeline().events]
     assert H200_RATES.seconds(works) == pytest.approx(counted["seconds"], rel=0.03), "as in plans"
     if policy == '`gemm="fp8"`':
         assert share <= 0.70

@@ -349,6 +349,12 @@ def test_opcheck(call: tuple[str, Callable[[Tensor], tuple[Any, ...]]]) -> None:
     torch.library.opcheck(getattr(fused, name).default, args, test_utils=utils)
 
 
+def test_tensors_on_meta_have_no_data() -> None:
+    x = torch.empty(1 << 20, 1 << 20, device="meta", dtype=torch.bfloat16)  # more than a machine's memory
+    values, scales, *_ = fused.quantize_both(x)
+    assert values.is_meta and scales.is_meta and values.shape == x.shape
+
+
 def test_vmap_is_one_call_for_each() -> None:
     x = torch.randn(3, 128, 256)
     values, scales = torch.func.vmap(lambda x: fused.quantize(x, BLOCK))(x)

@@ -1,30 +1,26 @@
-"""Divide a captured model into pieces, each of which is compiled separately or runs in eager mode, or into checkpoints.
+"""Divide a captured model into pieces, each of which is compiled separately or runs in eager mode.
 
 If ``torch.compile`` is applied to each layer, the embedding, the last norm, the head and the loss run in eager mode.
 A loss outside of the compiled model is a separate piece. Equal layers are equal pieces, which are compiled once.
-
-``checkpointed`` writes the graph that Dynamo captures if ``torch.utils.checkpoint`` wraps each layer, so the compiler
-treats both models equally.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torch_fused_ops.graphs.modules import innermost
 from torch_fused_ops.planner.model import LOSS, OTHER, CapturedModel, returned
-from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, copy_graph
+from torch_fused_ops.virtual_gpu import GPU, CapturedGraph
 from torch_fused_ops.virtual_gpu.compile import emulated
 from torch_fused_ops.virtual_gpu.eager import Checkpointing, EagerGraph
 
@@ -164,51 +160,18 @@ CHECKPOINTS: dict[str, Callable[[], Any] | None] = {
 }
 
 
-def checkpointed(captured: CapturedModel, context_fn: Callable[[], Any] | None) -> CapturedModel:
-    """Return the model with ``torch.utils.checkpoint`` around each unit. ``context_fn`` is its argument."""
-    graphs = []
-    for graph in captured.graphs:
-        gm = copy_graph(graph.gm)
-        for i, nodes in enumerate(list(_nodes_of_units(captured, gm))):
-            _wrap(gm, nodes, f"checkpoint_{i}", context_fn)
-        gm.recompile()
-        graphs.append(replace(graph, gm=gm))
-    return replace(captured, graphs=tuple(graphs))
+@contextlib.contextmanager
+def checkpointed(model: Any, units: Iterable[str], context_fn: Callable[[], Any] | None) -> Iterator[None]:
+    """Inside the block, PyTorch's ``checkpoint_wrapper`` wraps each unit of a model. ``context_fn`` is its argument."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-
-def _nodes_of_units(captured: CapturedModel, gm: fx.GraphModule) -> Iterator[list[fx.Node]]:
-    """Yield the consecutive calls of each unit, except calls that begin or end an autocast region of other calls."""
-    units: dict[fx.Node, str] = {}
-    for node in gm.graph.nodes:
-        if node.op.startswith("call"):
-            source = node.args[0] if node.target is operator.getitem else None
-            inherited = units.get(source) if isinstance(source, fx.Node) else None  # a tuple's item
-            units[node] = _unit_of(captured, gm, node) if inherited is None else inherited
-    for unit, nodes in itertools.groupby(units, units.__getitem__):
-        group = list(nodes)
-        regions = [node if node.target is _AUTOCAST[0] else node.args[0] for node in group if node.target in _AUTOCAST]
-        if unit and all(regions.count(region) == 2 for region in regions):
-            yield group
-
-
-def _wrap(gm: fx.GraphModule, nodes: list[fx.Node], name: str, context_fn: Callable[[], Any] | None) -> None:
-    """Replace consecutive calls of a graph with a checkpoint whose body is these calls."""
-    body, read, written = _piece(gm, nodes)
-    if context_fn is not None:
-        body.meta["_checkpoint_context_fn"] = context_fn
-    setattr(gm, name, body)
-    with gm.graph.inserting_after(nodes[-1]):
-        call = gm.graph.call_function(tag_activation_checkpoint, (), {"use_reentrant": False})
-    with gm.graph.inserting_before(call):
-        call.args = (gm.graph.get_attr(name), *read)
-    call.meta["example_value"] = tuple(x.meta["example_value"] for x in written)
-    with gm.graph.inserting_after(call):
-        for i, x in reversed(list(enumerate(written))):
-            item = gm.graph.call_function(operator.getitem, (call, i))
-            item.meta = dict(x.meta)
-            x.replace_all_uses_with(item, lambda user: user not in nodes)
-    for node in reversed(nodes):
-        gm.graph.erase_node(node)
+    settings = {"context_fn": context_fn} if context_fn else {}
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            parent, _, name = unit.rpartition(".")
+            children = model.get_submodule(parent)._modules
+            stack.enter_context(mock.patch.dict(children, {name: checkpoint_wrapper(children[name], **settings)}))
+        yield
 
 
 def _unit_of(captured: CapturedModel, gm: fx.GraphModule, node: fx.Node) -> str:

@@ -147,7 +147,8 @@ def plan(
             'The model returns no scalar. If a loss is computed outside of it, pass loss="eager" (--loss eager).'
         )
     to_compile = (*chosen_among, OFF) if mlps else chosen_among[:1]
-    kinds = {} if captured.has_checkpoints or not {*captured.units} - {models.OTHER} else CHECKPOINTS
+    units = [unit for unit in captured.units if unit != models.OTHER]
+    kinds = {} if captured.has_checkpoints or not units else CHECKPOINTS
     kinds = {kind: context_fn for kind, context_fn in kinds.items() if not context_fn or captured.calls("dot_product")}
     compiled_pieces: dict[object, Any] | None = {} if ready.pieces else None  # of all rows in one process
 
@@ -159,8 +160,9 @@ def plan(
     def with_checkpoint(context_fn: Callable[[], Any] | None) -> SegmentedStep | None:
         try:
             # It warns of writes in place, which these layers lack.
-            with mock.patch.object(logging.getLogger("torch._higher_order_ops.wrap"), "disabled", True):
-                around_units = divide(checkpointed(captured, context_fn))
+            quiet = mock.patch.object(logging.getLogger("torch._higher_order_ops.wrap"), "disabled", True)
+            with quiet, checkpointed(model, units, context_fn):
+                around_units = divide(capture(first_size))
                 return segmented_step(around_units, described, ready.policy_at(OFF), compiled_pieces)
         except Exception:  # a layer that cannot be checkpointed, such as one that writes its argument
             log.debug("no row for checkpoints", exc_info=True)

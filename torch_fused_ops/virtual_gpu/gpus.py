@@ -123,25 +123,25 @@ def import_triton(module: str = "triton") -> Any:
         raise
 
 
-def _device_caches() -> Iterator[Any]:
-    """Yield torch's caches that depend on the device. They must not keep results for a described GPU.
+def _clear_device_caches() -> None:
+    """Clear torch's caches that depend on the device. They must not keep results for a described GPU.
 
     Only modules whose cached functions have no side effects are listed, so that clearing is always safe.
     """
-    import torch._inductor.runtime.hints as hints
+    from torch._inductor.runtime.hints import DeviceProperties
 
-    for name in ("torch._inductor.utils", "torch.utils._triton", "torch._inductor.codegen.cuda.cuda_env"):
+    functions = [DeviceProperties.create]
+    for name in (
+        "torch._inductor.utils",
+        "torch.utils._triton",
+        "torch._inductor.fx_passes.pad_mm",
+        "torch._inductor.codegen.cuda.cuda_env",
+    ):
         with contextlib.suppress(ImportError):
-            yield from (f for f in vars(importlib.import_module(name)).values() if hasattr(f, "cache_clear"))
-    yield hints.DeviceProperties.create
-    from torch._inductor.fx_passes import pad_mm
-
-    yield from (f for f in vars(pad_mm).values() if hasattr(f, "cache_clear"))
-
-
-def _clear_device_caches() -> None:
-    for cache in _device_caches():
-        cache.cache_clear()
+            functions += vars(importlib.import_module(name)).values()
+    for function in functions:
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def _patches(gpu: GPU) -> dict[str, Any]:
@@ -184,15 +184,6 @@ def _patches(gpu: GPU) -> dict[str, Any]:
     return patches
 
 
-def _driver(gpu: GPU) -> Any:
-    """Return a replacement for Triton's active driver. It only knows the target and device 0."""
-    return types.SimpleNamespace(
-        get_current_target=gpu.target,
-        get_active_torch_device=functools.partial(torch.device, "cuda", 0),
-        get_current_device=lambda: 0,
-    )
-
-
 @contextlib.contextmanager
 def described(gpu: GPU) -> Iterator[None]:
     """Make torch and Triton treat `gpu` as the only device until exit.
@@ -209,11 +200,17 @@ def described(gpu: GPU) -> Iterator[None]:
     triton = import_triton()
     import torch._dynamo.device_interface as device_interface
     import torch._inductor.runtime.triton_helpers
-    import torch._subclasses.fake_tensor  # noqa: F401
+    import torch._subclasses.fake_tensor
 
     device_interface.get_interface_for_device("cpu")  # fill the registry first: filling it overwrites patches
     driver = triton.runtime.driver
     active = driver._active
+    # It only knows the target and device 0.
+    described_driver = types.SimpleNamespace(
+        get_current_target=gpu.target,
+        get_active_torch_device=functools.partial(torch.device, "cuda", 0),
+        get_current_device=lambda: 0,
+    )
     with _LOCK, contextlib.ExitStack() as stack:
         if "TRITON_DEFAULT_FP_FUSION" not in os.environ:  # Triton 3.9 warns then that 3.10 has another default
             os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
@@ -228,5 +225,5 @@ def described(gpu: GPU) -> Iterator[None]:
         for name, value in _patches(gpu).items():
             stack.enter_context(mock.patch(name, value))
         stack.callback(setattr, driver, "_active", active)
-        driver.set_active(_driver(gpu))
+        driver.set_active(described_driver)
         yield

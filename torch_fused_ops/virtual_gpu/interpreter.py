@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .gpus import import_triton
-from .kernels import Kernel, launch_grid, load, written_sizes
+from .kernels import Kernel, launch_grid, load
 from .wrapper import called
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def interpret(
         if isinstance(value, Tensor) and value.device.type != "cpu":
             raise ValueError(f"{name}: got a tensor on {value.device}, expected one on the CPU")
     if loaded.signature:
-        sizes = {name: size for name, size in written_sizes(loaded.jit.src).items() if name in names}
+        written = re.findall(r"^    (\w+numel) = (\d+)$", loaded.jit.src, re.M)  # by Inductor: "xnumel = 512"
+        sizes = {name: int(size) for name, size in written if name in names}
         named = {**sizes, **loaded.constants, **named}
     if grid is None:
         if not loaded.inductor_meta:

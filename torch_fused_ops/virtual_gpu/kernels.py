@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,11 +48,6 @@ class Kernel:
     options: Mapping[str, Any] = field(default_factory=dict)
     configurations: tuple[Configuration, ...] = (Configuration(),)
     inductor_meta: Mapping[str, Any] = field(default_factory=dict)
-
-
-def written_sizes(source: str) -> dict[str, int]:
-    """Read the sizes that Inductor wrote into a kernel's source, such as ``xnumel = 512``."""
-    return {name: int(size) for name, size in re.findall(r"^    (\w+numel) = (\d+)$", source, re.M)}
 
 
 @functools.cache

@@ -112,7 +112,13 @@ def assemble(
             raise ValueError(f"block: got {name!r}, expected one of {accepted}")
     first = loaded.configurations[0]
     configuration = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
-    return _assembled(loaded, gpu, configuration)
+    compiled = _compiled(loaded, gpu, configuration)
+    # A persistent reduction fixes a block size in its body: `R0_BLOCK: tl.constexpr = 1024`.
+    fixed = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", loaded.jit.src, re.M)
+    elements = math.prod({**{name: int(size) for name, size in fixed}, **configuration.block}.values())
+    threads = configuration.num_warps * gpu.warp_size
+    registers, spills, shared, ptx, binary = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
+    return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, binary, configuration.block)
 
 
 def compile_to_ttgir(kernel: Kernel, gpu: GPU, configuration: Configuration) -> str:
@@ -146,16 +152,6 @@ def _compiled(kernel: Kernel, gpu: GPU, configuration: Configuration, cached_as:
         options["num_stages"] = configuration.num_stages
     with described(gpu):
         return triton.compile(source, target=gpu.target(), options=options)
-
-
-def _assembled(kernel: Kernel, gpu: GPU, configuration: Configuration) -> MachineCode:
-    compiled = _compiled(kernel, gpu, configuration)
-    # A persistent reduction fixes a block size in its body: `R0_BLOCK: tl.constexpr = 1024`.
-    fixed = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", kernel.jit.src, re.M)
-    elements = math.prod({**{name: int(size) for name, size in fixed}, **configuration.block}.values())
-    threads, block = configuration.num_warps * gpu.warp_size, dict(configuration.block)
-    registers, spills, shared, ptx, binary = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
-    return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, binary, block)
 
 
 def specialized(jit: Any, args: Sequence[Any], options: Mapping[str, Any], gpu: GPU) -> tuple[Kernel, dict[str, Any]]:

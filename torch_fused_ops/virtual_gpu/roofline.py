@@ -5,17 +5,11 @@ This is a lower bound, not a prediction. Kernels run one after the other; each t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
-from torch.utils._pytree import tree_leaves
 
 from .gpus import GPU, H200
-from .results import GeneratedGraph
-from .work import BF16_FLOP, BYTES_MOVED, flop_of, flop_of_bf16
+from .work import BF16_FLOP, BYTES_MOVED
 
 
 @dataclass(frozen=True)
@@ -93,40 +87,3 @@ def estimated_rates(gpu: GPU) -> Rates | None:
     (flop, nbytes), sheet = _SHEETS[gpu.name], _SHEETS[H200.name]
     share = Rates(flop * H200_RATES.flop / sheet[0], nbytes * H200_RATES.nbytes / sheet[1])
     return replace(share, **_FITTED.get(gpu.name, {}))
-
-
-# ---- generated code --------------------------------------------------------------------------------------------------
-
-
-def flops(graph: GeneratedGraph) -> float:
-    """Return the FLOP of a graph's GEMMs and attention."""
-    return sum(map(flops_of_node, graph.graph.graph.nodes))
-
-
-def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) -> float:
-    """Return one node's FLOP, counted by ``work.flop_of`` or a similar function.
-
-    A checkpoint wraps attention in operators that save and restore random states.
-    """
-    target: Any = node.target
-    operands: Any = node.args
-    states = {run_and_save_rng_state: 0, run_with_rng_state: 1}.get(target)  # arguments before the operator
-    if states is not None:
-        target, operands = operands[states], operands[states + 1 :]
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return 0.0
-    args, kwargs = torch.fx.node.map_arg((operands, node.kwargs), lambda n: n.meta["val"])
-    return count(target.overloadpacket, args, kwargs, node.meta.get("val"))
-
-
-def works_of(graph: GeneratedGraph) -> list[Work]:
-    """Return a graph's work: each GEMM, and the bytes of all kernels and other calls together."""
-    counted = ((node, flops_of_node(node, flop_of_bf16)) for node in graph.graph.graph.nodes)
-    products = [Work(flop, nbytes_of_node(node)) for node, flop in counted if flop]
-    return [*products, Work(nbytes=max(0.0, graph.bytes_moved - sum(work.nbytes for work in products)))]
-
-
-def nbytes_of_node(call: torch.fx.Node) -> int:
-    """Return the bytes of a call's operands and results. An expanded tensor counts by its bytes in memory."""
-    values = tree_leaves([call.meta["val"], *(node.meta["val"] for node in call.all_input_nodes)])
-    return sum(min(v.nbytes, v.untyped_storage().nbytes()) for v in values if isinstance(v, torch.Tensor))

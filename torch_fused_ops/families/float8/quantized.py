@@ -63,8 +63,9 @@ def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def fake(*args: Any) -> Any:
         device = next(a for a in args if isinstance(a, Tensor)).device
-        # Every build of torch has the device "cpu", on which fake tensors remain fake.
-        shapes = function(*(a.new_empty(a.shape, device="cpu") if isinstance(a, Tensor) else a for a in args))
+        # Every build of torch has the device "cpu", on which fake tensors remain fake, but tensors on "meta" do not.
+        without_data = "meta" if device.type == "meta" else "cpu"
+        shapes = function(*(a.new_empty(a.shape, device=without_data) if isinstance(a, Tensor) else a for a in args))
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in shapes)
 
     return fake
