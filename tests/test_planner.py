@@ -82,7 +82,7 @@ def test_sizes_are_parsed() -> None:
 def test_described_gpus_and_optimizers_are_accepted() -> None:
     assert tuple(gpus.GPUS) == GPUS and all(map(roofline.estimated_rates, gpus.GPUS.values()))
     assert gpus.by_name("rtx 5090") is gpus.RTX5090
-    assert set(OPTIMIZERS) == set(ACCEPTED["optimizer"])
+    assert {*OPTIMIZERS, "adamw-fused"} == set(ACCEPTED["optimizer"])
 
 
 def test_shapes_are_static_after_other_sizes_were_compiled() -> None:

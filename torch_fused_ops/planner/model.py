@@ -52,10 +52,6 @@ class CapturedModel:
         """Return the path of the parameter or buffer at a graph's input; "" if the input is another tensor."""
         return self.graphs[graph].paths[number]
 
-    def under_autocast(self) -> CapturedModel:
-        """Return the model with its forward under bfloat16 autocast."""
-        return replace(self, graphs=tuple(replace(graph, autocast=torch.bfloat16) for graph in self.graphs))
-
     def calls(self, *names: str) -> bool:
         """Return True if a graph has a call with a name that contains an element of ``names``."""
         graphs = (gm for graph in self.graphs for gm in graphs_of(graph.gm))

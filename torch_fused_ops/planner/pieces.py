@@ -165,7 +165,7 @@ def checkpointed(model: Any, units: Iterable[str], context_fn: Callable[[], Any]
     """Inside the block, PyTorch's ``checkpoint_wrapper`` wraps each unit of a model. ``context_fn`` is its argument."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    settings = {"context_fn": context_fn} if context_fn else {}
+    settings: dict[str, Any] = {"context_fn": context_fn} if context_fn else {}
     with contextlib.ExitStack() as stack:
         for unit in units:
             parent, _, name = unit.rpartition(".")

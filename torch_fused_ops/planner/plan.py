@@ -129,7 +129,9 @@ def plan(
             resized = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, resized)
         with models.weights_as(model, weights):
             captured = models.captured_model(model, resized[0], resized[1], loss_function)
-        return captured.under_autocast() if master_weights else captured
+        if not master_weights:
+            return captured
+        return replace(captured, graphs=tuple(replace(graph, autocast=torch.bfloat16) for graph in captured.graphs))
 
     divide = functools.partial(divided, gpu=described, compiled=compiled, loss=loss_runs, keep_logits=keep_logits)
     captured = capture(first_size)

@@ -14,28 +14,26 @@ from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.planner.setup import SettingError, Setup
 from torch_fused_ops.virtual_gpu.timeline import Storages
 
-# foreach is PyTorch's default on GPUs; fused must be requested.
-OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer] | None] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True),
-    "none": None,
-}
+OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
+    "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None,
+}  # fmt: skip
 
 
 def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]:
-    """Measure the memory of one of ``OPTIMIZERS``, by running it on meta tensors.
+    """Measure the memory of an optimizer, by running it on meta tensors.
+
+    Args:
+        name: one of ``OPTIMIZERS``, or "adamw-fused".
+        parameters: the trained parameters.
 
     Returns:
         Bytes of state that stays alive between steps, and the peak bytes of a step's temporary tensors.
     """
-    make = OPTIMIZERS[name]
+    make: Any = OPTIMIZERS[name.removesuffix("-fused")]
     if make is None or not parameters:
         return 0, 0
-    if name.endswith("-fused"):  # its kernel works in place, and does not run on meta tensors
-        return optimizer_memory(name.removesuffix("-fused"), parameters)[0], 0
     copies = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters]
-    optimizer: Any = make(copies)
+    optimizer = make(copies, lr=1e-3, foreach=True)  # foreach is PyTorch's default on GPUs
     storages = Storages()
     for p in copies:
         p.grad = torch.empty_like(p)
@@ -46,7 +44,8 @@ def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]
         state = storages.live
         storages.most = state
         optimizer.step()
-    return state, storages.most - state
+    # Fused kernels, which do not run on meta tensors, work in place.
+    return state, 0 if name.endswith("-fused") else storages.most - state
 
 
 class ResidentTensor(NamedTuple):

@@ -300,6 +300,7 @@ class _Paper:
         return original(*bound.args, **bound.kwargs)
 
     def partition(self, original: Callable[..., Any], gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        from torch_fused_ops.lowerings.partition import base
         from torch_fused_ops.lowerings.saved_tensors import storage_shares
 
         forward, backward = original(gm, joint_inputs, **kwargs)
@@ -310,7 +311,7 @@ class _Paper:
         values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in outputs]
         on_gpu = [isinstance(value, Tensor) and value.device.type == "cuda" for value in values]
         shares = storage_shares(itertools.compress(outputs, on_gpu))
-        self.saved = tuple(saved_tensor(node, origins, nbytes) for node, nbytes in shares.items())
+        self.saved = tuple(saved_tensor(node, base(node), origins, nbytes) for node, nbytes in shares.items())
         # AOTAutograd passes saved values by position, and moves sizes, forward's last outputs, to the front.
         numeric = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
         numbers = sorted(range(len(outputs)), key=lambda i: not isinstance(values[i], numeric))

@@ -21,7 +21,7 @@ from .generated import graph_input
 from .gpus import GPU
 from .results import GraphInput, Launch
 from .timeline import Memory
-from .work import flop_of_bf16, is_view
+from .work import is_view
 
 
 class EagerGraph:
@@ -152,6 +152,5 @@ class _Operators(TorchDispatchMode):
             tensors = [*values, *(value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))]
             nbytes = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)
             memory.launch = Launch(nbytes, ())
-            memory.note(str(func).removesuffix(".default"), flop_of_bf16(func.overloadpacket, args, kwargs, result))
-            memory.workspace(func, args)
+            memory.ran(func, args, kwargs, result)
         return result

@@ -344,14 +344,6 @@ def _dims_consumed(entry: Any) -> int:
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
-def _move_constant(graph: fx.Graph, node: fx.Node) -> None:
-    """Copy a constant such as `torch.tensor([1.0], device=…)`, which is lifted on the CPU, to the GPU."""
-    with graph.inserting_after(node):
-        copy = graph.call_function(torch.ops.prims.device_put.default, (node, torch.device("cuda", 0)))
-    copy.meta.update(node.meta)
-    node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-
-
 def moved(device: str, value: Any) -> Any:
     """Return a fake tensor like ``value`` on "cpu" or "cuda"; return values other than fake tensors unchanged."""
     if not isinstance(value, torch._subclasses.FakeTensor) or value.device.type == device:
@@ -377,7 +369,11 @@ def move_graph(gm: fx.GraphModule) -> None:
         return gpu if isinstance(value, torch.device) and value.type == "cpu" else value
 
     for node in gm.graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
-        _move_constant(gm.graph, node)
+        # A constant such as `torch.tensor([1.0], device=…)` is lifted on the CPU.
+        with gm.graph.inserting_after(node):
+            copy = gm.graph.call_function(torch.ops.prims.device_put.default, (node, gpu))
+        copy.meta.update(node.meta)
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
     inputs = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":

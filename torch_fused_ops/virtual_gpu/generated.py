@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import ast
 import bisect
-import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from torch_fused_ops.graphs.modules import innermost
 
 from .captured import hint
 from .results import GeneratedKernel, GraphInput, Launch, SavedTensor
-from .work import is_view
 from .wrapper import marked_lines
 
 
@@ -73,17 +70,10 @@ def read_code(marked_code: str, scheduled: Sequence[Launch]) -> tuple[tuple[Gene
     return tuple(kernels), tuple(extern)
 
 
-def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool], nbytes: int) -> SavedTensor:
-    root = node
-    while root.all_input_nodes:
-        source = root.all_input_nodes[0]
-        call: Any = source.target if root.target is operator.getitem else root.target  # getitem selects a result
-        if not isinstance(call, torch._ops.OpOverload) or not is_view(call):
-            break
-        root = source
-    value = node.meta["val"]
+def saved_tensor(node: fx.Node, source: fx.Node, origins: Mapping[fx.Node, bool], nbytes: int) -> SavedTensor:
+    """Describe a saved value. ``source``: the node whose memory it shares. ``origins``: True for parameters' inputs."""
+    value, is_input = node.meta["val"], source.op == "placeholder"
     shape = tuple(hint(size) for size in value.shape)
-    is_input = root.op == "placeholder"
-    is_parameter = is_input and origins.get(root, False)
+    is_parameter = is_input and origins.get(source, False)
     is_graph_input = is_input and not is_parameter
-    return SavedTensor(node.name, shape, value.dtype, nbytes, is_parameter, is_graph_input, innermost(root))
+    return SavedTensor(node.name, shape, value.dtype, nbytes, is_parameter, is_graph_input, innermost(source))

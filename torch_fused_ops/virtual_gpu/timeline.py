@@ -505,8 +505,7 @@ class Memory(Storages):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.touch(tree_leaves(result))
         if not is_view(func):
-            self.note(str(func).removesuffix(".default"), flop_of_bf16(func.overloadpacket, args, kwargs, result))
-            self.workspace(func, args)
+            self.ran(func, args, kwargs, result)
         return result
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
@@ -545,8 +544,9 @@ class Memory(Storages):
                 ready = next((i for i in before if i > written and events[i].flop), before[-1] + 1)
                 yield Stored(self.log[number][2], saved, ready, ends, starts, after[0])
 
-    def workspace(self, func: Any, args: Any) -> None:
-        """Count the bytes that a library allocates during a call."""
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record an operator's call, and count the bytes that a library allocates during it."""
+        self.note(str(func).removesuffix(".default"), flop_of_bf16(func.overloadpacket, args, kwargs, result))
         extra = _WORKSPACE.get(func.overloadpacket)
         if extra is not None:
             self.most = max(self.most, self.live + extra(args))
