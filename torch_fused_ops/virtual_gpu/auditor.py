@@ -150,8 +150,8 @@ def audit(
         for text, configuration in zip(texts[key], kernel.configurations, strict=True):
             blocks = [f"{name} {size}" for name, size in configuration.block.items()]
             described = ", ".join([*blocks, f"{configuration.num_warps} warps"])
-            found = _faults(launch, launch.grid(configuration, gpu), text, notes)
-            findings += [Finding(launch.name, described, *fault) for fault in found]
+            launch_faults = _faults(launch, launch.grid(configuration, gpu), text, notes)
+            findings += [Finding(launch.name, described, *fault) for fault in launch_faults]
     counted = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in notes.items())
     return Audit(gpu.name, len(texts), sum(map(len, texts.values())), tuple(findings), counted)
 
