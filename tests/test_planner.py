@@ -98,7 +98,9 @@ def test_shapes_are_static_after_other_sizes_were_compiled() -> None:
 
 def test_functions_without_gradients_are_rejected() -> None:
     raises(TypeError, "model=3 is not callable", tfo.plan, 3, capacity="1GiB")
-    raises(ValueError, "nothing in it needs a gradient", tfo.plan, torch.relu, torch.empty(4, 4), capacity="1GiB")
+    for compiled in ("model", "none"):
+        with pytest.raises(ValueError, match="nothing in it needs a gradient"):
+            tfo.plan(torch.relu, torch.empty(4, 4), capacity="1GiB", compiled=compiled)
 
 
 def test_optimizer_memory_is_that_of_its_step() -> None:

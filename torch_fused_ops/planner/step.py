@@ -24,11 +24,9 @@ from torch_fused_ops.planner.offload import Link, Schedule, in_order, moved
 from torch_fused_ops.planner.pieces import signature
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reports.captures import Capture, fused_graph, on_paper
-from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
+from torch_fused_ops.virtual_gpu import GPU, roofline
 from torch_fused_ops.virtual_gpu.eager import EagerGraph
-from torch_fused_ops.virtual_gpu.timeline import Event, Stored, Timeline, timeline_of
-
-Compiled = PaperCompilation | EagerGraph
+from torch_fused_ops.virtual_gpu.timeline import Event, Part, Stored, Timeline, timeline_of
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Step:
 
 
 def segmented_step(
-    model: CapturedModel, gpu: GPU, policy: FusionPolicy, known: dict[object, Compiled] | None = None
+    model: CapturedModel, gpu: GPU, policy: FusionPolicy, known: dict[object, Part] | None = None
 ) -> SegmentedStep:
     """Compile a captured model's graphs under a policy, join their live-bytes timelines, and split the step.
 
@@ -150,7 +148,7 @@ def segmented_step(
     Raises:
         ValueError: a graph could not be captured, or no graph has a backward.
     """
-    programs: list[Compiled] = []
+    programs: list[Part] = []
     known = {} if known is None else known
     for i, graph in enumerate(model.graphs):
         unit = model.pieces[i] if model.pieces else None
@@ -177,8 +175,6 @@ def segmented_step(
                 if collects:
                     gc.enable()
         programs.append(known[key])
-    if not any(isinstance(program, EagerGraph) or program.backward for program in programs):
-        raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
     rates = roofline.estimated_rates(gpu)
     assert rates is not None
 
@@ -188,6 +184,8 @@ def segmented_step(
         return rates.seconds([roofline.Work(call.flop, call.nbytes)])
 
     timeline = timeline_of(programs, model.links, units=model.pieces, shared=model.shared, retained=model.retained)
+    if not timeline.gradients and all(event.graph != "backward" for event in timeline.events):
+        raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
     return cut(timeline, model, seconds)
 
 

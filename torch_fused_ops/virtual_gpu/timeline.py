@@ -480,10 +480,10 @@ class Memory(Storages):
     def new(self, spec: Any, counted: bool) -> Any:
         if spec.number is not None:
             return spec.number
-        with _disable_current_modes():  # this is not a call of the program
-            return self.add(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"), counted)
+        return self.empty_strided(spec.shape, spec.stride, spec.dtype, self.device if counted else "meta")
 
     def empty_strided(self, size: Any, stride: Any, dtype: torch.dtype, device: Any) -> Tensor:
+        """Allocate a tensor, which counts if it is on the device."""
         with _disable_current_modes():  # this is not a call of the program
             tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return self.add(tensor, counted=torch.device(device).type == self.device)
