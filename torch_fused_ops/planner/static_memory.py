@@ -15,8 +15,10 @@ from torch_fused_ops.planner.setup import SettingError, Setup
 from torch_fused_ops.virtual_gpu.timeline import Storages
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
-    "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None,
-}  # fmt: skip
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "none": None,
+}
 
 
 def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]:

@@ -362,7 +362,8 @@ def timeline_of(
                     results[i, j] = output
                 if (i, j) not in last_reader or (i, j) in retained:
                     callers.append(output)
-            outputs, output, state = [], None, None
+            outputs, state = [], None
+            output = None
             for result in [result for result in results if last_reader[result] <= i]:
                 del results[result]
         between = memory.live
@@ -370,7 +371,8 @@ def timeline_of(
         born: dict[tuple[int, int], tuple[int, int]] = {}
         known: set[object] = set()  # inputs that already have a gradient
         for i, part in reversed(list(enumerate(parts))):
-            memory.part, memory.modules, memory.starts[i] = i, modules[i], memory.now
+            memory.part, memory.modules = i, modules[i]
+            memory.starts[i] = memory.now
             linked = [j for k, j in last_reader if k == i]
             gradients = part.run_backward(memory, saved.pop(), {j: tangents.pop((i, j), None) for j in linked})
             for j, birth in memory.born(gradients).items():
