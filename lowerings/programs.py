@@ -75,7 +75,7 @@ class _Lower(torch.fx.Interpreter):
         )
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Box:
-        box = lowerings[target](*args, **kwargs) if target in lowerings else None
+        box: Box = lowerings[target](*args, **kwargs) if target in lowerings else None
         data = box.data.data if isinstance(box, ir.TensorBox) and isinstance(box.data, ir.StorageBox) else None
         if not isinstance(data, ir.Pointwise):
             raise NotImplementedError(
