@@ -183,7 +183,8 @@ def _place_on_gpu(first: Tensor, specs: Sequence[tuple[str, Any]], tensors: Sequ
     for (kind, spec), t in zip(specs, tensors, strict=True):
         is_sequence &= kind == "seed" or (kind == "data" and not isinstance(spec, tuple))
         in_rows = isinstance(spec, tuple) and spec[1] == "rows"
-        reach = max(reach, t.numel() // max(t.shape[-1], 1) * spec[2] if in_rows else t.numel())
+        extent = t.numel() // max(t.shape[-1], 1) * spec[2] if in_rows else t.numel()
+        reach = max(reach, extent)
     wide = reach > _INT32_MAX
     if is_sequence:
         return Place(first.device, 0, math.gcd(columns, 16), 1, wide)
@@ -194,7 +195,8 @@ def _place_on_gpu(first: Tensor, specs: Sequence[tuple[str, Any]], tensors: Sequ
 def _of_any_width(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the key of the kernel for all numbers of columns with the same divisor of 16."""
     parts = ((*part[:2], 0) if isinstance(part, tuple) and part[1:2] == ("rows",) else part for part in key[:-1])
-    return *parts, key[-1]._replace(columns=0, unit=math.gcd(key[-1].columns, 16))
+    place = key[-1]
+    return *parts, place._replace(columns=0, unit=math.gcd(place.columns, 16))
 
 
 def with_defaults(signature: Signature, key: tuple[Any, ...], count: int) -> tuple[Any, ...]:
@@ -209,7 +211,8 @@ def _load(signature: Signature, key: tuple[Any, ...], count: int, tensors: list[
     with _lock:
         if full not in _KERNELS and key[-1].columns:
             wider = _of_any_width(full)
-            widths = {k[-1].columns for k in _KERNELS if k[-1].columns and _of_any_width(k)[:-1] == wider[:-1]}
+            of_one_width = (k for k in _KERNELS if k[-1].columns)
+            widths = {k[-1].columns for k in of_one_width if _of_any_width(k)[:-1] == wider[:-1]}
             full = wider if len(widths) >= _MOST_WIDTHS else full
         if full not in _KERNELS and device not in _failures:
             if sum(signature.name == other[-3] for other in _KERNELS) >= _MOST_KERNELS:
@@ -262,8 +265,8 @@ def _example(
     size = sizes.get(kind, [*leading, width])
     if kind == "mask":
         size = [1 if is_one else n for is_one, n in zip(reversed(layout), reversed(size), strict=False)][::-1]
-    strides = torch.empty([*leading, layout[1] or row_stride] if "rows" in layout else size).stride()
-    return torch.empty_strided(size, strides, dtype=dtype, device=device)
+    allocated = [*leading, layout[1] or row_stride] if "rows" in layout else size
+    return torch.empty_strided(size, torch.empty(allocated).stride(), dtype=dtype, device=device)
 
 
 def operator_graph(signature: Signature, key: tuple[Any, ...]) -> OperatorGraph:
@@ -288,10 +291,13 @@ def operator_graph(signature: Signature, key: tuple[Any, ...]) -> OperatorGraph:
     if place.wide:  # Inductor takes 64 bits if the hints' products need them
         strides = [part[2] for part in spec if isinstance(part, tuple) and part[1:2] == ("rows",)]
         rows_hint = _INT32_MAX // max(place.columns or 1024, *strides, 1) + 2 * place.block
-    rows, columns = symbol(rows_hint // place.block), place.columns or place.unit * symbol(1024)
+    rows = symbol(rows_hint // place.block)
+    columns = place.columns or place.unit * symbol(1024)
     leading = [*map(symbol, range(3, axes + 1)), place.block * rows][: axes - 1]
     is_packed = any(argument.kind == "packed" for argument in signature.arguments)
-    packed = None if not is_packed else 2 * columns if on_gpu else symbol(2048)
+    packed = None
+    if is_packed:
+        packed = 2 * columns if on_gpu else symbol(2048)
     symbols: list[tuple[Any, Callable[[Tensor], int]]] = []
     if place.block > 1:
         symbols.append((rows, lambda t: t.shape[-2] // place.block))
@@ -361,10 +367,12 @@ def _compile(signature: Signature, key: tuple[Any, ...]) -> Callable[..., Any]:
     graph = operator_graph(signature, key)
     with config.patch(SETTINGS), V.set_choices_handler(EagerChoices(graph.sums_block)), torch.no_grad():
         code: Any = compile_fx_inner(graph.module, graph.examples)
-    run, symbols, is_backward = code.current_callable, graph.symbols, signature.is_backward
+    run, symbols = code.current_callable, graph.symbols
 
     def with_symbols(tensors: list[Tensor]) -> Any:
         return code.current_callable([*(of(tensors[0]) for of in symbols), *tensors])
 
     run = with_symbols if symbols else run
-    return lambda tensors: tuple(run(tensors)) if is_backward else run(tensors)[0]
+    if signature.is_backward:
+        return lambda tensors: tuple(run(tensors))
+    return lambda tensors: run(tensors)[0]

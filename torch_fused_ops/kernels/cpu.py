@@ -74,8 +74,10 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
             computed = computed if signature.is_backward else (computed,)
             outs = outs or list(map(allocate, computed, signature.results, itertools.repeat(lead), dtypes))
             for out, part, kind in zip(outs, computed, signature.results, strict=True):
-                if part is not None:
-                    out.add_(part) if kind == "per_column" else out.view(rows, *part.shape[1:])[block_rows].copy_(part)
+                if part is not None and kind == "per_column":
+                    out.add_(part)
+                elif part is not None:
+                    out.view(rows, *part.shape[1:])[block_rows].copy_(part)
         rounded = (o if o is None else o.to(dtype) for o, dtype in zip(outs, dtypes, strict=True))
         return tuple(rounded) if signature.is_backward else outs[0]
 

@@ -255,7 +255,8 @@ def register_pair(
 
 
 def _differentiate_by_reference(op: torch._ops.OpOverload, implementation: Implementation) -> None:
-    reference, on_cpu = (checked(f, implementation.check) for f in (implementation.plain, implementation.on_cpu))
+    reference = checked(implementation.plain, implementation.check)
+    on_cpu = checked(implementation.on_cpu, implementation.check)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if _transformed(args) or _requires_grad(args):

@@ -40,7 +40,8 @@ def kernel(op: torch._ops.OpOverload, signature: Signature, plain: Callable[...,
 
     def batched(*args: Any) -> Any:
         vectors_differ = any(args[i] is not None and is_batchedtensor(args[i]) for i in vectors)
-        if other_kinds or vectors_differ or (signature.is_backward and any(args[-1][i] for i in sums)):
+        needs_sums = signature.is_backward and any(args[-1][i] for i in sums)
+        if other_kinds or vectors_differ or needs_sums:
             return plain(*args)
         interpreter: Any = retrieve_current_functorch_interpreter()  # as torch.library.register_vmap calls a rule
         return custom_function_call_vmap_helper(interpreter, rule, op, *args)

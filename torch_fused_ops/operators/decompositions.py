@@ -46,5 +46,8 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
 def _in_aten(plain: Callable[..., Any], differentiable: bool, *args: Any) -> Any:
     with activations.spelled_for_derivatives(differentiable):
         results = plain(*args)
-    # Operators return contiguous tensors, and never an argument.
-    return tree_map_only(Tensor, lambda t: t.clone() if any(t is a for a in args) else t.contiguous(), results)
+
+    def owned(t: Tensor) -> Tensor:  # operators return contiguous tensors, and never an argument
+        return t.clone() if any(t is a for a in args) else t.contiguous()
+
+    return tree_map_only(Tensor, owned, results)

@@ -51,7 +51,8 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
         dtype = compute_dtype(grad, *tensors)
         wide, elements = widened(dtype, grad), _elements(op, tensors, layout, dtype)
         grads: Sequence[Tensor] = ()
-        if any(requested and from_data for requested, from_data in zip(output_mask, derived_from_data, strict=True)):
+        pairs = zip(output_mask, derived_from_data, strict=True)
+        if any(requested and from_data for requested, from_data in pairs):
             grads = op.grads(wide, *elements, *scalars)
             grads = grads if layout is None else [pack(grads[0], grads[1], layout)]
 
@@ -59,7 +60,8 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
             if kind == "per_row":
                 unscaled = op.value(*elements[:-1], None, *scalars)
                 return (wide * unscaled).sum(-1).to(t.dtype)
-            return widened(t.dtype, over_rows(grads[0]) if kind == "per_column" else grads[i])
+            wide_gradient = over_rows(grads[0]) if kind == "per_column" else grads[i]
+            return widened(t.dtype, wide_gradient)
 
         arguments = enumerate(zip(tensors, op.kinds, output_mask, strict=True))
         return tuple(gradient(i, t, kind) if requested else None for i, (t, kind, requested) in arguments)

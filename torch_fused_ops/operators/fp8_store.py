@@ -99,7 +99,8 @@ def policy(op: PointwiseOperator) -> SavePolicy:
     def saved(args: tuple[Any, ...], _: Tensor) -> tuple[tuple[Tensor | None, ...], Any]:
         tensors, traced = args[:count], traceback.has_preserved_node_meta()
         with _tagged("recompute", CheckpointPolicy.MUST_SAVE):
-            stored = [part for t in tensors[:data] for part in store(t, traced and op.reads_halves(args))]
+            halves = traced and op.reads_halves(args)
+            stored = [part for t in tensors[:data] for part in store(t, halves)]
         wide = compute_dtype(*tensors)  # eager: load without rounding to t.dtype
         dtypes = [t.dtype if traced or _has_kernels(t) else wide for t in tensors[:data]]
         return (*stored, *tensors[data:]), (dtypes, args[count:])

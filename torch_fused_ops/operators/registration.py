@@ -31,7 +31,8 @@ def with_kernels(
     """
     on_cpu = on_gpu = plain
     if not is_without("kernels"):
-        on_cpu, on_gpu = (compiled.kernel(signature, formula or plain, on_gpu=is_gpu) for is_gpu in (False, True))
+        on_cpu = compiled.kernel(signature, formula or plain, on_gpu=False)
+        on_gpu = compiled.kernel(signature, formula or plain, on_gpu=True)
     return Implementation(signature, plain, fake, on_cpu, on_gpu, check)
 
 
@@ -42,7 +43,8 @@ def register_pointwise(op: PointwiseOperator) -> None:
     def fake(*args: Any) -> Tensor:
         check(*args)
         first: Tensor = args[0]
-        return first.new_empty((*first.shape[:-1], first.shape[-1] // 2) if op.is_packed else first.shape)
+        shape = (*first.shape[:-1], first.shape[-1] // 2) if op.is_packed else first.shape
+        return first.new_empty(shape)
 
     def backward_fake(grad: Tensor, *args: Any) -> Gradients:
         return tuple(empty_gradient(t, requested) for t, requested in zip(args, args[-1], strict=False))

@@ -114,7 +114,8 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
         return inp.tracer.create_proxy("call_function", make_viewless_tensor, (inp, requires_grad, keep_graph), {})
     _check(inp, requires_grad)
     same = bool(requires_grad) == inp.requires_grad and (keep_graph or inp.is_leaf)
-    if same and inp._base is None and (requires_grad or torch.compiler.is_dynamo_compiling() or not in_transform()):
+    without_tangent = torch.compiler.is_dynamo_compiling() or not in_transform()
+    if same and inp._base is None and (requires_grad or without_tangent):
         return inp
     return _alias(inp, requires_grad, keep_graph)
 

@@ -911,13 +911,15 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
     if grad.numel() == 0:
         return results
     if layout is None:
-        gate, up, of_gate = data[0], data[1] if op.num_data == 2 else None, gradients[0]
+        gate, of_gate = data[0], gradients[0]
+        up = data[1] if op.num_data == 2 else None
         of_up: Sequence[Any] = gradients[1] if op.num_data == 2 else (None,) * 5
     else:
         gate, up = formulas.unpack(data[0], layout)
         halves = (t.chunk(2, axis) for t, axis in zip(gradients[0], (1, 0, 0, 1, 1), strict=True))
         of_gate, of_up = list(zip(*halves, strict=True))[:: -1 if layout == "swapped" else 1]
-    strides = [stride for t in (grad, gate, up) for stride in ((0, 0) if t is None else t.stride())]
+    up_strides = (0, 0) if up is None else up.stride()
+    strides = (*grad.stride(), *gate.stride(), *up_strides)
     registers = {"maxnreg": _REGISTERS} if ptx and data[0].element_size() == 2 else {}
     dtypes = torch.uint8, torch.float32, torch.int32, torch.float32, torch.float32
     launch(

@@ -51,8 +51,8 @@ def _quantized_backward(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ..
     def quantized(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         (columns,) = args[end:] or (BLOCK,)  # omitted if it is the default
         arguments = *args[: op.num_data], *no_bias_or_scale, *args[op.num_data : end]
-        gradients = backward(grad, *arguments, requested)[: op.num_data]
-        stored = [part for g in gradients if g is not None for part in (*_quantize_both(g, columns), _sums(g))]
+        gradients: Any = backward(grad, *arguments, requested)[: op.num_data]  # all of them are requested
+        stored = [part for g in gradients for part in (*_quantize_both(g, columns), _sums(g))]
         return *stored, *float8.quantize(forward(*arguments).t(), *float8.block_of_columns(columns))
 
     return quantized
@@ -65,7 +65,8 @@ def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
         device = next(a for a in args if isinstance(a, Tensor)).device
         # Every build of torch has the device "cpu", on which fake tensors remain fake, but tensors on "meta" do not.
         without_data = "meta" if device.type == "meta" else "cpu"
-        shapes = function(*(a.new_empty(a.shape, device=without_data) if isinstance(a, Tensor) else a for a in args))
+        empty_args = [a.new_empty(a.shape, device=without_data) if isinstance(a, Tensor) else a for a in args]
+        shapes = function(*empty_args)
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in shapes)
 
     return fake
