@@ -51,10 +51,9 @@ def _token_scale(input: Tensor, weights: Tensor) -> Tensor:
     functional._check("weights", weights, "Tensor")
     rows = input.shape[:-1]
     if weights.shape[-1:] != (1,) or weights.numel() != math.prod(rows):
-        raise ValueError(
-            f"weights has shape {tuple(weights.shape)}; accepted: "
-            f"{' or '.join(dict.fromkeys(map(str, ((math.prod(rows), 1), (*rows, 1)))))}, a number for each row"
-        )
+        shapes = dict.fromkeys(str(shape) for shape in ((math.prod(rows), 1), (*rows, 1)))
+        accepted = f"{' or '.join(shapes)}, a number for each row"
+        raise ValueError(f"weights has shape {tuple(weights.shape)}; accepted: {accepted}")
     return weights.reshape(rows)
 
 
@@ -69,10 +68,11 @@ def _glu(
     fp8: bool = False,
 ) -> Tensor:
     input, bias = _biased(input, bias)
+    scale = None if weights is None else _token_scale(input, weights)
     return functional.bias_glu(
         input,
         bias,
-        None if weights is None else _token_scale(input, weights),
+        scale,
         activation=activation,
         up_offset=float(up_offset),  # upstream's Functions take a tensor
         clamp=clamp,

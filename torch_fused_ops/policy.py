@@ -144,7 +144,8 @@ class FusionPolicy:
                 name, value = before, part
             has_pairs = name in _KNOWN and "=" in value
             if not (name and equals and value):
-                meant = next((f"; did you mean {field}={name}?" for field in _KNOWN if _KNOWN[field].has(name)), "")
+                fitting = [field for field, known in _KNOWN.items() if known.has(name)]
+                meant = f"; did you mean {fitting[0]}={name}?" if fitting else ""
                 raise ValueError(
                     f"{part.strip()!r} in {text!r} is not accepted: it must be FIELD=VALUE, or the whole text 1{meant}"
                 )
@@ -218,7 +219,8 @@ def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -
     """Return an unknown name's error text: a close match from both lists, and the ``accepted`` names."""
     accepted = tuple(accepted)
     near = difflib.get_close_matches(name, (*accepted, *besides), 1)
-    return f"{name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''} (accepted: {', '.join(accepted)})"
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{name!r} is not known{meant} (accepted: {', '.join(accepted)})"
 
 
 def is_level(memory: object) -> bool:
@@ -315,7 +317,8 @@ def unmatched(
     excluding = {site.excluded_by for site in sites}  # a pattern may also match a linear layer's module
     site_modules = joined_each(site.source.partition(" in ")[2] for site in sites) or "none"
     notes = []
-    for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
+    pairs = [(name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns]
+    for name, pattern in pairs:
         if name in _FIELDS_BESIDE_MLPS:
             if by_field and name in by_field and not names_module(pattern, enclosing_modules(by_field[name])):
                 places = joined_each(by_field[name]) or "none"

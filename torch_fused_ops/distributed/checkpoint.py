@@ -78,7 +78,8 @@ class ShardedTensor(Tensor):
         offsets: Offsets = (),
     ) -> ShardedTensor:
         """Wrap a parameter that the ranks of ``parallel`` shard."""
-        axis, local, start = spec.axis if spec else None, parameter, [0] * parameter.ndim
+        axis = spec.axis if spec else None
+        local, start = parameter, [0] * parameter.ndim
         if isinstance(parameter, DTensor):
             if not all(type(p) in (Shard, Replicate) for p in parameter.placements):
                 raise ValueError(f"a DTensor placed as {parameter.placements} is not accepted: it must come from FSDP")
@@ -89,7 +90,8 @@ class ShardedTensor(Tensor):
         if parallel is not None and axis is not None:
             offset[axis - parameter.ndim] += parallel.rank * parameter.shape[axis]
             size[axis - parameter.ndim] *= parallel.size
-        boxes = (Box(0, local.shape[0] if local.ndim else 1, tuple(offset)),) if local.numel() else ()
+        rows = local.shape[0] if local.ndim else 1
+        boxes = (Box(0, rows, tuple(offset)),) if local.numel() else ()
         return cls(key, size, parameter, boxes)
 
     @classmethod

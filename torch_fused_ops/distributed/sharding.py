@@ -49,8 +49,9 @@ def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
                 return Replicate()
             if kind in ("per_column", "per_row") and along != (kind == "per_column"):
                 return elsewhere
-            by_columns = along and columns and kind in ("packed", "per_column")
-            return columns(0 if kind == "per_column" else axis) if by_columns and columns else Shard(axis)
+            if along and columns and kind in ("packed", "per_column"):
+                return columns(0 if kind == "per_column" else axis)
+            return Shard(axis)
 
         def sharding(axis: int | None) -> Sharding:
             outputs = [
@@ -145,5 +146,6 @@ def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         return DTensor(shard, spec, requires_grad=False)
 
     meta_args = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
-    results = zip(op(*(local(i, a) for i, a in enumerate(args))), op(*meta_args), strict=True)
-    return tuple(result(i, *shard_and_meta) for i, shard_and_meta in enumerate(results))
+    local_args = [local(i, a) for i, a in enumerate(args)]
+    results = zip(op(*local_args), op(*meta_args), strict=True)
+    return tuple(result(i, shard, on_meta) for i, (shard, on_meta) in enumerate(results))

@@ -67,7 +67,8 @@ class TensorParallel:
 
     def shard(self, parameter: Tensor, spec: ShardSpec) -> Tensor:
         """Return this rank's shard of the first rank's parameter, so that ranks may have different seeds."""
-        if spec.axis is not None and (features := parameter.shape[spec.axis]) % (spec.groups * self.size):
+        features = 0 if spec.axis is None else parameter.shape[spec.axis]
+        if features % (spec.groups * self.size):
             raise ValueError(
                 f"{features // spec.groups} features are not accepted with tensor parallelism over {self.size} ranks: "
                 "they do not divide evenly"

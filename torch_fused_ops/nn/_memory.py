@@ -46,7 +46,8 @@ class _Repeated:
     def __init__(self, fn: Callable[..., Tensor], module: nn.Module, reads: Named, unread: str) -> None:
         self.fn, self.module, self.is_again = fn, module, False
         self.parameters = dict(module.named_parameters())
-        tensors = [(name, t) for name, t in (*self.parameters.items(), *reads) if t is not None and unread not in name]
+        named = (*self.parameters.items(), *reads)
+        tensors = [(name, t) for name, t in named if t is not None and unread not in name]
         self.versions = [(name, t, t._version) for name, t in tensors if not t.is_inference()]
 
     def __call__(self, *args: Tensor) -> Tensor:
@@ -91,7 +92,8 @@ def run_at_level(
         reads: (name, tensor) for other tensors that the functions read. Backward raises if one was written.
         saves_result: True if ``activate`` saves only a.
     """
-    gains = stops_early and not saves_result if memory == "free" else stops_early or not saves_result
+    reasons = (stops_early, not saves_result)
+    gains = all(reasons) if memory == "free" else any(reasons)
     if memory == "off" or not gains or _bypasses_levels(x):
         return second(activate(first(x)))
     repeated, after = (second, _identity) if stops_early else (_identity, second)

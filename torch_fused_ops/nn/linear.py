@@ -83,8 +83,9 @@ class ParallelLinear(nn.Module):
         bias = torch.empty(self.output_size, device=device, dtype=dtype) if has_bias else None
         self._fill(weight, bias)
         values = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        parallel, specs = self.parallel, self.shard_specs
-        return values if parallel is None else {name: parallel.shard(t, specs[name]) for name, t in values.items()}
+        if self.parallel is None:
+            return values
+        return {name: self.parallel.shard(t, self.shard_specs[name]) for name, t in values.items()}
 
     def _fill(self, weight: Tensor, bias: Tensor | None) -> None:
         if self.init_method is None:

@@ -194,7 +194,8 @@ class MLP(nn.Module):
         parallel = fc1.parallel if isinstance(fc1, ParallelLinear) else None
         entered: dict[str, Any] = {}
         if parallel is not None:  # if ``first`` did this, backward might gather again
-            x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
+            x, entered = parallel.enter(x), {"entered": True}
+            scale = None if scale is None else parallel.enter(scale)
 
         level = self._memory
         by_fsdp = hasattr(fc1, "set_requires_gradient_sync")
@@ -266,8 +267,9 @@ class MLP(nn.Module):
         state: dict[str, Any] = {}
         for name, module in self.named_children():
             entries = state_of(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            is_packed = name == "linear_fc1" and self._activation.gated
             for key, entry in entries.items():
-                if not (name == "linear_fc1" and self._activation.gated and key.endswith((".weight", ".bias"))):
+                if not is_packed or not key.endswith((".weight", ".bias")):
                     state[key] = entry
                     continue
                 parts = split(entry, sharded_offsets, separate_keys)

@@ -76,7 +76,8 @@ def replace_mlps(
             path = path.rpartition(".")[0]  # a container such as ModuleList has no forward
         if modules[path]._compiled_call_impl is None and modules[path] not in chosen.values():
             chosen[path] = modules[path]
-    if hidden := [site.location for site, paths in zip(sites, places, strict=True) if not paths]:
+    hidden = [site.location for site, paths in zip(sites, places, strict=True) if not paths]
+    if hidden:
         warnings.warn(
             f"replace_mlps does not compile the MLPs at {', '.join(hidden)}: a graph break hides their paths",
             stacklevel=2,

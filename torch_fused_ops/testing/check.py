@@ -51,9 +51,10 @@ class Row:
         for (kind, dtype), error in errors.items():
             if dtype == self.dtype:
                 self.errors[kind] = max(self.errors.get(kind, 0.0), error)
-                if not error <= precision.LIMITS[kind, dtype]:
-                    got, limit = (precision.show(kind, dtype, e) for e in (error, precision.LIMITS[kind, dtype]))
-                    self.failures.append(f"{where}: {kind} error {got}, allowed {limit}")
+                limit = precision.LIMITS[kind, dtype]
+                if not error <= limit:
+                    got, allowed = precision.show(kind, dtype, error), precision.show(kind, dtype, limit)
+                    self.failures.append(f"{where}: {kind} error {got}, allowed {allowed}")
 
 
 def run_opcheck(sample: Sample) -> str | None:
@@ -120,8 +121,8 @@ _COLUMNS = ("operator", "dtype", "samples", "opcheck", "forward", "gradient", "s
 
 def line(cells: tuple[str, ...] = _COLUMNS) -> str:
     """Format one line of the table, by default the heading."""
-    widths = (22, 9, 8, 8, 10, 10, 10, 4)
-    return "".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+    formats = ("<22", "<9", ">8", ">8", ">10", ">10", ">10", ">4")
+    return "".join(format(cell, spec) for cell, spec in zip(cells, formats, strict=True))
 
 
 def row_line(row: Row) -> str:

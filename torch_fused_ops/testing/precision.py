@@ -150,7 +150,8 @@ def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, 
     a, b, scale, *_ = wide_args(sample)
     name = sample.scalars[0]
     layout: Any = None if op.layout_index is None else sample.args[op.layout_index]
-    gate, up, factor = a, None, torch.ones_like(a[..., :1]) if grad is None else grad.abs()
+    gate, up = a, None
+    factor = torch.ones_like(a[..., :1]) if grad is None else grad.abs()
     if scale is not None:
         factor = factor * scale.unsqueeze(-1).abs()
     if op.num_data == 2 or op.is_packed:
@@ -176,7 +177,8 @@ def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, 
 def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the unrounded summands of the gradients of bias (over rows) and token_scale (in a row)."""
     op: Any = OPERATORS[sample.op]
-    grad, *args = (_cast(a, reference.compute_dtype(*sample.tensors), grad.device) for a in (grad, *sample.args))
+    dtype = reference.compute_dtype(*sample.tensors)
+    grad, *args = (_cast(a, dtype, grad.device) for a in (grad, *sample.args))
     value = sample.overload(*(None if i == op.scale_index else a for i, a in enumerate(args)))
     backward = getattr(torch.ops.fused, f"{sample.op}_backward")
     d_input = backward(grad, *args, [i == 0 for i in range(len(sample.tensors))])[0]

@@ -277,7 +277,8 @@ def _build(op: declaration.Operator, case: Case, device: torch.device) -> Sample
         else:
             shape = {"per_column": (n,), "per_row": rows, "per_head": rows[-2:-1]}.get(kind, (*rows, n))
             is_data = kind in (*declaration.DATA, "scores")
-            t = _tensor(shape, dtype, case.view if is_data else small, case.values if is_data else "normal", device, g)
+            view, values = (case.view, case.values) if is_data else (small, "normal")
+            t = _tensor(shape, dtype, view, values, device, g)
             # detach() preserves strides and makes the view a leaf.
             tensors.append(t.detach().requires_grad_(case.requires_grad[i] if i < 3 else False))
     scalars = (getattr(case, a.name, a.value) for a in op.scalar_arguments)
