@@ -130,12 +130,14 @@ class FullyShard:
         groups = [*forward, *backward]
         for i, ((graph, unit, segment), name, four) in enumerate(zip(step, groups, additional, strict=True)):
             start, during, end, after = map(sum, four)
-            live = segment.points if each_call else (segment.peak,) if segment.points else ()
+            highest = (segment.peak,) if segment.points else ()
+            live = segment.points if each_call else highest
             points = (start, *(during + point for point in live), segment.net + end)
             points = tuple(shards + point - alive for point in points)
             first, inside, last, _ = (at_time.main + shards - gradients - alive for at_time in four)
             main_pool = max(first, inside + segment.peak + segment.hole, last + segment.net)
-            if graph == "backward" and ((name and name != LOSS) or i == len(step) - 1) and not self.accumulate:
+            reduces = (name and name != LOSS) or i == len(step) - 1
+            if graph == "backward" and reduces and not self.accumulate:
                 gradients += self.gradients(name)
                 shards += self.gradients(name)
             shards -= segment.gradients + (segment.head if name == HEAD else 0)

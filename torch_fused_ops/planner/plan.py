@@ -140,7 +140,8 @@ def plan(
     mlps = captured.mlps if compiled != "none" else {}
     has_attention = captured.calls("attention", "softmax")
     default = [level for level in search.DEFAULT if has_attention or not level.endswith(WITH_ATTENTION)]
-    chosen_among = tuple(level for level in LEVELS if level != OFF and level in (levels or default)) or ("free",)
+    requested = set(levels or default) - {OFF}
+    chosen_among = tuple(level for level in LEVELS if level in requested) or ("free",)
     ready = divide(captured)
     advice = [f"{note} (docs/out-of-memory.md)." for note in beside_loss(captured.graphs[-1].gm) if not loss_runs]
     results = [node.meta.get("example_value") for node in captured.graphs[-1].gm.graph.output_node().all_input_nodes]

@@ -129,6 +129,7 @@ def check(name: str, value: object) -> None:
             raise SettingError(name, value, f"is not accepted: it must list some of {', '.join(LEVELS)}")
     elif name in ACCEPTED:
         known = ACCEPTED[name]
-        if (value.upper().replace(" ", "") if name == "gpu" and isinstance(value, str) else value) not in known:
+        spelled = value.upper().replace(" ", "") if name == "gpu" and isinstance(value, str) else value
+        if spelled not in known:
             accepted = ", ".join(str(value) for value in known if value is not None)
             raise SettingError(name, value, f"is not known; accepted: {accepted}")

@@ -215,7 +215,8 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
     for (graph, number), (call, nbytes) in timeline.gradients.items():
         created_in = backward[call - first] if call >= first else ""
         owner_unit = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or AFTER_UNITS
-        gradient_bytes[max(created_in, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
+        ordered = owner_unit if owner_unit in order else ""
+        gradient_bytes[max(created_in, ordered, key=order.__getitem__)] += nbytes
         head += nbytes * (created_in == "" and owner_unit == AFTER_UNITS)
     for owner, nbytes in (+gradient_bytes).items():
         in_backward[owner] = replace(in_backward.get(owner, Segment()), gradients=nbytes)

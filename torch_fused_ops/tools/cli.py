@@ -42,7 +42,8 @@ def _usage_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 def _version_of(package: str) -> str:
     """Return a package's version, or "" if it is not installed."""
-    return getattr(importlib.import_module(package), "__version__", "?") if importlib.util.find_spec(package) else ""
+    is_installed = importlib.util.find_spec(package) is not None
+    return getattr(importlib.import_module(package), "__version__", "?") if is_installed else ""
 
 
 def _works() -> Iterator[tuple[str, str]]:

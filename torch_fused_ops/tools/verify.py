@@ -387,8 +387,10 @@ def _own_dtype(model: Callable[..., Any], inputs: Any) -> torch.dtype:
     numbers: Counter[torch.dtype] = Counter()
     for p in model.parameters() if isinstance(model, torch.nn.Module) else ():
         numbers[p.dtype] += p.numel() * p.is_floating_point()
-    floating = [t.dtype for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
-    return max(numbers, key=numbers.__getitem__) if numbers.total() else (floating or [torch.float32])[0]
+    if numbers.total():
+        return max(numbers, key=numbers.__getitem__)
+    floating = (t.dtype for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point())
+    return next(floating, torch.float32)
 
 
 # ---- variants --------------------------------------------------------------------------------------------------------

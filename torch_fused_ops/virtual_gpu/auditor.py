@@ -127,7 +127,8 @@ def audit(
         TypeError: `paper_or_kernel` is neither a program nor a kernel.
         ValueError: the arguments do not fit, or the program does not run without data.
     """
-    gpu = by_name(gpu or (paper_or_kernel.gpu if isinstance(paper_or_kernel, PaperCompilation) else H200), "gpu")
+    compiled_for = paper_or_kernel.gpu if isinstance(paper_or_kernel, PaperCompilation) else H200
+    gpu = by_name(gpu or compiled_for, "gpu")
     if isinstance(paper_or_kernel, PaperCompilation):
         if args or constexprs or zeroed or grid is not None:
             raise ValueError("args, grid, zeroed: only for a hand-written kernel, not for a program")
@@ -142,7 +143,8 @@ def audit(
         kernel = launch.kernel
         source = kernel.jit.src.replace(kernel.jit.__name__, "kernel")
         key = source, repr((kernel.signature, kernel.constants, kernel.attrs))
-        if (launched := (*key, repr((launch.memory, launch.integers)))) in seen:
+        launched = (*key, repr((launch.memory, launch.integers)))
+        if launched in seen:
             continue
         seen.add(launched)
         if key not in texts:

@@ -198,9 +198,8 @@ def _attention(
     heads = {tensor.shape[:2] for tensor in (query, key, value)}
     plain = query.dim() == 4 and 0 not in (query.size(-2), key.size(-2)) and widths[0] == width
     strided = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    flash = (
-        plain and strided and half and mask is None and widths[1] == width <= 256 and (len(heads) == 1 or enable_gqa)
-    )
+    fits_heads = len(heads) == 1 or enable_gqa
+    flash = plain and strided and half and mask is None and widths[1] == width <= 256 and fits_heads
     if flash and torch.cuda.get_device_capability() >= (8, 0) and not (is_causal and query.size(-2) != key.size(-2)):
         padded = (F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value))
         scale = width**-0.5 if scale is None else scale

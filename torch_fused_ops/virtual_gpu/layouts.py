@@ -42,11 +42,12 @@ def elements(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int
 
 def _linear(encoding: str, shape: tuple[int, ...]) -> dict[str, list[list[int]]]:
     """Read a linear layout: the index offset for each bit of the register, lane and warp numbers."""
-    texts = {name: re.search(rf"{name} = \[{_LISTS}\]", encoding) for name in ("register", "lane", "warp")}
-    return {
-        name: [[int(n) for n in basis.split(",")] for basis in re.findall(r"\[([\d, ]+)\]", match[1] if match else "")]
-        for name, match in texts.items()
-    }
+    bases = {}
+    for name in ("register", "lane", "warp"):
+        match = re.search(rf"{name} = \[{_LISTS}\]", encoding)
+        offsets = re.findall(r"\[([\d, ]+)\]", match[1]) if match else []
+        bases[name] = [[int(n) for n in offset.split(",")] for offset in offsets]
+    return bases
 
 
 def _blocked(encoding: str, shape: tuple[int, ...]) -> dict[str, list[list[int]]]:

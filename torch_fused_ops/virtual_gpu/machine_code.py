@@ -115,7 +115,8 @@ def assemble(
     compiled = _compiled(loaded, gpu, configuration)
     # A persistent reduction fixes a block size in its body: `R0_BLOCK: tl.constexpr = 1024`.
     fixed = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", loaded.jit.src, re.M)
-    elements = math.prod({**{name: int(size) for name, size in fixed}, **configuration.block}.values())
+    sizes = {name: int(size) for name, size in fixed} | dict(configuration.block)
+    elements = math.prod(sizes.values())
     threads = configuration.num_warps * gpu.warp_size
     registers, spills, shared, ptx, binary = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
     return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, binary, configuration.block)

@@ -165,7 +165,8 @@ class Pool:
         if not free and self.pieces and self.pieces[-1][1] is None:
             self.pieces.pop()
         size, i = min(free, default=(nbytes, len(self.pieces)))
-        self.pieces[i : i + 1] = [(nbytes, key), *([(size - nbytes, None)] if size > nbytes else [])]
+        remainder = [(size - nbytes, None)] if size > nbytes else []
+        self.pieces[i : i + 1] = [(nbytes, key), *remainder]
         self.live += nbytes
         self.most = max(self.most, self.live)
 

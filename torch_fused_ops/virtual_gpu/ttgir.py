@@ -148,7 +148,9 @@ def _block(lines: Iterator[str], places: Mapping[str, str]) -> tuple[list[Op], s
             regions.append(inner)
         text = match[4] if not regions or ":" not in closing else f"{match[4]} {closing[1:]}"
         head, _, types = text.rpartition(" : ") if " : " in text else (text, "", "")
-        results = [f"{match[1]}#{i}" for i in range(int(match[2]))] if match[2] else [match[1]] if match[1] else []
+        results = [match[1]] if match[1] else []
+        if match[2]:
+            results = [f"{match[1]}#{i}" for i in range(int(match[2]))]
         source_line = _source_line(places, place[1]) if place else ""
         read = tuple(_type(*type_match.groups()) for type_match in _TYPE.finditer(types))
         ops.append(Op(tuple(results), match[3], head, tuple(_NAME.findall(head)), read, source_line, regions))
@@ -392,6 +394,8 @@ class _Evaluation:
         unknown = torch.ones([1] * (1 + len(shape)), dtype=torch.int64)
         mask_at = 1 if op.name == "tt.load" else 2
         mask = values[mask_at].data if len(values) > mask_at else unknown
+        address = unknown if pointer.data is None else pointer.data
+        enabled = unknown if mask is None else mask
 
         def expanded(data: Tensor) -> Tensor:
             return data.expand(-1, *shape).reshape(len(data), -1).expand(len(self.programs), -1)
@@ -402,8 +406,8 @@ class _Evaluation:
                 kind,
                 self.order,
                 pointer.argument,
-                expanded(unknown if pointer.data is None else pointer.data),
-                expanded(unknown if mask is None else mask) != 0,
+                expanded(address),
+                expanded(enabled) != 0,
                 mask is not None,
                 itemsize,
                 shape,
@@ -424,11 +428,12 @@ class _Evaluation:
         names = [name for name, _ in carried]
         self.values |= {name: self.values.get(start, Value()) for name, start in carried}
         most, outside = self.max_iterations, self.in_part
-        few = len(iterations) > 2 * most
-        self.in_part |= few
+        skips = len(iterations) > 2 * most
+        self.in_part |= skips
         before: list[Value] = []
-        for i in [*range(most), *range(len(iterations) - most, len(iterations))] if few else range(len(iterations)):
-            if few and i == len(iterations) - most:  # add the effect of the skipped iterations
+        numbers = range(len(iterations))
+        for i in [*numbers[:most], *numbers[len(numbers) - most :]] if skips else numbers:
+            if skips and i == len(iterations) - most:  # add the effect of the skipped iterations
                 carries = zip(names, op.regions[0][-1].operands, strict=False)
                 inside = {counter, *names}
                 if not all(self.values[n].data is None or _adds_fixed(op.regions[0], inside, n, y) for n, y in carries):
