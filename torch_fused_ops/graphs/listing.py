@@ -115,7 +115,8 @@ class SavedRow:
         read_by = "; ".join(f"{kind} of {', '.join(modules)}" for kind, modules in readers.items())
         times = f" ×{self.count}" if self.count > 1 else ""
         lines = [f"{self.module or 'the model'}: {self.dtype}{list(self.shape)}{times}"]
-        moves = ["moves to the host"] if self.moves else [f"offload: {self.stays}"] if self.stays else []
+        stays = [f"offload: {self.stays}"] if self.stays else []
+        moves = ["moves to the host"] if self.moves else stays
         for line in (*moves, f"read by {read_by or 'nothing'}", f"→ {self.advice}"):
             lines += textwrap.wrap(line, WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 14)
         return "\n".join(lines)
@@ -178,12 +179,11 @@ def merged(rows: Iterable[SavedRow]) -> Iterator[SavedRow]:
         return replace(row, module=without_numbers(row.module), read_by=readers, refused=settings)
 
     for group in alike(rows, key):
+        readers = zip(*(row.read_by for row in group), strict=True)  # the same reader of each row
         yield replace(
             group[0],
             module=joined_paths(row.module for row in group),
             nbytes=sum(row.nbytes for row in group),
-            read_by=tuple(
-                (same[0][0], joined_paths(m for _, m in same)) for same in zip(*(r.read_by for r in group), strict=True)
-            ),
+            read_by=tuple((same[0][0], joined_paths(module for _, module in same)) for same in readers),
             count=len(group),
         )

@@ -153,11 +153,10 @@ class _Recorder:
         report.breaks = tuple(entry.broken for entry in graphs if entry.broken is not None)
         report.title = ", ".join(dict.fromkeys(entry.title for entry in graphs if entry.title))
         report.policies = tuple(dict.fromkeys(entry.policy for entry in graphs))
-        notes = (
-            note
-            for policy in report.policies
-            for note in unmatched(policy, [s for entry in graphs if entry.policy == policy for s in entry.sites])
-        )
+        notes: list[str] = []
+        for policy in report.policies:
+            sites = [site for entry in graphs if entry.policy == policy for site in entry.sites]
+            notes += unmatched(policy, sites)
         report.notes = (*dict.fromkeys(notes), *self.failures)
 
 

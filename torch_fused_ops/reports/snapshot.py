@@ -197,8 +197,8 @@ def kinds_of(device: Device, at: int, sizes: Counter[int]) -> list[tuple[Block, 
 
     def reaches(block: Block, *phases: str) -> bool:
         """Return True if the block is alive when one of the phases next allocates, or if it is never freed."""
-        following = (started[phase][bisect.bisect(started[phase], block.start) :][:1] for phase in phases)
-        return block.end == len(device.trace) or any(first < block.end for firsts in following for first in firsts)
+        between = (bisect.bisect_left(started[p], block.end) - bisect.bisect(started[p], block.start) for p in phases)
+        return block.end == len(device.trace) or any(count > 0 for count in between)
 
     alive = sorted((b for b in device.blocks if b.start <= at < b.end), key=lambda b: b.start)
     unmatched = sizes or Counter(b.nbytes for b in alive if phase_of(b) in (PARAMETERS, EARLIER))
@@ -276,9 +276,11 @@ class SnapshotReport:
         yield [("alive", "bytes", "share"), *totals]
         groups = [group for group in self.groups if group.where and group.nbytes >= self.live / 200][:20]
         rows = [(f"{g.kind}: {g.where}{g.setting and ': '}{g.setting}", str(g.count), size(g.nbytes)) for g in groups]
-        yield from [[("the largest groups", "tensors", "bytes"), *rows]] if rows else []
+        if rows:
+            yield [("the largest groups", "tensors", "bytes"), *rows]
         parts = [(name, size(a), size(b), f"{a / b - 1:+.1%}" if b else "") for name, a, b in self.compared]
-        yield from [[("compared with the plan", "snapshot", "plan", "difference"), *parts]] if parts else []
+        if parts:
+            yield [("compared with the plan", "snapshot", "plan", "difference"), *parts]
 
     def __str__(self) -> str:
         tables = itertools.chain.from_iterable([*aligned(table), ""] for table in self.tables())
