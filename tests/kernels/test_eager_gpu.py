@@ -5,6 +5,7 @@ Triton's interpreter runs them on CPU tensors. `test_on_gpu.py` runs them on a G
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,16 +86,24 @@ def check(name: str, args: tuple[Any, ...], run: Callable[..., Any] | None = Non
     expected = getattr(reference, name)(*wide(args))
     as_kernel = REGISTERED[name].plain(*args)
     results = (run or on_gpu(name))(*args)
-    for actual, exact, plain in zip(
-        *(r if isinstance(r, tuple) else (r,) for r in (results, expected, as_kernel)), strict=True
-    ):
+    terms = softmax_terms(*args) if name == "scaled_masked_softmax_backward" else itertools.repeat(0.0)
+    triples = zip(*(r if isinstance(r, tuple) else (r,) for r in (results, expected, as_kernel)), strict=True)
+    for (actual, exact, plain), of_terms in zip(triples, terms, strict=False):
         if plain is None:
             assert actual is None
             continue
         assert (actual.dtype, actual.shape, actual.is_contiguous()) == (plain.dtype, plain.shape, True)
         finest = F64 if any(isinstance(a, Tensor) and a.dtype == F64 for a in args) else F32
-        size = float(exact.abs().max()) * max(1.0, (args[0].numel() / exact.numel()) ** 0.5)
-        assert_close(actual, exact.double(), gradient=True, absolute=8 * torch.finfo(finest).eps * size)
+        size = float(exact.detach().abs().max()) * max(1.0, (args[0].numel() / exact.numel()) ** 0.5)
+        assert_close(actual, exact.double(), gradient=True, absolute=8 * torch.finfo(finest).eps * max(size, of_terms))
+
+
+def softmax_terms(grad: Tensor, output: Tensor, scale: float, *_: Any) -> tuple[float, float]:
+    """Return the sizes of the terms that cancel in the gradients of input and sink (see ``testing.precision``)."""
+    products = (grad * output).double().abs()
+    of_row = products.sum(-1, keepdim=True)
+    of_sink = (1 + output.double().sum(-1, keepdim=True)) * of_row
+    return float((abs(scale) * (products + output * of_row)).max()), float(of_sink.sum())
 
 
 @pytest.mark.covering(every=6)
@@ -269,13 +278,12 @@ ON_GPUS = [
 
 @pytest.mark.parametrize(("case", "gpu"), ON_GPUS)
 def test_machine_code_has_wide_loads_and_no_spills(case: str, gpu: GPU) -> None:
-    """A call launches one kernel, and one more for sums over rows. Data is loaded and stored in 16 bytes a thread."""
+    """A call launches one kernel, and one or two for sums over rows. Data is loaded and stored in 16 bytes a thread."""
     operator, args = CALLS[case]
     graph = virtual_gpu.compile_operator_on_paper(operator, *args, gpu=gpu).inference
     sums = "bias" in case or case.startswith(("dropout", "interleaved", "softmax"))
-    assert not graph.extern and len(graph.kernels) == 1 + (operator.endswith("backward") and sums) + (
-        case in ("dropout backward", "interleaved backward")
-    )
+    is_split = case in ("dropout backward", "interleaved backward") or (case == "softmax backward" and gpu is not B200)
+    assert not graph.extern and len(graph.kernels) == 1 + (operator.endswith("backward") and sums) + is_split
     for kernel in graph.kernels:
         code = virtual_gpu.assemble(kernel, gpu)
         assert code.spills == 0, code
