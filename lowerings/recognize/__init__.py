@@ -84,11 +84,12 @@ def _sites_before_split(unsplit: GraphModule, policy: FusionPolicy) -> list[tupl
     """Return (call, site) for each MLP of a graph before DDPOptimizer's split, refused as if the split cut it."""
     if unsplit not in _unsplit_sites:
         reason = Reason(Kind.DDP_BUCKET, "a boundary of DDP's buckets lies in the MLP, and torch.compile splits there")
-        _unsplit_sites[unsplit] = [
-            (call, dataclasses.replace(site, op=None, reason=str(reason), kind=reason.kind) if site.op else site)
-            for call, site in _rewrite(unsplit.graph, policy, apply=False)
-            if site.is_mlp
-        ]
+
+        def as_cut(site: Site) -> Site:
+            return dataclasses.replace(site, op=None, reason=str(reason), kind=reason.kind) if site.op else site
+
+        sites = _rewrite(unsplit.graph, policy, apply=False)
+        _unsplit_sites[unsplit] = [(call, as_cut(site)) for call, site in sites if site.is_mlp]
     return _unsplit_sites[unsplit]
 
 
@@ -103,7 +104,9 @@ def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any,
         _choose(analysis, policy, candidates, saves=not budgeted(graph))
         called = list(_called(analysis, policy))
         around = [*(candidate.linears for candidate, _ in proved), *(linears for _, linears in called)]
-        recipes = {node: linears.recipe for linears in around if linears for node in linears.nodes}
+        recipes: dict[Node, str] = {}
+        for linears in filter(None, around):
+            recipes |= dict.fromkeys(linears.nodes, linears.recipe)
         if policy.memory != "off":  # otherwise PyTorch chooses the values saved for backward
             for candidate, subgraph in proved:
                 if candidate.memory and not isinstance(candidate.tiling, Tiling):
@@ -114,9 +117,10 @@ def _rewrite(graph: Graph, policy: FusionPolicy, apply: bool) -> list[tuple[Any,
         sites += [(site.node, dropout_site(analysis, site)) for site in dropouts]
         fused = [site for site in dropouts if site.reason is None]
         edits = [*_edits(proved), *dropout.fuse(fused), *gemms.fuse(analysis, recipes)] if apply else []
-        for unrounded in (candidate.unrounded for candidate in candidates if apply and candidate.unrounded):
-            for node in unrounded.calls:
-                mark_activation(canonical.originals.get(node, node), unrounded.match.clamp)
+        unrounded = [candidate.unrounded for candidate in candidates if candidate.unrounded]
+        for subgraph in unrounded if apply else ():
+            for node in subgraph.calls:
+                mark_activation(canonical.originals.get(node, node), subgraph.match.clamp)
         if edits:
             replace(graph, edits)
             replaced = {site.node for site in fused}.union(*(subgraph.calls for _, subgraph in proved))
@@ -214,22 +218,20 @@ def _drop_shared(candidates: list[Candidate]) -> None:
 
     Readers in fused subgraphs (two multiplications by one activation) and values that are outputs are exempt.
     """
-    while True:
-        subgraphs = [candidate.subgraph for candidate in candidates if candidate.subgraph]
-        fused = {node for subgraph in subgraphs for node in subgraph.calls}
-        outputs = {subgraph.output for subgraph in subgraphs}
-        outside = [
-            (candidate, node, user)
-            for candidate in candidates
-            for node in (candidate.subgraph.calls if candidate.subgraph else ())
-            for user in (node.users if node not in outputs else ())
-            if user not in fused
-        ]
-        if not outside:
-            return
-        for candidate, node, user in reversed(outside):  # a candidate's first reader remains as the reason
-            text = f"{label(user)} also reads the result of {label(node)} inside the activation"
-            candidate.subgraph, candidate.rejection = None, Reason(Kind.INNER_READER, text)
+    dropped = True
+    while dropped:
+        dropped = False
+        proved = [(candidate, candidate.subgraph) for candidate in candidates if candidate.subgraph]
+        fused = {node for _, subgraph in proved for node in subgraph.calls}
+        outputs = {subgraph.output for _, subgraph in proved}
+        for candidate, subgraph in proved:
+            inner = [node for node in subgraph.calls if node not in outputs]
+            outside = [(node, user) for node in inner for user in node.users if user not in fused]
+            if outside:
+                node, user = outside[0]
+                text = f"{label(user)} also reads the result of {label(node)} inside the activation"
+                candidate.subgraph, candidate.rejection = None, Reason(Kind.INNER_READER, text)
+                dropped = True
 
 
 def _called(analysis: GraphAnalysis, policy: FusionPolicy) -> Iterator[tuple[gemms.Called, gemms.Linears]]:

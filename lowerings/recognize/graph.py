@@ -482,8 +482,9 @@ class GraphAnalysis:
             passes = self.is_passthrough(node) and node.all_input_nodes
             self._origins[node] = self._origins[node.all_input_nodes[0]] if passes else node
             # Ignore an index argument: weights gathered per expert are still weights.
-            inputs = [] if call.name in CONSTANTS else node.all_input_nodes[: 1 if passes else None]
-            self.follows_gemm[node] = call.gemm is not None or any(self.follows_gemm[a] for a in inputs)
+            inputs = node.all_input_nodes[:1] if passes else node.all_input_nodes
+            reads_gemm = call.name not in CONSTANTS and any(self.follows_gemm[a] for a in inputs)
+            self.follows_gemm[node] = call.gemm is not None or reads_gemm
             self.state[node] = self._state(node, call)
             self.aliases[self.storage(node)].append(node)
             for written in _writes(node, call, self._bodies):
@@ -523,7 +524,7 @@ class GraphAnalysis:
 
     def _returned_argument(self, node: Node, call: Call) -> Node | None:
         """Return the argument that the call returns as its result; None if the result is a new tensor."""
-        source = call.kwargs["out"] if "out" in call.kwargs else next(iter(node.all_input_nodes), None)
+        source = call.kwargs.get("out", next(iter(node.all_input_nodes), None))
         if not isinstance(source, Node):
             return None
         if call.inplace or "out" in call.kwargs or (call.name in DROPOUTS and not call.dropout_is_active()):

@@ -168,7 +168,8 @@ def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: 
     """
     variables = [algebra.variable(name) for name in NAMES]
     constants = _constants(steps, "mul", "div")
-    factors = dict.fromkeys((1.0, *(value if name == "mul" else 1 / value for name, value in constants)))
+    multipliers = [value if name == "mul" else 1 / value for name, value in constants]
+    factors = dict.fromkeys((1.0, *multipliers))
     for (name, gate), form in forms.items():
         up = 1 - gate if operands == 2 else None
         if gate >= operands:

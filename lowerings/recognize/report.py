@@ -67,11 +67,10 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
     subgraph, rejection, node = candidate.subgraph, candidate.rejection, candidate.node
     calls = subgraph.calls if subgraph else calls_of(analysis, node)
     users = results(analysis, subgraph) if subgraph else list(readers(analysis, node))
-    names = [
-        "autograd.Function" if analysis.custom(call) else label(call)
-        for call in dict.fromkeys(canonical.originals.get(call, call) for call in calls)
-    ]
-    fields = _source(subgraph.output if subgraph and subgraph.factors else node, candidate.gemms[0])
+    originals = dict.fromkeys(canonical.originals.get(call, call) for call in calls)
+    names = ["autograd.Function" if analysis.custom(call) else label(call) for call in originals]
+    located = subgraph.output if subgraph and subgraph.factors else node
+    fields = _source(located, candidate.gemms[0])
     fields |= {"users": tuple(map(label, users)), "spelling": tuple(names), "memory": candidate.memory}
     fields |= _float8(candidate.linears)
     if subgraph is None:

@@ -150,9 +150,8 @@ def _value_before_factor(analysis: GraphAnalysis, node: Node) -> Node | None:
         return None
     sides = [a for a in analysis.calls[node].args[:2] if isinstance(a, Node)]
     values = [a for a in sides if analysis.state[a] == NONLINEAR]
-    factors = [
-        a for a in sides if analysis.state[a] == FREE and (not analysis.follows_gemm[a] or is_mask(analysis.origin(a)))
-    ]
+    free = [a for a in sides if analysis.state[a] == FREE]
+    factors = [a for a in free if not analysis.follows_gemm[a] or is_mask(analysis.origin(a))]
     if (len(values), len(factors)) != (1, 1) or (analysis.calls[node].name == "div" and values[0] is not sides[0]):
         return None
     return analysis.origin(values[0])
@@ -262,7 +261,8 @@ def _non_gemm_reason(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node)
     is_full_size = source.op not in ("placeholder", "get_attr") and same_shape(foreign, subgraph.output)
     if analysis.follows_gemm[source] and is_full_size and not is_mask(source):
         return gated
-    for node in () if analysis.follows_gemm[foreign] else reachable([foreign], lambda node: node.all_input_nodes):
+    roots = [] if analysis.follows_gemm[foreign] else [foreign]
+    for node in reachable(roots, lambda node: node.all_input_nodes):
         if isinstance(tensor(node), torch.nn.Parameter):
             # A parameter of the activation, as in xIELU. A full-size result that uses one, such as a norm, is a gate.
             if is_full_size:
@@ -432,7 +432,8 @@ def check_in_place_call(analysis: GraphAnalysis, node: Node, output: Node, calls
     for call in dict.fromkeys(call for alias in aliases for call in (alias, *alias.users)):
         value = tensor(call)
         may_save = value is not None and value.requires_grad and analysis.calls[call].name != ""
-        if may_save and analysis.index[call] < analysis.index[node] and _saved_by_autograd(call) & set(aliases):
+        is_earlier = analysis.index[call] < analysis.index[node]
+        if may_save and is_earlier and _saved_by_autograd(call) & set(aliases):
             text = f"{label(node)} writes in place what backward of {label(call)} needs: without fusion, it raises"
             raise Rejection(Kind.WRITTEN, text)
     for alias in aliases:
@@ -455,7 +456,8 @@ def _check_results(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
         return
     results = {analysis.storage(node) for node in subgraph.output.graph.output_node().all_input_nodes}
     returned = results & {analysis.storage(node) for node in subgraph.inputs}
-    if returned and not returned <= {analysis.storage(a) for node in subgraph.calls for a in _saved_by_autograd(node)}:
+    saved = set[Node]().union(*map(_saved_by_autograd, subgraph.calls)) if returned else ()
+    if not returned.issubset(map(analysis.storage, saved)):
         text = "its input is a result of the graph, which may be written before backward needs it"
         raise Rejection(Kind.GRAPH_RESULT, text)
 
@@ -482,8 +484,8 @@ def _saved_by_autograd(node: Node) -> set[Node]:
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             args, kwargs = map_arg((node.args, node.kwargs), on_meta)
-            target: Any = node.target
-            values[node] = (getattr(torch.Tensor, target) if node.op == "call_method" else target)(*args, **kwargs)
+            target: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+            values[node] = target(*args, **kwargs)
     except Exception:  # for example a custom function
         return set()
     return {source for source, t in values.items() if isinstance(t, torch.Tensor) and storage(t) in saved}

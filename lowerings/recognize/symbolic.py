@@ -392,7 +392,9 @@ class Algebra:
             # coefficient and variables first
             factors.sort(key=lambda f: ("(" in f, f))
             size = f"{abs(c):.7g}"
-            terms.append(("-" if c < 0 else "+", "·".join(factors if factors and size == "1" else [size, *factors])))
+            if not factors or size != "1":
+                factors.insert(0, size)
+            terms.append(("-" if c < 0 else "+", "·".join(factors)))
         text = " ".join(chain.from_iterable(sorted(terms))).removeprefix("+ ") or "0"  # "+" comes before "-"
         return f"-{text[2:]}" if text.startswith("- ") else text
 

@@ -7,7 +7,7 @@ inside a custom ``torch.autograd.Function``. An opaque call may be a GEMM, or an
 from __future__ import annotations
 
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch.fx import Graph, Node
@@ -80,8 +80,8 @@ def unread(graph: Graph) -> tuple[Site, ...]:
             continue
         original = copied[canonical.originals.get(node, node)][0]
         around = [copied[canonical.originals.get(part, part)][1] for part in parts]
-        operators = dict.fromkeys(operator for enclosing in around for operator in enclosing)
-        cut = [operator for operator in operators if not all(operator in enclosing for enclosing in around)]
+        operators = dict.fromkeys(chain.from_iterable(around))
+        cut = [operator for operator in operators if any(operator not in enclosing for enclosing in around)]
         if cut and original not in own_outputs(original.graph):
             text = f"the boundary of {names_of(cut)} lies between it and a GEMM"
             sites[node] = gemms, Reason(Kind.BOUNDARY, text)
@@ -142,7 +142,8 @@ def _lies_between(analysis: GraphAnalysis, node: Node) -> bool:
     if isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel may write its arguments
         users += [user for a in node.all_input_nodes for user in a.users if analysis.index[user] > analysis.index[node]]
     for source in map(analysis.origin, node.all_input_nodes):
-        matrices = [a for a in source.all_input_nodes if (value := tensor(a)) is not None and value.ndim > 1]
+        values = map(tensor, source.all_input_nodes)
+        matrices = [value for value in values if value is not None and value.ndim > 1]
         is_sum = analysis.calls[source].name in ("add", "sub") and len(matrices) > 1
         if analysis.state[source] != FREE and not is_sum:
             return any(map(analysis.weight_gemm, users))
