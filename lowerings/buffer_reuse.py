@@ -71,8 +71,11 @@ def allow_reuse(nodes: Sequence[Any]) -> None:
     if fused_nodes:  # (Triton uses different thread layouts for an unaligned input and its aligned result.)
         aliased = (alias for buffer in fused_nodes[0].scheduler.name_to_buf.values() for alias in buffer.get_aliases())
         pinned = _mutated_buffers(fused_nodes[0].scheduler).union(V.graph.unaligned_buffers, aliased)
-    kernels = [_kernel(node, pinned) for node in fused_nodes]
-    plans = [(kernel, owners, _views(kernel, owners)) for kernel in kernels for owners in [_assign_buffers(kernel)]]
+    plans = []
+    for node in fused_nodes:
+        kernel = _kernel(node, pinned)
+        owners = _assign_buffers(kernel)
+        plans.append((kernel, owners, _views(kernel, owners)))
     for kernel, owners, _ in plans:
         owning_loops = list(owners.values())
         for name in kernel.read:
@@ -184,7 +187,7 @@ def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
         buffer = kernel.loops[0].scheduler.name_to_buf[result]
         if not _is_intermediate(kernel, buffer, [written[loop] for loop in loops]):
             continue
-        write_indices = {index for loop in loops if (index := _written_at(loop, buffer.node)) is not None}
+        write_indices = {_written_at(loop, buffer.node) for loop in loops} - {None}
         used_names = {*owners, *(view.source.get_name() for view in views)}
         for name, source in kernel.read.items():
             if name not in used_names and _can_be_view(kernel, name, buffer, write_indices):

@@ -69,7 +69,8 @@ def _with_level(graph: Graph, policy: FusionPolicy) -> Iterator[Node]:
     for node in graph.nodes:
         if node.target in OPERATOR or is_of_activation(node):
             modules = _modules(node)
-            if (requested_level(node) or policy.names_level(modules)) and policy.replaces_checkpoints(modules):
+            has_level = requested_level(node) or policy.names_level(modules)
+            if has_level and policy.replaces_checkpoints(modules):
                 yield node
     for _, linears in attention_with_level(graph, policy):
         yield from (linear for linear in linears if policy.replaces_checkpoints(_modules(linear)))

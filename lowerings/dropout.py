@@ -39,11 +39,12 @@ def _mask(like: Box, seed: Box, p: float) -> Box | None:
     """
     if not formulas.is_random(p):
         return None
-    size, device, load_seed, ndim = list(like.get_size()), like.get_device(), seed.make_loader(), len(seed.get_size())
+    size, device = list(like.get_size()), like.get_device()
     strides, count = ir.FlexibleLayout.contiguous_strides(size), sympy_product(size)
+    load_seed, seed_index = seed.make_loader(), [0] * len(seed.get_size())
 
     def draw(element: Callable[..., Any], dtype: torch.dtype, ranges: Sequence[Any], *places: Load) -> Box:
-        loads = *places, lambda _: load_seed([0] * ndim)
+        loads = *places, lambda _: load_seed(seed_index)
         (program,) = programs.programs_of(element, (torch.int64,) * len(loads), (p,), torch.int64, device.type)
         return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=lambda i: program(loads, i), ranges=ranges)
 

@@ -369,8 +369,8 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
         uses = _uses(matrices, 1, width)
         if not (uses.rows and uses.columns):
             return
-        other_readers = [*uses.other_readers, *(items[i].users if items[i] not in matrices else ())]
-        if any(reader not in matrices for reader in other_readers):
+        item_readers = items[i].users if items[i] not in matrices else ()
+        if any(reader not in matrices for reader in (*uses.other_readers, *item_readers)):
             return
         of_gradients.append(uses)
     results = [

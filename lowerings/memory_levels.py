@@ -98,7 +98,8 @@ def recompute_linear_inputs(graphs: Graphs, outputs: int, static_inputs: Sequenc
         static_inputs: positions of forward's parameters and buffers, which stay in memory anyway.
     """
     original = SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static_inputs)
-    if not any(_plan_without_gemm(original, node) for node in original.saved()) and not any(_parts(original)):
+    plans = (_plan_without_gemm(original, node) for node in original.saved())
+    if not any(plans) and not any(_parts(original)):
         return graphs  # a copy takes as long as the search
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
     pair = SavedTensors(forward, backward, outputs, static_inputs)
@@ -129,7 +130,8 @@ def _plan_without_gemm(pair: SavedTensors, node: Node) -> Recomputation | None:
 def _repeats_a_smaller_tensor(recomputation: Recomputation) -> bool:
     """Return True if a recomputation reads one tensor, which has fewer bytes than the result. Sizes do not count."""
     *_, result = recomputation.calls
-    read = {source for call in recomputation.calls for source in call.all_input_nodes}.difference(recomputation.calls)
+    read = set[Node]().union(*(call.all_input_nodes for call in recomputation.calls))
+    read.difference_update(recomputation.calls)
     tensors = [node for node in read if isinstance(node.meta.get("val"), torch.Tensor)]
     return len(tensors) == 1 and nbytes(tensors[0]) < nbytes(result)
 
@@ -167,7 +169,8 @@ class Recomputation(NamedTuple):
     @classmethod
     def union(cls, parts: Iterable[Recomputation]) -> Recomputation:
         """Return a recomputation with the calls and values of all parts."""
-        return cls(*(tuple(dict.fromkeys(itertools.chain(*field))) for field in zip(*parts, strict=True)))
+        united = (dict.fromkeys(itertools.chain(*field)) for field in zip(*parts, strict=True))
+        return cls(*map(tuple, united))
 
 
 class _Planner:
@@ -216,15 +219,18 @@ class _Planner:
     def _choose(self, value: Node, role: str) -> Recomputation | Rejection:
         """Choose the cheaper way to provide a value that backward does not have: repeat its call, or save it."""
         repeated = self._repeat(value, role)
-        must_repeat = value is self.node or (self.gemms and not role and self._is_repeatable(value, role))
-        if must_repeat:
+        comes_after_gemms = self.gemms and not role
+        if value is self.node or (comes_after_gemms and self._is_repeatable(value, role)):
             return repeated
         saved = self._save(value, role)
-        if isinstance(saved, Rejection) or isinstance(repeated, Rejection):
-            return repeated if isinstance(saved, Rejection) and isinstance(repeated, Recomputation) else saved
+        if isinstance(repeated, Rejection):
+            return saved
+        if isinstance(saved, Rejection):
+            return repeated
         added, bytes_saved = self.bytes_added(repeated), self.bytes_added(saved)
         is_view = base(value) is not value  # Inductor could expand a saved view in memory
-        return repeated if not added or added < bytes_saved or (is_view and added == bytes_saved) else saved
+        saves_bytes = added < bytes_saved or (is_view and added == bytes_saved)
+        return repeated if not added or saves_bytes else saved
 
     def _repeat(self, call: Node, role: str) -> Recomputation | Rejection:
         """Return how backward repeats a call, with all operands that it does not have."""
@@ -350,7 +356,8 @@ def apply_levels(
         if not are_checkpointed(linears):
             nodes = [node for node in pair.saved() if node in site.values and _may_be_replaced(pair, node)]
             edit = functools.partial(_recompute_with_gemms, pair, nodes, linears)
-            on_attention(site.module, linears, *_apply(pair, edit, "attention='input'", site.module or "the model"))
+            bytes_freed, reason = _apply(pair, edit, "attention='input'", site.module or "the model")
+            on_attention(site.module, linears, bytes_freed, reason)
     _save_copies_of_biases(pair)
     offload.move_to_host(pair, policy)
     return _finish(graphs, pair)
@@ -361,8 +368,8 @@ def _save_copies_of_biases(pair: SavedTensors) -> None:
 
     These are the biases of MLPs in tiles: PyTorch saves them to repeat the tiles.
     """
-    for node in pair.saved():
-        reads = list(views_and_readers(pair.in_backward[node])) if pair.may_be_written(node) else []
+    for node in filter(pair.may_be_written, pair.saved()):
+        reads = list(views_and_readers(pair.in_backward[node]))
         if reads and all(operand_role(reader, view) == "bias" for view, reader in reads):
             pair.replace_in_backward(node, *pair.save_instead(node, [pair.copied(node)]))
 
@@ -430,7 +437,9 @@ def _activation_inputs(node: Node) -> list[Any]:
     """
     if node.target in OPERATOR:
         return [node.args[i] for i in DATA[node.target]]
-    return [a for a in node.all_input_nodes if not is_of_activation(a)] if is_of_activation(node) else []
+    if not is_of_activation(node):
+        return []
+    return [source for source in node.all_input_nodes if not is_of_activation(source)]
 
 
 def are_checkpointed(nodes: Iterable[Node]) -> bool:
@@ -503,7 +512,8 @@ def _clamps(node: Node) -> Iterator[float]:
         op = OPERATOR.get(user.target)
         clamp = marked_clamp(user)
         if op is not None and "clamp" in op.scalars:
-            clamp = dict(zip(op.scalars, op.with_defaults(user.args)[len(op.tensors) :], strict=True))["clamp"]
+            scalars = op.with_defaults(user.args)[len(op.tensors) :]
+            clamp = dict(zip(op.scalars, scalars, strict=True))["clamp"]
         if isinstance(clamp, int | float):
             yield clamp
 

@@ -84,7 +84,8 @@ def move_to_host(pair: SavedTensors, policy: FusionPolicy) -> None:
     tensors = [n for n in pair.saved() if isinstance(n.meta.get("val"), torch.Tensor) and n not in pair.static]
     gemms: dict[Node, int] = {}  # the number of GEMMs before each node of the two graphs
     for graph in (pair.forward, pair.backward):
-        gemms |= zip(graph.nodes, itertools.accumulate(map(_takes_time, graph.nodes), initial=0), strict=False)
+        counts = itertools.accumulate(map(_takes_time, graph.nodes), initial=0)
+        gemms |= zip(graph.nodes, counts, strict=False)
     copies: list[_Copies] = []
     for memory, views in by_memory(tensors).items():
         if policy.offloads(enclosing_modules(module_stack(memory))):
@@ -212,9 +213,10 @@ def _overlap(pair: SavedTensors, copies: Sequence[_Copies]) -> None:
     """Move each wait in forward, and each reload in backward, as far from its other end as two layers are apart."""
     in_order = sorted(copies, key=lambda copy: copy.begins)
     out, back = windows((copy.module, copy.kind, copy.begins, copy.ends) for copy in in_order)
-    forward, backward = (list(filter(_takes_time, graph.nodes)) for graph in (pair.forward, pair.backward))
+    forward = [*filter(_takes_time, pair.forward.nodes), pair.output_node]
+    backward = list(filter(_takes_time, pair.backward.nodes))
     for copy in copies:
-        [*forward, pair.output_node][min(copy.begins + out, len(forward))].prepend(copy.host)
+        forward[min(copy.begins + out, len(forward) - 1)].prepend(copy.host)
     for copy in sorted(copies, key=lambda copy: copy.ends):
         backward[max(0, copy.ends - back)].prepend(copy.reload)
 
@@ -233,10 +235,12 @@ def windows(tensors: Iterable[tuple[str, object, int, int]]) -> tuple[int, int]:
     for module, kind, begins, ends in tensors:
         layers.setdefault((kind, numbers[kind, module]), []).append((begins, ends))
         numbers[kind, module] += 1
-    neighbors = [two for same in layers.values() for two in itertools.pairwise(same)]
-    distances = [(later[0] - layer[0], layer[1] - later[1]) for layer, later in neighbors] or [(sys.maxsize,) * 2]
-    out, back = (max(1, statistics.median_low(kind)) for kind in zip(*distances, strict=True))
-    return out, back
+    neighbors = list(itertools.chain.from_iterable(map(itertools.pairwise, layers.values())))
+    if not neighbors:
+        return sys.maxsize, sys.maxsize
+    out = statistics.median_low(later - begins for (begins, _), (later, _) in neighbors)
+    back = statistics.median_low(ends - earlier for (_, ends), (_, earlier) in neighbors)
+    return max(1, out), max(1, back)
 
 
 # ---- the order of the generated calls --------------------------------------------------------------------------------
@@ -251,12 +255,12 @@ def keep_order(nodes: Sequence[Any]) -> None:
     for node in filter(_is_copy, nodes):
         results = (buffer.get_name() for buffer in node.node.outputs)
         V.graph.unaligned_buffers.difference_update(node.get_buffer_names(), results)
-    fixed = [
-        node
-        for node in nodes
-        if _is_copy(node) or node.is_template() or (node.is_extern() and not isinstance(node.node, ir.MultiOutput))
-    ]
-    for before, after in itertools.pairwise(fixed):
+
+    def is_fixed(node: Any) -> bool:
+        is_call = node.is_extern() and not isinstance(node.node, ir.MultiOutput)
+        return _is_copy(node) or node.is_template() or is_call
+
+    for before, after in itertools.pairwise(filter(is_fixed, nodes)):
         if _is_copy(before) or _is_copy(after):
             name, other = (next(iter(node.get_buffer_names())) for node in (before, after))
             after.add_fake_dep(WeakDep(name, mutating_buf=other, is_fake=True))

@@ -127,7 +127,8 @@ def _over_blocks(op: PointwiseOperator, signature: Signature, lowering: Callable
     def viewed(box: Any, kind: str, rows: Sequence[Any]) -> Any:
         if not isinstance(box, ir.TensorBox) or kind not in (*DATA, "per_row"):
             return box
-        return lowerings[aten.view.default](box, [*rows, *([] if kind == "per_row" else box.get_size()[-1:])])
+        columns = [] if kind == "per_row" else box.get_size()[-1:]
+        return lowerings[aten.view.default](box, [*rows, *columns])
 
     def run(*args: Any) -> Any:
         rows, node = args[0].get_size()[:-1], V.graph.current_node
@@ -248,7 +249,8 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
         for i, t in enumerate(tensors[: op.num_data]):
             if mask[i]:
                 grads = [to_dtype(box, t.get_dtype()) for box in unrounded(i)]
-                d_tensors[i] = _row_by_row(*grads[:: -1 if layout == "swapped" else 1]) if row_by_row else joined(grads)
+                in_memory_order = reversed(grads) if layout == "swapped" else grads
+                d_tensors[i] = _row_by_row(*in_memory_order) if row_by_row else joined(grads)
         if layout is None:
             before_sums(mask[op.num_data :], *d_tensors[: op.num_data])
         if op.bias_index is not None and bias is not None:

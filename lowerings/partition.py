@@ -104,7 +104,8 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
     outputs = kwargs["num_fwd_outputs"]
     tangents = [node for node in gm.graph.find_nodes(op="placeholder") if "tangents" in node.name]
     # Backward's nodes are the returned gradients, and all nodes that depend on a tangent.
-    backward = with_dependents([*tangents, *(node for node in _returned(gm.graph)[outputs:] if isinstance(node, Node))])
+    gradients = [node for node in _returned(gm.graph)[outputs:] if isinstance(node, Node)]
+    backward = with_dependents([*tangents, *gradients])
     must_save = _copies_of_written(gm.graph, backward)
     for saveable_copies in SAVE_HOOKS:
         must_save += saveable_copies(gm.graph, backward, _returned(gm.graph)[:outputs])
@@ -227,11 +228,13 @@ def overwritten_inputs(graph: Graph, backward: Iterable[Node] = ()) -> dict[Node
                     first.setdefault(destination, order[node])
     for node in compat.written_afterwards(graph):
         first.setdefault(node, len(order))
-    return {
-        node: readers
-        for node, end in first.items()
-        if (readers := [u for u in node.users if (order[u] < end or u in after) and node not in _destinations(u)])
-    }
+    overwritten: dict[Node, list[Node]] = {}
+    for node, end in first.items():
+        old_value_users = [user for user in node.users if order[user] < end or user in after]
+        readers = [user for user in old_value_users if node not in _destinations(user)]
+        if readers:
+            overwritten[node] = readers
+    return overwritten
 
 
 def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
@@ -272,14 +275,15 @@ def _saved_by_default(graph: Graph, backward: set[Node]) -> list[Node]:
     """
     types = op_types()
 
-    def needed(node: Node) -> bool:
-        return any(
-            needed(user) if types.is_view(user) else user in backward and not types.is_fusible(user)
-            for user in node.users
-            if not is_linear(user)
-        )
+    def needs_memory(reader: Node) -> bool:
+        if is_linear(reader):
+            return False
+        if types.is_view(reader):
+            return any(map(needs_memory, reader.users))
+        return reader in backward and not types.is_fusible(reader)
 
-    return [node for node in graph.nodes if _can_be_saved(node) and node not in backward and needed(node)]
+    candidates = (node for node in graph.nodes if _can_be_saved(node) and node not in backward)
+    return [node for node in candidates if any(map(needs_memory, node.users))]
 
 
 def _inputs_of_activations(graph: Graph, backward: set[Node]) -> list[Node]:

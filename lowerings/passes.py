@@ -453,7 +453,9 @@ def _without(slot: Any, left_out: Callable[[Any], bool]) -> Any:
     """Return the slot's value without the passes for which ``left_out`` is true."""
     passes = compat.passes_in(slot)
     remaining = [graph_pass for graph_pass in passes if not left_out(graph_pass)]
-    return slot if len(remaining) == len(passes) else compat.Passes(remaining) if remaining else None
+    if len(remaining) == len(passes):
+        return slot
+    return compat.Passes(remaining) if remaining else None
 
 
 # ---- public --------------------------------------------------------------------------------------

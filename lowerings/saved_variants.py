@@ -61,22 +61,24 @@ class Variants(Partitioner):
         }
         pair = SavedTensors(graphs[""][0].graph, graphs[""][1].graph, outputs, static)
         nodes = {name: _saved(pair, forward.graph) for name, (forward, _) in graphs.items()}
-        on_device = {s: [n for n in saved.values() if offload.MOVED not in n.meta] for s, saved in nodes.items()}
-        self.totals = {s: pair.cost(saved) for s, saved in on_device.items()}
+        for setting, saved in nodes.items():
+            self.totals[setting] = pair.cost(node for node in saved.values() if offload.MOVED not in node.meta)
         shares = storage_shares(nodes[""].values())
         for name, node in nodes[""].items():
             value, source = node.meta["val"], partition.base(node)
             removed = tuple(s for s in nodes if name not in nodes[s])
             reasons = {s: nodes[s][name].meta.get(memory_levels.REJECTED) for s in nodes if s not in removed}
+            new_reasons = [(s, r) for s, r in reasons.items() if r and (not s or r != reasons[""])]
+            readers = dict.fromkeys((_kind(pair, node, r), innermost(r)) for r in _readers(pair, node))
             self.rows.append(
                 SavedRow(
                     "(inputs)" if source.op == "placeholder" else innermost(source),
                     tuple(map(int, value.shape)),
                     str(value.dtype).removeprefix("torch."),
                     shares[node],
-                    tuple(dict.fromkeys((_kind(pair, node, r), innermost(r)) for r in _readers(pair, node))),
+                    tuple(readers),
                     removed,
-                    tuple((s or "the policy", str(r)) for s, r in reasons.items() if r and (not s or r != reasons[""])),
+                    tuple((s or "the policy", str(r)) for s, r in new_reasons),
                     moves=offload.MOVED in node.meta,
                     stays=str(node.meta.get(offload.STAYS, "")),
                 )

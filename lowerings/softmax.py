@@ -72,19 +72,18 @@ _GROUP = 8
 
 def _unread(load: Load, group_is_open: Load | None, otherwise: float) -> Load:
     """Return a load that reads memory only if a key of the group is visible, and else returns ``otherwise``."""
-    return (
-        load
-        if group_is_open is None
-        else lambda index: ops.masked(group_is_open(index), lambda: load(index), otherwise)
-    )
+    if group_is_open is None:
+        return load
+    return lambda index: ops.masked(group_is_open(index), lambda: load(index), otherwise)
 
 
 def _row_node(function: Callable[..., Any], scalars: tuple[Any, ...], *boxes: Box | None) -> Box:
     """Apply a function of ``formulas.py`` to one value per row."""
     present = [b for b in boxes if b is not None]
-    first, loads, is_present = present[0], [b.make_loader() for b in present], tuple(b is not None for b in boxes)
-    (program,) = programs.programs_of(function, is_present, scalars, first.get_dtype(), first.get_device().type)
-    return _node(first, first.get_dtype(), first.get_size(), lambda index: program(loads, index))
+    first, loads = present[0], [b.make_loader() for b in present]
+    is_present, dtype = tuple(b is not None for b in boxes), first.get_dtype()
+    (program,) = programs.programs_of(function, is_present, scalars, dtype, first.get_device().type)
+    return _node(first, dtype, first.get_size(), lambda index: program(loads, index))
 
 
 def _softmax(
@@ -164,7 +163,8 @@ def _softmax_backward(
     grad.mark_reuse(2)
     output.mark_reuse(2)
     group_is_open = _window(shape, causal, window_left, window_right, _GROUP) if programs.is_on_gpu(output) else None
-    g, y = (_unread(programs.widening_load(b, lambda index: index, dtype), group_is_open, 0.0) for b in (grad, output))
+    loads = [programs.widening_load(box, programs.element_index, dtype) for box in (grad, output)]
+    g, y = (_unread(load, group_is_open, 0.0) for load in loads)
     last = [len(shape) - 1]
     product = _node(output, dtype, shape, lambda index: ops.mul(g(index), y(index)))
     inner = lowerings[aten.sum.dim_IntList](product, last, True)

@@ -91,8 +91,10 @@ def _parts(total: Node) -> list[Node]:
     """Return a sum's terms, through nested additions. For any other node, return the node as the only term."""
     if total.target is not aten.add.Tensor or total.kwargs or not all(isinstance(part, Node) for part in total.args):
         return [total]
-    parts = cast(Sequence[Node], total.args)
-    return [term for part in parts for term in (_parts(part) if len(part.users) == 1 else [part])]
+    terms: list[Node] = []
+    for part in cast(Sequence[Node], total.args):
+        terms += _parts(part) if len(part.users) == 1 else [part]
+    return terms
 
 
 def _is_bias_gradient(node: Node) -> bool:

@@ -82,7 +82,8 @@ def add_attention(policy: FusionPolicy, sites: Sequence[AttentionSite]) -> None:
 
 
 def _model_of(call: compat.CompiledCall | None) -> _Model | None:
-    return next((callback for callback in (call.at_its_end if call else ()) if isinstance(callback, _Model)), None)
+    callbacks = call.at_its_end if call else ()
+    return next((callback for callback in callbacks if isinstance(callback, _Model)), None)
 
 
 def _judged() -> weakref.WeakSet[Any]:
