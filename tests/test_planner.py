@@ -502,9 +502,9 @@ class Classifier(nn.Module):
         return self.head(x)
 
 
-def divided_timeline(model: nn.Module, x: Tensor, compiled: str, **settings: Any) -> Timeline:
+def divided_timeline(model: nn.Module, x: Tensor, compiled: str, memory: str = "free", **settings: Any) -> Timeline:
     captured = captured_model(model, (x,), {}, cross_entropy)
-    return segmented_step(divided(captured, H100, compiled, **settings), H100, FusionPolicy()).timeline
+    return segmented_step(divided(captured, H100, compiled, **settings), H100, FusionPolicy(memory=memory)).timeline
 
 
 @pytest.mark.covering(1)
@@ -544,6 +544,14 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert [unit for graph, unit, _ in parts.pieces if graph == "backward"] == ["(loss)", "", *layers[::-1], ""]
     assert sum(segment.gradients for *_, segment in parts.pieces) == sum(p.nbytes for p in model.parameters())
     assert parts.trained == {name for name, _ in model.named_parameters()}
+
+
+def test_weights_of_pieces_are_parameters() -> None:
+    """At "input" backward multiplies by the weights themselves. It would need copies of weights that are arguments."""
+    model, x = Classifier().bfloat16(), torch.randn(256, 32, dtype=torch.bfloat16)
+    free, low = (divided_timeline(model, x, "layers", memory).between for memory in ("free", "input"))
+    hidden, bias = 256 * 128 * 2, 128 * 2
+    assert free - low == 3 * (hidden - bias)
 
 
 @pytest.mark.slow

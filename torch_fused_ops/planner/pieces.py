@@ -200,14 +200,18 @@ def _piece(root: fx.GraphModule, nodes: list[fx.Node]) -> tuple[fx.GraphModule, 
     copies: dict[fx.Node, fx.Node] = {}
     for x in read:
         copies[x] = graph.placeholder(x.name)
-        copies[x].meta["example_value"] = x.meta["example_value"]
+        copies[x].meta |= {key: x.meta[key] for key in ("example_value", "tensor_dict") if key in x.meta}
+        copies[x]._dynamo_source = getattr(x, "_dynamo_source", None)
     for node in nodes:
         for x in node.all_input_nodes:
             if x.op == "get_attr" and x not in copies:
                 copies[x] = graph.node_copy(x)
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[x] for x in written))
-    return fx.GraphModule(root, graph), read, written
+    piece = fx.GraphModule(root, graph)
+    piece.meta = dict(root.meta)  # as in ``copy_graph``: AOTAutograd then knows the parameters, which need no copies
+    piece._param_name_to_source = root._param_name_to_source
+    return piece, read, written
 
 
 def signature(gm: fx.GraphModule) -> tuple[Any, ...]:
