@@ -25,7 +25,7 @@ aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
 # Calls that identify a softmax after PyTorch's decompositions.
 _SOFTMAX = {aten.exp.default, aten._softmax.default, fused.scaled_masked_softmax.default}
-# Calls, besides views, between a core and the linear layer that reads its result.
+# Calls, other than views, that may lie between a core and the linear layer that reads its result.
 _PASSED = {aten.clone.default, prims.convert_element_type.default, aten.mul.Tensor}
 _MAX_VALUES = 128  # values between linear layers and a core: norms, rotary embeddings and masks need about 60
 

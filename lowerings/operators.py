@@ -2,8 +2,8 @@
 
 ``programs.py`` turns a formula into a pointwise node. This file adds packed data, the gradients of biases and scales,
 and sums over rows in two steps: over the rows of each block, then over the blocks. Inductor fuses the first step with
-the summands. ``split_reductions.py`` chooses the blocks of compiled GPU code, ``kernels/compiled.py`` those of eager
-kernels.
+the summands. ``split_reductions.py`` chooses the blocks of compiled GPU code, and ``kernels/compiled.py`` chooses the
+blocks of eager kernels.
 """
 
 from __future__ import annotations

@@ -48,16 +48,19 @@ def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
-def graph_cost(paper: PaperCompilation, name: str) -> dict[str, Any]:
-    """Return figures for a graph's generated kernels, and for the whole graph."""
-    graph, calls = paper.graphs[name], [event for event in paper.timeline().events if event.graph == name]
-    return {
-        "kernels": sum(kernel.launches for kernel in graph.kernels),
-        "library_calls": len(graph.extern),
-        "bytes": graph.bytes_moved,
-        "flops": sum(call.flop for call in calls),
-        "floor_us": round(1e6 * RATES.seconds(roofline.Work(call.flop, call.nbytes) for call in calls), 2),
-    }
+def graph_costs(paper: PaperCompilation) -> dict[str, Any]:
+    """Return figures for each graph: for its generated kernels, and for the whole graph."""
+    costs, events = {}, paper.timeline().events
+    for phase, graph in paper.graphs.items():
+        calls = [event for event in events if event.graph == phase]
+        costs[phase] = {
+            "kernels": sum(kernel.launches for kernel in graph.kernels),
+            "library_calls": len(graph.extern),
+            "bytes": graph.bytes_moved,
+            "flops": sum(call.flop for call in calls),
+            "floor_us": round(1e6 * RATES.seconds(roofline.Work(call.flop, call.nbytes) for call in calls), 2),
+        }
+    return costs
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -141,8 +144,7 @@ def block_figures(name: str, ways: Sequence[str] = BLOCK_WAYS) -> dict[str, Any]
         with torch.device("meta"):
             module, inputs = BLOCKS[name]()
         paper = compile_on_paper(module.to(BF16).train(), *inputs, **settings(way))
-        graphs = {phase: graph_cost(paper, phase) for phase in ("forward", "backward")}
-        by_way[way] = {**graphs, "saved_bytes": paper.saved_bytes()}
+        by_way[way] = {**graph_costs(paper), "saved_bytes": paper.saved_bytes()}
         print(f"{name}, {way}: {by_way[way]}", flush=True)
     return {"name": name, "ways": by_way}
 
